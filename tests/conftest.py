@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 # A shell that starts the tests in the background lets them, and all that they start, ignore Ctrl+C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -21,9 +22,19 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Fixtures of several folders.
+pytest_plugins = [f"tests.support.{name}" for name in ("dashboards", "data", "gates", "origins", "slurm")]
+
 # A slow or busy machine must not fail a property: what is tested is the result.
 settings.register_profile("diloco", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diloco")
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's peers remember runs and identities: nothing is left in the user's home, or taken from it."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "diloco"
 
 
 @pytest.fixture

@@ -100,9 +100,7 @@ def _prepare(
         stages.show(layout.text)
         config = layout.fit(config, typed)
         _warn(warning)
-        if needs_consent(config):
-            with stages.paused():
-                consent(stages.console, config, layout.need.parameters, layout.nbytes, layout.text, yes)
+        _ask(config, layout.need.parameters, layout.nbytes, layout.text, yes, stages)
         volunteer.move_aside(config)
         return _with_files(config, found), layout
     machine = inspect_machine(config.train.device, config.train.threads)
@@ -118,12 +116,16 @@ def _prepare(
     stages.show(text)
     stages.show("; ".join([text, *prospects_of(config, micro_batch, found.paces)]))
     _warn(warning)
-    if needs_consent(config):
-        used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
-        with stages.paused():
-            consent(stages.console, config, need.parameters, used_bytes, machine.name, yes)
+    used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
+    _ask(config, need.parameters, used_bytes, machine.name, yes, stages)
     volunteer.move_aside(config)
     return _with_files(config, found), None
+
+
+def _ask(config: Config, parameters: int, used_bytes: float, machine: str, yes: bool, stages: Stages) -> None:
+    if needs_consent(config):
+        with stages.paused():
+            consent(stages.console, config, parameters, used_bytes, machine, yes)
 
 
 def _with_files(config: Config, found: Found) -> Config:

@@ -152,12 +152,7 @@ def _check(engine: str, config: Config, overrides: Sequence[str], out: Path, ask
         for value in [found] if isinstance(found, str) else found or ():
             if pattern.fullmatch(value) is None or not value.isprintable():
                 raise ConfigError(f"--{name}={value[:80]!r} cannot be used; write it like {example}")
-    if asked.gpu and not asked.gpus:
-        raise ConfigError(f"--gpu={asked.gpu[0]} has no effect with --gpus 0; drop one")
-    if engine == "sky" and asked.gpus and not asked.gpu:
-        raise ConfigError("--gpu is missing, and SkyPilot wants a kind: --gpu H100, or several of which it takes any")
-    if engine == "slurm" and len(asked.gpu) > 1:
-        raise ConfigError(f"--gpu={asked.gpu[1]} is a second kind, and SLURM takes one; drop it")
+    _check_gpus(engine, asked)
     if not kind.shares_files:
         for key in sorted({"run.dir", "swarm.key_path"} & _typed(overrides)):
             why = "whose machines do not see the files of this one"
@@ -165,6 +160,15 @@ def _check(engine: str, config: Config, overrides: Sequence[str], out: Path, ask
     for key, path in (("--out", out), ("run.dir", config.run.dir.absolute())):
         if not str(path).isprintable() or set(str(path)) & set("'\\"):
             raise ConfigError(f"{key}={str(path)!r} holds a character that a batch script cannot carry; choose another")
+
+
+def _check_gpus(engine: str, asked: Options) -> None:
+    if asked.gpu and not asked.gpus:
+        raise ConfigError(f"--gpu={asked.gpu[0]} has no effect with --gpus 0; drop one")
+    if engine == "sky" and asked.gpus and not asked.gpu:
+        raise ConfigError("--gpu is missing, and SkyPilot wants a kind: --gpu H100, or several of which it takes any")
+    if engine == "slurm" and len(asked.gpu) > 1:
+        raise ConfigError(f"--gpu={asked.gpu[1]} is a second kind, and SLURM takes one; drop it")
 
 
 def _job(engine: str, config: Config, out: Path, asked: Options) -> Job:

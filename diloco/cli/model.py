@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
@@ -26,7 +29,8 @@ __all__ = ["evaluate", "export", "generate"]
 def evaluate(config: Config, model: Path) -> int:
     """Print the loss of a model on the configured held-out sequences."""
     island = Island.from_environment(config.train.device)
-    loaded = models.load(_saved(model), key="MODEL_DIR").to(island.device)
+    with _model_of(model) as place:
+        loaded = models.load(place, key="MODEL_DIR").to(island.device)
     dataset = data.load(config.data, config.run.seed)
     holdout = dataset.holdout(config.eval.sequences)
     with autocast(config, island.device):
@@ -42,16 +46,33 @@ def evaluate(config: Config, model: Path) -> int:
 
 def generate(model: Path, prompt: str, tokens: int, temperature: float, seed: int) -> int:
     """Print the prompt and what the model writes after it."""
-    place = _saved(model)
-    loaded, tokenizer = models.load(place, key="MODEL_DIR"), data.load_tokenizer(str(place))
+    with _model_of(model) as place:
+        loaded, tokenizer = models.load(place, key="MODEL_DIR"), data.load_tokenizer(str(place))
     text = evaluation.generate(loaded, tokenizer, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed)
     click.echo(prompt + text)
     return 0
 
 
-def _saved(place: Path) -> Path:
-    """The model directory that `place` is or, as a run directory, contains."""
-    return place / "model" if (place / "model" / "config.json").is_file() else place
+@contextmanager
+def _model_of(place: Path) -> Iterator[Path]:
+    """The model directory that `place` is. Of a run directory its final model, or the newest checkpoint where a run was
+    ended within a round.
+    """
+    if (place / "model" / "config.json").is_file():
+        yield place / "model"
+    elif (place / "config.yaml").is_file() and (checkpoint := _newest(place)) is not None:
+        with TemporaryDirectory() as scratch:
+            _write(with_origin(compose([], base=place / "config.yaml"), place), checkpoint, Path(scratch))
+            yield Path(scratch)
+    else:
+        yield place
+
+
+def _newest(run_dir: Path) -> Checkpoint | None:
+    """The newest checkpoint of all peers in a run directory."""
+    peers = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
+    newest = [one for place in peers if (one := CheckpointStore(place, keep=1).load_latest()) is not None]
+    return max(newest, key=lambda one: one.step, default=None)
 
 
 def export(source: Path, out: Path, name: str | None = None, private: bool = False) -> int:
@@ -67,9 +88,7 @@ def export(source: Path, out: Path, name: str | None = None, private: bool = Fal
     if run_dir is None:
         raise CheckpointError(f"{source} is no run directory: there is no config.yaml in it; name the run.dir of a run")
     config = compose([], base=run_dir / "config.yaml")
-    peers = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
-    newest = [one for place in peers if (one := CheckpointStore(place, keep=1).load_latest()) is not None]
-    checkpoint = max(newest, key=lambda one: one.step, default=None)
+    checkpoint = _newest(run_dir)
     if checkpoint is None and not (run_dir / "model").is_dir():
         raise CheckpointError(f"{run_dir} holds no checkpoint yet; let the run reach its first outer step")
     what = f"outer step {checkpoint.step}" if checkpoint is not None else "final model"

@@ -4,7 +4,8 @@ A preset may hold settings that a mode does not use, such as those of an experim
 setting is meant: if nothing reads it, the command ends with one line that names the setting, the reason and the remedy.
 `groups.py` refuses settings of the outer step that contradict each other, wherever they come from.
 
-A new setting is declared in the table of `tests/test_effect.py`, which compares every key in every command and mode.
+A new setting is declared in the table of `tests/unit/config/test_effect.py`, which compares every key in every
+command and mode.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from diloco.config.data import DataConfig
 from diloco.config.explain import leaves, show
 from diloco.config.groups import OuterConfig
 from diloco.config.manifest import Manifest
@@ -154,7 +156,7 @@ def _covered(key: str) -> list[str]:
 
 def _beside(config: Config) -> Iterator[Ignored]:
     """Yields settings that have no effect beside the other settings."""
-    data, model, swarm = config.data, config.model, config.swarm
+    model, swarm = config.model, config.swarm
     if config.outer.method == "data_parallel":
         outer = " ".join(f"outer.{name}" for name in OuterConfig.model_fields if name not in ("method", "sync_every"))
         yield Ignored(
@@ -170,14 +172,7 @@ def _beside(config: Config) -> Iterator[Ignored]:
     if config.inner.optimizer != "muon":
         optimizer = config.inner.optimizer
         yield Ignored("inner.muon_lr_ratio", f"with inner.optimizer={optimizer}", "drop it, or choose inner=muon")
-    if data.source in ("stdlib", "text"):
-        yield Ignored("data.field", f"with data.source={data.source}, which has no columns")
-    if data.source == "mixture":
-        yield Ignored("data.field", "with data.source=mixture", "say it for each source of data.mixture")
-    if data.source in ("stdlib", "hub"):
-        yield Ignored("data.cache", f"with data.source={data.source}, which has no files of this machine")
-    if data.source != "hub":
-        yield Ignored("data.split", f"with data.source={data.source}, which has no splits", "drop it, or use data=hub")
+    yield from _beside_source(config.data)
     if model.path is not None:
         yield Ignored("model.model_type", "with model.path, whose directory says it")
     if swarm.key_path is not None:
@@ -196,6 +191,17 @@ def _beside(config: Config) -> Iterator[Ignored]:
             "with wandb.mode=disabled",
             "drop it, or set wandb.mode=online or offline",
         )
+
+
+def _beside_source(data: DataConfig) -> Iterator[Ignored]:
+    if data.source in ("stdlib", "text"):
+        yield Ignored("data.field", f"with data.source={data.source}, which has no columns")
+    if data.source == "mixture":
+        yield Ignored("data.field", "with data.source=mixture", "say it for each source of data.mixture")
+    if data.source in ("stdlib", "hub"):
+        yield Ignored("data.cache", f"with data.source={data.source}, which has no files of this machine")
+    if data.source != "hub":
+        yield Ignored("data.split", f"with data.source={data.source}, which has no splits", "drop it, or use data=hub")
 
 
 def _beside_outer(outer: OuterConfig) -> Iterator[Ignored]:

@@ -133,11 +133,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                     raise DeadlockError
             elif timers[0]._when > self.seconds:
                 self.seconds, self._turns_by = timers[0]._when, self.turns + MANY_TURNS
-        end = self.seconds + RESOLUTION_S
-        while timers and timers[0]._when <= end:
-            timer = heapq.heappop(timers)
-            timer._scheduled = False
-            ready.append(timer)
+        self._take_due(timers)
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:
@@ -149,6 +145,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.turns += 1
         if self.on_turn is not None:
             self.on_turn()
+
+    def _take_due(self, timers: list[Any]) -> None:
+        end = self.seconds + RESOLUTION_S
+        while timers and timers[0]._when <= end:
+            timer = heapq.heappop(timers)
+            timer._scheduled = False
+            self._ready.append(timer)  # type: ignore[attr-defined]
 
     def _poll(self) -> None:
         """Let signals in, which come by the loop's own pipe."""

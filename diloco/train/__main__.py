@@ -16,7 +16,8 @@ from diloco.errors import ConfigError, guard
 __all__: list[str] = []
 
 
-def _main(arguments: list[str]) -> int:
+def peer(arguments: list[str]) -> int:
+    """One peer with these settings, to its end; the exit code."""
     start, arguments = _start(arguments)
     config = compose(arguments, start)
     if not config.run.report:  # a supervisor has checked what the user typed, and adds settings of its own
@@ -27,6 +28,9 @@ def _main(arguments: list[str]) -> int:
         config = resolved(config)
     logging.basicConfig(format="diloco: %(message)s", stream=sys.stderr)
     logging.getLogger("diloco").setLevel(logging.INFO)
+    from diloco.swarm.visit.visitor import light_hivemind
+
+    light_hivemind(["hivemind"])  # half a second less
     from diloco.rundir.reporting import json_lines, log_lines
     from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds
 
@@ -56,7 +60,7 @@ def _leave_with_supervisor() -> None:
 
 
 if __name__ == "__main__":
-    code = guard(lambda: _main(sys.argv[1:]))
+    code = guard(lambda: peer(sys.argv[1:]))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Nothing is left to do, and the usual end of a process now and then aborts a rank, or waits for one that is
         # gone: a thread of torch's process group outlives what it belongs to.

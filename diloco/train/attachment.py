@@ -11,7 +11,8 @@ Rank 0 of an island talks to the node; the other ranks learn by broadcast what c
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -28,14 +29,15 @@ from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
+from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import Loss
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
 from diloco.train.leases import IslandLeases
 from diloco.train.parameters import Trained
-from diloco.train.pauses import Pauses
 from diloco.train.progress import Progress, Unsent
+from diloco.train.rows import kept
 from diloco.train.schedules import Schedules, StepHooks
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 from diloco.train.voice import Listener
@@ -43,7 +45,7 @@ from diloco.train.voice import Listener
 __all__ = ["Attachment"]
 
 
-class Attachment(Pauses):
+class Attachment:
     """A model in step with the swarm.
 
     Attributes:
@@ -89,6 +91,9 @@ class Attachment(Pauses):
         self._counted_tokens = self._sequences_per_round = 0
         self._cold = False  # in a first round that is left out
         self._left = False
+        self._is_paused = False
+        self._left_behind = False  # the swarm went on in a pause
+        self._settled = False  # the parameters are the last anchor, for good
 
     @property
     def _entered(self) -> bool:
@@ -381,3 +386,46 @@ class Attachment(Pauses):
         """As `NodeView.anchor_digest`."""
         assert self.view is not None
         return self.view.anchor_digest()
+
+    # -- pauses: it evaluates, or writes a checkpoint, and the others wait --------------------------------------------
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """All ranks: the parameters are the anchor inside; what is trained comes back afterwards."""
+        if not self._entered or self._settled:
+            yield
+            return
+        with self._paused():
+            if self.outer.lockstep and not self.outer.mixing:
+                yield
+                return
+            with kept(self.parameters):
+                self._link.show_anchors()
+                yield
+
+    @contextmanager
+    def checkpointing(self) -> Iterator[Saved]:
+        """Rank 0: as `saved`, to be written in this context: live tensors stay as they are, and other peers wait."""
+        with self._paused():
+            yield self.saved()
+
+    def saved(self) -> Saved:
+        """The state at the last exchange. At a barrier the tensors are the live ones: copy them before going on."""
+        assert self._link.node is not None
+        return self._link.runtime.call(self._link.node.snapshot())
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """The peer takes no inner steps inside, and is not taken for stalled. Afterwards it trains on."""
+        view = self._link.view
+        if self._is_paused or (view is not None and view.closed):
+            yield
+            return
+        self._is_paused = True
+        self._link.call(lambda node: node.pause())
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self._resume()
+            self._left_behind = self._link.node is not None and self._link.node.left_behind

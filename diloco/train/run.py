@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -147,12 +147,8 @@ def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at:
     config = fitted(config, island)
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
-    tell(Stage(stage="data"))
-    dataset = data.load(
-        config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))
-    )
-    holdout = dataset.holdout(config.eval.sequences)
-    tokenizer = dataset.tokenizer
+    dataset = _dataset(config, tell)
+    holdout, tokenizer = dataset.holdout(config.eval.sequences), dataset.tokenizer
     build = partial(
         models.build, config.model, config.run.seed, vocab_size=tokenizer.vocab_size,
         sequence_length=config.data.sequence_length,
@@ -167,12 +163,7 @@ def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at:
     shard = _shard(config, island)
     wandb = WandbLog(config, name) if island.leads else None
     with RunLog(config.run.dir, name, wandb) as log:
-        if island.leads:
-            log.event("computes", device=island.device_name, **chosen)
-        if standby.paused_s:
-            log.event("go_on", paused_s=round(standby.paused_s, 1))
-        if session.saved_version >= 0 and island.leads:
-            log.event("resume", version=session.saved_version, skipped=session.skipped)
+        _log_start(log, island, session, standby, chosen)
         phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, island.device))
         sync = _sync(config, island, model, optimizer, session, phases, log, tell, standby)
         if config.outer.spot_check and island.sharded:
@@ -186,26 +177,10 @@ def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at:
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell)
         if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
-            # A supervisor writes its own, which names all of its peers; a later session has addresses of its own.
-            if not config.run.report and standby.sessions == 1:
-                write_atomic(config.run.dir / "config.yaml", config.to_yaml())
-            write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
+            _write_settings(config, standby)
         tell(trainer.status("waiting"))
         with _signals(sync, island) as stopped, closing(stream):
-            with ExitStack() as stack:
-                with standby.watching(sync):
-                    with _arriving(sync, model, tell):
-                        stack.enter_context(sync)
-                    if sync.version == 0 and not island.sharded:
-                        origin.check_start(config, model)
-                    with island.following():  # before the swarm is left, which takes longer than torchrun waits
-                        trainer.train()
-                if island.leads:
-                    if standby.why:
-                        standby.remember(sync)
-                    tell(trainer.status("leaving"))
-                if sync.version > 0:
-                    trainer.save()
+            _take_part(trainer, standby)
             standby.end_session(sync)
             [paused] = island.agree([bool(standby.why) and sync.interrupted and not stopped])
             if not paused:
@@ -216,6 +191,48 @@ def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at:
                 (config.run.dir / "address").unlink(missing_ok=True)  # of a node that is closed
             log.event("pause", why=standby.why, version=sync.version)
             return summary_of(trainer, time.monotonic() - began_at, digest=sync.anchor_digest()), True
+
+
+def _dataset(config: Config, tell: Tell) -> data.Dataset:
+    tell(Stage(stage="data"))
+    return data.load(
+        config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))
+    )
+
+
+def _log_start(log: RunLog, island: Island, session: Session, standby: Standby, chosen: Mapping[str, Any]) -> None:
+    if island.leads:
+        log.event("computes", device=island.device_name, **chosen)
+    if standby.paused_s:
+        log.event("go_on", paused_s=round(standby.paused_s, 1))
+    if session.saved_version >= 0 and island.leads:
+        log.event("resume", version=session.saved_version, skipped=session.skipped)
+
+
+def _write_settings(config: Config, standby: Standby) -> None:
+    """A supervisor writes its own, which names all of its peers; a later session has addresses of its own."""
+    if not config.run.report and standby.sessions == 1:
+        write_atomic(config.run.dir / "config.yaml", config.to_yaml())
+    write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
+
+
+def _take_part(trainer: Trainer, standby: Standby) -> None:
+    """Joins the swarm, trains, saves and leaves."""
+    island, sync, model, tell = trainer.island, trainer.sync, trainer.model, trainer.tell
+    with ExitStack() as stack:
+        with standby.watching(sync):
+            with _arriving(sync, model, tell):
+                stack.enter_context(sync)
+            if sync.version == 0 and not island.sharded:
+                origin.check_start(trainer.config, model)
+            with island.following():  # before the swarm is left, which takes longer than torchrun waits
+                trainer.train()
+        if island.leads:
+            if standby.why:
+                standby.remember(sync)
+            tell(trainer.status("leaving"))
+        if sync.version > 0:
+            trainer.save()
 
 
 def _session(config: Config, island: Island) -> Session:

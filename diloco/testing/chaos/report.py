@@ -1,0 +1,259 @@
+"""What a swarm under faults came to, from the logs of its peers. Imported by `chaos`.
+
+Everything is read from what the peers wrote: a line of metrics.jsonl per inner step (`train.log_every=1`) and per outer
+step, events.jsonl, and the JSON lines of stdout. All clocks are this machine's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.testing.chaos.schedule import Fault
+from diloco.testing.links.pipe import WORSE
+
+__all__ = ["Account", "Log", "Stay", "accounts_of", "detection_s", "digests", "longest_gap", "rejoin", "report"]
+
+WINDOW_S = 20.0  # what a fault causes shows within this time, and before the next trouble
+UNDOING = ("join", "restart", "heal", "cont", "fast")  # they end a trouble, or cause none
+LAST_WORDS_S = 10.0
+NOT_NAMING = ("join", "claim", "refused")  # these tell of a peer that does something
+
+
+@dataclass(frozen=True)
+class Account:
+    """One outer step as a peer adopted it."""
+
+    time: float
+    steps: int  # inner steps of this peer so far
+    applied: int  # swarm clock
+    anchors: Mapping[str, str]  # fragment -> version:digest, of those that moved
+
+
+@dataclass
+class Stay:
+    """One process of a peer. `marks` are the times of what it said first: imports, built, ready."""
+
+    peer: int
+    started_at: float
+    ended_at: float
+    fate: str | None = None
+    exit: int | None = 0
+    marks: Mapping[str, float] = field(default_factory=dict)
+    summary: Mapping[str, Any] | None = None
+    steps: list[float] = field(default_factory=list)  # when each inner step was done
+    accounts: list[Account] = field(default_factory=list)
+    over_at: float | None = None  # when it left its training loop
+
+    @property
+    def trained_until(self) -> float:
+        return self.over_at or self.ended_at
+
+
+@dataclass
+class Log:
+    """The peers of one run."""
+
+    stays: list[Stay]
+    events: list[dict[str, Any]]  # of all peers; `by` is the number of the peer that logged it
+    ids: Mapping[int, set[str]]
+    tokens_per_step: int
+    begun_at: float
+
+    @property
+    def ended_at(self) -> float:
+        return max((one.accounts[-1].time for one in self.stays if one.accounts), default=self.begun_at)
+
+    @property
+    def applied(self) -> int:
+        return max((account.applied for one in self.stays for account in one.accounts), default=0)
+
+    @property
+    def rate(self) -> float:
+        """Applied tokens per second, from when all trained."""
+        before = max((a.applied for s in self.stays for a in s.accounts if a.time < self.begun_at), default=0)
+        return (self.applied - before) / max(1e-9, self.ended_at - self.begun_at)
+
+
+def step_s(log: Log) -> float:
+    """Median seconds from one inner step to the next, of all peers."""
+    gaps = [b - a for one in log.stays for a, b in zip(one.steps, one.steps[1:], strict=False)]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+def longest_gap(times: Sequence[float], start: float, end: float, until: float) -> float:
+    """Longest time without a step that touches [start, end], with what lies before but not what comes after.
+
+    Steps went on, or ought to have, to `until`.
+    """
+    gaps = zip(times, [*times[1:], until], strict=False)
+    return max((min(b, end) - a for a, b in gaps if b > start and a < end), default=0.0)
+
+
+def detection_s(log: Log, fault: Fault, at: float, until: float = math.inf) -> tuple[float | None, str]:
+    """Seconds until another peer's event names a victim, and its kind; from `until` on it would be too late."""
+    silent = NOT_NAMING if fault.kind == "term" else (*NOT_NAMING, "leave")  # all leave at the end of the run
+    for event in sorted(log.events, key=lambda event: event["time"]):
+        if not at <= event["time"] < until or event["kind"] in silent or (fault.peers and event["by"] in fault.peers):
+            continue
+        named = {event.get("subject"), event.get("syncer"), event.get("donor")} | set(event.get("peers") or ())
+        for victim in fault.named:
+            if event["by"] != victim and named & log.ids.get(victim, set()):
+                return event["time"] - at, event["kind"]
+    return None, ""
+
+
+def resume_s(log: Log, fault: Fault, at: float, end: float, frozen: set[int]) -> tuple[float, int | None]:
+    """Longest gap between inner steps of a survivor, and whose."""
+    since = at if fault.kind in UNDOING else 0.0  # what was undone had its own share of that time
+    gaps = [
+        (longest_gap([max(since, step) for step in one.steps], at, end, one.trained_until), one.peer)
+        for one in log.stays
+        if one.peer not in frozen
+        and (one.peer not in fault.peers or fault.kind in (*WORSE, "fast"))
+        and one.steps
+        and one.steps[0] < at <= one.trained_until
+    ]
+    return max(gaps, default=(0.0, None))
+
+
+def rejoin(log: Log, stay: Stay) -> dict[str, float] | None:
+    """From a process's start to its first merged contribution, split by what it did; None where it got no further.
+
+    A boundary whose contribution was discarded does not count.
+    """
+    discarded = [e["time"] for e in log.events if e["by"] == stay.peer and e["kind"] == "discarded"]
+    since = stay.started_at
+    for account in stay.accounts:
+        if stay.steps and account.time > stay.steps[0] and not any(since < at <= account.time for at in discarded):
+            merged_at = account.time
+            break
+        since = account.time
+    else:
+        return None
+    parts, before = {"total": merged_at - stay.started_at}, stay.started_at
+    for name in ("imports", "built", "ready"):
+        if name in stay.marks:
+            parts[name], before = stay.marks[name] - before, stay.marks[name]
+    first = stay.steps[0]
+    parts["first step"] = first - before
+    parts["to merged"] = merged_at - first
+    return parts
+
+
+Unequal = dict[str, dict[str, list[int]]]  # fragment:version -> digest -> peers
+
+
+def digests(stays: Iterable[Stay]) -> tuple[int, Unequal, list[str]]:
+    """How many fragment versions several peers have logged; those with different digests; and those that died.
+
+    What a syncer published shortly before it was killed may have reached nobody. Its successor then makes that version
+    anew: a step that is lost, but no two living peers that differ.
+    """
+    living: Unequal = {}
+    dying: Unequal = {}
+    for one in stays:
+        for account in one.accounts:
+            last_words = one.fate == "kill" and account.time > one.ended_at - LAST_WORDS_S
+            seen = dying if last_words else living
+            for fragment, at in account.anchors.items():
+                version, digest = at.split(":")
+                seen.setdefault(f"{fragment}:{version}", {}).setdefault(digest, []).append(one.peer)
+    shared = sum(len({peer for who in by.values() for peer in who}) > 1 for by in living.values())
+    died = [key for key, by in dying.items() if key in living and not by.keys() <= living[key].keys()]
+    return shared, {key: by for key, by in living.items() if len(by) > 1}, died
+
+
+def accounts_of(log: Log) -> dict[str, int]:
+    """Tokens: what was trained on, and what became of it. `lost` is the part in flight that died with its peer."""
+    processed = sum(len(one.steps) for one in log.stays) * log.tokens_per_step
+    discarded = sum(int(event.get("tokens") or 0) for event in log.events if event["kind"] == "discarded")
+    lost = 0
+    for one in log.stays:
+        if one.fate == "kill":
+            sent_at = one.accounts[-1].time if one.accounts else one.started_at
+            lost += sum(at > sent_at for at in one.steps) * log.tokens_per_step
+    applied = log.applied
+    flying = processed - applied - discarded
+    return {"processed": processed, "applied": applied, "discarded": discarded, "in_flight": flying, "lost": lost}
+
+
+def report(log: Log, happened: Sequence[Any]) -> dict[str, Any]:
+    """All figures of a run, as JSON."""
+    shared, unequal, died = digests(log.stays)
+    ends = {one.summary["anchor_digest"] for one in log.stays if one.summary and one.fate is None}
+    evaluated = [one.summary for one in log.stays if one.summary and (one.summary.get("eval") or {}).get("loss")]
+    furthest = max(evaluated, key=lambda summary: int(summary["outer_steps"]), default=None)
+    whole = [one for one in log.stays if one.fate is None and one.steps]
+    kinds = [event["kind"] for event in log.events]
+    return {
+        "step_s": step_s(log),
+        "calm_gap_s": max((longest_gap(s.steps, *_quiet(log, happened), s.trained_until) for s in whole), default=0.0),
+        "seconds": log.ended_at - log.begun_at,
+        "tokens": accounts_of(log),
+        "tokens_per_s": log.rate,
+        "faults": list(_faults(log, happened)),
+        "joins": [
+            {"peer": one.peer, "at": one.started_at - log.begun_at, "parts": rejoin(log, one)}
+            for one in log.stays
+            if one.started_at > log.begun_at
+        ],
+        "takeovers": kinds.count("takeover"),
+        "momentum_restarted": sum(event.get("momentum") == "restarted" for event in log.events),
+        "heals": sum(int((one.summary or {}).get("heals") or 0) for one in log.stays),
+        "digest_mismatches": kinds.count("digest_mismatch"),
+        "versions_shared": shared,
+        "versions_unequal": unequal,
+        "versions_died": died,
+        "final_digests": sorted(str(digest) for digest in ends),
+        "eval_loss": furthest["eval"]["loss"] if furthest else None,
+        "exits": [{"peer": one.peer, "fate": one.fate, "exit": one.exit} for one in log.stays],
+    }
+
+
+def _quiet(log: Log, happened: Sequence[Any]) -> tuple[float, float]:
+    """The time before anything happened."""
+    first = min((one.time for one in happened), default=log.ended_at)
+    return log.begun_at, first
+
+
+def _faults(log: Log, happened: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    frozen: set[int] = set()
+    for index, one in enumerate(happened):
+        fault: Fault = one.fault
+        row: dict[str, Any] = {"at": one.time - log.begun_at, "fault": str(fault), "skipped": one.skipped}
+        if one.skipped is None:
+            following = (later.time for later in happened[index + 1 :] if later.fault.kind not in UNDOING)
+            end = min(next(following, log.ended_at), one.time + WINDOW_S)
+            row["window_s"] = end - one.time
+            if fault.kind not in UNDOING:
+                row["detect_s"], row["detected_by"] = detection_s(log, fault, one.time, _undone_at(happened, index))
+            elif fault.kind == "heal":
+                row["detect_s"], row["detected_by"] = _met_s(log, one.time, end), "all met"
+            row["gap_s"], row["gap_of"] = resume_s(log, fault, one.time, end, frozen)
+            if fault.kind == "cont":
+                row["back_s"] = _back_s(log, fault.peers[0], one.time)
+            frozen = (frozen | set(fault.peers)) if fault.kind == "stop" else frozen - set(fault.peers)
+        yield row
+
+
+def _undone_at(happened: Sequence[Any], index: int) -> float:
+    """When a frozen peer goes on, or the sides meet again: what names the victims then has another reason."""
+    kind = {"stop": "cont", "partition": "heal"}.get(happened[index].fault.kind)
+    peers = happened[index].fault.peers
+    return next((o.time for o in happened[index:] if o.fault.kind == kind and o.fault.peers == peers), math.inf)
+
+
+def _met_s(log: Log, at: float, end: float) -> float | None:
+    """From the end of a partition to the last hello between its sides."""
+    hellos = [event["time"] for event in log.events if event["kind"] == "join" and at < event["time"] < end]
+    return max(hellos) - at if hellos else None
+
+
+def _back_s(log: Log, peer: int, at: float) -> float | None:
+    """From when a frozen peer goes on to its next outer step."""
+    times = [account.time for one in log.stays if one.peer == peer for account in one.accounts if account.time > at]
+    return min(times) - at if times else None

@@ -1,0 +1,148 @@
+"""What happens to which peer, and when: a schedule as text, or one drawn from a seed. Imported by `chaos`."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.testing.links.pipe import WORSE
+
+__all__ = ["DELAYS", "DRAWABLE", "KINDS", "LINK_KINDS", "Fault", "ScheduleError", "joins", "parse", "shuffled"]
+
+LINK_KINDS = ("partition", "heal", "fast", *WORSE)
+DELAYS = ("delay", "loss")  # these need netem, or the emulator
+DRAWABLE = ("kill", "stop", "term", "partition", *WORSE)
+KINDS = ("kill", "stop", "cont", "term", "join", "restart", *LINK_KINDS)
+REPLACED_AFTER_S = 1.0  # somebody starts another process where one has died
+STOPPED_S = 4.0
+CUT_S = 8.0
+DRAWN = {"slow": ("1mbit", "4mbit"), "delay": ("25ms", "100ms"), "loss": ("1%", "5%")}
+FEWEST = 2  # a swarm of one has nobody to exchange with
+
+
+class ScheduleError(ValueError):
+    """A schedule cannot be meant; one line."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`groups` are the sides of a partition; `value` is a rate, a delay or a loss, as `tc` writes them."""
+
+    at: float
+    kind: str
+    peers: tuple[int, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    value: str = ""
+
+    def __str__(self) -> str:
+        words = [self.kind, *map(str, self.peers)]
+        if self.groups:
+            words.append("|".join(",".join(map(str, group)) for group in self.groups))
+        return " ".join([*words, self.value]).strip()
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """Peers that the others may notice."""
+        return self.peers or tuple(peer for group in self.groups for peer in group)
+
+
+def parse(text: str, peers: int) -> list[Fault]:
+    """`30:kill 2, 35:join, 80:partition 0,1|2,3`: what happens, in the order of time.
+
+    A comma ends a fault only before `SECOND:`, because a partition contains commas. Peers are numbered from 0; those
+    that join get the next numbers. Raises `ScheduleError` for what cannot be.
+    """
+    parts = [part.strip() for part in re.split(r",\s*(?=\d+(?:\.\d+)?\s*:)", text) if part.strip()]
+    faults = sorted((_fault(part) for part in parts), key=lambda fault: fault.at)
+    state = dict.fromkeys(range(peers), "runs")
+    for fault in faults:
+        _follow(fault, state)
+    return faults
+
+
+def _fault(part: str) -> Fault:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*:\s*([a-z]+)\s*(.*)", part)
+    if match is None or match[2] not in KINDS:
+        raise ScheduleError(f"--schedule: {part!r} is no fault; expected SECOND:KIND ..., KIND of {', '.join(KINDS)}")
+    at, kind, rest = float(match[1]), match[2], match[3].split()
+    if kind in ("join", "heal"):
+        wanted, fault = 0, Fault(at, kind)
+    elif kind == "partition":
+        sides = rest[0] if rest else ""
+        if not re.fullmatch(r"\d+(,\d+)*(\|\d+(,\d+)*)+", sides):
+            raise ScheduleError(f"--schedule: {part!r} needs the sides, such as 0,1|2,3")
+        groups = tuple(tuple(map(int, side.split(","))) for side in sides.split("|"))
+        wanted, fault = 1, Fault(at, kind, groups=groups)
+    else:
+        _, example, read = WORSE.get(kind, ("", "", None))
+        wanted = 2 if read else 1
+        value = rest[1] if len(rest) > 1 else ""
+        if len(rest) != wanted or not rest[0].isdigit():
+            raise ScheduleError(f"--schedule: {part!r} is incomplete; expected {at:g}:{kind} 1 {example}".rstrip())
+        if read:
+            try:
+                read(value)
+            except ValueError as error:
+                raise ScheduleError(f"--schedule: {part!r}: {error}") from error
+        fault = Fault(at, kind, (int(rest[0]),), value=value)
+    if len(rest) != wanted:
+        raise ScheduleError(f"--schedule: {part!r} says too much or too little")
+    return fault
+
+
+def _follow(fault: Fault, state: dict[int, str]) -> None:
+    """What a fault makes of who runs; `ScheduleError` where it cannot happen."""
+    for peer in fault.named:
+        if peer not in state:
+            raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: there is no peer {peer} then")
+    before = {"kill": ("runs", "stopped"), "stop": ("runs",), "cont": ("stopped",), "term": ("runs",)}
+    before |= {"restart": ("ended",)}
+    for peer in fault.peers:
+        if state[peer] not in before.get(fault.kind, ("runs", "stopped")):
+            raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: peer {peer} is {state[peer]} then")
+        after = {"kill": "ended", "term": "ended", "stop": "stopped", "cont": "runs", "restart": "runs"}
+        state[peer] = after.get(fault.kind, state[peer])
+    if fault.kind == "join":
+        state[len(state)] = "runs"
+
+
+def joins(faults: Sequence[Fault]) -> int:
+    """Peers that a schedule adds."""
+    return sum(fault.kind == "join" for fault in faults)
+
+
+def shuffled(seed: int, peers: int, every: float, seconds: float, kinds: Sequence[str]) -> list[Fault]:
+    """A fault every so often, one after another, the same for the same seed; each is undone before the next.
+
+    Who is killed is replaced by a new peer or comes back under its run directory, in turn by chance; who leaves is
+    replaced by a new peer.
+    """
+    for kind in kinds:
+        if kind not in DRAWABLE:
+            raise ScheduleError(f"--kinds: {kind} cannot be drawn; choose of {', '.join(DRAWABLE)}")
+    draw, faults, alive, total = random.Random(seed), [], list(range(peers)), peers
+    at = every
+    while at + max(STOPPED_S, REPLACED_AFTER_S) < seconds:
+        kind = draw.choice(list(kinds))
+        victim = draw.choice(alive)
+        pause = min(STOPPED_S if kind == "stop" else CUT_S, every / 2)
+        if kind in ("kill", "term") and len(alive) > FEWEST:
+            faults.append(Fault(at, kind, (victim,)))
+            if kind == "kill" and draw.random() < 0.5:
+                faults.append(Fault(at + REPLACED_AFTER_S, "restart", (victim,)))
+            else:
+                faults.append(Fault(at + REPLACED_AFTER_S, "join"))
+                alive[alive.index(victim)], total = total, total + 1
+        elif kind == "stop":
+            faults += [Fault(at, "stop", (victim,)), Fault(at + pause, "cont", (victim,))]
+        elif kind == "partition" and len(alive) > 1:
+            mixed = draw.sample(alive, len(alive))
+            cut = draw.randrange(1, len(mixed))
+            sides = (tuple(sorted(mixed[:cut])), tuple(sorted(mixed[cut:])))
+            faults += [Fault(at, "partition", groups=sides), Fault(at + pause, "heal")]
+        elif kind in DRAWN:
+            faults += [Fault(at, kind, (victim,), value=draw.choice(DRAWN[kind])), Fault(at + pause, "fast", (victim,))]
+        at += every
+    return faults

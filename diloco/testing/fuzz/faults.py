@@ -1,0 +1,160 @@
+"""Seeded fault schedules: which peers there are, how they are set, what befalls them when.
+
+A scenario is data: a fault can be left out and the rest be played again, which is how one is shrunk. A fault happens
+some turns of the event loop after its second, so that it hits the middle of what is done in no time.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.testing.fuzz.crowd import Member
+
+__all__ = ["KINDS", "SPLIT_PROGRESS_S", "TEARING", "Fault", "Scenario", "scenario"]
+
+KINDS = (
+    "crash", "restart", "leave", "join", "host", "freeze", "suspend", "reset", "stall", "split", "hold", "garble",
+)  # fmt: skip
+TEARING = ("freeze", "suspend", "reset", "stall", "split", "hold", "garble")  # peers lose each other, and live
+START_S = 5.0  # peers meet, and begin
+HORIZON_S = 40.0  # faults begin before that
+SPLIT_PROGRESS_S = 66.0  # after so long on its own, a side must have made a version
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens: when, to whom (an index of the living then), and for how many seconds."""
+
+    at_s: float
+    turns: int
+    kind: str
+    who: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} of living peer {self.who} at {self.at_s:.2f} s and {self.turns} turns, {self.seconds:g} s"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Everything that decides a run; equal scenarios are the same run, turn by turn."""
+
+    seed: int
+    members: tuple[Member, ...]
+    outer: tuple[tuple[str, Any], ...]
+    together: bool  # all wait for all at the start; else the first one begins and the others join
+    heartbeat_s: float
+    loss: float  # of bulk streams
+    executor_s: float  # the most that work in a thread takes, before and after it
+    units: bool
+    cold: bool  # joiners start with cold optimizers
+    pieces: bool  # small chunks and parts: several of each fragment
+    closed: bool  # only invited peers take part
+    faults: tuple[Fault, ...]
+    rounds: int = 2  # after everything is healed
+
+    def describe(self) -> str:
+        """The scenario in lines for people."""
+        traits = [
+            f"heartbeat {self.heartbeat_s:g} s",
+            f"bulk streams break with probability {self.loss:g}",
+            f"threads take up to {self.executor_s:g} s",
+            "all start together" if self.together else "the others join the first",
+            *(["work units"] if self.units else []),
+            *(["joiners start cold"] if self.cold else []),
+            *(["several chunks and parts"] if self.pieces else []),
+            *(["closed run"] if self.closed else []),
+        ]
+        lines = [f"seed {self.seed}: outer {dict(self.outer)}", "  " + ", ".join(traits)]
+        for member in self.members:
+            what = f"trains, {member.step_s:g} s a step" if member.trains else "is a host"
+            extra = f", lies x {member.lie:g}" * (member.lie != 1.0)
+            extra += f", {member.boundary_s:g} s of work after each exchange" * (member.boundary_s > 0)
+            rate, offset_s = member.clock
+            lines.append(
+                f"  {member.name} {what}, latency {member.latency_s:g} s, clock {offset_s:+.0f} s x {rate}{extra}"
+            )
+        lines += [f"  fault {number}: {fault}" for number, fault in enumerate(self.faults)]
+        return "\n".join(lines)
+
+
+# -- making one -------------------------------------------------------------------------------------------------------
+
+
+def scenario(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    r = random.Random(f"scenario {seed}")
+    trainers, hosts = r.choice([(2, 0), (2, 0), (3, 0), (3, 0), (2, 1), (1, 2), (4, 0), (3, 1), (4, 1), (5, 0)])
+    fragments = r.randint(1, 3)
+    outer = _outer(r, fragments)
+    liar = trainers >= 4 and "quorum" not in outer and r.random() < 0.5
+    lockstep = not {"quorum", "overlap", "staggered"} & outer.keys()
+    slow_boundary = r.choice([0.0] * 7 + [22.0]) if lockstep else 0.0  # nobody who finishes waits for so long
+    members = tuple(
+        Member(
+            name,
+            trains=number < trainers,
+            step_s=r.choice([0.5, 1.0, 1.0, 1.0, 2.0]),
+            latency_s=r.choice([0.02, 0.1, 0.1, 0.4]),
+            clock=(r.choice([1.0, 1.0, 0.9, 1.15]), r.choice([0.0, round(1e5 * r.random())])),
+            lie=-10.0 if liar and number == trainers - 1 else 1.0,
+            boundary_s=slow_boundary if number == 0 else 0.0,
+        )
+        for number, name in enumerate("abcdefgh"[: trainers + hosts])
+    )
+    faults = [_fault(r) for _ in range(r.choice([0, 1, 1, 1, 2, 2, 3, 4]))]
+    return Scenario(
+        seed=seed,
+        members=members,
+        outer=tuple(outer.items()),
+        together=r.random() < 0.5,
+        heartbeat_s=r.choice([1.0, 2.0, 2.0]),
+        loss=r.choice([0.0, 0.0, 0.05, 0.2]),
+        executor_s=r.choice([0.0, 0.3, 1.5]),
+        units=r.random() < 0.4,
+        cold=r.random() < 0.2,
+        pieces=r.random() < 0.5,
+        closed=r.random() < 0.15,
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+    )
+
+
+def _fault(r: random.Random) -> Fault:
+    """Mostly shorter than the silence after which a peer counts as lost; some splits are longer."""
+    kind = r.choice(KINDS)
+    seconds = r.choice([0.5, 1.0, 3.0, 3.0, 8.0, 8.0, 14.0, 14.0, 25.0])
+    if kind == "split" and r.random() < 0.1:
+        seconds = SPLIT_PROGRESS_S
+    at_s = r.uniform(0.5, r.choice([START_S, HORIZON_S, HORIZON_S, HORIZON_S]))
+    return Fault(round(at_s, 2), r.choice([0, r.randrange(40)]), kind, r.randrange(100), seconds)
+
+
+def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
+    """Settings of the outer step: a barrier half of the time, and the other presets' kinds."""
+    every = r.choice([2, 4])
+    settings: dict[str, Any] = {"sync_every": every, "fragments": fragments, "lr": 0.7, "momentum": 0.9}
+    settings["audit"] = 1.0  # where that is possible; no honest peer may be accused
+    settings |= r.choice(
+        [{}, {}, {"codec_up": "fp32"}, {"codec_up": "e3m0"}, {"codec_up": "fp32", "codec_down": "fp32"}]
+    )
+    match r.choice(
+        ["barrier"] * 5 + ["robust", "overlap", "staggered", "late", "grace", "async", "async", "decoupled"]
+    ):
+        case "robust":
+            settings |= {"robust": r.choice(["trimmed_mean", "centered_clip", "clip", "none"])}
+        case "overlap":
+            settings |= {"overlap": 1}
+        case "staggered":
+            settings |= {"staggered": fragments <= every, "overlap": r.randint(0, 1)}
+        case "late":
+            settings |= {"overlap": every}
+        case "grace":
+            settings |= {"quorum": r.randint(1, 3), "grace_s": r.choice([0.0, 1.0, 3.0]), "staleness_limit": 1}
+        case "async":
+            settings |= {"quorum": 1, "staleness_limit": r.choice([2, 10]), "optimizer": "delayed_nesterov"}
+        case "decoupled":
+            settings |= {"quorum": 1, "grace_slack": 0.8, "overlap": 1, "staleness_limit": 2}
+            settings |= {"staggered": fragments <= every, "merge": "rda"}
+    return settings

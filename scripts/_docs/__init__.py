@@ -1,1 +1,0 @@
-"""The parts of `scripts/docs`: `reference.py` pages made from the code, `site.py` all pages as HTML."""

@@ -1,0 +1,62 @@
+"""`scripts/bench_gpu`: what it counts, what it says of what it cannot run, and that it works without a GPU."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from diloco import model as models
+from diloco.config import compose
+from tests.support.scripts import script_module
+
+MACHINE = {"date": "2026-11-23", "accelerator": "A", "cores": 2, "cpu": "B", "torch": "2"}
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return script_module("bench_gpu")
+
+
+def test_the_flops_of_a_token_are_those_of_its_matrices_and_of_attention(bench: ModuleType) -> None:
+    with torch.device("meta"):
+        tied, untied = (models.outline(compose([f"model={name}"]).model) for name in ("20m", "1b"))
+    # 6 layers, width 256, 704 inside, 32,000 tokens, tied; norms are counted, too.
+    matrices = 6 * (4 * 256**2 + 3 * 256 * 704 + 2 * 256) + 256 + 32000 * 256
+    assert bench.flops_per_token(tied, 1024) == 6 * matrices + 6 * 6 * 256 * 1024
+    parameters = models.num_parameters(untied) - 32000 * 2048
+    assert bench.flops_per_token(untied, 1024) == 6 * parameters + 6 * 22 * 2048 * 1024
+
+
+def test_every_model_mode_and_number_of_devices_is_a_row(bench: ModuleType) -> None:
+    arguments = Namespace(models=["20m", "1b"], modes=["diloco"], devices=None, quick=False)
+    found = bench.cases(arguments, [f"cuda:{index}" for index in range(6)])
+    assert [(one["model"], one["wanted"]) for one in found] == [
+        (model, count) for model in ("20m", "1b") for count in (1, 2, 4, 6)
+    ]
+    assert found[1]["devices"] == ["cuda:0", "cuda:1"]
+
+
+def test_what_cannot_run_is_listed_with_its_reason(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(case: Any, arguments: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(bench, "run", fail)
+    cases = [{"model": "1b", "mode": "diloco", "devices": ["cuda:0"], "wanted": wanted} for wanted in (1, 8)]
+    rows = [bench.measured(case, Namespace(peak_tflops=None)) for case in cases]
+    shown = bench.table(rows, MACHINE)
+    assert "- 1b, diloco on 1: CUDA out of memory" in shown
+    assert "- 1b, diloco on 8: this machine has 1" in shown
+    assert shown[-1] == "2026-11-23, A, 2 cores B, torch 2"
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "diloco", "streaming"])
+@pytest.mark.parametrize(("model", "steps"), [("smoke", 24), ("150m", 60), ("150m", 120)])
+def test_every_row_is_a_valid_run(bench: ModuleType, model: str, steps: int, mode: str, tmp_path: Path) -> None:
+    options = {"model": model, "mode": mode, "steps": steps, "devices": ["cpu", "cpu"], "overrides": []}
+    config = bench.config_of(1, options, tmp_path)
+    assert config.outer.sync_every == steps // 3 and bool(config.outer.overlap) == (mode == "streaming")

@@ -1,0 +1,190 @@
+"""The documents: generated pages are current, links lead somewhere, recipes can be typed, a wheel has none of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import diloco
+from diloco.cli.main import cli
+from diloco.testing.bench.readme import rows_of
+from tests.support.exit_codes import exit_code
+from tests.support.pages import DOCS, code, docs, typed
+from tests.support.places import ROOT
+
+
+@pytest.mark.parametrize("name", docs.PAGES)
+def test_a_generated_page_is_what_the_code_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no configs/ adds choices
+    assert (docs.FOLDER / name).read_text() == docs.PAGES[name](), "run: scripts/docs --write"
+
+
+def test_every_module_of_the_package_is_in_the_list_of_files() -> None:
+    listed = {line.split()[0] for line in docs.files().splitlines() if line.strip()}
+    modules = {path.name for path in (ROOT / "diloco").rglob("*.py")} - {"__init__.py"}
+    assert modules <= listed
+    assert docs.first_sentence(ROOT / "diloco" / "atomic.py") == "Replaces a file as a whole"
+
+
+def test_a_module_without_a_docstring_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    (tmp_path / "bare.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"^bare.py has no docstring$"):
+        docs.first_sentence(tmp_path / "bare.py")
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "there.html").write_text('<h2 id="place">x</h2>')
+    links = ("there.html", "there.html#place", "there.html#gone", "gone.html", "#here", "https://example.org/x")
+    anchors = "".join(f'<a href="{link}">x</a>' for link in links)
+    (tmp_path / "page.html").write_text(f'<p id="here">{anchors}<img src="gone.png"></p>')
+    assert docs.broken(tmp_path) == ["page.html: gone.html", "page.html: gone.png", "page.html: there.html#gone"]
+
+
+def test_pages_become_html_whose_headings_have_the_names_that_links_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "image.png").write_bytes(b"png")
+    (tmp_path / "README.md").write_text("# One\n\n[two](folder/two.md#what-is-it) [files](folder)\n")
+    (tmp_path / "folder" / "two.md").write_text("# Two\n\n## What is `it`?\n\n![x](image.png) [no](#nothing)\n")
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    for page in (tmp_path / "README.md", tmp_path / "folder" / "two.md"):
+        docs._render(page, tmp_path / "site")
+    missing = {link for link in docs.broken(tmp_path / "site") if "reference.html" not in link and "api/" not in link}
+    assert missing == {"folder/two.html: #nothing"}
+    assert (tmp_path / "site" / "folder" / "image.png").read_bytes() == b"png"
+
+
+@pytest.mark.parametrize("name", ["quality", "claims", "faults", "attacks"])
+def test_a_table_that_a_script_writes_is_on_one_page(name: str) -> None:
+    marks = [page for page in docs.pages() if f"<!-- {name} -->" in page.read_text()]
+    assert len(marks) == 1 and marks[0].parent.name == "scripts"
+    assert any(row.startswith("| ") for row in rows_of(name))
+
+
+def test_the_documents_are_in_a_source_distribution_and_not_in_a_wheel() -> None:
+    from hatchling.builders.sdist import SdistBuilder
+    from hatchling.builders.wheel import WheelBuilder
+
+    wheel, source = (
+        {str(file.distribution_path) for file in builder(str(ROOT)).recurse_included_files()}
+        for builder in (WheelBuilder, SdistBuilder)
+    )
+    assert "diloco/errors.py" in wheel and "diloco/_configs/config.yaml" in wheel
+    assert not [path for path in wheel if path.startswith("diloco/docs")]
+    assert {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")} <= source
+
+
+RECIPES = sorted({(page.name, line) for page in (*DOCS.glob("*.md"), ROOT / "README.md") for line in typed(page)})
+
+
+@pytest.mark.parametrize(("page", "line"), RECIPES, ids=[f"{page}: {line}" for page, line in RECIPES])
+def test_a_command_of_a_page_can_be_typed(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its options exist, and its settings make a configuration; nothing is started."""
+    monkeypatch.chdir(tmp_path)
+    if "swarm.key_path=run.key" in line:
+        assert exit_code("keygen", "run.key") == 0
+    line = line.replace("COMMIT", "0" * 40)
+    _, name, *words = ["diloco", "train", *line.split()[4:]] if line.startswith("torchrun") else shlex.split(line)
+    if "-m" in words or name == "sweep":
+        arguments = ["sweep", *([name] if name != "sweep" else []), *(one for one in words if one != "-m"), "--dry-run"]
+    elif name in ("train", "local", "simulate") or words[:1] == ["--new"]:
+        arguments = [name, *words, "--cfg", "job"]
+    else:
+        cli.commands[name].make_context(name, words)  # click's own error for an option that is not there
+        return
+    assert exit_code(*arguments) == 0, capsys.readouterr().err
+
+
+def sentences() -> str:
+    """Every text of the package's code, a line each, with … for what is filled in."""
+    found = []
+    for module in (ROOT / "diloco").rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(" ".join(one.split()) for one in found)
+
+
+QUOTED = re.findall(r"^\| `([^`]+)`", (DOCS / "troubleshooting.md").read_text(), re.M)
+
+
+def test_the_errors_of_the_troubleshooting_page_are_said_by_the_code() -> None:
+    said = sentences()
+    missing = [text for text in QUOTED if not re.search(_pattern(text), said)]
+    assert len(QUOTED) > 40 and not missing
+
+
+def _pattern(text: str) -> str:
+    return "[^\\n]*".join(re.escape(part.strip()) for part in text.split("…") if part.strip())
+
+
+QUESTIONS = {
+    "train on my own text": "own-text.md",
+    "two machines behind NAT": "nat.md",
+    "resume": "resume.md",
+    "change the model": "own-text.md#change-the-model",
+    "what happens with my data": "my-data.md",
+    "API reference": "reference.md",
+    "tutorial": "tutorial.md",
+    "troubleshooting": "troubleshooting.md",
+    "own optimizer or codec": "extend.md",
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_front_page_answers_what_a_newcomer_asks_by_a_link(question: str) -> None:
+    page, _, place = QUESTIONS[question].partition("#")
+    front = (ROOT / "README.md").read_text()
+    assert f"](diloco/docs/{QUESTIONS[question]})" in front and "](scripts/examples/README.md)" in front
+    assert not place or f"## {place.replace('-', ' ').capitalize()}\n" in (DOCS / page).read_text()
+
+
+def test_the_front_page_leads_to_every_page_of_the_documents() -> None:
+    front = (ROOT / "README.md").read_text()
+    assert [page.name for page in DOCS.glob("*.md") if f"](diloco/docs/{page.name}" not in front] == []
+    assert "](#presets)" in front and "\n## Presets\n" in front
+    assert len(front.splitlines()) <= 150
+
+
+def test_there_is_no_more_to_read_than_somebody_reads() -> None:
+    """Words by hand: without the log, the pages that are made from the code, and the tables that scripts write."""
+    made = {ROOT / "scripts" / "LOG.md", ROOT / "scripts" / "TABLES.md"}
+    pages = [page for page in docs.pages() if page not in made and page.parent not in (docs.FOLDER, ROOT / ".github")]
+    table = re.compile(r"<!-- ([a-z0-9 ]+) -->.*?<!-- end of \1 -->", re.DOTALL)
+    words = {str(page.relative_to(ROOT)): len(table.sub("", page.read_text()).split()) for page in pages}
+    assert words["diloco/docs/tutorial.md"] <= 1500
+    assert sum(words.values()) <= 16_000, words
+
+
+@pytest.mark.parametrize("page", [page for page in docs.pages() if page.parent != docs.FOLDER], ids=str)
+def test_a_page_that_starts_another_peer_says_how_its_data_differs(page: Path) -> None:
+    text = page.read_text()
+    if re.search(r"(?m)^diloco join |[Tt]he next peer", text):
+        assert re.search(r"data\s+differs|other\s+data|different\s+data|different-data", text, re.I)
+
+
+def test_the_reference_names_everything_that_a_user_imports_and_what_a_swarm_has() -> None:
+    text = (DOCS / "reference.md").read_text()
+    members = {name for name in dir(diloco.Swarm) if not name.startswith("_")} | {"state"}
+    named = set(re.findall(r"`(\w+)", text))
+    assert set(diloco.__all__) - {"__version__"} <= named
+    assert members - docs.INSIDE <= named | {"open", "close"}, members - docs.INSIDE - named
+
+
+def test_the_optimizer_of_a_page_can_be_registered_and_chosen() -> None:
+    said = "\nprint(swarm.outer.optimizer)"
+    done = subprocess.run([sys.executable, "-c", code("extend.md") + said], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "heavy_ball\n", done.stderr

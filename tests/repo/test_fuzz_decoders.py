@@ -1,0 +1,69 @@
+"""The decoder fuzzer finds what it is there to find, and what it found once stays mended."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from diloco.config.address import Address
+from diloco.errors import CheckpointError, ConfigError, PayloadError
+from diloco.protocol.messages import decode
+from tests.support.scripts import script_module
+
+fuzz = script_module("fuzz_decoders")
+
+
+@pytest.mark.parametrize("name", list(fuzz.targets()))
+def test_every_decoder_takes_valid_input_and_survives_what_is_made_of_it(name: str) -> None:
+    target, dice = fuzz.targets()[name](), random.Random(name)
+    for example in target.examples:
+        target.decode(example)
+    base = fuzz.peak_bytes()
+    for _ in range(20):
+        fuzz.check(target, fuzz.mutated(target.examples, dice), base)
+
+
+def test_a_decoder_that_raises_anything_else_is_a_finding() -> None:
+    def careless(data: bytes) -> None:
+        if data[:1] == b"x":
+            raise PayloadError("no")
+        data[3]
+
+    target = fuzz.Target(careless, (PayloadError,), [b"abcd"])
+    fuzz.check(target, b"x", fuzz.peak_bytes())
+    with pytest.raises(fuzz.Finding, match="IndexError"):
+        fuzz.check(target, b"a", fuzz.peak_bytes())
+
+
+def test_an_address_that_is_wrong_is_shown_on_one_short_line() -> None:
+    for text in ("\n", "/ip4/1\n2", "x" * 100_000, "diloco://a?" + "\n" * 5000 + "?"):
+        with pytest.raises(ConfigError) as caught:
+            Address.parse(text)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 1500
+
+
+def test_a_message_of_an_unknown_kind_writes_no_second_line_into_our_log() -> None:
+    with pytest.raises(PayloadError, match=r"re\?eipt") as caught:
+        decode(bytes.fromhex("81a46b696e64a772650a65697074"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_whose_checksum_fits_and_whose_fields_do_not_is_unusable() -> None:
+    target = fuzz.targets()["checkpoint"]()
+    for body in (b"{}", b'{"files": [], "step": 1, "state": {}}', b'{"files": {"../a": {}}, "step": 1, "state": {}}'):
+        with pytest.raises(CheckpointError, match="something is missing"):
+            target.decode(b"b" + body)
+
+
+def test_a_name_that_is_no_peer_id_cannot_be_reached_and_nothing_more() -> None:
+    """Anybody may say it in a hello or write it to the DHT, and it is dialled."""
+    from diloco.swarm.wire.gate import Gate
+    from diloco.swarm.wire.libp2p import Libp2p
+
+    libp2p = Libp2p(SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: "me")), [], Gate())  # type: ignore[arg-type]
+    for name in ("!!!", "é", "Qm\0"):
+        with pytest.raises(ConnectionError, match="is no peer id"):
+            asyncio.run(libp2p.open(name, "x"))

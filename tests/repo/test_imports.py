@@ -1,0 +1,325 @@
+"""Imports point down and never in a circle, every third-party package has a home, no function is long, and the protocol
+touches neither clock nor socket.
+
+The imports are read from the syntax tree, so one inside a function or under TYPE_CHECKING counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import PACKAGE
+
+# From the bottom up; a part may import the parts of lower rows and itself. Parts of one row do not know each other.
+LAYERS = [
+    {"text", "atomic"},
+    {"errors"},
+    {"admission", "hub"},
+    {"config"},
+    {"protocol", "outer"},
+    {"swarm", "model", "data"},
+    {"rundir"},
+    {"train"},
+    {"fit", "integrations"},
+    {"sim"},
+    {"dashboard"},
+    {"cli"},
+    {"testing"},  # for tests, and for those who extend diloco; nothing of the product needs it
+]
+# The same inside a part that has folders of its own.
+STOREYS = {
+    "swarm": [
+        {"wire"},
+        {"conversations"},
+        {"node", "visit"},
+    ],
+}
+LONGEST_FUNCTION = 50  # lines of code
+# Where a package may be imported; anything else that is not in the standard library may not be imported at all.
+HOMES = {
+    "hivemind": {"swarm"},
+    "transformers": {"model", "data", "integrations"},
+    "accelerate": {"integrations"},
+    "lightning": {"integrations"},
+    "tokenizers": {"data"},
+    "huggingface_hub": {"hub"},
+    "datasets": {"data"},
+    "pyarrow": {"data"},
+    "wandb": {"rundir"},
+    "matplotlib": {"rundir"},
+    "psutil": {"rundir", "train"},
+    "torch.distributed": {"train"},
+    "torch": {"outer", "model", "data", "swarm", "rundir", "train", "fit", "sim", "integrations", "testing"},
+    "numpy": {"outer", "data", "rundir", "train"},
+    "blake3": {"outer", "data"},
+    "safetensors": {"model", "rundir"},
+    "msgpack": {"protocol", "swarm", "testing"},
+    "uvloop": {"swarm"},
+    "cryptography": {"admission", "swarm"},
+    "hydra": {"config"},
+    "omegaconf": {"config"},
+    "yaml": {"config"},
+    "annotated_types": {"config"},
+    "pydantic": {"config", "protocol", "testing"},
+    "pydantic_core": {"config", "protocol"},
+    "click": {"cli"},
+    "rich": {"cli", "testing"},
+    "jinja2": {"cli"},
+    "nicegui": {"dashboard"},
+    "prometheus_client": {"dashboard"},
+    "starlette": {"dashboard"},
+}
+# Sans-IO: these parts are told what happened and what time it is. (`outer` keeps scratch memory per thread.)
+IO_MODULES = {"asyncio", "datetime", "multiprocessing", "select", "socket", "subprocess", "time"}
+SANS_IO = {"admission": IO_MODULES | {"threading"}, "protocol": IO_MODULES | {"threading"}, "outer": IO_MODULES}
+# Loading either can run somebody else's code.
+NEVER = {"pickle", "dill", "marshal", "shelve"}
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of everything a module imports; for `from a import b` this is `a.b`."""
+    parents = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What is wrong with the imports of a module such as `diloco.swarm.node`."""
+    return [
+        f"{module}:{line} imports {name}: {why}"
+        for line, name in imports(source, module, is_package)
+        if (why := _forbidden(module, name))
+    ]
+
+
+def _forbidden(module: str, name: str) -> str | None:
+    part = module.split(".")[1] if "." in module else ""
+    top = name.split(".")[0]
+    if top == "diloco":
+        return _points_up(part, name) or _points_up_inside(module, name)
+    if top in NEVER:
+        return "it can run code from a file"
+    if top in SANS_IO.get(part, ()):
+        return f"{part} reads no clock and opens no socket"
+    if top in sys.stdlib_module_names:
+        return None
+    package = max((home for home in HOMES if f"{name}.".startswith(f"{home}.")), key=len, default=None)
+    if package is None:
+        return "no part is its home"
+    return None if part in HOMES[package] else f"its home is {' or '.join(sorted(HOMES[package]))}"
+
+
+def _points_up(part: str, name: str) -> str | None:
+    target = [*name.split("."), ""][1]
+    if part in ("", "__main__") or target in ("", "__version__", part):  # the facade, and what it defines itself
+        return None
+    rank = _ranks(LAYERS)
+    if target not in rank or part not in rank:
+        return f"{target if target not in rank else part} is in no layer"
+    return None if rank[target] < rank[part] else f"{part} is not above {target}"
+
+
+def _points_up_inside(module: str, name: str) -> str | None:
+    """The same for two folders of one part."""
+    (_, part, storey), (_, target_part, target) = ([*dotted.split("."), "", ""][:3] for dotted in (module, name))
+    rank = _ranks(STOREYS.get(part, []))
+    if part != target_part or storey == target or not {storey, target} <= rank.keys():
+        return None
+    return None if rank[target] < rank[storey] else f"{part}.{storey} is not above {part}.{target}"
+
+
+def _ranks(rows: list[set[str]]) -> dict[str, int]:
+    return {name: number for number, row in enumerate(rows) for name in row}
+
+
+def circles(sources: dict[str, tuple[str, bool]]) -> list[set[str]]:
+    """The sets of modules that import each other, of the source of every module and whether it is a package."""
+
+    def module_of(name: str) -> str:
+        while name and name not in sources:
+            name = name.rpartition(".")[0]
+        return name
+
+    below = {
+        module: {module_of(name) for _, name in imports(source, module, is_package)} - {module, ""}
+        for module, (source, is_package) in sources.items()
+    }
+
+    def reached(module: str) -> set[str]:
+        found: set[str] = set()
+        pending = [module]
+        while pending:
+            new = below[pending.pop()] - found
+            found |= new
+            pending += new
+        return found
+
+    reach = {module: reached(module) for module in below}
+    found = {
+        frozenset(other for other in reach[module] if module in reach[other])
+        for module in below
+        if module in reach[module]
+    }
+    return sorted((set(circle) for circle in found), key=sorted)
+
+
+def modules() -> list[tuple[str, Path]]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    names = [file.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".") for file in files]
+    return [(name.removesuffix(".__init__"), file) for name, file in zip(names, files, strict=True)]
+
+
+@pytest.mark.parametrize(("module", "file"), modules(), ids=[name for name, _ in modules()])
+def test_imports_point_down_and_third_party_packages_stay_at_home(module: str, file: Path) -> None:
+    assert complaints(file.read_text(encoding="utf-8"), module, file.name == "__init__.py") == []
+
+
+def test_every_part_of_the_package_is_in_a_layer() -> None:
+    parts = {name.split(".")[1] for name, _ in modules() if "." in name} - {"__main__"}
+    assert parts <= set().union(*LAYERS)
+    for part, rows in STOREYS.items():
+        folders = {place.name for place in (PACKAGE / part).iterdir() if (place / "__init__.py").is_file()}
+        assert folders == set().union(*rows)
+
+
+def test_no_modules_import_each_other() -> None:
+    found = circles({name: (file.read_text(encoding="utf-8"), file.name == "__init__.py") for name, file in modules()})
+    assert found == []
+
+
+def test_no_function_is_too_long_to_read() -> None:
+    """A docstring and a signature of many arguments are no code."""
+    long = []
+    for module, file in modules():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                if body and (node.end_lineno or 0) - body[0].lineno >= LONGEST_FUNCTION:
+                    long.append(f"{module}.{node.name}")
+    assert long == []
+
+
+def test_no_module_takes_a_private_name_of_another() -> None:
+    taken = [
+        f"{module}:{line} imports {name}"
+        for module, file in modules()
+        for line, name in imports(file.read_text(encoding="utf-8"), module, file.name == "__init__.py")
+        if name.startswith("diloco.") and re.match(r"_[a-z]", name.rpartition(".")[2])
+    ]
+    assert taken == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("diloco.outer.codecs", "from diloco.swarm.node import Node", "outer is not above swarm"),
+        ("diloco.outer.codecs", "import diloco.config.schema\nimport diloco.train", "outer is not above train"),
+        ("diloco.swarm.node", "from diloco.data import stream", "swarm is not above data"),
+        ("diloco.protocol.lease", "from diloco.outer import codec", "protocol is not above outer"),
+        ("diloco.errors", "from diloco.config import Config", "errors is not above config"),
+        ("diloco.swarm.node", "def late():\n    from diloco.cli import main", "swarm is not above cli"),
+        ("diloco.swarm.node", "from .. import train", "swarm is not above train"),
+        ("diloco.swarm.node", "from ..train import api", "swarm is not above train"),
+        (
+            "diloco.swarm.node",
+            "import importlib\nimportlib.import_module('diloco.train.api')",
+            "swarm is not above train",
+        ),
+        ("diloco.train.loop", "from diloco.dashboard import page", "train is not above dashboard"),
+        ("diloco.train.loop", "from diloco.pages import page", "pages is in no layer"),
+        ("diloco.train.loop", "import hivemind", "its home is swarm"),
+        (
+            "diloco.train.loop",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hivemind",
+            "its home is swarm",
+        ),
+        ("diloco.swarm.node", "import torch.distributed as dist", "its home is train"),
+        ("diloco.swarm.node", "from torch import distributed", "its home is train"),
+        (
+            "diloco.config.schema",
+            "import torch",
+            "its home is data or fit or integrations or model or outer or rundir or sim or swarm or testing or train",
+        ),
+        ("diloco.cli.main", "from pydantic import BaseModel", "its home is config or protocol or testing"),
+        ("diloco.train.loop", "import requests", "no part is its home"),
+        ("diloco.protocol.lease", "import time", "protocol reads no clock and opens no socket"),
+        (
+            "diloco.outer.codecs",
+            "def late():\n    from asyncio import sleep",
+            "outer reads no clock and opens no socket",
+        ),
+        ("diloco.rundir.checkpoint", "import pickle", "it can run code from a file"),
+        (
+            "diloco.swarm.wire.gate",
+            "from diloco.swarm.conversations import bulk",
+            "swarm.wire is not above swarm.conversations",
+        ),
+        ("diloco.swarm.visit.look", "from diloco.swarm.node.node import Node", "swarm.visit is not above swarm.node"),
+        ("diloco.swarm.visit.look", "from ..node import node", "swarm.visit is not above swarm.node"),
+    ],
+)
+def test_the_checker_finds_what_is_wrong(module: str, source: str, complaint: str) -> None:
+    found = complaints(source, module)
+    assert len(found) == 1
+    assert found[0].endswith(f": {complaint}")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "diloco.train.loop",
+            "import torch, time, json\nfrom diloco.swarm import Node\nfrom diloco.errors import ConfigError",
+        ),
+        ("diloco.train.island", "import torch.distributed\nfrom torch.distributed import all_reduce"),
+        ("diloco.swarm.node", "from . import streams\nfrom .streams import open_stream\nfrom ..protocol import lease"),
+        ("diloco.cli.main", "from diloco import __version__"),
+        ("diloco", "def __getattr__(name):\n    from diloco.train.api import Swarm"),
+        (
+            "diloco.swarm.visit.look",
+            "from ..wire import streams\nfrom ..conversations import watch\nfrom . import revoke",
+        ),
+        ("diloco.swarm.node.node", "from diloco.swarm.conversations.watch import answer"),
+    ],
+)
+def test_the_checker_accepts_what_is_right(module: str, source: str) -> None:
+    assert complaints(source, module) == []
+
+
+def test_the_checker_finds_circles() -> None:
+    sources = {
+        "diloco.a": ("from diloco.b.c import d", False),
+        "diloco.b": ("", True),
+        "diloco.b.c": ("def late():\n    from diloco import e", False),
+        "diloco.e": ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from diloco.a import f", False),
+        "diloco.below": ("", False),
+        "diloco.above": ("from diloco import a, below", False),
+    }
+    assert circles(sources) == [{"diloco.a", "diloco.b.c", "diloco.e"}]
+    assert circles({**sources, "diloco.e": ("", False)}) == []
+
+
+@pytest.mark.parametrize(
+    "statement", ["import diloco", "import diloco.cli.main", "import diloco.config, diloco.errors"]
+)
+def test_nothing_heavy_is_imported_before_a_command_runs(statement: str) -> None:
+    heavy = "{'torch', 'transformers', 'hivemind', 'datasets', 'numpy', 'wandb', 'matplotlib', 'lightning'}"
+    code = f"import sys; {statement}; print(sorted({heavy} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert shown.stdout == "[]\n"

@@ -1,0 +1,175 @@
+"""A model that is attached to a swarm, in virtual time: its states, its accounts, and what it does between rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.rundir.summary import PhaseTimer
+from diloco.train.api import Attachment, Swarm
+from tests.support.loops import Direct, LastFlight, Loop, train
+
+
+@pytest.mark.parametrize("outer", [{}, {"fragments": 2, "overlap": 1}, {"quorum": 2}])
+def test_a_loop_of_ones_own_trains_again_after_each_exchange(outer: dict[str, Any]) -> None:
+    """Others believe what a peer says of itself: that its round began, and from which versions."""
+    seen: list[tuple[bool, str, int]] = []
+
+    def work(loop: Loop) -> None:
+        for _ in range(9):
+            loop.step()
+            seen.append((loop.sync.exchanged, loop.node.protocol.state, loop.sync.version))
+        if not outer:
+            [other] = loop.node.protocol.members.all()
+            assert other.round_versions == [2]
+
+    train("ab", work, sync_every=4, **outer)
+    assert {state for exchanged, state, _ in seen if exchanged} == {"training"}
+    assert max(version for _, _, version in seen) >= 1
+
+
+def last_flight(node: LastFlight, steps: int, **outer: Any) -> Attachment:
+    """A loop of one's own that ends after some steps while contributions are on their way."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    swarm = Swarm(run_id="run", identity=Path("a"), sync_every=4, overlap=2, runtime=Direct(node), **outer)  # type: ignore[arg-type]
+    with swarm.attach(model, optimizer, phases=PhaseTimer()) as sync:
+        for _ in range(steps):
+            optimizer.step()
+    return sync
+
+
+def test_what_is_discarded_of_the_last_contributions_is_counted() -> None:
+    sync = last_flight(node := LastFlight(), 4)  # the fourth sends, and the sixth would adopt
+    assert node.said.index("receive (0,)") < node.said.index("leave")
+    assert (sync.discarded_tokens, sync.version, sync.applied_tokens) == (7, 3, 30)
+
+
+def test_who_finishes_in_mid_cycle_sends_the_rest_too() -> None:
+    """Another peer, elsewhere in the cycle, may wait for it, while this one waits for what that one would send next."""
+    node = LastFlight()
+    node.protocol.versions = [3, 3]
+    last_flight(node, 3, fragments=2, staggered=True)  # the second sends a fragment, and the fourth would adopt it
+    assert node.said.count("send") == 2 and "receive (0, 1)" in node.said
+
+
+@pytest.mark.parametrize("codec", ["int8", "e3m0"])
+@pytest.mark.parametrize(("seeds", "times"), [("aab", 1), ("abc", 0)])
+def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times: int, codec: str) -> None:
+    def work(loop: Loop) -> None:
+        loop.noise = torch.Generator().manual_seed(ord(seeds["abc".index(loop.name)]))
+        loop.step(12)
+
+    loops = train("abc", work, sync_every=4, width=2048, codec_up=codec)
+    found = [fields for loop in loops.values() for fields in loop.told("same_data")]
+    assert len(found) == times
+    for fields in found:
+        assert (fields["names"], fields["peers"], fields["version"]) == (["a", "b"], ["a", "b"], 1)
+        assert fields["cosine"] > 0.9999  # type: ignore[operator]
+
+
+def test_who_goes_on_after_the_planned_rounds_is_told_once() -> None:
+    loops = train("ab", lambda loop: loop.step(16), sync_every=4, rounds=2)
+    assert [loop.told("rounds_over") for loop in loops.values()] == 2 * [[{"rounds": 2, "version": 3}]]
+    loops = train("ab", lambda loop: loop.step(16), sync_every=4, rounds=4)
+    assert not any(loop.told("rounds_over") for loop in loops.values())
+
+
+def test_what_was_not_sent_is_told_from_what_was() -> None:
+    def work(loop: Loop) -> None:
+        for step in range(1, 7):
+            loop.sync.count(10)
+            loop.step()
+            assert loop.sync.unsent_tokens == 10 * (step % 4)
+
+    train("a", work, sync_every=4)
+
+
+# -- between two rounds -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", ["a", "b"])
+def test_a_minute_of_checkpointing_costs_no_contribution(slow: str) -> None:
+    """Nor does one of evaluating. One of the two is syncer; what is written stays one version, whoever is slow."""
+
+    def work(loop: Loop) -> None:
+        for _ in range(12):
+            loop.step()
+            if loop.sync.exchanged and loop.name == slow:
+                with loop.sync.anchored():
+                    loop.pass_s(60.0)
+                with loop.sync.checkpointing() as saved:
+                    outer = [vector for master, state in saved.outer.values() for vector in (master, *state.vectors)]
+                    tensors = [*saved.anchors, *outer]
+                    before = [tensor.clone() for tensor in tensors]
+                    loop.pass_s(60.0)
+                    assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+                    assert list(saved.versions) == loop.node.protocol.versions
+        assert loop.sync.version == 3
+
+    for loop in train("ab", work, sync_every=4, fragments=2).values():
+        assert loop.told("missing") == loop.told("discarded") == loop.told("out_of_step") == []
+        assert loop.sync.tokens == 12 and loop.sync.applied_tokens == 24
+
+
+def test_who_pauses_too_long_begins_again_with_the_others() -> None:
+    """Nobody waits for it for ever. One inner step later it is where they are, and knows what it has lost."""
+    began: list[tuple[int, int]] = []
+
+    def work(loop: Loop) -> None:
+        while loop.sync.version < 12:
+            loop.step()
+            if loop.name == "c" and loop.sync.exchanged and loop.sync.version == 1:
+                with loop.sync.anchored():
+                    loop.pass_s(660.0)
+                loop.step()
+                began.append((loop.sync.version, loop.sync.discarded_tokens))
+
+    loops = train("abc", work, sync_every=40)
+    [(version, discarded)] = began
+    assert version > 1 and discarded == 1
+    assert loops["c"].told("out_of_step") == [], "it did not train a whole round in vain"
+    assert len({loop.sync.anchor_digest() for loop in loops.values()}) == 1
+
+
+@pytest.mark.parametrize("outer", [{}, {"overlap": 2}, {"quorum": 1}])
+def test_an_interrupted_peer_can_evaluate_the_anchor(outer: dict[str, Any]) -> None:
+    """After it has left."""
+
+    def work(loop: Loop) -> None:
+        loop.step(9)
+        loop.sync.interrupt()
+        loop.step()
+        assert loop.sync.interrupted
+
+    def values() -> torch.Tensor:
+        return torch.cat([parameter.flatten() for parameter in sync.parameters.values()])
+
+    sync = train("a", work, sync_every=4, **outer)["a"].sync
+    assert sync.node is not None
+    local = values()
+    with sync.anchored():
+        if outer:  # at a barrier they differ from it only in the middle of a round
+            assert torch.equal(values().sort().values, sync.node.replica.anchors[0].sort().values)
+            assert not torch.equal(values(), local)
+    assert torch.equal(values(), local)
+
+
+def test_a_cold_peer_that_evaluates_is_still_cold() -> None:
+    """The swarm waits for nothing from it until its first round is over."""
+    states: list[str] = []
+
+    def work(loop: Loop) -> None:
+        loop.step()
+        loop.sync._cold = loop.node.protocol.warming = True
+        with loop.sync.anchored():
+            pass
+        states.append(loop.node.protocol.state)
+        loop.sync._cold = loop.node.protocol.warming = False
+
+    train("a", work, sync_every=4)
+    assert states == ["starting"]

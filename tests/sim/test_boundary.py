@@ -1,0 +1,90 @@
+"""Work between two rounds, such as evaluation and checkpoints: whoever is at it is waited for, and nothing tears."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from diloco.errors import SwarmError
+from diloco.protocol.patience import PAUSE_LIMIT_S
+from diloco.swarm.node.node import Node
+from tests.support.village import Village, Villager, village_of
+
+NUMEL = 1000
+
+
+@pytest.fixture
+def village(monkeypatch: pytest.MonkeyPatch) -> Iterator[Village]:
+    with village_of(monkeypatch, NUMEL) as village:
+        yield village
+
+
+async def step_and_exchange(peer: Villager, busy_s: float = 0.0) -> None:
+    """Work between two rounds, announced as a pause, and then a round of one inner step of a tenth of a second."""
+    await peer.node.pause()
+    await asyncio.sleep(busy_s)
+    await peer.node.enter("training")
+    peer.replica.parameters["w"].sub_(1.0)
+    peer.node.protocol.progress(1, 1, 10.0, 10)
+    await asyncio.sleep(0.1)
+    await peer.exchange()
+
+
+@pytest.mark.parametrize("busy", ["syncer", "other"])
+def test_a_barrier_waits_for_a_peer_that_evaluates_for_long(village: Village, busy: str) -> None:
+    """Far longer than ten of its inner steps, after which a peer without progress counts as stalled."""
+    syncer, other = peers = village.donors(2)
+    slow = syncer if busy == "syncer" else other
+
+    async def rounds(peer: Villager) -> None:
+        await step_and_exchange(peer)
+        await step_and_exchange(peer, busy_s=120.0 if peer is slow else 0.0)
+
+    village.run(village.all(peers, rounds))
+    assert [peer.node.protocol.versions for peer in peers] == [[3], [3]]
+    assert not any(peer.said("missing") or peer.said("out_of_step") or peer.said("discarded") for peer in peers)
+    assert torch.equal(peers[0].replica.anchors[0], torch.arange(float(NUMEL)) - 3.0)
+
+
+def test_a_loop_that_stopped_is_not_waited_for_for_ever(village: Village) -> None:
+    syncer, stopped = peers = village.donors(2)
+    village.run(village.all(peers, step_and_exchange))
+    began_at = village.loop.time()
+
+    async def rounds(peer: Villager) -> None:
+        if peer is syncer:
+            await step_and_exchange(peer)
+        else:
+            await peer.node.pause()  # and never goes on
+
+    village.loop.run_until_complete(village.all(peers, rounds))
+    assert PAUSE_LIMIT_S < village.loop.time() - began_at < PAUSE_LIMIT_S + 60.0
+    assert syncer.node.protocol.versions == [3] and stopped.node.protocol.versions == [2]
+
+
+def test_tensors_of_a_checkpoint_move_when_the_peer_goes_on(village: Village) -> None:
+    peers = village.donors(2)
+    village.run(village.all(peers, step_and_exchange))
+    saved = {peer: village.run(peer.node.snapshot()) for peer in peers}
+    assert all(saved[peer].anchors[0] is peer.replica.anchors[0] for peer in peers)
+    assert all(peer.node.context.locks[0]._readers == 1 for peer in peers)
+    village.run(village.all(peers, step_and_exchange))
+    assert all(peer.node.context.locks[0]._readers == 0 for peer in peers)
+    assert [peer.node.protocol.versions for peer in peers] == [[3], [3]]
+
+
+def test_a_node_that_cannot_join_leaves_nothing_open(village: Village, monkeypatch: pytest.MonkeyPatch) -> None:
+    [donor] = village.donors(1)
+
+    async def nobody(mesh: object) -> list[str]:
+        return []
+
+    monkeypatch.setattr("diloco.swarm.node.mesh.ControlMesh.start", nobody)
+    with pytest.raises(SwarmError, match=r"answer, but no diloco peer of run\.id=run is there"):
+        village.joiner()
+    assert "joiner" not in village.network._transports and not village.loop.tasks_of("joiner")
+    del village.peers["joiner"]
+    assert isinstance(donor.node, Node)

@@ -1,0 +1,235 @@
+"""Swarms of production peers in virtual time: whatever fails, and in whatever order things arrive, they end as one.
+
+Every story is also watched: `diloco.testing.fuzz.invariants` has what must hold after every turn and at the end.
+Mixtures of faults are those of the fuzz (`test_fuzz.py`), splits are in `test_forks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco.outer.replica import Replica
+from diloco.protocol.syncer import Syncer
+from tests.support.stories import TOKENS_PER_ROUND, Belief, agreed, story
+
+seeds = pytest.mark.parametrize("seed", range(2))
+
+
+# -- nobody fails -----------------------------------------------------------------------------------------------------
+
+
+@seeds
+def test_four_peers_share_the_fragments_and_merge_everybody(seed: int) -> None:
+    with story(seed) as swarm:
+        swarm.start("abcd", min_peers=4)
+        nodes = swarm.run_to_the_end()
+        agreed(swarm, nodes, version=3)
+        assert [len(held) for held in swarm.last_held] == [1, 1, 1, 1]
+        assert len(swarm.made()) == 4 * 3
+        assert all(swarm.contributors(made) == "abcd" and made.term == 1 for made in swarm.made())
+        assert swarm.discarded_tokens() == 0
+        assert {node.protocol.applied_tokens for node in nodes} == {4 * 3 * TOKENS_PER_ROUND}
+        assert all(node.protocol.takeovers == node.protocol.heals == 0 for node in nodes)
+        assert {kind for name in "abcd" for kind in swarm.kinds(name)} == {"join", "claim", "done"}
+
+
+@pytest.mark.parametrize(
+    ("peers", "fragments", "apart_s"),
+    [("a", 3, 0), ("ab", 5, 0), ("abc", 4, 0), ("abcd", 2, 0), ("abcde", 5, 0), ("abcd", 4, 20)],
+)
+def test_shares_differ_by_one_fragment_at_most(peers: str, fragments: int, apart_s: float) -> None:
+    """Also where one peer is there long before the next: nobody grabs everything because it started early."""
+    with story(0, fragments, outer_steps=1) as swarm:
+        for names in peers if apart_s else [peers]:
+            swarm.start(names, min_peers=len(peers))
+            swarm.run_for(apart_s)
+        agreed(swarm, swarm.run_to_the_end(), version=1)
+        shares = [len(held) for held in swarm.last_held]
+        assert max(shares) - min(shares) <= 1
+
+
+@pytest.mark.parametrize("robust", ["auto", "none"])  # kept until the version closes, or folded in on arrival
+def test_int8_versions_have_the_same_bits_whatever_arrives_first(robust: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals: dict[tuple[int, int], list[str]] = {}
+    arrived = Syncer.arrived
+
+    def noted(self: Syncer, peer: str, *rest: Any) -> None:
+        arrivals.setdefault((self.fragment, self.version), []).append(peer)
+        arrived(self, peer, *rest)
+
+    monkeypatch.setattr(Syncer, "arrived", noted)
+    digests, orders = set(), set()
+    for seed in range(4):
+        arrivals.clear()
+        with story(seed, fragments=3, outer={"codec_up": "int8", "codec_down": "int8", "robust": robust}) as swarm:
+            swarm.crowd.seed = 0  # of models and gradients
+            for name in "abc":
+                swarm.start(name, min_peers=3)
+            nodes = swarm.run_to_the_end()
+            digests |= {tuple(node.replica.digests()) for node in nodes}
+        orders.add(tuple((key, *arrivals[key]) for key in sorted(arrivals)))
+    assert len(digests) == 1 and len(orders) > 1
+
+
+@seeds
+def test_streams_that_break_cost_no_contribution(seed: int) -> None:
+    with story(seed, loss=0.3) as swarm:
+        swarm.start("abc", min_peers=3)
+        agreed(swarm, swarm.run_to_the_end(), version=3)
+        assert [swarm.contributors(made) for made in swarm.made()] == 4 * 3 * ["abc"]
+        assert sum(swarm.kinds(name)["contribution_broke"] for name in "abc") > 0
+
+
+@seeds
+def test_hosts_hold_fragments_for_a_trainer_and_follow_it(seed: int) -> None:
+    with story(seed, loss=0.1) as swarm:
+        swarm.start("hi", min_peers=3, trains=False)
+        swarm.start("a", min_peers=3)
+        agreed(swarm, swarm.run_to_the_end(), version=3)
+        assert sorted(len(held) for held in swarm.last_held) == [1, 1, 2]
+        assert all(swarm.contributors(made) == "a" for made in swarm.made())
+
+
+# -- peers die --------------------------------------------------------------------------------------------------------
+
+
+DYING = 21  # of the turns of a round, at which somebody dies
+
+
+def turns_of_a_round() -> tuple[int, int]:
+    """After which turns of the loop a round begins, and is over for everybody, when nobody dies."""
+    with story(0, fragments=3, outer_steps=2) as swarm:
+        swarm.begin("abc")
+        begins = swarm.loop.turns
+        swarm.run_until(lambda: all(swarm.version(name) == 1 for name in "abc"), "its end")
+        return begins, swarm.loop.turns
+
+
+def test_a_peer_may_die_at_any_event() -> None:
+    """At turns of a round in turn, each time another victim: the two that live reach the last version."""
+    first, last = turns_of_a_round()
+    assert last - first > 100
+    for number in range(DYING):
+        at, victim = first + number * (last - first) // DYING, "abc"[number % 3]
+        one, other = (name for name in "abc" if name != victim)
+        with story(0, fragments=3, outer_steps=2) as swarm:
+            held: list[tuple[int, Belief]] = []  # what both believe that the victim holds when it dies
+
+            def die(swarm=swarm, held=held, at=at, victim=victim, one=one, other=other) -> None:  # type: ignore[no-untyped-def]
+                if swarm.loop.turns == at:
+                    both = swarm.beliefs(swarm.node(one)).items() & swarm.beliefs(swarm.node(other)).items()
+                    held += [(fragment, belief) for fragment, belief in both if belief.holder == victim]
+                    swarm.crowd.crash(victim)
+
+            swarm.every_turn(die)
+            swarm.start("abc", min_peers=3)
+            nodes = swarm.run_to_the_end()
+            assert [node.protocol.name for node in nodes] == [one, other]
+            agreed(swarm, nodes, version=2)
+            assert held and all(swarm.last_beliefs[0][fragment].term > belief.term for fragment, belief in held)
+
+
+@seeds
+def test_fragments_of_the_dead_are_held_evenly_by_the_living(seed: int) -> None:
+    """Under a higher term, and also when one after the other dies, until a single one is left."""
+    with story(seed, fragments=8, outer_steps=8) as swarm:
+        swarm.begin("abcd")
+        swarm.run_for(1.7 + 1.1 * seed)
+        dead, *others = swarm.random.sample("abcd", 4)
+        fragments = swarm.held(dead)
+        swarm.crowd.crash(dead)
+        swarm.settle()
+        assert sorted(len(swarm.held(name)) for name in others) == [2, 3, 3]
+        terms = {fragment: belief.term for fragment, belief in swarm.beliefs(swarm.node(others[0])).items()}
+        assert terms == {fragment: 2 if fragment in fragments else 1 for fragment in range(8)}
+        assert sum(node.protocol.takeovers for node in swarm.nodes().values()) == len(fragments) == 2
+        for name in others[1:]:
+            swarm.run_for(2.0 + swarm.random.random())
+            swarm.crowd.crash(name)
+        agreed(swarm, swarm.run_to_the_end(), version=8)
+        assert swarm.last_held == [[*range(8)]]
+
+
+# -- peers come and go ------------------------------------------------------------------------------------------------
+
+
+@seeds
+def test_a_late_joiner_takes_nothing_and_is_soon_merged(seed: int) -> None:
+    with story(seed, outer_steps=6) as swarm:
+        swarm.begin("abc")
+        swarm.run_for(1.3 * seed)
+        before, began = swarm.beliefs(swarm.node("a")), swarm.version("a")
+        swarm.start("d")
+        agreed(swarm, swarm.run_to_the_end(), version=6)
+        assert swarm.last_beliefs[0] == before
+        assert all(swarm.crowd.lives[name].sync.discarded_tokens == 0 for name in "abc")  # type: ignore[union-attr]
+        assert all(set("abc") <= set(swarm.contributors(made)) for made in swarm.made())
+        assert began <= 2, "there is time enough to fetch three versions, and perhaps to come late for one"
+        assert all("d" in swarm.contributors(made) for made in swarm.made() if made.version == 6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_leaver_hands_its_fragments_over_with_their_state(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is not that of the anchor, the next version breaks an invariant."""
+    handed_over: set[int] = set()
+    hold = Replica.hold
+
+    def holds(self: Replica, fragment: int, version: int = 0, *outer: Any) -> None:
+        handed_over.update([fragment] * bool(outer))
+        hold(self, fragment, version, *outer)
+
+    monkeypatch.setattr(Replica, "hold", holds)
+    with story(seed, outer_steps=6) as swarm:
+        swarm.begin("abcd")
+        swarm.run_until(lambda: swarm.version("a") == 1, "the first outer step")
+        swarm.run_for(1.1 * seed)
+        leaver = "abcd"[seed]
+        given = swarm.held(leaver)
+        swarm.crowd.leave(leaver)
+        swarm.run_until(lambda: swarm.crowd.lives[leaver].ended == "left", "it has left")
+        assert given and handed_over == set(given)
+        nodes = swarm.run_to_the_end()
+        agreed(swarm, nodes, version=6)
+        assert len(nodes) == 3
+        told = [swarm.kinds(node.protocol.name) for node in nodes]
+        assert all(kinds["leave"] + kinds["lost"] == 1 for kinds in told)
+        assert all(swarm.last_beliefs[0][fragment].term == 2 for fragment in given)
+
+
+@seeds
+def test_a_peer_that_restarts_at_once_does_not_split_the_swarm(seed: int) -> None:
+    """The others may never notice that it was gone; its new process has no lease, no anchor and no momentum."""
+    with story(seed, outer_steps=6) as swarm:
+        swarm.begin("abc")
+        swarm.run_for(1.3 * seed)
+        swarm.crowd.crash("a")
+        swarm.start("a")
+        nodes = swarm.run_to_the_end()
+        agreed(swarm, nodes, version=6)
+        assert len(nodes) == 3
+
+
+# -- peers freeze -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seed", "seconds"), [(0, 1.0), (1, 8.0), (0, 40.0), (1, 40.0)])
+def test_a_frozen_peer_comes_back_steps_down_and_catches_up(seed: int, seconds: float) -> None:
+    with story(seed, outer_steps=None) as swarm:
+        swarm.begin("abc")
+        swarm.run_for(1.5 + 1.7 * seed)
+        frozen = "abc"[seed]
+        fragments = swarm.held(frozen)
+        assert fragments
+        swarm.freeze(frozen, seconds)
+        swarm.run_for(seconds + 5.0)
+        swarm.settle()
+        nodes = swarm.run_to_the_end(outer_steps=3)
+        agreed(swarm, nodes)
+        assert len(nodes) == 3
+        terms = {fragment: belief.term for fragment, belief in swarm.last_beliefs[0].items()}
+        taken = fragments if seconds == 40.0 else []  # what the others hold is never taken from them
+        assert terms == {fragment: 2 if fragment in taken else 1 for fragment in range(4)}
+        if seconds == 40.0:
+            assert swarm.held(frozen) == []

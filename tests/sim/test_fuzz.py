@@ -1,0 +1,277 @@
+"""Fault schedules: the fast part of `scripts/fuzz_protocol`, and scenarios of what it found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import multiprocessing.dummy
+import random
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from diloco.config import OuterConfig
+from diloco.protocol.actions import Merge
+from diloco.protocol.messages.bulk import Contribution
+from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.testing.fuzz import faults, stage
+from diloco.testing.fuzz.crowd import Crowd, Life, Member
+from diloco.testing.fuzz.faults import Fault, Scenario, scenario
+from diloco.testing.fuzz.invariants import Violation, Watch, check_end
+from diloco.testing.fuzz.lineage import Contributed, Lineage, Made, Total
+from diloco.testing.fuzz.splits import SHAPES, pairs, split_scenario
+from diloco.testing.fuzz.stage import Outcome, play, shrink
+from tests.support.certificates import MANIFEST, digest_of
+from tests.support.core import hello_of, make, of_type, status_of
+from tests.support.scripts import script_module
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", range(0, 24, 4))
+def test_no_fault_schedule_breaks_an_invariant(first: int) -> None:
+    failed = {seed: why for seed in range(first, first + 4) if (why := play(scenario(seed)).violation) is not None}
+    assert failed == {}
+
+
+def test_the_same_seed_is_the_same_run_line_by_line() -> None:
+    """With a trace, which changes nothing, and without."""
+    traced: list[str] = []
+    outcome = play(scenario(3), traced.append)
+    assert outcome.violation is None and len(traced) > 30
+    assert play(scenario(3)) == outcome and tuple(traced) == outcome.story != play(scenario(4)).story
+
+
+BARRIER = Scenario(
+    seed=0,
+    members=(Member("a"), Member("b", step_s=0.5, latency_s=0.4, clock=(1.15, 5e4)), Member("h", trains=False)),
+    outer=(("sync_every", 2), ("fragments", 2), ("lr", 0.7), ("momentum", 0.9)),
+    together=True, heartbeat_s=2.0, loss=0.2, executor_s=1.5, units=True, cold=False, pieces=True, closed=True,
+    faults=(
+        Fault(8.0, 3, "join", 0, 1.0), Fault(9.0, 0, "join", 0, 1.0), Fault(14.0, 7, "restart", 1, 3.0),
+        Fault(20.0, 5, "split", 2, 8.0), Fault(31.0, 0, "suspend", 3, 14.0), Fault(36.0, 9, "leave", 0, 1.0),
+    ),
+)  # fmt: skip
+WITHOUT_BARRIER = (("quorum", 1), ("grace_slack", 0.8), ("overlap", 1), ("staleness_limit", 2), ("merge", "rda"))
+DECOUPLED = replace(BARRIER, outer=(*BARRIER.outer, *WITHOUT_BARRIER), closed=False)
+
+
+def order_of(outcome: Outcome) -> str:
+    """Digest of the number of turns, and of who did what kind of thing at which millisecond."""
+    events = [" ".join(line.split()[:3]) for line in outcome.story]
+    return sha256("\n".join([str(outcome.turns), *events]).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(("plan", "order"), [(BARRIER, "a460dc154d228a32"), (DECOUPLED, "7c6455e176345356")])
+def test_every_python_gives_the_same_order_of_events(plan: Scenario, order: str) -> None:
+    """A change of what peers do changes both digests. Write down new ones once the oldest and newest Python agree."""
+    outcome = play(plan)
+    assert outcome.violation is None and order_of(outcome) == order
+
+
+def test_schedules_have_all_kinds_of_faults_and_settings() -> None:
+    plans = [scenario(seed) for seed in range(400)]
+    assert {fault.kind for plan in plans for fault in plan.faults} == set(faults.KINDS)
+    settings = [dict(plan.outer) for plan in plans]
+    assert {outer["fragments"] for outer in settings} == {1, 2, 3}
+    barrier = {"sync_every", "fragments", "lr", "momentum", "codec_up", "codec_down", "audit"}
+    assert sum(set(outer) <= barrier for outer in settings) > 100
+    for key in ("quorum", "staleness_limit", "overlap", "staggered", "grace_s", "grace_slack", "robust", "merge"):
+        assert any(outer.get(key) for outer in settings), key
+    for trait in ("together", "loss", "executor_s", "units", "cold", "pieces", "closed"):
+        assert {bool(getattr(plan, trait)) for plan in plans} == {True, False}, trait
+    members = [member for plan in plans for member in plan.members]
+    assert any(member.lie != 1.0 for member in members) and any(member.boundary_s > 20 for member in members)
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_split_breaks_an_invariant(seed: int) -> None:
+    assert play(split_scenario(seed)).violation is None
+
+
+def test_work_is_what_peers_did_since_two_histories_parted() -> None:
+    """Of each at most twice the median."""
+    lineage = Lineage()
+    start, common, one, other = (digest_of(name) for name in ("start", "common", "one", "other"))
+
+    def made(digest: str, before: str, version: int, **tokens: int) -> None:
+        contributions = tuple((Contributed(peer, version - 1), number) for peer, number in tokens.items())
+        lineage.add(digest, Made(before, 0, version, "a", 1, contributions))
+
+    made(common, start, 1, a=8, b=8, c=8)
+    made(one, common, 2, a=100)
+    made(other, common, 2, b=8, c=9)
+    assert (lineage.work(one, other), lineage.work(other, one)) == (18, 17)
+    assert (lineage.work(common, one), lineage.work(one, start), lineage.work(start, one)) == (0, 32, 0)
+
+
+def test_splits_have_all_shapes_and_cut_whom_they_name() -> None:
+    plans = [split_scenario(seed) for seed in range(200)]
+    assert {fault.kind for plan in plans for fault in plan.faults} == set(SHAPES)
+    r = random.Random(0)
+    assert pairs("lone", ["a", "b", "c"], r) == [("a", "b"), ("a", "c")]
+    for shape in SHAPES:
+        cut = [pairs(shape, list("abcdef"), r) for _ in range(20)]
+        assert any(cut) and all(one != other for each in cut for one, other in each)
+        assert all(len({frozenset(pair) for pair in each}) == len(each) for each in cut)
+
+
+def test_a_violation_is_shrunk_to_the_faults_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash_is_wrong(plan: Scenario) -> Outcome:
+        wrong = any(fault.kind == "crash" for fault in plan.faults)
+        return Outcome(0, 0.0, (), "somebody crashed" if wrong else None)
+
+    monkeypatch.setattr(stage, "play", crash_is_wrong)
+    crash, leave = Fault(9.0, 0, "crash", 1, 1.0), Fault(5.0, 0, "leave", 0, 1.0)
+    assert shrink(replace(scenario(0), faults=(leave, crash, leave))).faults == (crash,)
+
+
+def test_the_script_plays_seeds_and_one_seed_with_its_story(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = script_module("fuzz_protocol")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: multiprocessing.dummy)  # threads
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["fuzz_protocol", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            script.main()
+        assert ended.value.code == 0
+        return "".join(capsys.readouterr())
+
+    found = run("--seeds", "2", "--jobs", "1")
+    assert re.search(r"2/2 seeds, [\d.]+ per second, \d+ virtual s each, 0 violations", found)
+    story = run("--first-seed", "3", "--trace")
+    assert "seed 3:" in story and re.search(r"\d+\.\d{3} a +claim \{", story)
+
+
+# -- the invariants see what is wrong ---------------------------------------------------------------------------------
+
+
+def test_a_contribution_in_two_versions_of_one_anchor_is_found() -> None:
+    lineage, twice, once = Lineage(), Contributed("a", 0), Contributed("b", 1)
+    start, one, two = digest_of(0), digest_of(1), digest_of(2)
+    lineage.add(one, Made(start, 0, 1, "b", 1, ((twice, 8),)))
+    lineage.add(two, Made(one, 0, 2, "c", 2, ((twice, 8), (once, 8))))
+    assert lineage.repeated(one) == [] and lineage.repeated(two) == [twice]
+    assert lineage.merged(one) == {twice} and lineage.merged(two) == {twice, once}
+    assert lineage.totals(two)["a"] == Total(2, 16, 1, 2)
+
+
+def crowd_of_two(loop: VirtualLoop, units: bool = False, **settings: Any) -> tuple[Crowd, Watch]:
+    """Two peers that have trained for a while."""
+    crowd = Crowd(loop, 0, {"sync_every": 2, "fragments": 2, "lr": 0.7, "momentum": 0.9, **settings}, units=units)
+    watch = Watch(crowd)
+
+    async def begin() -> None:
+        for name in "ab":
+            crowd.start(Member(name), min_peers=2)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(10.0)
+
+    loop.run_until_complete(begin())
+    return crowd, watch
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda fragment: setattr(fragment, "digest", digest_of("other")), "is not what its digest says"),
+        (lambda fragment: setattr(fragment, "syncer", None), "holds .* is syncer of"),
+    ],
+)
+def test_what_is_wrong_with_a_node_is_found(spoil: Callable[[Any], object], says: str) -> None:
+    with virtual_time() as loop:
+        crowd, _ = crowd_of_two(loop)
+        nodes = [life.node for life in crowd.members() if life.node is not None]
+        spoil(next(node.protocol.fragments[0] for node in nodes if 0 in node.protocol.syncers))
+        with pytest.raises(Violation, match=says):
+            loop.run_until_complete(asyncio.sleep(10.0))
+
+
+def test_what_outlives_its_peer_and_what_nobody_takes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of a peer that crashed, a crashed peer that does not end, and at last an exception."""
+    done: list[bool] = []
+
+    async def stays(life: Life | None = None) -> None:
+        while not done:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1.0)
+
+    async def fails() -> None:
+        raise ValueError("spilt")
+
+    def finds(what: str) -> None:
+        loop.run_until_complete(asyncio.sleep(5.0))
+        with pytest.raises(Violation, match=what):
+            check_end(crowd, watch.lineage)
+
+    with virtual_time() as loop:
+        crowd, watch = crowd_of_two(loop)
+        with loop.owned_by(crowd.lives["a"].owner):
+            loop.create_task(stays())
+        monkeypatch.setattr(crowd, "_live", stays)
+        crowd.start(Member("c"))
+        loop.run_until_complete(asyncio.sleep(1.0))
+        crowd.crash("c")
+        finds(r"c has ended .killed., and goes on with")
+        crowd.crash("a")
+        finds(r"a has ended .killed., and goes on with")
+        done.append(True)
+        loop.create_task(fails())
+        finds(r"nobody took ValueError\('spilt'\)")
+
+
+@pytest.mark.parametrize("settings", [{"units": True}, {"robust": "none"}, {"quorum": 2}])
+def test_what_is_merged_twice_is_found(settings: dict[str, Any]) -> None:
+    """Sequences, and bytes under another name."""
+    with virtual_time() as loop:
+        crowd, watch = crowd_of_two(loop, **settings)
+        crowd.goal = 5
+        loop.run_until_complete(asyncio.sleep(30.0))
+        check_end(crowd, watch.lineage)
+        if "units" in settings:
+            learned = watch.lineage.learned_from
+            assert len(learned) == 2 * 5 and all(learned.values())
+            learned[Contributed("a", 3)] = learned[Contributed("b", 2)]
+            with pytest.raises(Violation, match="4 sequences are merged more than once, and 0 are counted so"):
+                check_end(crowd, watch.lineage)
+        made = [digest for digest, each in watch.lineage.made.items() if each.fragment == 0]
+        first, second = (watch.lineage.payloads[digest] for digest in made[:2])
+        assert len(first) == len(second) == 2
+        second[0] = first[0]
+        with pytest.raises(Violation, match="in fragment 0 1 payloads are merged more than once"):
+            check_end(crowd, watch.lineage)
+
+
+# -- what was found ---------------------------------------------------------------------------------------------------
+
+
+def test_waiting_for_different_fragments_is_not_for_ever() -> None:
+    """1. Of a, b and c two make the quorum. In fragment 0 c comes too late, in fragment 1 b does.
+    2. c waits for the next version of fragment 0, b for that of fragment 1: neither trains, so neither gets a second.
+    """
+    outer = OuterConfig(method="diloco", sync_every=2, fragments=2, quorum=2, staleness_limit=1)
+    a = make("a", trains=False, outer=outer)
+    a.tick(0.0)
+    for name in "bc":
+        a.connected(name, hello_of(status_of("training")), 0.0)
+    a.adopted(0, 1, digest_of("first"), 0.0)
+    described = {"fragment": 0, "term": a.syncers[0].term, "base_version": 0, "steps": 1, "tokens": 1}
+    contribution = Contribution(base_digest=a.digests[0], manifest_hash=MANIFEST, **described)
+    a.heard("b", status_of("exchanging", [1, 0]), 0.5)
+    a.heard("c", status_of("exchanging", [0, 1]), 0.6)
+    assert a.offer("c", contribution).accepted
+
+    a.syncers[0].folded("c")
+    assert a.arrived("c", 0, 1.0) == []
+    assert [len(of_type(Merge, a.tick(now))) for now in (2.0, 6.0)] == [0, 1]

@@ -1,0 +1,119 @@
+"""A training loop of one's own goes on from its checkpoints as if nothing had happened, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from diloco.errors import CheckpointError, ConfigError
+from diloco.train.api import Swarm
+from tests.support.loops import Direct, LastFlight, Loop, train
+
+EXACT = {"sync_every": 4, "codec_up": "fp32", "codec_down": "fp32", "lr": 0.7, "momentum": 0.9}
+
+
+def peers(directory: Path, rounds: int, **outer: Any) -> dict[str, Loop]:
+    """Two peers until they have made so many outer steps, from wherever their checkpoints are."""
+
+    def work(loop: Loop) -> None:
+        drawn = list(loop.swarm.state.get("drawn", []))
+        while loop.sync.version < rounds:
+            loop.step()
+            drawn.append(float(torch.rand(())))
+            if loop.sync.exchanged:
+                loop.swarm.save(drawn=drawn, name=loop.name)
+        loop.events.append(("drawn", {"all": drawn}))
+
+    def attach(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"schedulers": [scheduler], "checkpoints": directory / name}
+
+    torch.manual_seed(0)
+    return train("ab", work, attach=attach, **{**EXACT, **outer})
+
+
+@pytest.mark.parametrize("outer", [{}, {"optimizer": "fedbuff", "quorum": 2, "delay": 2}], ids=["nesterov", "fedbuff"])
+def test_a_run_that_stopped_ends_where_an_uninterrupted_one_ends(outer: dict[str, Any], tmp_path: Path) -> None:
+    peers(tmp_path / "stopped", 2, **outer)
+    stopped, whole = peers(tmp_path / "stopped", 4, **outer), peers(tmp_path / "whole", 4, **outer)
+    assert len({loop.sync.anchor_digest() for loop in (*stopped.values(), *whole.values())}) == 1
+    for name in "ab":
+        here, there = stopped[name], whole[name]
+        assert (here.sync.steps, here.sync.tokens) == (there.sync.steps, there.sync.tokens) == (16, 16)
+        assert here._optimizer.param_groups[0]["lr"] == there._optimizer.param_groups[0]["lr"]
+        [drawn] = here.told("drawn")
+        assert len(drawn["all"]) == 16, "the loop has its own state again"
+
+
+def alone(directory: Path, steps: int, saves: bool = True) -> tuple[Swarm, float]:
+    """A peer in virtual time that takes some steps, and what it would draw next."""
+    drawn: list[float] = []
+
+    def work(loop: Loop) -> None:
+        loop.step(steps)
+        if saves:
+            loop.swarm.save()
+        drawn.append(float(torch.rand(())))
+
+    peer = train("a", work, attach=lambda name, optimizer: {"checkpoints": directory}, **EXACT)["a"]
+    return peer.swarm, drawn[0]
+
+
+def test_a_checkpoint_in_mid_round_goes_on_at_the_last_exchange(tmp_path: Path) -> None:
+    _, then = alone(tmp_path, 6)
+    again, now = alone(tmp_path, 0, saves=False)
+    assert again.attachment is not None
+    assert (again.steps, again.attachment.steps, again.attachment.tokens) == (4, 6, 6)
+    assert again.attachment.discarded_tokens == 2 and now == then
+
+
+def test_a_checkpoint_holds_the_model_and_nothing_that_runs(tmp_path: Path) -> None:
+    swarm, _ = alone(tmp_path, 4)
+    [step] = tmp_path.glob("step-*")
+    assert {one.suffix for one in step.iterdir()} == {".safetensors", ".json"}
+    saved = load_file(step / "model.safetensors")
+    assert swarm.attachment is not None
+    for name, parameter in swarm.attachment.parameters.items():
+        assert torch.equal(saved[name], parameter.detach())
+
+
+@contextmanager
+def refused(said: str, kind: type[Exception] = ConfigError) -> Iterator[None]:
+    with pytest.raises(kind, match=said) as error:
+        yield
+    assert "\n" not in str(error.value)
+
+
+def attached(directory: Path, model: nn.Module, optimizer: Any = torch.optim.SGD, **settings: Any) -> Swarm:
+    swarm = Swarm(**{"run_id": "run", "runtime": Direct(LastFlight()), **EXACT, **settings})
+    swarm.attach(model, optimizer(model.parameters(), lr=0.1), checkpoints=directory)
+    return swarm
+
+
+def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
+    alone(tmp_path, 4)
+    with refused("^checkpoints=.* holds a run with other settings .outer.sync_every is 4 there, 5 here"):
+        attached(tmp_path, nn.Linear(4, 1), sync_every=5)
+    with refused(r"^checkpoints=.* holds another model .weight is \[1, 4\] there, and \[1, 5\] here.; build the model"):
+        attached(tmp_path, nn.Linear(5, 1))
+    with refused("^checkpoints directory: its checkpoint holds the state of SGD for 5 parameters", CheckpointError):
+        attached(tmp_path, nn.Linear(4, 1), torch.optim.AdamW)
+
+
+def test_two_loops_in_one_directory_are_refused(tmp_path: Path) -> None:
+    with attached(tmp_path, nn.Linear(4, 1)):
+        with refused("^checkpoints directory: .* is in use by another process; end that"):
+            attached(tmp_path, nn.Linear(4, 1))
+    attached(tmp_path, nn.Linear(4, 1))
+
+
+def test_saving_without_a_place_is_refused() -> None:
+    with refused(r"^Swarm.save: no place for checkpoints; name a directory with"):
+        Swarm(run_id="run", sync_every=4).save()

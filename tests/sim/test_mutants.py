@@ -1,0 +1,34 @@
+"""Known bugs are bugs that can still be made, and the fuzz finds each within its stated seeds, or a test does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.mutants import MUTANTS, Mutant
+from tests.support.places import ROOT
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_a_known_bug_can_be_made_again(mutant: Mutant) -> None:
+    source = (ROOT / (mutant.module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    compile(mutant.applied_to(source), mutant.module, "exec")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str | None]:
+    """What finds each bug."""
+    command = [sys.executable, "-m", "tests.support.mutants", "--all"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return dict(map(json.loads, ended.stdout.splitlines()))
+
+
+@pytest.mark.mutants
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_a_known_bug_is_found(mutant: Mutant, found: dict[str, str | None]) -> None:
+    assert found[mutant.name]

@@ -1,0 +1,141 @@
+"""Whole runs in virtual time: equal anchors, the same again with the same seed, failures, and the real swarm."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.errors import ConfigError, DivergedError, SwarmError
+from diloco.protocol.view import View
+from diloco.swarm.node import node
+from tests.support.peers import json_lines
+from tests.support.simulated import digests, simulated
+
+
+def said(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == kind]
+
+
+def test_four_peers_end_with_one_anchor_and_a_run_directory(tmp_path: Path) -> None:
+    outcome = simulated(tmp_path, "sim.step_s=[1,1.5,2,3]")
+    assert len(digests(outcome)) == 1 and None not in digests(outcome)
+    assert outcome.virtual_s == pytest.approx(2 * 4 * 3.0)  # the slowest peer's steps; nothing else takes time
+    assert [peer.seconds.compute for peer in outcome.summary.peers] == pytest.approx([8, 12, 16, 24])
+    assert [peer.seconds.total for peer in outcome.summary.peers] == pytest.approx([24] * 4)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["virtual_s"] == outcome.virtual_s
+    assert summary["outer_steps"] == 2 and summary["eval"]["loss"] == outcome.summary.eval.loss
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.yaml", "manifest.json", "loss.png"}
+    held_out = [line for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line]
+    assert [(line["version"], line["time"]) for line in held_out] == [(0, 0.0), (1, 12.0), (2, 24.0)]
+
+
+def test_the_same_seed_gives_the_same_run_to_the_last_event(tmp_path: Path) -> None:
+    hard = ("sim.bandwidth=20000", "sim.latency_s=0.05", "sim.loss=0.3", "sim.events=[crash:2@6,join:2@9]")
+    one, two = (simulated(tmp_path / name, *hard) for name in ("one", "two"))
+    other = simulated(tmp_path / "other", *hard, "run.seed=1")
+    assert [peer.anchor_digest for peer in one.summary.peers] == [peer.anchor_digest for peer in two.summary.peers]
+    assert (tmp_path / "one/events.jsonl").read_text() == (tmp_path / "two/events.jsonl").read_text()
+    assert one.virtual_s == two.virtual_s != other.virtual_s
+    assert said(tmp_path / "one", "contribution_broke")
+    assert said(tmp_path / "one", "lost") and len(digests(one)) == 1
+
+
+def test_a_crash_is_seen_at_once_and_the_others_end_alike(tmp_path: Path) -> None:
+    outcome = simulated(tmp_path, "sim.events=[crash:3@5.5]", "sim.latency_s=0.01")
+    assert len(outcome.summary.peers) == 3 and len(digests(outcome)) == 1
+    assert {round(event["time"], 3) for event in said(tmp_path, "lost")} <= {5.51, 5.52, 5.53, 5.54}
+    assert {event["peer"] for event in said(tmp_path, "lost")} == {"p0", "p1", "p2"}
+    assert not [event for event in json_lines(tmp_path / "events.jsonl") if event["peer"] == "p3" and event["time"] > 6]
+
+
+def accounts(run_dir: Path) -> list[dict[str, Any]]:
+    """What the first peer wrote of each of its outer steps."""
+    return [line for line in json_lines(run_dir / "metrics.jsonl") if "live" in line and line["peer"] == "p0"]
+
+
+def test_a_joiner_is_counted_in_and_a_leaver_hands_over(tmp_path: Path) -> None:
+    outcome = simulated(tmp_path, "budget.outer_steps=4", "sim.events=[join:4@2.5,leave:1@6.5]", "sim.latency_s=0.01")
+    peers = {peer.name: peer for peer in outcome.summary.peers}
+    record = {row.name: row for row in outcome.summary.contributions}
+    assert {name: (row.first_version, row.last_version, row.outer_steps) for name, row in record.items()} == {
+        **dict.fromkeys(("p0", "p2", "p3"), (1, 4, 4)), "p1": (1, 1, 1), "p4": (1, 4, 4)
+    }  # fmt: skip
+    assert sum(row.tokens for row in record.values()) == outcome.summary.tokens.applied
+    assert len({row.bytes // row.outer_steps for row in record.values()}) == 1, "payloads are equal"
+    with (tmp_path / "contributions.csv").open() as file:
+        written = {row["name"]: int(row["tokens"]) for row in csv.DictReader(file)}
+    assert written == {name: row.tokens for name, row in record.items()}
+    assert len({peers[name].anchor_digest for name in ("p0", "p2", "p3", "p4")}) == 1
+    assert peers["p4"].steps < peers["p0"].steps
+    assert {event["subject"] for event in said(tmp_path, "leave")} >= {"p1"}
+    counted = [(line["live"], line["training"], line["merged"]) for line in accounts(tmp_path)]
+    assert counted[0] == (5, 5, 5) and counted[1] == (4, 4, 4) == counted[-1]
+
+
+def test_nobody_waits_for_a_joiner_that_fetches_its_inner_state(tmp_path: Path, monkeypatch: Any) -> None:
+    async def slow(*_: object) -> None:
+        await asyncio.sleep(21.0)
+
+    monkeypatch.setattr(node, "fetch_inner", slow)
+    outcome = simulated(tmp_path, "budget.outer_steps=6", "sim.events=[join:4@5]", "sim.step_s=[1.0]")
+    lines = accounts(tmp_path)
+    assert [line["live"] for line in lines] == [4, *[5] * 5] and {line["merged"] for line in lines} == {4}
+    assert [line["time"] for line in lines] == pytest.approx([4.0 * version for version in range(1, 7)], abs=0.1)
+    assert outcome.summary.outer_steps == 6
+
+
+def test_a_thin_link_costs_utilization_and_moves_no_anchor(tmp_path: Path) -> None:
+    wide, thin = simulated(tmp_path / "wide"), simulated(tmp_path / "thin", "sim.bandwidth=10000")
+    assert digests(wide) == digests(thin)
+    assert all(peer.utilization == pytest.approx(1.0) for peer in wide.summary.peers)
+    assert all(peer.utilization < 0.5 for peer in thin.summary.peers)
+    longest = max(peer.bytes_sent for peer in thin.summary.peers) / 10000
+    assert 8 + longest < thin.virtual_s < 8 + 4 * longest
+
+
+def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
+    for message, *overrides in (
+        (r"sim\.step_s has 2 values for 4 peers", "sim.step_s=[1,2]"),
+        (r"outer\.method=data_parallel has no swarm", "outer=data_parallel"),
+        ("as the model has 2 layers", "outer.fragments=3", "outer.pattern=strided"),  # the first peer's start finds it
+    ):
+        with pytest.raises(ConfigError, match=message):
+            simulated(tmp_path, *overrides)
+    with pytest.raises(SwarmError, match="every peer crashed"):
+        simulated(tmp_path, "sim.events=[crash:0@1,crash:1@1,crash:2@2,crash:3@3]")
+    (tmp_path / "checkpoints/p0/step-1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds a run with checkpoints; choose another"):
+        simulated(tmp_path)
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError):
+        simulated(tmp_path, "inner.lr=10", "inner.clip=1e6", "outer.lr=10", "budget.outer_steps=40")
+
+
+@pytest.mark.parametrize(("fragments", "sync_every", "joins_at"), [(4, 8, 17), (4, 8, 18), (1, 16, 23)])
+def test_a_joiner_that_begins_behind_the_others_gets_in_step(
+    fragments: int, sync_every: int, joins_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It follows the versions that the others make without it, and all that it learns from then on is merged."""
+    position = View.first_position
+    asked = 0
+
+    def behind(self: View, now: float | None = None) -> int:
+        nonlocal asked
+        asked += self.me == "p4"
+        return 0 if self.me == "p4" and asked == 1 else position(self, now)
+
+    monkeypatch.setattr(View, "first_position", behind)
+    cycle = (f"fragments={fragments}", f"sync_every={sync_every}", "staggered=true", "overlap=2")
+    events = f"sim.events=[join:4@{joins_at}]"
+    simulated(tmp_path, *(f"outer.{one}" for one in cycle), "budget.outer_steps=6", events, "sim.latency_s=0.01")
+    late = [event["time"] for event in said(tmp_path, "discarded")]
+    assert len(late) == 1 and late[0] < joins_at + sync_every
+    assert not any(said(tmp_path, kind) for kind in ("out_of_step", "contribution_broke", "missing"))

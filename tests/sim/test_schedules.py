@@ -1,0 +1,187 @@
+"""Learning rate schedules are where the swarm is, whatever they are, and whoever steps them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as torchs
+
+from diloco.errors import ConfigError
+from diloco.train.api import Swarm
+from diloco.train.schedules import Paced, Schedules, StepHooks, swarm_steps
+from tests.support.loops import Direct, LastFlight, Loop, train
+
+Made = Callable[[torch.optim.Optimizer], Any]
+SCHEDULES: dict[str, Made] = {
+    "lambda": lambda optimizer: torchs.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "step": lambda optimizer: torchs.StepLR(optimizer, 7, 0.3),
+    "exponential": lambda optimizer: torchs.ExponentialLR(optimizer, 0.95),
+    "cosine": lambda optimizer: torchs.CosineAnnealingLR(optimizer, 20),
+    "restarts": lambda optimizer: torchs.CosineAnnealingWarmRestarts(optimizer, 7),
+    "one cycle": lambda optimizer: torchs.OneCycleLR(optimizer, 0.5, 40),
+    "sequence": lambda optimizer: torchs.SequentialLR(optimizer, two(optimizer), [5]),
+    "chain": lambda optimizer: torchs.ChainedScheduler(two(optimizer)),
+}
+
+
+def two(optimizer: torch.optim.Optimizer) -> list[torchs.LRScheduler]:
+    return [torchs.LinearLR(optimizer, 0.1, 1.0, 5), torchs.ExponentialLR(optimizer, 0.9)]
+
+
+def made(schedule: Made) -> tuple[torch.optim.Optimizer, Any]:
+    layer = nn.Linear(2, 1)
+    groups = [{"params": [layer.weight], "lr": 0.1}, {"params": [layer.bias], "lr": 0.2}]
+    optimizer = torch.optim.AdamW(groups)
+    return optimizer, schedule(optimizer)
+
+
+def moved(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [(group["lr"], group["betas"]) for group in optimizer.param_groups]
+
+
+def looped(schedule: Made, steps: int) -> tuple[torch.optim.Optimizer, Any]:
+    """A loop that was never interrupted, before its next step."""
+    optimizer, scheduler = made(schedule)
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+    return optimizer, scheduler
+
+
+def stepped(schedule: Made, steps: int) -> list[Any]:
+    """What such a loop has."""
+    return moved(looped(schedule, steps)[0])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_schedule_is_brought_to_what_a_loop_would_have(schedule: Made) -> None:
+    """Forward and back; from a checkpoint, which the library restores in mid-round, to the last exchange, too."""
+    optimizer, scheduler = made(schedule)
+    schedules = Schedules([scheduler])
+    kept = json.loads(json.dumps(schedules.state()))
+    for step in (0, 12, 12, 13, 9, 30, 0, 6, 38):
+        schedules.bring_(step)
+        assert moved(optimizer) == stepped(schedule, step), step
+    states = [one.state_dict() for one in looped(schedule, 14)]
+    optimizer, scheduler = made(schedule)
+    optimizer.load_state_dict(states[0])
+    scheduler.load_state_dict(states[1])
+    schedules = Schedules([scheduler])
+    schedules.bring_(12)
+    assert moved(optimizer) == stepped(schedule, 14), "nobody knows where it began"
+    schedules.restore(kept)
+    for step in (12, 20):
+        schedules.bring_(step)
+        assert moved(optimizer) == stepped(schedule, step)
+
+
+@pytest.mark.parametrize(("times", "every", "steps", "taken"), [(1, 4, 11, 2), (3, 1, 5, 15)])
+def test_who_steps_seldom_or_often_keeps_its_pace(times: int, every: int, steps: int, taken: int) -> None:
+    optimizer, scheduler = made(SCHEDULES["exponential"])
+    Schedules([Paced(scheduler, times, every)]).bring_(steps)
+    assert moved(optimizer) == stepped(SCHEDULES["exponential"], taken)
+
+
+def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), lr=rate)
+    schedules = Schedules([torchs.ExponentialLR(optimizer, 0.5)])
+    schedules.bring_(3)
+    schedules.bring_(1)
+    assert optimizer.param_groups[0]["lr"] is rate and rate == pytest.approx(0.05)
+    assert schedules.state() == [None], "JSON holds no tensors"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (torchs.ReduceLROnPlateau, "schedulers: ReduceLROnPlateau follows a metric of this peer, and no step"),
+        (lambda optimizer: optimizer, "schedulers: AdamW is no learning rate scheduler; name those of torch"),
+        (SCHEDULES["one cycle"], ".*OneCycleLR is over after 40 steps, and the swarm is at 41; make it as long"),
+    ],
+)
+def test_what_is_no_schedule_of_so_many_steps_is_refused(wrong: Made, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}") as error:
+        Schedules([made(wrong)[1]]).bring_(41)
+    assert "\n" not in str(error.value)
+
+
+def test_a_schedule_stepped_for_each_micro_batch_is_an_error() -> None:
+    """And a skipped step is none."""
+    optimizer, scheduler = made(SCHEDULES["exponential"])
+    schedules = Schedules([scheduler])
+    optimizer.step()  # or torch warns
+    for step in range(100):  # 9 of 10 times nothing is wrong
+        schedules.bring_(step)
+        scheduler.step()
+        if step % 10 == 0:
+            scheduler.step()
+    with pytest.raises(ConfigError, match="schedulers: before 9 steps of the optimizer in a row, one was further"):
+        for step in range(100, 200):
+            schedules.bring_(step)
+            scheduler.step()
+            scheduler.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_is_no_step(fused: bool) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    calls: list[str] = []
+    hooks = StepHooks(optimizer, lambda: calls.append("before"), lambda: calls.append("after"))
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale((parameter * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert calls.count("after") == 2
+    hooks.remove()
+    optimizer.step()
+    assert calls.count("after") == 2
+
+
+def test_a_joiner_has_the_learning_rate_of_the_others_at_once() -> None:
+    node = LastFlight()  # the swarm has made 3 outer steps
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torchs.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    swarm = Swarm(run_id="run", identity=Path("a"), sync_every=5, runtime=Direct(node))  # type: ignore[arg-type]
+    with swarm.attach(model, optimizer, schedulers=[scheduler]):
+        assert optimizer.param_groups[0]["lr"] == 1 / 16 and swarm.steps == 15
+        for step in range(16, 20):
+            optimizer.step()
+            scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == 1 / (1 + step)
+            assert swarm.steps == step
+
+
+@pytest.mark.parametrize("outer", [{}, {"fragments": 4, "staggered": True, "overlap": 3}])
+def test_every_step_has_the_learning_rate_of_the_swarm(outer: dict[str, Any]) -> None:
+    """One pauses for so long that the others go on without it. It has their learning rate from then on."""
+    places: list[int] = []
+
+    def attach(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"schedulers": [torchs.LambdaLR(optimizer, lambda step: 0.001 / (1 + step))]}
+
+    def work(loop: Loop) -> None:
+        while loop.sync.version < 5:
+            before = swarm_steps(loop.sync, 40)
+            loop.step()
+            assert loop._optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.001 / (1 + before), rel=1e-9)
+            if loop.name == "c":
+                places.append(before)
+                if loop.sync.exchanged and loop.sync.version == 1:
+                    with loop.sync.anchored():
+                        loop.pass_s(660.0)
+
+    train("abc", work, sync_every=40, attach=attach, **outer)
+    jumps = [later - before for before, later in itertools.pairwise(places)]
+    assert max(jumps) > 10, "it went on where the others were"

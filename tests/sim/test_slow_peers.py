@@ -1,0 +1,45 @@
+"""A volunteer far slower than the others costs a synchronous swarm little, and what it learned is merged."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.testing.fuzz.crowd import Member
+from tests.support.stories import STEP_S, TOKENS_PER_ROUND, Story, story
+
+SECONDS = 200.0  # two and a half rounds of the slow one
+
+
+def train(swarm: Story, names: str, seconds: float, *slow: Member) -> int:
+    """Tokens that are merged after some time by these peers and slow ones."""
+    swarm.start(names, min_peers=len(names) + len(slow))
+    for member in slow:
+        swarm.crowd.start(member, min_peers=len(names) + len(slow))
+    swarm.run_until_training()
+    swarm.run_for(seconds)
+    return swarm.node("a").protocol.applied_tokens
+
+
+@pytest.mark.parametrize("robust", ["auto", "none"])  # kept until the version closes, or folded in on arrival
+def test_a_peer_forty_times_slower_costs_little_and_is_merged(robust: str) -> None:
+    outer = {"robust": robust, "codec_up": "int8"}
+    with story(0, fragments=1, outer_steps=None, outer=outer) as swarm:
+        alone = train(swarm, "abc", SECONDS / 4)
+    with story(0, fragments=1, outer_steps=None, outer=outer) as swarm:
+        together = train(swarm, "abc", SECONDS, Member("s", step_s=40.0 * STEP_S))
+        shares = swarm.node("a").protocol.accounts.shares(0)
+        assert shares["s"].contributions == 2 and shares["s"].tokens == 2 * TOKENS_PER_ROUND
+        assert swarm.discarded_tokens() == 0
+        late = [made for made in swarm.made() if any(made.version - 1 > base for (_, base), _ in made.contributions)]
+        assert late and all(len(made.contributions) == 4 for made in late), "it is merged beside the others"
+        assert {node.protocol.penalties.refusal("s", swarm.loop.seconds) for node in swarm.nodes().values()} == {None}
+        swarm.run_to_the_end(outer_steps=2)
+    # The first version waited for it, which is once; after that nobody did.
+    waited = 20.0 / SECONDS
+    assert together > (1 - 0.05 - waited) * 4 * alone
+
+
+def test_one_that_is_slow_and_contributes_nothing_stops_nobody() -> None:
+    with story(0, fragments=1, outer_steps=None) as swarm:
+        train(swarm, "abc", 60.0, Member("l", step_s=1e6))
+        assert swarm.version("a") > 10

@@ -1,0 +1,49 @@
+"""Small files of text, their configuration and their tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco.config import DataConfig
+from diloco.data.numbered import Rows
+
+T = 16
+
+
+def config(source: str, *paths: Path | str, **values: Any) -> DataConfig:
+    path = tuple(str(path) for path in paths) or None
+    return DataConfig(**{"source": source, "path": path, "sequence_length": T, "holdout": 0.2, **values})
+
+
+def written(directory: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return directory
+
+
+def rows_of(stream: Any, batches: int) -> list[tuple[int, ...]]:
+    return [tuple(row) for _ in range(batches) for row in next(stream).tolist()]
+
+
+def numbered(rows: int) -> Rows:
+    """So many sequences that each start with twice their own number."""
+    return Rows(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), "numbers")
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "</s>", *(f"w{number}" for number in range(400))]
+    pipeline = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    pipeline.pre_tokenizer = pre_tokenizers.Whitespace()
+    directory = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=pipeline, unk_token="<unk>", eos_token="</s>").save_pretrained(directory)
+    return str(directory)

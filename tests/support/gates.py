@@ -1,0 +1,79 @@
+"""Gates of two peers that meet without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.admission import Admission, RunKey, issue
+from diloco.protocol.messages import Message, encode
+from diloco.swarm.wire.gate import Gate
+
+SOON = int(time.time()) + 3600
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> RunKey:
+    return RunKey.create(tmp_path / "run.key")
+
+
+def gate(key: RunKey, me: str, role: Any = "worker") -> Gate:
+    made = Gate(Admission(issue(key, "run", role, SOON)))
+    made.me = me
+    return made
+
+
+class Wire:
+    """What one side writes, and what it is given to read."""
+
+    def __init__(self, *said: Message) -> None:
+        self.reader, self.written, self.closed = asyncio.StreamReader(), bytearray(), False
+        for message in said:
+            frame = encode(message)
+            self.reader.feed_data(len(frame).to_bytes(4, "big") + frame)
+        self.reader.feed_eof()
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class End(Wire):
+    """One end of a stream whose other end somebody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader, self.other = asyncio.StreamReader(), self
+
+    def write(self, data: bytes) -> None:
+        super().write(data)
+        self.other.reader.feed_data(data)
+
+    def close(self) -> None:
+        for reader in (self.reader, self.other.reader):
+            if not reader.at_eof():
+                reader.feed_eof()
+
+
+async def meet(caller: Gate, callee: Gate) -> int:
+    """One gate greets the other, over a stream between them; returns how many bytes both wrote."""
+    here, there = End(), End()
+    here.other, there.other = there, here
+    answering = asyncio.ensure_future(callee.welcome(caller.me, there.reader, there))
+
+    async def opener() -> Any:
+        return here.reader, here
+
+    try:
+        await caller.greet(callee.me, opener, again=True)
+    finally:
+        await answering
+    return len(here.written) + len(there.written)

@@ -1,0 +1,14 @@
+"""What a volunteer's machine has found."""
+
+from __future__ import annotations
+
+from diloco.protocol.messages.watching import ProbeReply
+from diloco.swarm.conversations.probe import Probed
+from diloco.swarm.visit.look import Found
+
+OTHER = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
+
+
+def found(*ahead_s: float) -> Found:
+    reply = ProbeReply(wire_version=1, run_id="r", name="n", unix_s=0.0, addresses=[], known=[])
+    return Found("{}", [Probed(str(number), reply, 0.01, value) for number, value in enumerate(ahead_s)])

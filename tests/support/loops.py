@@ -1,0 +1,166 @@
+"""A training loop around a swarm in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.outer.replica import Replica
+from diloco.protocol.membership import Membership
+from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.sim.lockstep import Lockstep
+from diloco.sim.network import Link, Network
+from diloco.sim.peers import SimRuntime
+from diloco.sim.virtual_time import virtual_time
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.rounds import Exchanged
+from diloco.swarm.node.saved import Saved
+from diloco.swarm.wire.streams import Traffic
+from diloco.swarm.wire.transport import Transport
+from diloco.train.api import Attachment, Swarm
+
+STEP_S = 1.0
+
+
+class Loop:
+    """The training loop of one peer, step by step; `pass_s` lets virtual time pass."""
+
+    swarm: Swarm
+    noise: torch.Generator | None = None  # of the gradients, which are ones without
+
+    def __init__(self, name: str, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]) -> None:
+        self.name, self.sync, self._optimizer, self._lockstep = name, sync, optimizer, lockstep
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    @property
+    def node(self) -> Node:
+        assert self.sync.node is not None
+        return self.sync.node
+
+    def pass_s(self, seconds: float) -> None:
+        self._lockstep.call(asyncio.sleep(seconds))
+
+    def step(self, count: int = 1) -> None:
+        """So many inner steps."""
+        for _ in range(count):
+            self.pass_s(STEP_S)
+            for parameter in (one for group in self._optimizer.param_groups for one in group["params"]):
+                ones = torch.ones_like(parameter)
+                parameter.grad = ones if self.noise is None else torch.randn(ones.shape, generator=self.noise)
+            self._optimizer.step()
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """What was said in events of a kind."""
+        return [fields for said, fields in self.events if said == kind]
+
+
+def train(
+    names: str, work: Callable[[Loop], None], *, saved: Saved | None = None, width: int = 4,
+    attach: Callable[[str, torch.optim.Optimizer], dict[str, Any]] = lambda name, optimizer: {}, **outer: Any,
+) -> dict[str, Loop]:  # fmt: skip
+    """Peers of these names, all there before the first inner step, each in a loop of its own; they leave at the end.
+
+    `attach` gives what else `Swarm.attach` is told.
+    """
+    loops: dict[str, Loop] = {}
+    with virtual_time() as loop:
+        network = Network(loop, 0)
+
+        def live(name: str, lockstep: Lockstep[None]) -> None:
+            async def connect(options: NodeOptions) -> Transport:
+                seeds = [other for other in loops if other != name]
+                return network.join(name, seeds, Link(latency_s=0.01))
+
+            model = nn.Linear(width, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            swarm = Swarm(
+                run_id="run", name=name, identity=Path(name), min_peers=len(names),
+                runtime=SimRuntime(loop, lockstep, connect), on_ready=lambda address: None,
+                on_event=lambda kind, fields: loops[name].events.append((kind, fields)), **outer,
+            )  # fmt: skip
+            attached = swarm.attach(model, optimizer, saved=saved, **attach(name, optimizer))
+            mine = loops[name] = Loop(name, attached, optimizer, lockstep)
+            mine.swarm = swarm
+            with swarm, mine.sync:
+                work(mine)
+
+        async def scene() -> None:
+            tasks = []
+            for name in names:
+                lockstep: Lockstep[None] = Lockstep(lambda name=name: live(name, made[name]), name)  # type: ignore[misc]
+                made[name] = lockstep
+                with loop.owned_by(name):
+                    tasks.append(loop.create_task(lockstep.run()))
+                await asyncio.sleep(0.1)
+            await asyncio.gather(*tasks)
+
+        made: dict[str, Lockstep[None]] = {}
+        loop.run_until_complete(scene())
+    return loops
+
+
+class LastFlight:
+    """A node whose last contribution comes too late."""
+
+    def __init__(self) -> None:
+        self.protocol = SimpleNamespace(
+            versions=[3], steps=3, applied_tokens=30, measured=None, progress=None, members=Membership(), me="me",
+            fastest_steps_per_s=lambda mine: mine,
+        )  # fmt: skip
+        self.traffic = Traffic()
+        self.leased = SimpleNamespace(expect=lambda sequences: None)
+        self.addresses: list[str] = []
+        self.outrun: list[int] = []
+        self.said: list[str] = []
+
+    async def joins_late(self) -> bool:
+        return False
+
+    async def begin(self, cold: bool) -> int:
+        return 0
+
+    async def receive(self, fragments: tuple[int, ...]) -> Exchanged:
+        self.said.append(f"receive {fragments}")
+        return Exchanged(3, 30, 7, PhaseSeconds())
+
+    def __getattr__(self, name: str) -> Any:
+        async def other(*_: object) -> None:
+            self.said.append(name)
+
+        return other
+
+
+class Direct:
+    """A runtime without a loop of its own."""
+
+    def __init__(self, node: LastFlight) -> None:
+        self._node = node
+
+    def open(self, options: NodeOptions, replica: Replica, on_event: object) -> Any:
+        return self._node
+
+    def call(self, work: Any) -> Any:
+        return asyncio.run(work)
+
+    def call_soon(self, function: object, *arguments: object) -> None: ...
+
+    def clock(self) -> float:
+        return 0.0
+
+    def close(self) -> None: ...
+
+
+def made(**settings: Any) -> Swarm:
+    return Swarm(**{"run_id": "run", "sync_every": 4, **settings})
+
+
+def attached(swarm: Swarm, numel: int = 4) -> Any:
+    model = nn.Linear(numel, 1, bias=False)
+    return swarm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,0 +1,371 @@
+"""Peers for tests: nodes in threads of this process, and commands in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from diloco.cli.children import free_port as free_port
+from diloco.config import OuterConfig, SwarmConfig
+from diloco.outer.digest import anchor_digest
+from diloco.outer.fragments import partition
+from diloco.outer.replica import Replica
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.options import NodeOptions, RunSpec
+from diloco.swarm.node.rounds import Exchanged
+from diloco.swarm.node.runtime import NodeThread
+from diloco.train.swarm_link import NodeView
+from tests.support import warm
+from tests.support.places import ROOT
+from tests.support.warm import MARK as MARK
+
+DEADLINE_S = 300.0  # far more than anything here takes on a slow and busy machine; what reaches it hangs
+NETWORK = SwarmConfig.model_fields.keys() - {"identity_path"}
+SMOKE = ("experiment=smoke", "swarm.heartbeat_s=0.2")
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T], what: str, timeout_s: float = DEADLINE_S) -> T:
+    """The first true value of `condition`; fails after a deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.02)
+    return value
+
+
+def together(*jobs: Callable[[], T], timeout_s: float = DEADLINE_S) -> list[T]:
+    """Results of jobs that run at the same time, each in a thread of its own; the first failure is raised here."""
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+    ended = threading.Semaphore(0)
+
+    def work(index: int, job: Callable[[], T]) -> None:
+        try:
+            results[index] = job()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            ended.release()
+
+    for index, job in enumerate(jobs):
+        threading.Thread(target=work, args=(index, job), daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    for _ in jobs:
+        assert ended.acquire(timeout=max(0.0, deadline - time.monotonic())), f"jobs hang, {len(results)} have ended"
+        if failures:
+            raise failures[0]
+    return [results[index] for index in range(len(jobs))]
+
+
+# -- nodes in threads -------------------------------------------------------------------------------------------------
+
+
+def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Normal random parameters of these shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@dataclass
+class Trainee:
+    """A node with parameters, driven by the test as a training loop would. There is a node once it was started."""
+
+    options: NodeOptions
+    replica: Replica
+    parameters: dict[str, Tensor]
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    runtime: NodeThread = field(default_factory=NodeThread)
+    view: NodeView = field(init=False)
+
+    @property
+    def node(self) -> Node:
+        return self.view.node
+
+    @property
+    def address(self) -> str:
+        return self.node.addresses[0]
+
+    @property
+    def peer_id(self) -> str:
+        return self.node.protocol.me
+
+    @property
+    def digest(self) -> str:
+        return anchor_digest(self.replica.digests())
+
+    @property
+    def version(self) -> int:
+        return self.node.protocol.versions[0]
+
+    def said(self, kind: str) -> list[dict[str, Any]]:
+        """Fields of all events of a kind."""
+        return [fields for one, fields in list(self.events) if one == kind]
+
+    def terms(self) -> dict[int, int]:
+        """Term of the newest claim on each fragment that it has heard of."""
+        return {claim["fragment"]: claim["term"] for claim in self.said("claim")}
+
+    def sees(self, other: Trainee, state: str) -> bool:
+        """Whether it has heard that another peer is in that state."""
+        member = self.node.protocol.members.get(other.peer_id)
+        return member is not None and member.status.state == state
+
+    def start(self) -> Trainee:
+        node = self.runtime.open(
+            self.options, self.replica, lambda kind, fields: self.events.append((kind, dict(fields)))
+        )
+        self.view = NodeView(node, self.runtime)
+        return self
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine of the node."""
+        return self.runtime.call(work)
+
+    def begin(self) -> int | None:
+        return self.call(self.node.begin())
+
+    def round(self, step: Mapping[str, Tensor] | float, tokens: int = 100) -> Exchanged:
+        """An inner "step" that subtracts `step` from the parameters, and the exchange."""
+        for name, parameter in self.parameters.items():
+            parameter.sub_(step if isinstance(step, float) else step[name])
+        return self.call(self._exchange(tokens))
+
+    async def _exchange(self, tokens: int) -> Exchanged:
+        """One coroutine, so that closing the node finds it waiting."""
+        fragments = range(len(self.replica.fragments))
+        await self.node.send(dict.fromkeys(fragments, (10, tokens)))
+        outcome = await self.node.receive(fragments)
+        assert outcome is not None, "interrupted"
+        await self.node.enter("training")
+        return outcome
+
+    def leave(self, finished: bool) -> None:
+        self.call(self.node.leave(finished))
+
+    def close(self) -> None:
+        if hasattr(self, "view"):
+            self.view.close()
+        self.runtime.close()
+
+    def holds(self) -> list[int]:
+        """Fragments this peer is syncer of."""
+        return sorted(self.replica.held)
+
+
+class Crowd:
+    """The nodes of one swarm; they differ in what they are made of and agree on what the run is."""
+
+    def __init__(self, directory: Path, shapes: Mapping[str, tuple[int, ...]], **outer: Any) -> None:
+        self.directory = directory
+        self.shapes = shapes
+        exact = {"codec_up": "fp32", "codec_down": "fp32", "lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
+        self.outer: dict[str, Any] = {"method": "diloco", "sync_every": 10, "fragments": 4, **exact, **outer}
+        self.members: list[Trainee] = []
+
+    def peer(self, *initial_peers: str, seed: int = 0, **options: Any) -> Trainee:
+        """A peer that is not started yet."""
+        outer, name = self.outer, f"p{len(self.members)}"
+        parameters = seeded(self.shapes, seed)
+        fragments = partition({key: value.numel() for key, value in parameters.items()}, outer["fragments"])
+        replica = Replica(parameters, fragments, OuterConfig(**outer))
+        network: dict[str, Any] = {"initial_peers": initial_peers, "heartbeat_s": 0.2}
+        network |= {key: options.pop(key) for key in sorted(NETWORK & options.keys())}
+        settings: dict[str, Any] = {
+            "run": RunSpec("crowd", "0" * 64, "{}"),
+            "network": SwarmConfig().model_copy(update=network),  # a copy is not checked: the node has to complain
+            "name": name,
+            "identity_path": self.directory / f"{name}.key",
+            **options,
+        }
+        self.members.append(Trainee(NodeOptions(**settings), replica, parameters))
+        return self.members[-1]
+
+    def start(self, count: int, **options: Any) -> list[Trainee]:
+        """That many peers, started, agreed, and heard by each other to train.
+
+        A round of these tests takes no time. A syncer that had heard of one peer that it trains, and not yet of another
+        one that it is ready, would make the first version without that one.
+        """
+        first = self.peer(min_peers=count, **options).start()
+        others = [self.peer(first.address, min_peers=count, **options) for _ in range(count - 1)]
+        together(*(other.start for other in others))
+        peers = [first, *others]
+        together(*(peer.begin for peer in peers))
+        pairs = list(permutations(peers, 2))
+        eventually(lambda: all(one.sees(other, "training") for one, other in pairs), "everybody to hear of everybody")
+        return peers
+
+    def finish(self, *peers: Trainee) -> None:
+        """All of them are done at the same time and leave."""
+        together(*(lambda peer=peer: peer.leave(True) for peer in peers))
+
+    def close(self) -> None:
+        together(*(peer.close for peer in self.members))
+
+
+# -- commands in processes --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Command:
+    """A command in a session of its own, with everything it starts marked in the environment."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+    mark: str = field(repr=False)
+
+    @property
+    def stdout(self) -> str:
+        return self.out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.err.read_text()
+
+    def messages(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """JSON lines that it has written so far."""
+        whole = self.stdout.rpartition("\n")[0].splitlines()
+        parsed = [json.loads(line) for line in whole if line.startswith("{")]
+        return [message for message in parsed if kind in (None, message.get("t"))]
+
+    def wait_for_version(self, version: int) -> None:
+        """Returns when a status message says that outer step."""
+
+        def reached() -> bool:
+            alive = self.process.poll() is None
+            versions = [message["version"] for message in self.messages("status")]
+            assert alive or max(versions, default=-1) >= version, f"it ended\n{self.stdout}\n{self.stderr}"
+            return max(versions, default=-1) >= version
+
+        eventually(reached, f"outer step {version}")
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        """Exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {timeout_s:.0f} s\n{self.stdout}\n{self.stderr}") from None
+
+    def done(self, code: int = 0, timeout_s: float = DEADLINE_S) -> Command:
+        """Itself, when it has ended with this exit code."""
+        assert self.wait(timeout_s) == code, f"{self.stdout}\n{self.stderr}"
+        return self
+
+    def family(self) -> list[int]:
+        """Ids of all living processes that descend from this command, however they detached themselves."""
+        return marked(self.mark)
+
+    def kill(self) -> None:
+        """SIGKILL to everything that it started, until nothing is left."""
+
+        def dead() -> bool:
+            for process in (family := self.family()):
+                _kill(process)
+            return not family
+
+        eventually(dead, "killed processes to end")
+        self.process.wait()
+
+
+def arguments_of(process: int) -> list[str]:
+    """What a living process was started with; nothing of one that has ended."""
+    for file in Path(os.environ[warm.MARKS]).glob(f"{process}.*"):
+        return warm.marked(file.suffix[1:]).get(process, [])
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def marked(mark: str) -> list[int]:
+    """Ids of living processes whose environment carries the mark."""
+    wanted, found = f"{MARK}={mark}".encode(), sorted(warm.marked(mark))
+    for place in Path("/proc").iterdir():
+        if place.name.isdigit():
+            try:
+                environment = (place / "environ").read_bytes()
+                state = (place / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:  # ended meanwhile
+                continue
+            if wanted in environment.split(b"\0") and state != "Z":
+                found.append(int(place.name))
+    return found
+
+
+def _kill(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@contextmanager
+def command(
+    *arguments: str,
+    directory: Path,
+    stdin: int = subprocess.DEVNULL,
+    modules: Path = ROOT,
+    start: Callable[..., subprocess.Popen[bytes]] = warm.Popen,
+) -> Iterator[Command]:
+    """`python ARGUMENTS` with its output in files of `directory`; nothing of it outlives this context.
+
+    It finds what is in `modules` first. `start=subprocess.Popen` is for tests of how a process starts.
+    """
+    mark = uuid.uuid4().hex
+    out, err = directory / f"{mark}.out", directory / f"{mark}.err"
+    environment = {
+        **os.environ,
+        MARK: mark,
+        "PYTHONPATH": f"{modules}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "400",
+    }
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        process = start(
+            [sys.executable, *arguments],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            cwd=directory,
+            start_new_session=True,
+        )
+    started = Command(process, out, err, mark)
+    try:
+        yield started
+    finally:
+        started.kill()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def diloco(*arguments: str, directory: Path) -> Command:
+    """`diloco ARGUMENTS` run to its end."""
+    with command("-m", "diloco", *arguments, directory=directory) as started:
+        started.wait()
+    return started
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a JSON-lines file; none while it is missing."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]

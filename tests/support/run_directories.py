@@ -1,0 +1,35 @@
+"""Directories of runs, written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from diloco.config import compose
+from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens, write_summary
+
+LOSSES = (5.0, 4.0, 3.0)  # at versions 0, 1 and 2, ten seconds and 100 tokens apart
+
+
+def make(place: Path, *overrides: str, losses: Sequence[float] = LOSSES, exit: int = 0, began: float = 1000.0) -> Path:
+    """A run directory as a run leaves it."""
+    place.mkdir(parents=True)
+    config = compose(["experiment=smoke", f"run.dir={place}", *overrides])
+    (place / "config.yaml").write_text(config.to_yaml())
+    lines = [
+        {"time": began + 10 * version, "peer": "p0", "version": version, "inner_step": 4 * version} | measured
+        for version, loss in enumerate(losses)
+        for measured in ({"tokens": 100 * version, "loss": loss + 0.1}, {"tokens": 100 * version, "eval_loss": loss})
+    ]
+    (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    peers = [
+        PeerSummary(f"Qm{index}", f"p{index}", 8, 100, "d", 1000, 1000, PhaseSeconds(compute=9, wait=1 + 8 * index))
+        for index in range(2)
+    ]
+    summary = Summary(
+        "smoke", "h", "diloco", 21.5, len(losses) - 1, Tokens(200, 200), Evaluation(losses[-1]), peers, 0, 0, exit
+    )
+    write_summary(place / "summary.json", summary)
+    return place

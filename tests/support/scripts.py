@@ -1,0 +1,20 @@
+"""Scripts as modules, for tests of their functions."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from types import ModuleType
+
+from tests.support.places import SCRIPTS
+
+
+def script_module(name: str) -> ModuleType:
+    """The script of that name, which has no ending, loaded anew."""
+    loader = SourceFileLoader(name, str(SCRIPTS / name))
+    spec = spec_from_loader(name, loader)
+    assert spec is not None
+    sys.modules[name] = module = module_from_spec(spec)  # dataclasses look there
+    loader.exec_module(module)
+    return module

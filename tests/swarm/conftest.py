@@ -1,0 +1,25 @@
+"""Everything in this folder starts real processes or real libp2p daemons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+from tests.support.peers import DEADLINE_S
+
+HERE = Path(__file__).parent
+LIMIT_S = 3 * DEADLINE_S  # of a test, whatever else the machine does
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_processes() -> None:
+    warm.start_server()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.swarm)
+            item.add_marker(pytest.mark.timeout(LIMIT_S))

@@ -1,0 +1,171 @@
+"""A volunteer's way into a swarm: what it is told, what it keeps, and what its machine makes of the run."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.admission.keys import RunKey
+from diloco.errors import SwarmError
+from diloco.swarm.visit.look import look, parse_manifest
+from tests.support.joining import OTHER
+from tests.support.peers import SMOKE, Crowd, command, diloco, eventually, free_port, together
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+SHAPES = {"a": (40, 30), "b": (77,)}
+
+
+@pytest.fixture
+def crowd(tmp_path: Path) -> Any:
+    swarm = Crowd(tmp_path, SHAPES)
+    yield swarm
+    swarm.close()
+
+
+def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_others(crowd: Crowd) -> None:
+    first, second = crowd.start(2)
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{OTHER}"
+    other = first.address.replace(first.peer_id, OTHER)
+    answered: list[int] = []
+    seen = look([dead, other, first.address], None, 2**18, lambda number, _: answered.append(number))
+    assert seen.manifest_text == "{}" and answered == [1]
+    assert {peer.peer for peer in seen.peers} == {first.peer_id, second.peer_id}
+    assert set(seen.addresses) == {first.address, second.address}
+    assert seen.silent == {dead: "nobody listens on that port", other: "another peer answers there"}
+    for peer in seen.peers:
+        assert abs(peer.ahead_s) <= peer.round_trip_s and peer.up_bytes_per_s and peer.down_bytes_per_s
+        assert peer.reply.observed.startswith("/ip4/127.0.0.1/tcp/")
+    with pytest.raises(SwarmError, match=r"none of 2 addresses can be reached.*nobody listens on that port"):
+        look([dead, other])
+
+
+def test_a_peer_that_nobody_can_call_trains_and_holds_nothing(crowd: Crowd) -> None:
+    first = crowd.peer(min_peers=3).start()
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}"
+    mute = crowd.peer(first.address, reachable="no")  # and these two do not meet, or they would wait for three, too
+    wrong = crowd.peer(first.address, announce=[dead])
+    together(mute.start, wrong.start)
+    assert mute.node.addresses == [] and mute.view.address == ""
+    [said] = wrong.said("unreachable")
+    assert f"{dead}: nobody listens on that port" in said["advice"]
+    assert "'swarm.announce=[/ip4/127.0.0.1" in said["advice"]
+    together(first.begin, mute.begin, wrong.begin)
+    together(*(lambda peer=peer: peer.round(0.1) for peer in (first, mute, wrong)))
+    assert first.holds() == [0, 1, 2, 3] and mute.holds() == wrong.holds() == []
+    assert first.digest == mute.digest == wrong.digest and first.node.protocol.num_merged() == 3
+
+
+def test_a_host_and_changing_volunteers_lose_nothing(crowd: Crowd) -> None:
+    host = crowd.peer(trains=False).start()
+    digests = []
+    for version in (1, 2, 3):
+        volunteer = crowd.peer(host.address, seed=version).start()
+        volunteer.begin()
+        assert volunteer.version == version - 1 and (not digests or volunteer.digest == digests[-1])
+        volunteer.round(0.1)
+        eventually(lambda: host.version == version, "the host to follow")  # noqa: B023
+        volunteer.leave(False)
+        volunteer.close()
+        eventually(lambda: len(host.node.protocol.members) == 0, "the host to be alone")
+        eventually(lambda: host.holds() == [0, 1, 2, 3], "the host to hold everything")
+        digests.append(host.digest)
+    assert len(set(digests)) == 3
+    assert {claim["momentum"] for claim in host.said("takeover")} <= {"kept"}
+
+
+def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
+    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0"]
+    with command(*begin, directory=tmp_path) as starter:
+        lines = eventually(lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")], "it")
+        with command("-m", *lines[0].split(), directory=tmp_path) as guest:
+            eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
+            guest.process.send_signal(signal.SIGINT)
+            guest.done()
+        starter.process.send_signal(signal.SIGINT)
+        starter.done()
+    stages = [line.split("] ")[1].split(":")[0] for line in guest.stdout.splitlines()[:6]]
+    assert stages == ["connect", "manifest", "machine", "data", "state", "first contribution"]
+    [run_dir] = (tmp_path / "home" / "diloco" / "peer-0" / "runs").iterdir()
+    [mine] = json.loads((run_dir / "summary.json").read_text())["peers"]
+    assert mine["tokens"] > 0
+
+
+def test_a_volunteer_goes_on_when_the_first_peer_is_killed_and_says_so(tmp_path: Path) -> None:
+    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0"]
+    with command(*begin, directory=tmp_path) as starter:
+        lines = eventually(lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")], "it")
+        with command("-m", *lines[0].split(), directory=tmp_path) as guest:
+            eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
+            starter.process.kill()
+            gone = "the peer that was called, vanished ("
+            [line] = eventually(lambda: [one for one in guest.stdout.splitlines() if gone in one], "the news")
+            guest.process.send_signal(signal.SIGINT)
+            guest.done()
+    assert line.endswith("); training goes on here alone")
+
+
+STUBS = """
+import sys
+from diloco.train import devices
+found = [devices.Accelerator("cpu", index, "stub", 8e9) for index in range(2)]
+devices.counted, devices.survey = lambda: ("cpu", len(found)), lambda: found
+from diloco.cli.main import main
+main(["join", *sys.argv[1:]])
+"""
+
+
+def test_a_volunteer_with_two_devices_joins_as_two_peers_or_as_one_on_both(tmp_path: Path) -> None:
+    (tmp_path / "join.py").write_text(STUBS)
+    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=40000", "eval.every=0"]
+    said = {}
+    with command(*begin, "train.step_delay_s=0.1", directory=tmp_path) as starter:
+        lines = eventually(lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")], "it")
+        for parallel in ("auto", "ddp"):
+            arguments = (lines[0].split()[2], f"train.parallel={parallel}", "train.threads=1")
+            with command("join.py", *arguments, directory=tmp_path) as guest:
+                trained = 2 if parallel == "auto" else 1
+                eventually(lambda: len(peers_of(guest.stdout)) == trained, "a version with it")  # noqa: B023
+                guest.process.send_signal(signal.SIGINT)
+                guest.done()
+                assert guest.family() == []
+            said[parallel] = guest.stdout
+        starter.process.send_signal(signal.SIGINT)
+        starter.done()
+    assert "machine: 2 x stub: one peer on each, because" in said["auto"]
+    assert "tokens from 2 peers of this machine" in said["auto"]
+    assert "machine: 2 x stub: one peer on all of them, each has the whole model, because train.par" in said["ddp"]
+    assert "tokens from this peer" in said["ddp"]
+    rows = (tmp_path / "starter" / "contributions.csv").read_text().splitlines()[1:]
+    assert len(rows) == 3, "the starter, and two identities of the volunteer, of which one came twice"
+
+
+def peers_of(shown: str) -> set[str]:
+    """Names of peers that a table without a terminal shows with a loss."""
+    found = [re.match(r"\[ *[\d.]+s\] (\w+) v\d+\S* loss \d", line) for line in shown.splitlines()]
+    return {one[1] for one in found if one}
+
+
+def test_a_volunteer_joins_a_closed_run_by_a_link_in_a_file(tmp_path: Path) -> None:
+    RunKey.create(tmp_path / "run.key")
+    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0"]
+    with command(*begin, "swarm.key_path=run.key", "run.id=closed", directory=tmp_path) as starter:
+        eventually(lambda: (tmp_path / "starter" / "address").exists(), "an address")
+        invite = ("invite", "--key", "run.key", "--run", "closed", "@starter/address")
+        (tmp_path / "link").touch(0o600)
+        (tmp_path / "link").write_text(diloco(*invite, directory=tmp_path).done().stdout)
+        with command("-m", "diloco", "join", "@link", directory=tmp_path) as guest:
+            eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
+            guest.process.send_signal(signal.SIGINT)
+            guest.done()
+        starter.process.send_signal(signal.SIGINT)
+        starter.done()
+    [memory] = (tmp_path / "home" / "diloco" / "peer-0" / "runs" / "closed" / "refusals").iterdir()
+    seal = json.loads(memory.read_text())["seal"]
+    manifest = parse_manifest((tmp_path / "starter" / "manifest.json").read_text())
+    assert seal == RunKey.read(tmp_path / "run.key").seal("closed", manifest.hash())

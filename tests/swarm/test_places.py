@@ -1,0 +1,35 @@
+"""Where peers can be called: what hellos say of it, and that it is enough where libp2p knows nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from diloco.swarm.visit.visitor import request_snapshot
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.libp2p import Libp2p
+from diloco.swarm.wire.streams import BULK
+from tests.support.peers import Crowd
+
+
+def test_a_peer_that_libp2p_cannot_find_is_called_where_it_said_that_it_is(tmp_path: Path) -> None:
+    crowds = [Crowd(tmp_path / name, {"w": (8, 8)}, fragments=2) for name in ("one", "two")]
+    try:
+        [known], [other] = (crowd.start(1) for crowd in crowds)  # neither has ever heard of the other
+
+        async def call() -> str:
+            visitor = await Libp2p.visit([known.address], Gate())
+            try:
+                with pytest.raises(ConnectionError, match="cannot be reached"):
+                    await visitor.open(other.peer_id, BULK)
+                visitor.where = {other.peer_id: [other.address]}.__getitem__
+                return (await request_snapshot(visitor, other.peer_id)).run.answered_by
+            finally:
+                await visitor.close()
+
+        assert asyncio.run(call()) == other.peer_id
+    finally:
+        for crowd in crowds:
+            crowd.close()

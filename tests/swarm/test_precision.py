@@ -1,0 +1,49 @@
+"""The arithmetic of inner steps: what is chosen for a device, and the scale of the loss in fp16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.peers import command, free_port
+
+RANKS = """
+import os, sys, torch
+from pathlib import Path
+from torch import nn
+from diloco.config import compose
+from diloco.train.island import Island
+from diloco.train.precision import LossScale, autocast
+from diloco.train.rows import own_rows
+
+config = compose(["train.precision=fp16"])
+island = Island.from_environment("cpu", sys.argv[1])
+torch.manual_seed(0)
+model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8, bias=False)])[0])
+wrapped, scale, found = island.wrap(model), LossScale(config, island), []
+for spoilt in (False, True, False):
+    with autocast(config, island.device):
+        loss = wrapped(torch.ones(2, 8)).float().mean()
+    scale.scaled(loss).backward()
+    [weight] = model.parameters()
+    if spoilt and island.rank == 1:
+        own_rows(weight.grad)[-1, -1] = float("inf")
+    scale.unscale_(model)
+    skips = scale.skips(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    found.append(f"{skips} {scale.scale}")
+    model.zero_grad()
+Path(f"rank{island.rank}").write_text("/".join(found))
+island.close()
+os._exit(0)  # as ranks of `diloco.train` do: the usual end of a process now and then aborts one
+"""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_all_ranks_skip_the_step_of_which_one_has_bad_gradients(parallel: str, tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    with command(*launcher, "ranks.py", parallel, directory=tmp_path) as started:
+        assert started.wait() == 0, started.stderr
+    found = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
+    assert found == ["False 65536.0/True 32768.0/False 32768.0"] * 2

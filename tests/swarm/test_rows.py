@@ -1,0 +1,148 @@
+"""What an island sends and takes does not depend on how many processes it has, nor on which one has which rows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+
+from diloco.config import OuterConfig
+from diloco.errors import ConfigError
+from diloco.outer.fragments import partition
+from diloco.outer.replica import Replica
+from diloco.train.island import Island
+from diloco.train.parameters import Trained
+from diloco.train.rows import Rows, is_rows, kept, own_rows, rows_of, sharded_like, whole
+from tests.support.peers import command, free_port
+from tests.support.stub_device import at_once
+
+SHAPES = {"even": (8, 3), "uneven": (3, 5), "one": (1, 3), "cut": (7, 4099), "long": (300, 1000), "vector": (6,)}
+SETTINGS = OuterConfig(method="diloco", sync_every=1, fragments=2)
+LEARNED = 1e-3
+
+
+class Model(nn.Module):
+    """Parameters whose rows can be shared evenly, unevenly, and so that some processes have none; one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+        self.tied = self.get_parameter("cut")
+
+
+def learned(parameters: dict[str, Tensor]) -> None:
+    """As if every value had been trained: each moves by another length."""
+    generator = torch.Generator().manual_seed(1)
+    for name, shape in SHAPES.items():
+        step = LEARNED * torch.randn(shape, generator=generator)
+        own_rows(parameters[name].detach()).sub_(own_rows(sharded_like(step, parameters[name])))
+
+
+def outcome(replica: Replica) -> dict[str, Tensor]:
+    """What rank 0 sends, and what it would publish alone."""
+    found: dict[str, Tensor] = {}
+    for fragment in range(2):
+        assert not replica.can_copy(fragment) or replica.copy_local(fragment)
+        replica.capture(fragment)
+        chunks = range(len(replica.chunks[fragment]))
+        found[f"payload {fragment}"] = torch.cat([replica.encode(fragment, chunk).clone() for chunk in chunks])
+        replica.release_capture(fragment)
+        replica.anchors[fragment].mul_(1.5)
+    replica.load_local_([1])
+    replica.load_local_([0], mixing=0.25)
+    return found
+
+
+def alone() -> tuple[dict[str, Tensor], Model]:
+    model = Model()
+    parameters = Trained(model)
+    replica = Replica(parameters, partition(parameters.numels, 2), SETTINGS)
+    with torch.no_grad():
+        learned(parameters)
+    return outcome(replica), model
+
+
+def rank(kind: str, place: Path) -> None:
+    """One process of an island: rank 0 saves what came of it, and every rank what it has.
+
+    `staged` is ddp with parameters that are read and written as if they were on an accelerator.
+    """
+    island = Island.from_environment("cpu", "ddp" if kind == "staged" else kind)
+    model: nn.Module = Model()
+    island.wrap(model) if kind == "fsdp" else None
+    parameters = Trained(model)
+    fragments = partition(parameters.numels, 2)
+    rows = Rows(parameters, fragments, island)
+    assert rows.is_whole == (kind != "fsdp")
+    assert rows.shapes == {name: torch.Size(shape) for name, shape in SHAPES.items()}
+    staging = at_once() if kind == "staged" else None
+    rows._staging = lambda *_: staging  # type: ignore[method-assign]
+    if island.leads:
+        replica = Replica(rows, fragments, SETTINGS)
+        rows.release()
+    else:
+        rows.follow()
+    with torch.no_grad():
+        learned(parameters)
+    found = {}
+    if island.leads:
+        found = outcome(replica)
+        rows.release()
+    else:
+        rows.follow()
+    with kept(parameters), torch.no_grad():
+        for parameter in parameters.values():
+            own_rows(parameter).zero_()
+    found |= {name: whole(parameter.detach()) for name, parameter in parameters.items()}
+    if island.leads:
+        torch.save(found, place)
+    island.close()
+
+
+@pytest.mark.parametrize(("kind", "size"), [("ddp", 2), ("staged", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)])
+def test_an_island_of_any_size_sends_and_takes_the_same_bits(kind: str, size: int, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={size}", f"--master-port={free_port()}")
+    with command(
+        *launcher, "-m", "tests.swarm.test_rows", kind, str(tmp_path / "found"), directory=tmp_path
+    ) as started:
+        assert started.wait() == 0, started.stderr
+    found = torch.load(tmp_path / "found", weights_only=True)
+    expected, model = alone()
+    expected |= {name: parameter.detach() for name, parameter in Trained(model).items()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    assert list(Trained(Model())) == list(SHAPES)
+
+
+def test_a_layout_that_is_no_range_of_rows_is_refused_by_name(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        columns = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])
+        replicated = distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()])
+        rows = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
+        assert [is_rows(one) for one in (columns, replicated, rows)] == [False, True, True]
+        assert rows_of(replicated) == rows_of(rows) == (0, 24)
+        model = nn.Module()
+        model.register_parameter("w", nn.Parameter(columns))
+        with pytest.raises(ConfigError, match=r"^w is laid out as .*shard the model with fully_shard"):
+            Trained(model)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1], Path(sys.argv[2]))
+    os._exit(0)  # as ranks of `diloco.train` do: the usual end of a process now and then aborts one

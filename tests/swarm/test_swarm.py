@@ -1,0 +1,515 @@
+"""Nodes over real libp2p streams on loopback: rounds, joiners, deaths, handovers, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hivemind.dht.node import DHTNode
+from torch import Tensor
+
+from diloco.errors import DilocoError, PayloadError, SwarmError
+from diloco.outer.digest import PART
+from diloco.outer.held import Held
+from diloco.protocol.messages import expect
+from diloco.protocol.messages.bulk import Contribution, PartList, Receipt, Verdict
+from diloco.protocol.penalties import Penalties
+from diloco.swarm.conversations import parts
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.node.options import RunSpec
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
+from tests.support.peers import Crowd, Trainee, eventually, free_port, seeded, together
+
+SHAPES = {"embed": (300, 1000), "layer": (37, 13), "norm": (5,), "head": (1000, 300)}  # two of them over one chunk
+SMALL = {"embed": (60, 100), "layer": (37, 13), "norm": (5,)}
+ROUNDS = 3
+# Each step rounds the anchor by half an ulp, 2.4e-7 below 8. The momentum is made of how far the anchor moved, so each
+# later step repeats beta / (1 + beta) of that: all in all at most 3 * 2.4e-7 / (1 - 0.9 / 1.9).
+ROUNDED = 1.4e-6
+
+
+@pytest.fixture
+def crowds(tmp_path: Path) -> Iterator[Any]:
+    """Makes swarms that are closed in the end, whatever happened."""
+    made: list[Crowd] = []
+
+    def make(shapes: Any = SMALL, **outer: Any) -> Crowd:
+        directory = tmp_path / str(len(made))
+        directory.mkdir()
+        made.append(Crowd(directory, shapes, **outer))
+        return made[-1]
+
+    yield make
+    for crowd in made:
+        crowd.close()
+
+
+def step_of(peer: int, round_: int, shapes: Any = SMALL) -> dict[str, Tensor]:
+    """What the inner steps of a peer subtract in a round."""
+    return {name: 0.01 * value for name, value in seeded(shapes, 1000 + 10 * peer + round_).items()}
+
+
+def train(crowd: Crowd, peers: list[Trainee], rounds: range, tokens: list[int] | None = None) -> None:
+    """These rounds, all peers at once."""
+
+    def work(index: int, peer: Trainee) -> None:
+        for round_ in rounds:
+            peer.round(step_of(index, round_, crowd.shapes), tokens[index] if tokens else 100)
+
+    together(*(lambda pair=pair: work(*pair) for pair in enumerate(peers)))
+
+
+def reference(crowd: Crowd, tokens: list[int], rounds: int) -> dict[str, Tensor]:
+    """torch.optim.SGD with Nesterov momentum on the token-weighted mean, in float64."""
+    parameters = {name: value.double().requires_grad_() for name, value in seeded(crowd.shapes, 0).items()}
+    outer = torch.optim.SGD(parameters.values(), crowd.outer["lr"], crowd.outer["momentum"], nesterov=True)
+    for round_ in range(rounds):
+        steps = [step_of(peer, round_, crowd.shapes) for peer in range(len(tokens))]
+        for name, parameter in parameters.items():
+            weighted = [count * step[name].double() for count, step in zip(tokens, steps, strict=True)]
+            parameter.grad = sum(weighted[1:], weighted[0]) / sum(tokens)
+        outer.step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+class Background:
+    """A job in a thread; its failure is what the test is interested in."""
+
+    def __init__(self, job: Callable[[], object]) -> None:
+        self._error: BaseException | None = None
+        self._job = job
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._job()
+        except BaseException as error:
+            self._error = error
+
+    def error(self) -> BaseException | None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self._error
+
+
+def outer_of(peers: list[Trainee]) -> dict[int, Held]:
+    """Outer states by fragment, whoever holds them."""
+    return {fragment: state for peer in peers for fragment, state in dict(peer.replica.held).items()}
+
+
+def payload_bytes(peer: Trainee) -> int:
+    """What a peer sends of its pseudo-gradient: everything but the fragments it holds."""
+    others = [fragment for fragment in range(len(peer.replica.fragments)) if fragment not in peer.holds()]
+    return sum(
+        peer.replica.payload_nbytes(fragment, chunk)
+        for fragment in others
+        for chunk in range(len(peer.replica.chunks[fragment]))
+    )
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fragments", [1, 4, 7])
+@pytest.mark.parametrize(("codec", "tolerance"), [("fp32", ROUNDED), ("int8", 4e-3), ("e3m0", 4e-2)])
+def test_four_peers_end_with_one_anchor_that_nesterov_on_the_weighted_mean_gives(
+    crowds: Any, fragments: int, codec: str, tolerance: float
+) -> None:
+    crowd = crowds(SHAPES, fragments=fragments, codec_up=codec, codec_down=codec)
+    peers, tokens = crowd.start(4), [100, 200, 300, 50]
+    train(crowd, peers, range(ROUNDS), tokens)
+    crowd.finish(*peers)
+    assert len({peer.digest for peer in peers}) == 1
+    assert {tuple(peer.node.protocol.versions) for peer in peers} == {(ROUNDS,) * fragments}
+    assert {peer.node.protocol.applied_tokens for peer in peers} == {ROUNDS * sum(tokens)}
+    assert sorted(fragment for peer in peers for fragment in peer.holds()) == list(range(fragments))
+    for name, expected in reference(crowd, tokens, ROUNDS).items():
+        for peer in peers:  # the local parameters are the anchor
+            torch.testing.assert_close(peer.parameters[name].double(), expected, rtol=0, atol=tolerance)
+
+
+def test_the_same_int8_run_twice_gives_the_same_bits_whatever_the_order_of_arrival(crowds: Any) -> None:
+    digests, told = set(), []
+    for _ in range(2):
+        crowd = crowds(fragments=3, codec_up="int8", codec_down="int8")
+        peers = crowd.start(3)
+        train(crowd, peers, range(ROUNDS))
+        crowd.finish(*peers)
+        digests |= {peer.digest for peer in peers}
+        told.append({peer.options.name: peer.events for peer in peers})
+    assert len(digests) == 1, told
+
+
+# -- joining and leaving ----------------------------------------------------------------------------------------------
+
+
+def test_a_joiner_with_other_parameters_takes_the_swarm_s_and_then_counts(crowds: Any) -> None:
+    crowd = crowds(codec_up="int8", codec_down="int8")
+    peers = crowd.start(2)
+    train(crowd, peers, range(2))
+    joiner = crowd.peer(peers[0].address, seed=7).start()
+    assert joiner.digest != peers[0].digest
+    assert joiner.begin() == 0
+    assert joiner.digest == peers[0].digest
+    assert (joiner.version, joiner.node.protocol.applied_tokens) == (2, 400)
+    for name, parameter in joiner.parameters.items():
+        assert torch.equal(parameter, peers[1].parameters[name])
+    eventually(lambda: all(peer.sees(joiner, "training") for peer in peers), "the others to hear that it trains")
+    train(crowd, [*peers, joiner], range(2, 4))
+    crowd.finish(*peers, joiner)
+    assert {peer.node.protocol.applied_tokens for peer in (*peers, joiner)} == {400 + 600}
+    assert len({peer.digest for peer in (*peers, joiner)}) == 1
+
+
+def test_a_joiner_draws_parts_from_three_donors_and_finishes_when_one_dies(
+    crowds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd = crowds({"embed": (9, PART)}, fragments=1)
+    peers = crowd.start(3)
+    train(crowd, peers, range(1))
+    [victim, *others] = sorted(peers, key=lambda peer: bool(peer.holds()))
+    came: list[tuple[str, int]] = []
+    fetch_part = parts.fetch_part
+
+    daemon = victim.node.context.transport._p2p._child
+    died = asyncio.Event()
+
+    async def staged(context: Context, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
+        """Everybody brings a part, then the victim dies, then the others go on."""
+        if stream.peer in [source for source, _ in came]:
+            if stream.peer == victim.peer_id:
+                daemon.kill()
+                died.set()
+            await died.wait()
+        await fetch_part(context, stream, listed, part, out)
+        came.append((stream.peer, part))
+
+    monkeypatch.setattr(parts, "fetch_part", staged)
+    joiner = crowd.peer(peers[0].address, peers[1].address, seed=7).start()
+    eventually(lambda: joiner.version == 1, "the joiner to have the anchor")
+    assert joiner.digest == others[0].digest == others[1].digest
+    assert sorted(part for _, part in came) == list(range(9))
+    assert {source for source, _ in came} == {peer.peer_id for peer in peers}
+    assert {event["donor"] for event in joiner.said("fetch_failed")} == {victim.peer_id}
+    victim.close()
+
+
+def test_a_leaver_hands_its_outer_state_over_bit_for_bit(crowds: Any) -> None:
+    crowd = crowds(fragments=5, codec_up="int8", codec_down="e3m0")
+    peers = crowd.start(3)
+    train(crowd, peers, range(2))
+    leaver, *others = peers
+    handed = {
+        fragment: (state.master.clone(), state.state.momentum.clone()) for fragment, state in outer_of([leaver]).items()
+    }
+    assert handed and all(bool(momentum.any()) for _, momentum in handed.values())
+    kept = [peer.holds() for peer in others]
+    leaver.leave(False)
+    leaver.close()
+    assert not leaver.said("gave_up_waiting")
+    eventually(lambda: sorted(outer_of(others)) == list(range(5)), "the successors to hold everything")
+    for fragment, (master, momentum) in handed.items():
+        state = outer_of(others)[fragment]
+        assert not torch.equal(master, leaver.replica.anchors[fragment]), "there is a residual to hand over"
+        assert torch.equal(state.master, master) and torch.equal(state.state.momentum, momentum)
+    assert all(set(before) <= set(peer.holds()) for before, peer in zip(kept, others, strict=True))
+    terms = {fragment: 2 if fragment in handed else 1 for fragment in range(5)}
+    eventually(lambda: all(peer.terms() == terms for peer in others), "both to know the new terms")
+    train(crowd, others, range(2, 3))
+    crowd.finish(*others)
+    assert others[0].digest == others[1].digest
+
+
+def test_a_peer_without_accelerator_holds_the_fragments_and_follows(crowds: Any) -> None:
+    crowd = crowds(codec_up="int8", codec_down="int8")
+    host = crowd.peer(trains=False).start()
+    eventually(lambda: host.node.protocol.state == "ready", "the host to hold the model")
+    trainers = [crowd.peer(host.address, seed=seed, min_peers=3) for seed in (1, 2)]
+    together(*(trainer.start for trainer in trainers))
+    together(*(trainer.begin for trainer in trainers))
+    assert host.digest == trainers[0].digest == trainers[1].digest
+    train(crowd, trainers, range(ROUNDS))
+    assert host.holds() == [0, 1, 2, 3] and not trainers[0].holds()
+    follower = crowd.peer(host.address, seed=3, trains=False).start()
+    crowd.finish(*trainers)
+    assert host.digest == trainers[0].digest == trainers[1].digest
+    end = (host.digest, ROUNDS, ROUNDS * 200)
+
+    def reached(one: Trainee) -> bool:  # the anchor moves first, and what is known of it a moment later
+        return (one.digest, one.version, one.node.protocol.applied_tokens) == end
+
+    eventually(lambda: reached(host) and reached(follower), "both hosts to follow")
+
+
+# -- without a barrier ------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_an_update_is_on_its_way(crowds: Any) -> None:
+    crowd = crowds(fragments=2, overlap=3, mixing=0.5, staggered=True)
+    peers = crowd.start(2)
+    start = {name: value.clone() for name, value in peers[0].parameters.items()}
+    for peer, size in zip(peers, (0.1, 0.3), strict=True):
+        for parameter in peer.parameters.values():
+            parameter.sub_(size)
+        peer.call(peer.node.send({0: (1, 100), 1: (1, 100)}))
+        for parameter in peer.parameters.values():
+            parameter.sub_(1.0)  # inner steps that the contribution does not see
+    outcomes = together(*(lambda peer=peer: peer.call(peer.node.receive([0, 1])) for peer in peers))
+    assert [(outcome.version, outcome.discarded_tokens) for outcome in outcomes] == [(1, 0)] * 2
+    step = 0.7 * 1.9 * 0.2  # Nesterov from rest on the mean of both
+    for peer, size in zip(peers, (0.1, 0.3), strict=True):
+        for name, parameter in peer.parameters.items():
+            expected = 0.5 * (start[name] - step) + 0.5 * (start[name] - size - 1.0)
+            torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-6)
+    assert peers[0].digest == peers[1].digest
+    crowd.finish(*peers)
+
+
+def test_who_comes_later_is_merged_later_and_with_delayed_nesterov_nothing_is_lost(crowds: Any) -> None:
+    settings = {"quorum": 1, "staleness_limit": 4, "optimizer": "delayed_nesterov", "delay": 3, "weights": "uniform"}
+    crowd = crowds(fragments=2, **settings)
+    peers = crowd.start(3)
+    start = {name: value.clone() for name, value in peers[0].parameters.items()}
+    sizes = [0.1, 0.3, 0.5]
+    outcomes = [peer.round(size) for peer, size in zip(peers, sizes, strict=True)]  # one after another, from one base
+    assert [outcome.version for outcome in outcomes] == [1, 2, 3] and not any(o.discarded_tokens for o in outcomes)
+    step = 0.7 * 1.9 * sum(sizes) / 3  # that of Nesterov on the mean
+    for name, parameter in peers[2].parameters.items():
+        torch.testing.assert_close(parameter, start[name] - step, rtol=0, atol=1e-6)
+    crowd.finish(*peers)
+    assert len({peer.digest for peer in peers}) == 1, "whoever is done follows the others"
+    assert {peer.node.protocol.applied_tokens for peer in peers} == {300}
+
+
+def test_what_is_too_stale_is_discarded_and_counted(crowds: Any) -> None:
+    crowd = crowds(fragments=1, quorum=1, staleness_limit=1)
+    late, *others = crowd.start(3)
+    for _ in range(2):
+        for peer in others:
+            peer.round(0.1)
+    outcome = late.round(0.1, tokens=77)
+    assert outcome.discarded_tokens == 77 and outcome.version == 4
+    outcome = late.round(0.1, tokens=77)
+    assert not outcome.discarded_tokens
+    crowd.finish(late, *others)
+    assert {peer.node.protocol.applied_tokens for peer in (late, *others)} == {477}
+
+
+def test_a_grace_period_lets_the_others_into_the_same_version(crowds: Any) -> None:
+    crowd = crowds(fragments=1, quorum=2, grace_s=60.0, staleness_limit=1)
+    peers = crowd.start(3)
+    outcomes = together(*(lambda peer=peer: peer.round(0.1) for peer in peers))
+    assert [outcome.version for outcome in outcomes] == [1, 1, 1], "nobody waits when everybody is here"
+    crowd.finish(*peers)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"merge": "rda", "weights": "tokens2_per_step"},
+        {"codec_up": "topk", "codec_down": "int8", "error_feedback": 0.95, "lr": 1.0, "momentum": 0.0},
+        {"codec_up": "stat2", "codec_down": "e3m0", "error_feedback": 0.9},
+        {"optimizer": "fedbuff", "quorum": 1, "staleness_limit": 9, "delay": 2},
+        {"pattern": "strided", "fragments": 1, "momentum_warmup": 5, "lr_by_peers": {1: 0.4, 8: 0.8}},
+    ],
+    ids=["rda", "topk", "stat2", "fedbuff", "rates"],
+)
+def test_all_settings_end_with_one_anchor_on_all_peers(crowds: Any, settings: dict[str, Any]) -> None:
+    crowd = crowds(**settings)
+    peers = crowd.start(3)
+    train(crowd, peers, range(ROUNDS))
+    crowd.finish(*peers)
+    assert len({peer.digest for peer in peers}) == 1
+    assert {peer.node.protocol.applied_tokens for peer in peers} == {3 * ROUNDS * 100}
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["closes without a word", "loses its daemon"])
+def test_others_go_on_when_a_peer_dies_amid_a_round_and_take_its_fragments_over(crowds: Any, end: str) -> None:
+    crowd = crowds(fragments=6)
+    victim, *others = crowd.start(4)
+    train(crowd, [victim, *others], range(2))
+    lost_fragments = victim.holds()
+    assert lost_fragments
+    sent = victim.node.traffic.bytes_sent + payload_bytes(victim)
+    exchanging = Background(lambda: victim.round(step_of(0, 2)))
+    eventually(lambda: victim.node.traffic.bytes_sent > sent, "its contributions to be on their way")
+    if end == "closes without a word":
+        victim.close()
+    else:
+        victim.node.context.transport._p2p._child.kill()
+    train(crowd, others, range(2, 4))
+    crowd.finish(*others)
+    victim.close()
+    assert isinstance(exchanging.error(), ConnectionError if end == "closes without a word" else SwarmError)
+    assert {tuple(peer.node.protocol.versions) for peer in others} == {(4,) * 6}
+    assert len({peer.digest for peer in others}) == 1
+    assert [peer.said("lost")[0]["peer"] for peer in others] == [victim.peer_id] * 3
+    assert sorted(outer_of(others)) == list(range(6))
+    assert all(peer.terms() == {f: 2 if f in lost_fragments else 1 for f in range(6)} for peer in others)
+    assert sum(peer.node.protocol.takeovers for peer in others) == len(lost_fragments)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_whom_the_swarm_refuses_learns_why(crowds: Any) -> None:
+    crowd = crowds()
+    [first] = crowd.start(1)
+
+    for run, text in (
+        (
+            RunSpec("other", "0" * 64, "{}"),
+            "the swarm refused this peer: run.id=other is not the run here, which is run.id=crowd",
+        ),
+        (
+            RunSpec("crowd", "1" * 64, '{"outer": {"lr": 0.4}, "run": {"seed": 1}}'),
+            "the swarm refused this peer: the run there has other settings: "
+            "outer.lr is None there, 0.4 here; run.seed is None there, 1 here; use the same",
+        ),
+    ):
+        with pytest.raises(SwarmError) as caught:
+            crowd.peer(first.address, run=run).start()
+        assert str(caught.value) == text
+    assert len(first.node.protocol.members) == 0 and not first.said("join")
+    first.round(0.1)
+    assert first.version == 1
+
+
+def test_addresses_that_cannot_be_used_are_named(crowds: Any, tmp_path: Path) -> None:
+    crowd = crowds()
+    [first] = crowd.start(1)
+    port, own_key = first.address.split("/")[4], first.node._options.identity_path
+    nobody = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first.peer_id}"
+    taken = f"/ip4/127.0.0.1/tcp/{port}"
+    for addresses, options, start in (
+        ([nobody], {}, f"swarm.initial_peers={nobody} cannot be reached; check that a peer is running there"),
+        (
+            [],
+            {"listen": [taken]},
+            f"swarm.listen={taken} cannot be listened on: Address already in use; choose another",
+        ),
+        (
+            [first.address],
+            {"identity_path": own_key},
+            f"swarm.identity_path={own_key} is in use by a running peer; give this one another file",
+        ),
+        (["/ip4/127.0.0.1"], {}, "swarm.initial_peers: '/ip4/127.0.0.1' is not a peer address: it has no port"),
+    ):
+        with pytest.raises(DilocoError) as caught:
+            crowd.peer(*addresses, **options).start()
+        assert str(caught.value).startswith(start)
+        assert caught.value.exit_code == (2 if "not a peer address" in start else 3)
+
+
+def test_a_libp2p_node_that_is_no_peer_of_the_run_is_told_from_one(crowds: Any) -> None:
+    async def join_a_stranger() -> None:
+        stranger = await DHTNode.create()
+        try:
+            [address] = [str(one) for one in await stranger.protocol.p2p.get_visible_maddrs()]
+            with pytest.raises(SwarmError, match=r"no diloco peer of run\.id=crowd is there"):
+                await asyncio.to_thread(crowds().peer(address).start)
+        finally:
+            await stranger.shutdown()
+
+    asyncio.run(join_a_stranger())
+
+
+Attack = Callable[[Stream, Contribution], Awaitable[None]]
+NUMEL = 6486  # of all parameters
+
+
+async def garbage(stream: Stream, header: Contribution) -> None:
+    stream._writer.write((64).to_bytes(4, "big") + bytes(range(64)))
+
+
+async def an_endless_frame(stream: Stream, header: Contribution) -> None:
+    stream._writer.write((2**32 - 1).to_bytes(4, "big") + bytes(64))
+
+
+async def an_answer_to_nothing(stream: Stream, header: Contribution) -> None:
+    await stream.send(Receipt())
+
+
+async def nan(stream: Stream, header: Contribution) -> None:
+    await contribute(stream, header, torch.full((NUMEL,), float("nan")))
+
+
+async def one_infinity(stream: Stream, header: Contribution) -> None:
+    values = torch.zeros(NUMEL)
+    values[-1] = float("inf")
+    await contribute(stream, header, values)
+
+
+async def half_of_it(stream: Stream, header: Contribution) -> None:
+    await contribute(stream, header, torch.ones(NUMEL // 2))
+    stream.close()
+
+
+async def contribute(stream: Stream, header: Contribution, values: Tensor) -> None:
+    await stream.send(header)
+    assert expect(await stream.receive(), Verdict).accepted
+    await stream.send_payload(values.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (garbage, "a frame is not valid msgpack"),
+        (an_endless_frame, "a frame of 4294967295 bytes is over the limit of 65536"),
+        (an_answer_to_nothing, "a bulk stream cannot begin with Receipt"),
+        (nan, "fp32 payload holds nan"),
+        (one_infinity, "fp32 payload holds inf"),
+        (half_of_it, None),  # a stream that breaks is an ordinary event
+    ],
+)
+def test_what_is_no_contribution_is_refused_and_changes_nothing(
+    crowds: Any, attack: Attack, reason: str | None
+) -> None:
+    crowd = crowds(fragments=1)
+    peers = crowd.start(2)
+    [syncer], [attacker] = ([peer for peer in peers if bool(peer.holds()) is holds] for holds in (True, False))
+    answer = answer_to(attack, attacker, syncer)
+    if reason is not None:
+        assert f"refused: {reason}" in answer
+        assert [(event["peer"], reason in event["why"]) for event in syncer.said("refused")] == [
+            (attacker.peer_id, True)
+        ]
+    syncer.node.protocol.penalties = Penalties()  # the time is over for which it was refused
+    train(crowd, peers, range(1))  # the attacker repents
+    assert {peer.node.protocol.applied_tokens for peer in peers} == {200}
+    for name, expected in reference(crowd, [100, 100], 1).items():
+        torch.testing.assert_close(syncer.parameters[name].double(), expected, rtol=0, atol=1e-6)
+    crowd.finish(*peers)
+    assert syncer.digest == attacker.digest
+
+
+def answer_to(attack: Attack, attacker: Trainee, syncer: Trainee) -> str:
+    """What one peer hears from the syncer of the only fragment after an attack."""
+    header = Contribution(
+        base_digest=syncer.node.protocol.digests[0],
+        manifest_hash="0" * 64,
+        fragment=0,
+        term=1,
+        base_version=syncer.version,
+        steps=10,
+        tokens=100,
+    )
+
+    async def work() -> str:
+        try:
+            async with open_bulk(attacker.node.context.transport, syncer.peer_id, Traffic()) as stream:
+                await attack(stream, header)
+                return str(expect(await stream.receive(), Verdict))
+        except (PayloadError, *BROKEN) as error:
+            return str(error)
+
+    return attacker.call(work())

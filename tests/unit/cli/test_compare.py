@@ -1,0 +1,282 @@
+"""Runs side by side: names by what differs, numbers from whatever is left of a run, curves and their pictures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import diloco
+from diloco.cli.compare import show
+from diloco.errors import ConfigError
+from diloco.rundir.arms import Arm, arms_of, plot_arms
+from diloco.rundir.compare import Point, Run, find_runs, read_runs, time_to_loss, worst_loss
+from diloco.rundir.comparison import comparison_of
+from diloco.rundir.gaps import find_gaps, gap_so_far
+from tests.support.command_line import Typed
+from tests.support.run_directories import make
+
+
+def found(*places: Path) -> list[Run]:
+    return read_runs(find_runs(places))
+
+
+def change(place: Path, **fields: Any) -> None:
+    """Changes the summary of a run."""
+    file = place / "summary.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def write_lines(place: Path, lines: Iterable[Any]) -> None:
+    (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def table(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_a_finished_run_is_known_whole(tmp_path: Path) -> None:
+    [run] = read_runs([make(tmp_path / "a")])
+    assert (run.loss, run.tokens, run.wall_s, run.virtual_s, run.exit) == (3.0, 200, 21.5, None, 0)
+    assert run.perplexity == pytest.approx(20.0855, abs=1e-4) and run.bytes_sent == 2000
+    assert run.utilization == pytest.approx((0.9 + 0.5) / 2)
+    assert run.curve == [Point(i, 5.0 - i, 100.0 * i, 10.0 * i, 1000.0 * i) for i in range(3)]
+    line = [(6.0, 0.0), (5.0, 0.0), (4.5, 5.0), (4.0, 10.0), (3.25, 17.5), (3.0, 20.0), (2.9, None)]
+    assert [(loss, time_to_loss(run, loss)) for loss, _ in line] == line, "between two evaluations it lies on the line"
+    place = make(tmp_path / "simulated", began=5.0)
+    change(place, virtual_s=25.0)
+    [run] = read_runs([place])
+    assert run.virtual_s == 25.0 and [point.time_s for point in run.curve] == [5.0, 15.0, 25.0], "it begins with it"
+
+
+def test_the_log_says_what_was_sent_and_the_last_word_counts(tmp_path: Path) -> None:
+    place, resumed = make(tmp_path / "a"), make(tmp_path / "b")
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    lines = [{**line, "bytes_sent": 7 * line["version"]} for line in lines]
+    write_lines(place, [*lines[:3], {**lines[2], "peer": "p1", "bytes_sent": 100}, *lines[3:]])
+    with (resumed / "metrics.jsonl").open("a") as log:
+        log.write('{"time": 1050, "peer": "p0", "version": 1, "tokens": 100, "eval_loss": 3.9}\n{"time": 10')
+    first, second = read_runs([place, resumed])
+    assert [point.bytes_sent for point in first.curve] == [0.0, 107.0, 114.0], "more than a share by version"
+    assert [point.loss for point in second.curve] == [5.0, 3.9, 3.0]
+
+
+def test_the_worst_loss_is_one_that_every_finished_run_reached(tmp_path: Path) -> None:
+    failed = make(tmp_path / "c", losses=(5.0,), exit=4)
+    runs = read_runs([make(tmp_path / "a"), make(tmp_path / "b", losses=(5.0, 3.5)), failed])
+    assert (worst_loss(runs), worst_loss(runs[2:]), worst_loss([])) == (3.5, 5.0, None)
+
+
+def test_an_unfinished_run_shows_what_is_left_of_it(tmp_path: Path) -> None:
+    place = make(tmp_path / "a")
+    (place / "summary.json").unlink()
+    [run] = read_runs([place])
+    assert (run.loss, run.tokens, run.wall_s, run.bytes_sent, run.exit) == (3.0, 200, None, None, None)
+    assert run.curve[-1].bytes_sent is None and run.curve[-1].time_s == 20.0
+    failed_at_once = tmp_path / "sweep" / "0-lr9"
+    failed_at_once.mkdir(parents=True)
+    member = {"name": "0-lr9", "overrides": ["experiment=smoke", "outer.lr=9"], "exit": 3}
+    (failed_at_once / "member.json").write_text(json.dumps(member))
+    failed, whole = read_runs([*find_runs([tmp_path / "sweep"]), make(tmp_path / "other")])
+    assert (failed.name, failed.exit, failed.loss, failed.curve) == ("outer.lr=9", 3, None, [])
+    assert whole.name == "outer.lr=0.75"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+SUMMARY = ["eval", "tokens", "peers", "wall_s", "exit", "outer_steps", "virtual_s"]
+LOGGED = ["time", "peer", "version", "tokens", "eval_loss", "bytes_sent"]
+
+
+@settings(max_examples=40)
+@given(
+    st.dictionaries(st.sampled_from(SUMMARY), json_values),
+    st.lists(st.dictionaries(st.sampled_from(LOGGED), json_values)),
+)
+def test_files_with_anything_in_them_still_make_a_table(
+    tmp_path_factory: pytest.TempPathFactory, summary: dict[str, Any], lines: list[dict[str, Any]]
+) -> None:
+    place = tmp_path_factory.mktemp("run")
+    (place / "config.yaml").write_text("nonsense: [")
+    (place / "summary.json").write_text(json.dumps(summary))
+    write_lines(place, lines)
+    show(comparison_of(read_runs([place])), Console(file=io.StringIO()))
+
+
+def test_a_sweep_stands_for_its_members_and_must_have_some(tmp_path: Path) -> None:
+    for looks in (find_runs, lambda places: diloco.compare(*places)):
+        with pytest.raises(ConfigError, match=r"nowhere is no directory; give the run\.dir of a run"):
+            looks([tmp_path / "nowhere"])
+    with pytest.raises(ConfigError, match="holds no run"):
+        find_runs([tmp_path])
+    first, second = make(tmp_path / "0-a"), make(tmp_path / "1-b")
+    (tmp_path / "notes").mkdir()
+    assert find_runs([second, tmp_path]) == [second, first], "each counts once"
+
+
+def names(tmp_path: Path, *overrides: Sequence[str]) -> list[str]:
+    return [run.name for run in read_runs([make(tmp_path / f"r{i}", *one) for i, one in enumerate(overrides)])]
+
+
+def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
+    seed, other = ["run.seed=1"], ["run.seed=1", "run.id=other"]
+    two = names(tmp_path / "a", ["outer.lr=0.5", *seed], ["outer.lr=0.75", *other])
+    assert two == ["outer.lr=0.5", "outer.lr=0.75"]
+    both = names(tmp_path / "b", ["outer.lr=0.5"], ["inner.lr=0.01", "outer.lr=0.75"])
+    assert both == ["inner.lr=0.003 outer.lr=0.5", "inner.lr=0.01 outer.lr=0.75"]
+    models = names(tmp_path / "c", ["model.name=a"], ["model.name=b", "model.config.num_hidden_layers=1"])
+    assert models == ["model.name=a", "model.name=b"]
+
+
+def test_runs_of_one_setting_are_told_apart_by_directory(tmp_path: Path) -> None:
+    assert names(tmp_path, [], []) == ["r0", "r1"]
+    three = names(tmp_path / "x", ["outer.lr=0.7"], [], [])
+    assert three == ["outer.lr=0.7", "outer.lr=0.75 (r1)", "outer.lr=0.75 (r2)"]
+    same = [make(tmp_path / side / "same") for side in ("left", "right")]
+    assert [run.name for run in read_runs(same)] == [str(place) for place in same]
+    places = [make(tmp_path / name, f"run.seed={seed}") for name, seed in (("a-0", 0), ("a-1", 1), ("b-0", 0))]
+    arms = sorted((arm.name, len(arm.runs)) for arm in arms_of(read_runs(places)))
+    assert arms == [("a", 2), ("b-0", 1)], "a seed that was run twice is no second seed"
+
+
+def test_there_is_a_curve_per_axis_of_any_number_of_runs(tmp_path: Path) -> None:
+    curve = [Point(version, 5.0 - version, 100.0 * version, None, None) for version in range(3)]
+    arms = [Arm(f"run $x_{index}$", (Run(tmp_path / str(index), {}, curve),)) for index in range(12)]
+    for some, axes in ((arms, ["tokens"]), (arms[:1], ["tokens", "time", "bytes"])):
+        pictures = plot_arms(some, tmp_path, axes)
+        assert [picture.name for picture in pictures] == [f"loss-by-{axis}.png" for axis in axes]
+        assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_the_table_has_a_line_per_run(tmp_path: Path, typed: Typed) -> None:
+    make(tmp_path / "a", "outer.lr=0.5")
+    make(tmp_path / "b", "outer.lr=0.75", losses=(5.0, 3.5), exit=4)
+    assert table(typed("compare", str(tmp_path), "--loss", "4.5")) == [
+        "run held-out perplexity tokens virtual wall sent busy to 4.5000 exit",
+        "outer.lr=0.5 3.0000 20.09 200 - 21.5 s 2.0 kB 70.0% 5.0 s 0",
+        "outer.lr=0.75 3.5000 33.12 200 - 21.5 s 2.0 kB 70.0% 3.3 s 4 diverged",
+        f"{tmp_path}: loss-by-tokens.png, loss-by-time.png, loss-by-bytes.png",
+    ]
+    content = json.loads(
+        typed("compare", *(str(tmp_path / one) for one in "ab"), "--json", "--out", str(tmp_path / "c"))
+    )
+    assert content["loss"] == 3.0, "of those that finished"
+    numbers = [(run["name"], run["time_to_loss_s"]) for run in content["runs"]]
+    assert numbers == [("outer.lr=0.5", 20.0), ("outer.lr=0.75", None)]
+    assert len(list((tmp_path / "c").glob("*.png"))) == 3
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of two settings and three seeds, in which one of six runs diverged."""
+    place = tmp_path_factory.mktemp("seeds")
+    for number, (lr, seed) in enumerate((lr, seed) for lr in (0.9, 0.5) for seed in range(3)):
+        diverged = (lr, seed) == (0.9, 2)
+        losses = (5.0, 4.0, 9.0 if diverged else lr + 2 + seed / 10)
+        overrides = (f"outer.lr={lr}", f"run.seed={seed}")
+        make(place / f"{number}-lr{lr}_seed{seed}", *overrides, losses=losses, exit=4 if diverged else 0)
+    return place
+
+
+def test_seeds_are_one_row_and_the_lowest_loss_comes_first(seeds: Path, tmp_path: Path, typed: Typed) -> None:
+    file, places = tmp_path / "table.csv", sorted(map(str, seeds.iterdir()))
+    assert table(typed("compare", *places, "--csv", str(file)))[:3] == [
+        "run seeds held-out perplexity tokens virtual wall sent busy to 3.0000 exit",
+        "outer.lr=0.5 3 2.6000 ± 0.1000 13.51 ± 1.35 200 - 21.5 s 2.0 kB 70.0% 17.2 s 0",
+        "outer.lr=0.9 3 2.9500 ± 0.0707 19.13 ± 1.35 200 - 21.5 s 2.0 kB 70.0% 19.5 s 1 of 3: 4 diverged",
+    ]
+    first, *others = csv.DictReader(file.read_text().splitlines())
+    columns = "arm name directory run.seed outer.lr loss perplexity tokens virtual_s wall_s bytes_sent utilization exit"
+    assert list(first) == [*columns.split(), "time_to_loss_s"] and len(others) == 5
+    assert (first["arm"], first["outer.lr"], first["run.seed"], first["loss"]) == ("outer.lr=0.5", "0.5", "0", "2.5")
+    whole = diloco.compare(seeds)
+    assert [arm.name for arm in whole.arms] == ["outer.lr=0.5", "outer.lr=0.9"]
+    assert whole.arms[0].mean("loss") == pytest.approx(2.6) and whole.arms[0].spread("loss") == pytest.approx(0.1)
+    assert whole.arms[1].spread("virtual_s") is None
+    times = [str(row["time_to_loss_s"] or "") for row in whole.rows(3.0)]
+    assert times == [row["time_to_loss_s"] for row in (first, *others)]
+    assert [one.name for one in whole.plot(str(tmp_path / "new"), ["tokens"])] == ["loss-by-tokens.png"]
+    arms = json.loads(typed("compare", *places, "--json"))["arms"]
+    assert [(arm["name"], arm["seeds"]) for arm in arms] == [("outer.lr=0.5", [0, 1, 2]), ("outer.lr=0.9", [0, 1, 2])]
+    assert arms[0]["spread"] == pytest.approx(0.1) and arms[0]["runs"][0] == "run.seed=0 outer.lr=0.5"
+
+
+def test_an_arm_is_drawn_as_the_mean_of_its_seeds_with_a_band(
+    seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.axes import Axes
+
+    first, second = arms_of(found(seeds))
+    points = [(round(point.loss, 6), point.tokens, round(spread, 6)) for point, spread in first.curve()]
+    assert points == [(5.0, 0, 0.0), (4.0, 100, 0.0), (2.6, 200, 0.1)]
+    assert [round(point.loss, 6) for point, _ in second.curve()] == [5.0, 4.0, 2.95], "without the one that diverged"
+    bands, labels = list[Any](), list[Any]()
+    monkeypatch.setattr(Axes, "fill_between", lambda _, x, low, high, **more: bands.append((x, low, high)))
+    monkeypatch.setattr(Axes, "plot", lambda _, x, y, *form, label, **more: labels.append(label))
+    plot_arms([first, second], tmp_path, ["tokens"])
+    assert labels == ["outer.lr=0.5, 3 seeds", "outer.lr=0.9, 2 seeds"] and len(bands) == 2
+    assert bands[0] == ([0, 100, 200], [5.0, 4.0, pytest.approx(2.5)], [5.0, 4.0, pytest.approx(2.7)])
+
+
+def test_runs_are_held_against_data_parallel_seed_by_seed(tmp_path: Path, typed: Typed) -> None:
+    ends = {"muon": (3.3, 2.2), "outer=data_parallel": (3.0, 2.0), "inner.lr=0.1 outer=data_parallel": (4.0, 3.0)}
+    for arm, losses in ends.items():
+        for seed, loss in enumerate(losses):
+            settings = ["inner=muon"] if arm == "muon" else arm.split()
+            make(tmp_path / f"{arm}-{seed}", *settings, f"run.seed={seed}", losses=(5.0, loss))
+    make(tmp_path / "other", "outer=data_parallel", "data.sequence_length=16", losses=(5.0, 1.0))
+    broken = make(tmp_path / "broken", "outer=data_parallel", "run.seed=7")
+    (broken / "summary.json").unlink()
+    (broken / "metrics.jsonl").unlink()
+    gaps = find_gaps(found(tmp_path))
+    assert [(gap.name, gap.seeds) for gap in gaps] == [("muon", (0, 1))]
+    assert gaps[0].percent == pytest.approx((10.0, 10.0)) and gaps[0].spread == pytest.approx(0.0)
+    places = [str(place) for place in tmp_path.iterdir()]  # of several nothing is drawn
+    assert "muon: held-out loss +10.0 ± 0.0 % over data parallel " in typed("compare", *places)
+    [gap] = json.loads(typed("compare", *places, "--json"))["gaps"]
+    assert gap["percent"] == pytest.approx([10.0, 10.0]) and gap["mean"] == pytest.approx(10.0)
+
+
+def test_a_run_has_two_gaps_where_a_baseline_differs_inside(tmp_path: Path) -> None:
+    """The best baseline has another inner optimizer, so the best one of the same is told as well."""
+    make(tmp_path / "a", "inner=muon", losses=(5.0, 3.0))
+    make(tmp_path / "b", "inner=muon", "outer=data_parallel", losses=(5.0, 2.5))
+    baseline = make(tmp_path / "c", "outer=data_parallel", losses=(5.0, 2.0))
+    gaps = find_gaps(found(tmp_path))
+    assert [gap.percent for gap in gaps] == [(pytest.approx(50.0),), (pytest.approx(20.0),)]
+    assert [gap.spread for gap in gaps] == [None, None]
+    change(baseline, tokens={**json.loads((baseline / "summary.json").read_text())["tokens"], "applied": 300})
+    assert [gap.percent for gap in find_gaps(found(tmp_path))] == [(pytest.approx(20.0),)], "it saw other tokens"
+
+
+def test_a_run_under_way_has_a_gap_at_its_tokens(tmp_path: Path) -> None:
+    run, baseline = read_runs([make(tmp_path / "a", losses=(5.0, 3.0)), make(tmp_path / "b", "outer=data_parallel")])
+    assert gap_so_far(run, [run, baseline]) == pytest.approx(-25.0)  # 3.0 over 4.0 after 100 tokens
+    assert gap_so_far(run, [run]) is None
+    ahead, _ = read_runs([make(tmp_path / "c", losses=(5.0, 4.0, 3.0, 2.0)), tmp_path / "b"])
+    assert gap_so_far(ahead, [baseline]) is None, "the baseline has not come so far"
+
+
+def test_a_table_is_as_wide_as_needed_where_nobody_looks(tmp_path: Path) -> None:
+    file = io.StringIO()
+    show(comparison_of([Run(tmp_path / ("x" * 150), {})]), Console(file=file, width=40, _environ={}))
+    assert "x" * 150 in file.getvalue()
+
+
+def test_bad_arguments_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([], ["nowhere"], [".", "--loss", "nan"]):
+        typed.refused("compare", *arguments)

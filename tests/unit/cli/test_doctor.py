@@ -1,0 +1,175 @@
+"""`diloco doctor`: every check ends in a line, and `diloco plan` takes its figures."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli import doctor as command
+from diloco.config import compose
+from diloco.errors import ConfigError, SwarmError
+from diloco.fit import doctor as module
+from diloco.fit.doctor import Check, Doctor
+from diloco.fit.volunteer import PeerDirectory
+from diloco.protocol.messages.watching import ProbeReply
+from diloco.swarm.conversations.probe import Probed
+from diloco.swarm.visit.look import Found
+from diloco.swarm.visit.rehearse import Rehearsal
+from diloco.train.machine import inspect_machine
+from diloco.train.planning import Figures, read_figures
+from tests.support.command_line import Typed
+
+ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
+PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
+THEIRS = compose(["experiment=smoke", "inner.batch_size=3"]).manifest().to_json()
+
+
+def swarm_of(manifest: str, ahead_s: float = 0.0, mbit: float = 80.0, silent: dict[str, str] | None = None) -> Found:
+    reply = ProbeReply(wire_version=1, run_id="r", name="n1", unix_s=0.0, addresses=[PLACE], known=[])
+    return Found(manifest, [Probed("p", reply, 0.04, ahead_s, mbit * 125e3, 2 * mbit * 125e3)], silent or {})
+
+
+@pytest.fixture
+def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
+    """A doctor whose network is made up; the machine is this one."""
+    config = compose(["experiment=smoke", f"run.dir={tmp_path / 'not' / 'yet'}", "train.device=cpu"])
+    monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(config.manifest().to_json()))
+    monkeypatch.setattr(module, "try_to_listen", lambda *_: Rehearsal([PLACE], True, ""))
+    monkeypatch.setattr(module, "step_seconds", lambda *_: 0.25)
+    return Doctor(config, PeerDirectory(0, tmp_path, tmp_path / "identity.key"), [PLACE])
+
+
+def verdicts(doctor: Doctor) -> dict[str, Check]:
+    return {check.name: check for check in doctor.checks()}
+
+
+def test_a_healthy_machine_and_swarm_are_all_ok(healthy: Doctor) -> None:
+    """There are figures for a plan; without an address nothing is asked of a swarm."""
+    found = verdicts(healthy)
+    assert {check.verdict for check in found.values()} == {"ok"}, found
+    assert list(found) == [
+        "python", "torch", "identity", "swarm", "manifest", "clock", "accelerator", "memory", "disk", "port",
+        "reachable", "bandwidth", "speed",
+    ]  # fmt: skip
+    assert healthy.figures["up_bits_per_s"] == 80e6 and healthy.figures["down_bits_per_s"] == 160e6
+    assert (healthy.figures["latency_s"], healthy.figures["step_s"]) == (0.02, 0.25)
+    assert "/ip4/203.0.113.7/tcp/4100 (LAN)" in found["port"].text
+    alone = verdicts(replace(healthy, addresses=[], _found=None, _layout=None))
+    assert not {"manifest", "bandwidth", "reachable"} & alone.keys() and alone["memory"].verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "verdict", "text", "remedy", "swarm"),
+    [
+        ("clock", {"ahead_s": 2.0}, "warning", "+2.000 s against the swarm", "let NTP set it", False),
+        ("clock", {"ahead_s": -9.0}, "failed", "-9.000 s against the swarm", "more than 3 s is refused", False),
+        ("bandwidth", {"mbit": 2.0}, "warning", "2 Mbit/s up, 4 Mbit/s down", "diloco plan --doctor", True),
+        ("swarm", {"silent": {PLACE: "no answer"}}, "warning", f"{PLACE}: no answer", "", True),
+        ("manifest", {"manifest": "{"}, "failed", "manifest", "", True),
+        ("manifest", {"manifest": '{"wire_version": 99}'}, "failed", "version 99, which is newer", "install", True),
+        ("memory", {"manifest": THEIRS}, "ok", "a batch of 3 at once", "", False),
+        ("reachable", {}, "warning", "", "forward the port", True),
+    ],
+)
+def test_what_is_wrong_with_the_way_to_a_swarm_is_said(
+    name: str, change: dict[str, Any], verdict: str, text: str, remedy: str, swarm: bool,
+    healthy: Doctor, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    there = {"manifest": healthy.config.manifest().to_json(), **change}
+    monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(**there))
+    monkeypatch.setattr(module, "try_to_listen", lambda *_: Rehearsal([PLACE], False, "forward the port"))
+    check = verdicts(healthy)[name]
+    assert (check.verdict, check.swarm) == (verdict, swarm)
+    assert text in check.text and remedy in check.remedy
+
+
+def test_disk_port_and_memory_are_those_that_join_takes(
+    healthy: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, asked, small = tmp_path / "volunteer", list[Any](), replace(inspect_machine("cpu"), main_bytes=1e6)
+    full.mkdir()
+    healthy.directory = PeerDirectory(0, full, full / "identity.key")
+    usage = namedtuple("Usage", "free")
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda at: usage(1000 if full in [at, *at.parents] else 10**15))
+    monkeypatch.setattr(module, "try_to_listen", lambda *those: asked.append(those[1]) or Rehearsal([PLACE], True, ""))
+    monkeypatch.setattr(module, "inspect_machine", lambda *_: small)
+    found = verdicts(healthy)
+    assert found["disk"].verdict == "failed" and f"0.0 GiB free in {full}, " in found["disk"].text
+    assert found["memory"].verdict == "failed" and "too small" in found["memory"].text and not found["memory"].swarm
+    assert asked == [("/ip4/0.0.0.0/tcp/0",)] * 2
+    assert found["port"].text.startswith("/ip4/0.0.0.0/tcp/0 can be listened on")
+    config = compose(["experiment=smoke", f"run.dir={tmp_path}"])
+    typed = replace(healthy, config=config, typed=["run.dir"], _found=None, _layout=None)
+    assert verdicts(typed)["disk"].verdict == "ok", "where join is told to write, the disk has room"
+
+
+class Result(Doctor):
+    """A doctor with given findings."""
+
+    found: tuple[Check, ...] = ()
+
+    def checks(self) -> Any:
+        self.figures["step_s"] = 0.5
+        return iter(self.found)
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        ([Check("a", "ok", "x"), Check("b", "warning", "y", "z")], 0),
+        ([Check("a", "failed", "x"), Check("b", "failed", "y", swarm=True)], 2),
+        ([Check("a", "ok", "x"), Check("b", "failed", "y", "do it", swarm=True)], 3),
+    ],
+)
+def test_the_exit_code_says_on_which_side_it_fails(
+    found: list[Check], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_home: Path
+) -> None:
+    monkeypatch.setattr(Result, "found", tuple(found))
+    monkeypatch.setattr(module, "Doctor", Result)
+    assert command.run(compose(), None, True) == code
+    report = json.loads(capsys.readouterr().out)
+    assert [check["name"] for check in report["checks"]] == [check.name for check in found]
+    assert (report["exit"], report["figures"]) == (code, {"step_s": 0.5})
+    assert command.run(compose(), None, False) == code
+    shown = capsys.readouterr().out
+    verdicts = [line.split()[0] for line in shown.splitlines() if not line.startswith(" ")]
+    assert verdicts == [check.verdict for check in found] and all(check.remedy in shown for check in found)
+
+
+def test_a_plan_takes_the_slower_direction(tmp_path: Path, typed: Typed) -> None:
+    """And what is typed wins."""
+    report = tmp_path / "doctor.json"
+    figures = {"up_bits_per_s": 2e7, "down_bits_per_s": 1e8, "latency_s": 0.02, "step_s": 0.5}
+    report.write_text(json.dumps({"figures": figures}))
+    assert read_figures(report) == Figures(2e7, pytest.approx(20.0), 0.5)  # type: ignore[arg-type]
+    arguments = ["plan", "experiment=smoke", "--doctor", str(report), "--json"]
+    plan = json.loads(typed(*arguments))
+    assert (plan["step_s"], plan["step_measured"]) == (0.5, False)
+    assert plan["link"] == {"bits_per_s": 2e7, "latency_s": 0.02}
+    plan = json.loads(typed(*arguments, "--step-s", "2", "--bandwidth", "1Gbit"))
+    assert (plan["step_s"], plan["link"]["bits_per_s"]) == (2.0, 1e9)
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
+    for content in ("", "[]", '{"figures": 3}', '{"figures": {"latency_s": "x"}}', "\0"):
+        (tmp_path / "x").write_text(content)
+        with pytest.raises(ConfigError, match="--doctor="):
+            read_figures(tmp_path / "x")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_figures(tmp_path / "missing")
+
+
+def test_own_text_is_named_to_doctor_as_it_is_to_join(
+    own_home: Path, healthy: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
+) -> None:
+    def silent(*_: Any, **__: Any) -> Found:
+        raise SwarmError("nobody answers")
+
+    monkeypatch.setattr(module, "look", silent)
+    assert "swarm" in typed("doctor", PLACE, f"data.path={tmp_path}", "train.device=cpu", code=3)
+    assert "has no effect" not in typed.err

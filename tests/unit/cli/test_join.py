@@ -1,0 +1,401 @@
+"""A volunteer's way into a swarm: what it is told, what it keeps, and what its machine makes of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from diloco.admission.invitation import issue
+from diloco.admission.keys import RunKey
+from diloco.cli.join import _Arrival, _called
+from diloco.cli.stages import Stages
+from diloco.cli.table import LiveView, invitation
+from diloco.cli.volunteers import _command as start_of
+from diloco.config import WIRE_VERSION, compose
+from diloco.config.address import Address
+from diloco.errors import ConfigError, SwarmError
+from diloco.fit.volunteer import (
+    fit_to_machine,
+    known_addresses,
+    lock_peer_directory,
+    move_aside,
+    remember_addresses,
+    volunteer_config,
+    with_settings,
+)
+from diloco.fit.whole import Layout
+from diloco.protocol.messages import Message, Refusal
+from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
+from diloco.rundir.reporting import Happened, to_wire
+from diloco.swarm.conversations.probe import ProbeServer, _callable
+from diloco.swarm.visit.look import check_clock, parse_manifest
+from diloco.swarm.wire.dialing import best_first
+from diloco.train.devices import Accelerator
+from diloco.train.loop import Trainer
+from diloco.train.machine import GIB, Machine, inspect_machine
+from diloco.train.memory import MemoryNeed, Split, fit_micro_batch, memory_need, sequence_bytes
+from tests.support.command_line import Typed
+from tests.support.joining import OTHER, found
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
+PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("", "join needs the ADDRESS of a peer"),
+        ("run.dir=x", "join needs the ADDRESS of a peer"),
+        ("203.0.113.7:4100", "it is HOST:PORT"),
+        (f"{PLACE} outer.lr=1", "outer.lr belongs to the run and comes from the swarm"),
+        (f"{PLACE} model=150m", "model belongs to the run"),
+        (f"{PLACE} model.config.hidden_size=8", "model.config.hidden_size belongs to the run"),
+        (f"{PLACE} run.id=mine", "run.id belongs to the run"),
+        (f"{PLACE} train.devise=cpu", "train.devise is not a setting; did you mean train.device?"),
+    ],
+)
+def test_what_a_volunteer_cannot_type_is_refused(line: str, why: str, typed: Typed) -> None:
+    assert why in typed.refused("join", *line.split())
+
+
+def test_joins_at_once_have_identities_of_their_own(own_home: Path, tmp_path: Path) -> None:
+    with lock_peer_directory() as first:
+        with lock_peer_directory() as second:
+            assert (first.number, second.number) == (0, 1) and first.peer_id != second.peer_id
+            assert second.name == second.peer_id[-6:]
+        with lock_peer_directory() as third:
+            assert third.peer_id == second.peer_id
+    with lock_peer_directory() as again:
+        assert (again.identity, again.peer_id) == (own_home / "peer-0" / "identity.key", first.peer_id)
+    key = tmp_path / "named.key"
+    with lock_peer_directory(str(key)) as directory:
+        assert directory.identity == key
+        with pytest.raises(ConfigError):
+            lock_peer_directory(str(key)).__enter__()
+
+
+def test_peers_of_a_run_are_remembered(own_home: Path) -> None:
+    others = [f"/ip4/203.0.113.8/tcp/{port}/p2p/{OTHER}" for port in (1, 2)]
+    assert known_addresses([PLACE]) == []
+    mine = compose(["run.id=mine"]).manifest()
+    remember_addresses(mine, [PLACE, others[0]])
+    remember_addresses(mine, [others[1]])
+    remember_addresses(compose(["run.id=mine", "run.seed=1"]).manifest(), [others[0][:-5] + "wrong"])
+    assert known_addresses([PLACE]) == [others[1], others[0]]
+    assert known_addresses([PLACE.replace(ID, OTHER[:-1] + "W")]) == []
+    (own_home / "peers.json").write_text('{"mine": ["nonsense"]}')
+    assert known_addresses([PLACE]) == []
+
+
+def test_a_volunteer_takes_the_runs_half_and_keeps_its_own() -> None:
+    theirs = compose(["experiment=quickstart", "outer.lr=0.5"]).manifest()
+    mine = compose(["train.threads=1", "eval.every=3"])
+    local = f"/ip4/127.0.0.1/tcp/4100/p2p/{ID}"
+    with lock_peer_directory() as directory:
+        config = volunteer_config(mine, theirs, {"train.threads", "eval.every"}, directory, [PLACE])
+        here = volunteer_config(compose(), compose().manifest(), {"swarm.listen"}, directory, [local])
+    assert config.manifest() == theirs and (config.train.threads, config.eval.every) == (1, 3)
+    assert config.swarm.initial_peers == (PLACE,) and config.swarm.listen == ("/ip4/0.0.0.0/tcp/0",)
+    assert (config.run.dir, config.run.name) == (directory.path / "runs" / "quickstart", directory.name)
+    assert here.swarm.listen == ("/ip4/127.0.0.1/tcp/0",), "a swarm of this machine is not open to others"
+    assert here.eval.every == 0
+
+
+def test_checkpoints_of_an_earlier_visit_are_moved_aside(tmp_path: Path) -> None:
+    config, place = compose([f"run.dir={tmp_path}", "run.name=me"]), tmp_path / "checkpoints"
+    move_aside(config)
+    for content in ("old", "new"):
+        (place / "me").mkdir(parents=True)
+        (place / "me" / "state").write_text(content)
+        move_aside(config)
+    assert [file.name for file in place.iterdir()] == ["me.before"]
+    assert (place / "me.before" / "state").read_text() == "new"
+
+
+def test_the_clock_and_the_version_are_held_against_the_swarm() -> None:
+    assert check_clock(found()) is check_clock(found(0.2, 0.1, -3600.0)) is None, "most peers agree with it"
+    assert check_clock(found(-2.0, -2.2)) == "this machine's clock is 2.1 s behind the swarm's (median of 2)"
+    with pytest.raises(SwarmError, match=r"is 3600\.0 s ahead of the swarm's \(median of 1\), and 3 s is the limit"):
+        check_clock(found(3600.0))
+    manifest = compose().manifest()
+    for version, side in ((WIRE_VERSION + 1, "newer"), (WIRE_VERSION - 1, "older")):
+        with pytest.raises(SwarmError, match=f"speaks wire version {version}, which is {side} than this diloco's"):
+            parse_manifest(json.dumps({**json.loads(manifest.to_json()), "wire_version": version}))
+    with pytest.raises(ConfigError):
+        parse_manifest("[]")
+    assert parse_manifest(manifest.to_json()) == manifest
+
+
+class Network:
+    """A transport that has no network: whom it was asked to call, and where the asker is."""
+
+    def __init__(self, observed: str) -> None:
+        self.addresses, self.called, self._observed = [PLACE], list[str](), observed
+
+    async def observed(self, peer: str) -> str:
+        return self._observed
+
+    async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
+        self.called += [f"{address} {peer}" for address in addresses]
+        return dict.fromkeys(addresses, "")
+
+
+class Asker:
+    """Stands for the stream of one who asks."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer, self.heard = peer, list[Message]()
+
+    async def send(self, message: Message) -> None:
+        self.heard.append(message)
+
+    async def refuse(self, reason: str) -> None:
+        self.heard.append(Refusal(reason=reason))
+
+    async def send_payload(self, payload: torch.Tensor) -> None: ...
+    async def receive_payload(self, out: torch.Tensor) -> None: ...
+
+
+class Answering:
+    """A `ProbeServer` with a clock that the test sets."""
+
+    def __init__(self, network: Network) -> None:
+        self.now = 1000.0
+        protocol: Any = SimpleNamespace(run_id="r", name="n", members=SimpleNamespace(all=list))
+        self._server = ProbeServer(network, protocol, lambda: self.now)  # type: ignore[arg-type]
+
+    def ask(self, peer: str, request: Probe | DialBack) -> Message:
+        asker = Asker(peer)
+        answer: Any = self._server.measure if isinstance(request, Probe) else self._server.call_back
+        asyncio.run(answer(asker, request))
+        [answer] = asker.heard
+        return answer
+
+    def obeys(self, *asked: tuple[str, Probe | DialBack]) -> list[bool]:
+        return [not isinstance(self.ask(peer, request), Refusal) for peer, request in asked]
+
+
+def test_only_the_address_that_an_asker_comes_from_is_called() -> None:
+    network = Network("/ip4/198.51.100.7/tcp/51000")
+    wanted = ["/ip4/10.0.0.9/tcp/22", "/ip4/203.0.113.99/tcp/80", "/dns/victim.example/tcp/443", "/ip4/1.1.1.1/tcp/0"]
+    answer = Answering(network).ask("asker", DialBack(addresses=wanted))
+    assert network.called == ["/ip4/198.51.100.7/tcp/22 asker", "/ip4/198.51.100.7/tcp/80 asker"]
+    assert isinstance(answer, DialBackReply) and answer.observed == "/ip4/198.51.100.7/tcp/51000"
+    for unknown in ("", "/p2p-circuit", "/dns/x.example/tcp/1", "nonsense"):
+        assert _callable(["/ip4/203.0.113.9/tcp/4100"], unknown) == []
+
+
+def test_calls_back_are_few_per_asker_and_in_all() -> None:
+    server = Answering(Network("/ip4/198.51.100.7/tcp/1"))
+    request = DialBack(addresses=["/ip4/198.51.100.7/tcp/4100"])
+    assert server.obeys(("one", request), ("one", request)) == [True, False]
+    server.now += 11
+    assert server.obeys(("one", request), *((f"peer {number}", request) for number in range(40))).count(True) == 19
+    server.now += 61
+    assert server.obeys(("another", request)) == [True]
+
+
+def test_measuring_is_limited_per_asker_and_minute() -> None:
+    server, large = Answering(Network("")), Probe(sends=2**22, wants=2**22)
+    assert server.obeys(*[("one", large)] * 10) == [True] * 4 + [False] * 6
+    others = [(f"other {number}", large) for number in range(6)]
+    assert server.obeys(*others) == [True] * 4 + [False] * 2, "all together"
+    assert isinstance(server.ask("one", Probe()), ProbeReply), "asking is free"
+    server.now += 61
+    assert isinstance(server.ask("one", large), ProbeReply)
+
+
+ROOMY = Machine(torch.device("cpu"), "CPU", 2, 2, 8 * GIB, 8 * GIB, "fp32")
+
+
+def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
+    """A machine that is too small for one sequence is told by how much."""
+    need = MemoryNeed(1_100_000_000, GIB, GIB, GIB)
+    for free, micro_batch in {1: 1, 2: 2, 3: 3, 4: 4, 7: 4, 8: 8, 100: 8}.items():
+        assert fit_micro_batch(need, replace(ROOMY, main_bytes=(2 + free) * GIB), 8) == micro_batch
+    gpu = replace(ROOMY, device=torch.device("cuda"), device_bytes=4 * GIB, main_bytes=GIB)
+    assert fit_micro_batch(need, gpu, 8) == 3
+    for machine, said in (
+        (replace(ROOMY, main_bytes=2 * GIB), "3.0 GiB of main memory, and 2.0 GiB are free, 1.0"),
+        (replace(gpu, device_bytes=GIB), "2.0 GiB of cuda, and 1.0 GiB are free, 1.0"),
+        (replace(gpu, main_bytes=GIB / 2), "1.0 GiB of main memory, and 0.5 GiB are free, 0.5"),
+    ):
+        text = rf"1100M parameters: it needs {said} GiB too little; .* a run of at most some [\de+.]+M parameters$"
+        with pytest.raises(ConfigError, match=text):
+            fit_micro_batch(need, machine, 8)
+
+
+def test_the_machine_is_looked_at_and_what_was_typed_wins() -> None:
+    machine = inspect_machine("cpu")
+    assert 1 <= machine.threads <= machine.cores and machine.main_bytes > 0
+    config = compose(["train.threads=7"])
+    chosen, need = fit_to_machine(config, replace(machine, threads=2, precision="bf16"), {"train.threads"})
+    assert (chosen.train.threads, chosen.train.precision, chosen.train.micro_batch) == (7, "bf16", None)
+    free = need.device_bytes + need.main_bytes + 3.5 * sequence_bytes(chosen)
+    small = replace(machine, precision="bf16", main_bytes=free)
+    assert fit_to_machine(config, small)[0].train.micro_batch == 3
+    config = compose(["train.threads=7", "train.micro_batch=2"])
+    assert fit_to_machine(config, small, {"train.micro_batch"})[0].train.micro_batch == 2
+
+
+def test_activations_grow_with_the_sequence_and_precision() -> None:
+    small = ["model.config.num_hidden_layers=1"]
+    short, long = (sequence_bytes(compose([*small, f"data.sequence_length={n}"])) for n in (64, 128))
+    assert 1e5 < short < 1e8 and 1.9 * short < long < 4.1 * short
+    config = compose(small)
+    fp32, bf16 = (sequence_bytes(with_settings(config, {"train.precision": one})) for one in ("fp32", "bf16"))
+    assert 0.4 * fp32 < bf16 < 0.9 * fp32 < memory_need(config, ROOMY).sequence_bytes
+    machine = replace(ROOMY, device=torch.device("cuda"), precision="bf16")
+    need = memory_need(with_settings(config, {"train.precision": "bf16"}), machine)
+    machine = replace(machine, device_bytes=need.device_bytes + 8.2 * bf16)
+    assert fit_to_machine(config, machine)[0].train.micro_batch is None
+    assert fit_to_machine(config, replace(machine, precision="fp32"))[0].train.micro_batch == 4
+
+
+def trainer(micro_batch: int | None) -> Trainer:
+    from diloco import model as models
+    from diloco.train.island import Island
+
+    config = compose(["experiment=smoke", f"train.micro_batch={micro_batch or 'null'}"])
+    model = models.build(config.model, 0)
+    optimizer, island = torch.optim.SGD(model.parameters(), lr=0.0), Island(torch.device("cpu"))
+    nothing, log = [None] * 5, SimpleNamespace(event=lambda kind, **fields: None)
+    return Trainer(config, island, model, model, optimizer, *nothing, log, None)  # type: ignore[arg-type]
+
+
+ROWS = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
+    whole = trainer(None)
+    loss = float(whole._gradients(ROWS[:7]))
+    for micro_batch in (1, 2, 3, 8):
+        parts = trainer(micro_batch)
+        assert float(parts._gradients(ROWS[:7])) == pytest.approx(loss, rel=1e-5)
+        for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_part_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tried, fits = trainer(None), list[int](), 2
+    accumulate = one._accumulate
+
+    def full(rows: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        tried.append(micro_batch)
+        if micro_batch > fits:
+            raise torch.OutOfMemoryError("full")
+        return accumulate(rows, micro_batch)
+
+    monkeypatch.setattr(one, "_accumulate", full)
+    one._gradients(ROWS)
+    one._gradients(ROWS)
+    assert tried == [8, 4, 2, 2]
+    fits = 0
+    with pytest.raises(ConfigError, match="not even one sequence fits"):
+        one._gradients(ROWS)
+
+
+def several(peers: int, split: Split) -> Layout:
+    devices = tuple(Accelerator("cuda", index, "A100", 8.0 * GIB) for index in range(max(peers, split.ranks)))
+    return Layout(devices, peers, split, MemoryNeed(10, 1.0, 1.0, 1.0), "of a test")
+
+
+def test_peers_are_started_on_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on one of its own, or an island by torchrun on those that it uses."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    token = issue(RunKey.create(tmp_path / "run.key"), "mine", "worker", 2**33).to_text()
+    config = compose([f"run.dir={tmp_path}", "run.name=me", f"swarm.token={token}", "train.threads=2"])
+    commands = [start_of(config, several(2, Split()), number) for number in range(2)]
+    second = compose(commands[1][0][4:], base=tmp_path / "config.yaml")
+    assert second.train.device == "cuda:1" and second.run.report and second.train.threads == 2
+    for arguments, environment in commands:
+        assert arguments[:3] == ["-m", "diloco.train", "--config"] and environment == {}
+        assert not any(token in argument for argument in arguments), "anybody on this machine could read it"
+    assert (tmp_path / "token").stat().st_mode & 0o77 == 0 and (tmp_path / "token").read_text() == f"{token}\n"
+    config = compose([f"run.dir={tmp_path}", "run.name=me", "train.parallel=fsdp"])
+    arguments, environment = start_of(config, several(1, Split(2, sharded=True)), 0)
+    assert arguments[:3] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert "--max-restarts=3" in arguments and environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    started = compose([], base=tmp_path / "config.yaml")
+    assert (started.train.device, started.train.parallel) == ("cuda", "fsdp")
+
+
+def test_an_address_is_printed_as_the_whole_command(tmp_path: Path) -> None:
+    addresses = [f"/ip4/{ip}/tcp/4100/p2p/{ID}" for ip in ("127.0.0.1", "192.168.1.7", "8.8.8.8")]
+    ordered = best_first(addresses)
+    assert ordered == addresses[::-1]
+    first, *lines = invitation(ordered)
+    assert first == "others join with this (public: from anywhere):"
+    leads = ("", "or, LAN: ", "or, loopback: ")
+    assert lines == [f"{lead}diloco join {address}" for lead, address in zip(leads, ordered, strict=True)]
+    assert "swarm.announce=" in invitation(addresses[1:2])[0]
+    assert "swarm=network lets others in" in invitation(addresses[:1])[0]
+    RunKey.create(tmp_path / "run key")  # a path that has to be quoted
+    closed = compose([f"swarm.key_path='{tmp_path / 'run key'}'", "run.id=mine"]).joining_command
+    assert closed == f"diloco invite --key '{tmp_path / 'run key'}' --run mine"
+    assert compose([]).joining_command == "diloco join"
+    first, line = invitation(ordered[:1], closed)
+    assert "link by which one volunteer joins" in first and line.startswith(f"{closed} /ip4/8.8.8.8/")
+
+
+def test_stages_are_lines_or_a_bar_on_a_terminal() -> None:
+    times, file = iter([0.0, 1.0, 2.0, 3.0, 4.0]), io.StringIO()
+    with Stages(Console(file=file), ["connect", "manifest", "data"], lambda: next(times)) as stages:
+        stages.go_to("connect")
+        stages.show("a peer\x1b answers")
+        stages.go_to("manifest")
+        stages.go_to("data")
+        assert stages.name == "data"
+    assert file.getvalue() == "[  2.0s] connect: a peer  answers\n[  3.0s] manifest\n"
+    console = Console(force_terminal=True, width=80, record=True, legacy_windows=False, file=io.StringIO())
+    stages = Stages(console, ["connect", "state"])
+    stages.go_to("state")
+    stages.show("1 of 2 MB", 0.5)
+    console.print(stages.render())
+    shown = console.export_text()
+    assert all(part in shown for part in ("✓ connect", "state", "1 of 2 MB", "━"))
+    stages.__exit__(SwarmError, SwarmError("gone"), None)
+    console.print(stages.render())
+    assert "✗ state" in console.export_text()
+
+
+def test_a_volunteer_is_told_when_the_called_peer_goes() -> None:
+    places = _called(Address.parse(f"{PLACE},/ip4/203.0.113.9/tcp/1/p2p/{OTHER}"))
+    for kind, live, said in (
+        ("lost", 3, "n1, the peer that was called, vanished (silent); training goes on with 2 other peers"),
+        ("lost", 2, "n1, the peer that was called, vanished (silent); training goes on with 1 other peer"),
+        ("leave", 1, "n1, the peer that was called, left; training goes on here alone"),
+    ):
+        console = Console(file=io.StringIO(), width=200)
+        view, stages = LiveView(console, ["me"], 16, "run"), Stages(console, ["connect"], lambda: 0.0)
+        arrival = _Arrival(stages, view, ExitStack(), places)
+        for subject in (OTHER, "QmSomebodyElse"):
+            arrival(to_wire(Happened(kind=kind, subject=subject, name="n1", why="silent", live=live)))
+        arrival(Happened(kind=kind, subject=OTHER, name="peer", why="silent", live=live))
+        assert console.file.getvalue() == f"[  0.0s] {said}\n[  0.0s] {said.replace('n1', OTHER[-6:])}\n"
+
+
+def test_a_joiner_imports_no_more_of_hivemind_than_it_needs() -> None:
+    code = (
+        "import sys; from diloco.swarm.visit.visitor import light_hivemind; light_hivemind(['hivemind']); "
+        "import diloco.swarm.visit.look, diloco.swarm.wire.dht_records, hivemind.dht.node; "
+        "print(sorted({'scipy', 'hivemind.optim', 'hivemind.averaging', 'hivemind.moe'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,169 @@
+"""The commands of a run's owner, as they are typed; and what a peer says about who can join."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco.admission import Revoked, RunKey, Token, issue
+from diloco.cli import keys
+from diloco.cli.commands.common import _from_stdin, guest
+from diloco.cli.table import say_who_can_join
+from diloco.config import compose
+from diloco.config.address import Address
+from diloco.errors import ConfigError
+from diloco.rundir.reporting import log_lines
+from tests.support.command_line import Typed
+from tests.support.peers import free_port
+
+PEER = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
+ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{PEER}"
+INVITE, REVOKE = (f"{command} --key k --run mine" for command in ("invite", "revoke"))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    RunKey.create(tmp_path / "k")
+    return tmp_path
+
+
+@pytest.fixture
+def link(place: Path) -> str:
+    """An invitation, which is in a file as well."""
+    token = issue(RunKey.read(place / "k"), "mine", "worker", int(time.time()) + 3600).to_text()
+    (place / "link").write_text(f"diloco:/{ADDRESS}?token={token}\n")
+    return f"diloco:/{ADDRESS}?token={token}"
+
+
+def test_a_key_invites_and_its_public_half_is_for_the_run(place: Path, typed: Typed) -> None:
+    public = typed("keygen")
+    assert re.fullmatch(r"[0-9a-f]{64}\n", public) and "swarm.key_path=run.key" in typed.err
+    assert stat.S_IMODE((place / "run.key").stat().st_mode) == 0o600
+    assert compose(["swarm.key_path=run.key"]).run.key == public.strip()
+    text = typed("invite", "--key", "run.key", "--run", "mine", "--expires", "2w")
+    grant = Token.from_text(text.strip()).grant
+    assert (grant.run_id, grant.role, grant.peer, grant.run_key.hex()) == ("mine", "worker", "", public.strip())
+    assert abs(grant.expires_at - time.time() - 14 * 86400) < 3600
+    assert typed.err.startswith(f"token {grant.token_id}: worker of mine until ")
+    assert "UTC, for the first peer that uses it\nit is a secret" in typed.err
+    assert "diloco join ADDRESS swarm.token=@FILE (chmod 600 FILE), or diloco join ADDRESS swarm.token=-" in typed.err
+
+
+def test_an_invitation_with_an_address_is_the_whole_link(place: Path, typed: Typed) -> None:
+    options = ["invite", "--key", "k", "--run", "mine", "--role", "host", "--bind", PEER]
+    (place / "address").write_text(ADDRESS + "\n")
+    for address in (ADDRESS, f"diloco:/{ADDRESS}?token=old", f"diloco:/{ADDRESS}", "@address"):
+        link = typed(*options, address)
+        parsed = Address.parse(link.strip())
+        assert parsed.peers == (ADDRESS,) and f"UTC, for {PEER}\n" in typed.err
+        assert "diloco join @FILE (chmod 600 FILE), or diloco join - and paste it" in typed.err
+        grant = Token.from_text(parsed.token or "").grant
+        assert (grant.role, grant.peer) == ("host", PEER)
+    (place / "link").write_text(link)
+    (place / "link").chmod(0o600)
+    assert compose(["swarm.token=@link"]).run.key == grant.run_key.hex()
+
+
+def test_an_invitation_in_a_file_is_for_its_owner_alone(place: Path, typed: Typed) -> None:
+    """And joins from there."""
+    options = ["invite", "--key", "k", "--run", "mine", ADDRESS, "--out"]
+    assert typed(*options, "link.txt") == "" and stat.S_IMODE((place / "link.txt").stat().st_mode) == 0o600
+    assert "diloco join @link.txt (chmod 600 link.txt), or diloco join - and paste it" in typed.err
+    found, given = guest("@link.txt", [])
+    assert found.resolved().peers == (ADDRESS,) and compose(given).run.key is not None
+    why = {
+        "link.txt": "File exists; name a new file",
+        "no/link.txt": "No such file or directory; name a file in a directory of yours",
+    }
+    for file, said in why.items():
+        assert typed.refused(*options, file) == f"diloco: error: --out={file} cannot be written: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("keygen k", "FILE=k exists, and may be the key of a run"),
+        ("invite --run mine", "Missing option '--key'"),
+        ("invite --key none --run mine", "--key=none cannot be read: No such file or directory"),
+        ("invite --key k --run a/b", "--run=a/b is no run id"),
+        (f"{INVITE} @none", "ADDRESS=@none cannot be read: No such file"),
+        (f"{INVITE} --expires 7", "--expires=7 is no duration; expected one such"),
+        (f"{INVITE} --expires 0d", "--expires=0d is no duration"),
+        (f"{INVITE} --expires 999w", "--expires=999w is no duration"),
+        (f"{INVITE} --role boss", "'boss' is not one of 'worker', 'host'"),
+        (f"{INVITE} --bind me", "--bind=me is no peer id"),
+        (f"{INVITE} nowhere", "ADDRESS=nowhere cannot be used"),
+        (REVOKE, "Missing argument '[ADDRESS] WHAT...'"),
+        (f"{REVOKE} {ADDRESS}", "p2p/QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51 is nei"),
+        (f"{REVOKE} {ADDRESS} x", "x is neither a token id (16 hexadecimal digits"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(place: Path, typed: Typed, line: str, complaint: str) -> None:
+    assert complaint in typed.refused(*line.split())
+
+
+def test_what_is_revoked_is_kept_also_if_no_peer_is_left(place: Path, link: str, typed: Typed) -> None:
+    token = link.rpartition("?token=")[2]
+    token_id = Token.from_text(token).grant.token_id
+    assert [keys._token_id(what) for what in (link, token, token_id, PEER)] == [*[token_id] * 3, None]
+    said = "1 token and 0 peers revoked in mine (list 1); peers that start with k have it\n"
+    assert typed(*REVOKE.split(), token_id) == said
+    typed(*REVOKE.split(), f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{PEER}", "0" * 16, PEER, code=3)
+    assert "cannot be reached" in typed.err
+    assert "; list 2 is kept beside k, and peers that start" in typed.err
+    revoked = Revoked.remembered(RunKey.read(place / "k"), place / "k", "mine")
+    assert (revoked.number, set(revoked.token_ids), revoked.peer_ids) == (2, {"0" * 16, token_id}, (PEER,))
+    (place / "k.revoked.json").write_text('{"mine": [1, ["00')
+    said = "restore it from a copy, as without it those whom you revoked come in again"
+    assert said in typed.refused(*REVOKE.split(), "0" * 16)
+
+
+def test_a_link_may_come_from_a_file_or_from_stdin(place: Path, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = link.rpartition("?token=")[2]
+    assert Address.read("@link") == Address(("@link",), "@link") and token not in str(guest("@link", []))
+    (place / "address").write_text(ADDRESS)
+    for other in ("@address", "@later", ADDRESS):
+        assert Address.read(other) == Address((other,))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{link}\n{token}\n"))
+    assert Address.read("-") == Address((ADDRESS,), token)
+    assert _from_stdin("swarm.token=-") == f"swarm.token='{token}'" and _from_stdin("a=-") == "a=-"
+    with pytest.raises(ConfigError, match=r"^ADDRESS=- stands for a line on stdin, and none came"):
+        Address.read("-")
+
+
+def test_a_token_file_that_others_can_read_joins_nothing(place: Path, link: str, own_home: Path, typed: Typed) -> None:
+    (place / "link").chmod(0o644)
+    for command in ("join", "status", "doctor"):
+        typed(command, "@link", code=2)
+        assert "swarm.token=link holds a secret" in typed.err and "chmod 600 link" in typed.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "text", "red"),
+    [
+        (["swarm=network"], None, "open run: anyone who can reach this peer can join", True),
+        (["swarm.listen=[/ip4/127.0.0.1/tcp/0,/ip4/0.0.0.0/tcp/1]"], None, "open run: anyone", True),
+        ([], None, "open run, on this machine only", False),
+        (["swarm=network"], "ab" * 32, "closed run: invited peers only, by key abababababababab", False),
+        (["swarm=network", "outer=data_parallel"], None, "", False),
+    ],
+)
+def test_whoever_starts_a_peer_is_told_who_can_join(
+    overrides: list[str], key: str | None, text: str, red: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    screen, config, level = io.StringIO(), compose(overrides), logging.WARNING if red else logging.INFO
+    say_who_can_join(Console(file=screen, force_terminal=True, width=300), config, key)
+    assert text in screen.getvalue() and ("\x1b[1;31m" in screen.getvalue()) is red
+    assert screen.getvalue().count("\n") == bool(text)
+    caplog.set_level(logging.INFO)
+    keyed = config.model_copy(update={"run": config.run.model_copy(update={"key": key})})
+    log_lines(keyed)({"t": "ready", "address": "", "first": True})
+    assert [(one.levelno, one.getMessage()[: len(text)]) for one in caplog.records] == [(level, text)] * bool(text)

@@ -1,0 +1,206 @@
+"""Predictions for a link: hand-computed numbers, the figures of the paper, and inverses that agree."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from diloco import model as models
+from diloco.config import OuterConfig, compose
+from diloco.errors import ConfigError
+from diloco.fit.speed import step_seconds
+from diloco.outer.codecs import codec
+from diloco.sim.run import simulate
+from diloco.train.memory import parameters_of
+from diloco.train.planning import (
+    TRIPS,
+    Exchange,
+    Link,
+    arithmetic,
+    needed_bits_per_s,
+    needed_sync_every,
+    parse_bandwidth,
+    predict,
+    recommend,
+)
+from tests.support.command_line import Typed
+
+FOUR = Exchange(bytes_up=1000, bytes_down=1000, peers=4, sync_every=9, fragments=4)
+SLOW = Link(bits_per_s=12_000)  # 1500 bytes per second
+
+exchanges = st.builds(
+    Exchange, bytes_up=st.integers(1, 10**10), bytes_down=st.integers(1, 10**10), peers=st.integers(1, 64),
+    sync_every=st.just(100), fragments=st.integers(1, 24), overlap=st.integers(0, 3), staggered=st.booleans(),
+)  # fmt: skip
+links = st.builds(Link, st.floats(1e3, 1e12), st.floats(0, 0.2))
+steps_s = st.floats(1e-3, 10)
+targets = st.floats(0.05, 0.999)
+
+
+def test_fragments_spread_the_load_over_peers() -> None:
+    # Each sends 3/4 of its model up and three times 1/4 of it down: 750 + 750 bytes, which take a second.
+    found = predict(FOUR, SLOW, step_s=1.0)
+    assert (found.bytes_sent, found.peak_bytes) == (1500, 1500)
+    assert (found.compute_s, found.exchange_s, found.wait_s) == (9.0, 1.0, 1.0)
+    assert found.utilization == pytest.approx(0.9)
+    # Three whole models in and three whole updates out: 6000 bytes, while an average peer sends what it did before.
+    found = predict(replace(FOUR, fragments=1), SLOW, step_s=1.0)
+    assert (found.bytes_sent, found.peak_bytes, found.wait_s) == (1500, 6000, 4.0)
+    # Six leave two with the busiest of four: 3 x 2/6 x 2000.
+    assert predict(replace(FOUR, fragments=6), SLOW, 1.0).peak_bytes == 2000
+    # One peer exchanges nothing.
+    found = predict(replace(FOUR, peers=1), Link(1.0, 10.0), 1.0)
+    assert (found.utilization, found.bytes_sent, found.exchange_s) == (1.0, 0, 0.0)
+    assert needed_bits_per_s(replace(FOUR, peers=1), 10.0, 1.0, 0.95) == 0.0
+
+
+def test_overlap_hides_its_inner_steps_and_no_more() -> None:
+    assert predict(replace(FOUR, fragments=1, overlap=3), SLOW, 1.0).wait_s == 1.0
+    assert predict(replace(FOUR, fragments=1, overlap=4), SLOW, 1.0).utilization == 1.0
+    # Staggered fragments wait one after another. Each is 3 x 1/4 x 2000 bytes through its syncer, a second, of which
+    # half is hidden; four of them in a cycle.
+    found = predict(replace(FOUR, staggered=True, overlap=1), SLOW, step_s=0.5)
+    assert (found.exchange_s, found.wait_s) == (1.0, 2.0)
+
+
+def test_the_latency_is_paid_for_every_trip_of_an_exchange() -> None:
+    assert predict(FOUR, Link(12_000, 0.05), 1.0).exchange_s == pytest.approx(1.0 + TRIPS * 0.05)
+    assert math.isinf(needed_bits_per_s(FOUR, 1.0, 1.0, 0.95)), "more than what may be waited cannot be bought off"
+
+
+@pytest.mark.parametrize(
+    ("peers", "quorum", "codec_down", "back"),
+    [(2, 1, "int8", 2), (3, 1, "int8", 3), (8, 1, "int8", 4), (8, 4, "int8", 2), (6, 1, "e3m0", 3), (8, 1, "fp16", 2)],
+)
+def test_without_a_barrier_updates_or_a_smaller_state_come(peers: int, quorum: int, codec_down: str, back: int) -> None:
+    outer = OuterConfig.parse({"method": "diloco", "sync_every": 8, "quorum": quorum, "codec_down": codec_down})
+    exchange = Exchange.of(outer, 10**6, peers)
+    assert exchange.bytes_back == pytest.approx(back * 10**6, rel=0.001)
+    expected = (1 - 1 / peers) * (exchange.bytes_up + exchange.bytes_back)
+    assert predict(exchange, SLOW, 1.0).bytes_sent == round(expected)
+    said = dict(arithmetic(exchange, SLOW, 1.0, 0.9))["sent per peer and outer step"]
+    assert said.endswith(f"{expected / 1e6:.3g} MB")
+
+
+def test_many_peers_need_what_the_paper_computes() -> None:
+    """150M parameters, H = 500, a second per step, 95 % (arXiv 2501.18512 in the form of INTELLECT-1)."""
+    for bits, needed in ((8, 91e6), (16, 182e6), (4, 46e6)):
+        nbytes = 150_000_000 * bits // 8
+        exchange = Exchange(nbytes, nbytes, peers=10_000, sync_every=500, fragments=10_000)
+        assert needed_bits_per_s(exchange, 0.0, 1.0, 0.95) == pytest.approx(needed, rel=0.01)
+
+
+@given(exchanges, links, steps_s, targets)
+@example(Exchange(1, 111951, 2, 100, 1, 0, False), Link(1000.0, 0.0), 0.001, 0.9)  # 8,060,544 steps, and none more
+def test_predictions_and_their_inverses_agree(exchange: Exchange, link: Link, step_s: float, target: float) -> None:
+    # Utilization is a share, and grows with the link.
+    now = predict(exchange, link, step_s).utilization
+    assert 0 < now <= predict(exchange, replace(link, bits_per_s=2 * link.bits_per_s), step_s).utilization <= 1
+    # The needed bandwidth gives the target.
+    bandwidth = needed_bits_per_s(exchange, link.latency_s, step_s, target)
+    if 0 < bandwidth < math.inf:
+        there = predict(exchange, Link(bandwidth, link.latency_s), step_s)
+        assert there.utilization == pytest.approx(target, rel=1e-6)
+    # The needed interval is the smallest.
+    needed = needed_sync_every(exchange, link, step_s, target)
+    assert predict(replace(exchange, sync_every=needed), link, step_s).utilization >= target - 1e-9
+    fewer = needed - exchange.per_cycle
+    if fewer > exchange.overlap * exchange.per_cycle:
+        assert predict(replace(exchange, sync_every=fewer), link, step_s).utilization < target
+    # What is recommended reaches the target, and is allowed.
+    found = recommend(exchange, ("fp32", "fp32"), lambda name: codec(name).nbytes(10**6), link, step_s, target)
+    assert found.prediction.utilization >= target - 1e-9 and found.exchange.sync_every >= exchange.sync_every
+    cycles = found.exchange.fragments if found.exchange.staggered else 1
+    assert found.exchange.overlap < found.exchange.sync_every // cycles
+
+
+def advise(bits_per_s: float, target: float = 0.95) -> tuple[int, int, int, str]:
+    exchange, sizes = Exchange(10**6, 10**6, peers=4, sync_every=100, fragments=1), {"int8": 10**6, "e3m0": 5 * 10**5}
+    found = recommend(exchange, ("int8", "int8"), lambda name: sizes[name], Link(bits_per_s), 0.1, target)
+    return found.exchange.fragments, found.exchange.sync_every, found.exchange.overlap, found.codec_up
+
+
+def test_fragments_are_spread_before_overlap_and_four_bits() -> None:
+    # 1.5 MB in 12 Mbit: a second; 19 seconds of compute for it are 190 steps.
+    assert advise(12e6) == (4, 190, 0, "int8")
+    assert advise(120e6) == (4, 100, 0, "int8")
+    # 12 Mbit take 3 s, which would be 570 steps; with .5 s hidden 475.
+    assert advise(4e6) == (4, 475, 5, "int8")
+    # 3.75 s would be 617 steps; at 4 bits 9 Mbit take 2.8125 s, of which .5 are hidden: 2.3125 x 19 / .1 = 440.
+    assert advise(3.2e6) == (4, 440, 5, "e3m0")
+
+
+def test_the_arithmetic_shows_its_numbers() -> None:
+    assert dict(arithmetic(FOUR, SLOW, 1.0, 0.9)) == {
+        "sent per peer and outer step": "(1 - 1/4) x (1 kB + 1 kB) = 1.5 kB",
+        "through the busiest syncer": "3 x 1/4 x (1 kB + 1 kB) = 1.5 kB per exchange",
+        "one exchange": f"8 x 1.5 kB / 12 kbit/s + {TRIPS} x 0 s = 1 s",
+        "compute": "9 x 1 s = 9 s per outer step",
+        "waiting": "max(0, 1 s - 0 x 1 s) = 1 s per outer step",
+        "utilization": "9 s / (9 s + 1 s) = 90.0%",
+        "peak bandwidth for 0.9": f"8 x 1.5 kB / (0 x 1 s + 0.1111 x 9 s - {TRIPS} x 0 s) = 12 kbit/s",
+    }
+
+
+def test_bandwidths_are_read_or_refused_in_one_line() -> None:
+    bits_per_s = {"100Mbit": 1e8, "1.5Gbit/s": 1.5e9, "20 Mbps": 2e7, "12MB": 9.6e7, "12MB/s": 9.6e7, "56kbit": 56e3}
+    for text, expected in {**bits_per_s, "9600 bit": 9600.0, ".5Tbit": 5e11}.items():
+        assert parse_bandwidth(text) == pytest.approx(expected)
+    said = r"^--bandwidth=.* is no bandwidth; write it like 100Mbit, 1\.5Gbit or 12MB"
+    for text in ("", "100", "fast", "-1Mbit", "0Mbit", "1e3Mbit", "10Mbit/h", "1 000Mbit", "Mbit"):
+        with pytest.raises(ConfigError, match=said):
+            parse_bandwidth(text)
+
+
+def test_parameters_are_counted_without_weights() -> None:
+    for tied in ("true", "false"):
+        settings = compose(["experiment=smoke", f"model.config.tie_word_embeddings={tied}"]).model
+        assert parameters_of(settings) == models.num_parameters(models.build(settings, 0))
+    with pytest.raises(ConfigError, match=r"^model\.config"):
+        parameters_of(compose(["experiment=smoke", "model.config.hidden_act=nothing"]).model)
+
+
+def test_an_inner_step_is_timed() -> None:
+    assert 0 < step_seconds(compose(["experiment=smoke"])) < math.inf
+
+
+def test_the_command_prints_the_arithmetic_and_advice(typed: Typed) -> None:
+    arguments = ["local.peers=4", "--step-s", "1", "--bandwidth", "100kbit", "--latency-ms", "0"]
+    shown = typed("plan", "experiment=smoke", *arguments)
+    assert "smoke, 37,024 parameters\n" in shown
+    assert "int8 37,034 B (1 per parameter)" in shown  # one exponent for each of 10 blocks
+    assert "3 x 1/2 x (37 kB + 37 kB) = 111 kB per exchange" in shown
+    # 8 x 111102 / 1e5 = 8.888 s beside 4 s of compute; spread over four fragments 4.444 s, so 19 x 4.444 = 85 steps.
+    assert "4 s / (4 s + 8.888 s) = 31.0%" in shown
+    assert "outer.sync_every=85 outer.fragments=4 outer.overlap=0 outer.codec_up=int8 outer.codec_down=int8" in shown
+    fast = ("--step-s", "1", "--bandwidth", "1Gbit", "--target", "0.5", "--json")
+    report = json.loads(typed("plan", "experiment=smoke", *fast))
+    assert report["parameters"] == 37024 and report["recommended"] is None
+    assert report["predicted"]["bytes_sent"] == 37034
+    # Data parallel moves the gradients of every step: 2 (1 - 1/n) N x 4 bytes.
+    shown = typed("plan", "experiment=smoke", "outer=data_parallel", "outer.sync_every=4", "--step-s", "1")
+    assert "(1 - 1/2) x (148 kB + 148 kB) = 148 kB" in shown
+
+
+def test_bad_arguments_are_one_line(typed: Typed) -> None:
+    for line in ("--bandwidth ten", "--target 1", "--step-s 0", "--latency-ms -1", "outer.lrr=1"):
+        typed.refused("plan", "experiment=smoke", *line.split())
+
+
+def test_the_summary_has_prediction_and_achievement(tmp_path: Path) -> None:
+    small = ["experiment=smoke", "local.peers=4", "budget.outer_steps=2", "outer.sync_every=4", "outer.fragments=4"]
+    link = ["sim.bandwidth=2000000", "sim.latency_s=0", "model.config.hidden_size=128"]  # not mostly certificates
+    summary = simulate(compose([*small, *link, f"run.dir={tmp_path}"]), lambda message: None).summary.to_json()
+    predicted = summary["predicted"]
+    assert predicted["step_s"] == pytest.approx(1.0) and predicted["bits_per_s"] == 8 * 2000000
+    sent, utilization = (median(peer[key] for peer in summary["peers"]) for key in ("bytes_sent", "utilization"))
+    assert predicted["bytes_sent"] == pytest.approx(sent, rel=0.1)
+    assert predicted["utilization"] == pytest.approx(utilization, abs=0.05)
+    assert json.loads((tmp_path / "summary.json").read_text())["predicted"] == predicted

@@ -1,0 +1,99 @@
+"""Addresses as people copy them: what is wrong with one is said, and what is right is kept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.config.address import Address, host_of, problem, scope
+from diloco.errors import ConfigError
+from tests.support.errors import error_text
+
+ED25519 = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
+RSA = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
+GOOD = f"/ip4/203.0.113.7/tcp/4100/p2p/{ED25519}"
+OTHER = f"/ip6/2001:db8::7/udp/4100/quic/p2p/{RSA}"
+
+
+def test_an_address_as_peers_print_it_is_taken() -> None:
+    dns, relay = f"/dns/peer.example.org/tcp/1/p2p/{RSA}", f"/ip4/203.0.113.7/tcp/4100/p2p/{RSA}/p2p-circuit"
+    for address in (GOOD, OTHER, dns, f"/dns4/localhost/tcp/65535/p2p/{ED25519}", f"{relay}/p2p/{ED25519}"):
+        assert problem(address) is None
+        assert Address.parse(f"  {address}\n") == Address((address,))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is empty"),
+        ("https://example.org/swarm", "it is the address of a web page"),
+        ("203.0.113.7:4100", "it is HOST:PORT; write /ip4/203.0.113.7/tcp/4100/p2p/PEER_ID"),
+        ("[2001:db8::7]:4100", "it is HOST:PORT; write /ip6/2001:db8::7/tcp/4100/p2p/PEER_ID"),
+        ("example.org:4100", "it is HOST:PORT; write /dns/example.org/tcp/4100/p2p/PEER_ID"),
+        ("somewhere", "it does not begin with '/'"),
+        (GOOD.replace("/ip4", "ip4"), "it does not begin with '/'"),
+        (GOOD.replace("/p2p", " /p2p"), "there is a space in it"),
+        (GOOD.replace("203.0.113.7", "203.0.113.700"), "'203.0.113.700' is no IP4 address"),
+        (GOOD.replace("203.0.113.7", "203.0.113"), "'203.0.113' is no IP4 address"),
+        (GOOD.replace("203.0.113.7", "2001:db8::7"), "2001:db8::7 after /ip4 belongs after /ip6"),
+        (GOOD.replace("203.0.113.7", "0.0.0.0"), "0.0.0.0 is where a peer listens"),
+        (GOOD.replace("ip4", "ipv4"), "/ipv4 is not known"),
+        (GOOD.replace("4100", "41000000"), "port 41000000 after /tcp is not one of 1 to 65535"),
+        (GOOD.replace("4100", "0"), "port 0 after /tcp is not one of"),
+        (GOOD.replace("4100", "41OO"), "'41OO' after /tcp is no port"),
+        (GOOD.replace("/tcp/4100", ""), "the port is missing before /p2p"),
+        ("/ip4/203.0.113.7", "it has no port and no peer id"),
+        ("/ip4/203.0.113.7/tcp/4100", "/p2p/PEER_ID is missing at its end"),
+        ("/ip4/203.0.113.7/tcp/4100/p2p/", "the peer id after /p2p/ is missing"),
+        (GOOD[:-3], "its peer id is cut off after 49 of 52 characters"),
+        (f"/ip4/203.0.113.7/tcp/4100/p2p/{RSA[:-1]}", "its peer id is cut off after 45 of 46 characters"),
+        (f"{GOOD}xy", "its peer id has 2 characters too many, from 'xy' on"),
+        (GOOD.replace("W", "0"), "holds '0', which no peer id does"),
+        (GOOD.replace("12D3Koo", "Zz"), "is no peer id; one begins with 12D3Koo or Qm"),
+        (f"{GOOD}.", "it ends in '.', pasted along; drop it"),
+        (f'{GOOD}"', "it ends in '\"', pasted along; drop it"),
+        (f"{GOOD}/", "it ends in '/', pasted along or cut off"),
+        (f"{GOOD}/http", "/http after the peer id is not known"),
+        (f"diloco:/{GOOD}?", "its token is missing after '?'"),
+        (f"diloco:/{GOOD}?token=", "its token is missing after '?'"),
+        (f"diloco:/{GOOD}?token=abc)", "its token ends in ')', pasted along"),
+        (f"diloco:/{GOOD}?tokn=abc", "ends in ?tokn=abc; expected ?token=TOKEN"),
+        (f"diloco:/{GOOD}?token=a b", "ends in ?token=a b; expected ?token=TOKEN"),
+        (f"{GOOD},/ip4/203.0.113.7", "it has no port and no peer id"),
+    ],
+)
+def test_a_damaged_address_is_refused_with_what_is_wrong(text: str, why: str) -> None:
+    reason = error_text(ConfigError, Address.parse, text)
+    assert why in reason and reason.startswith("ADDRESS=")
+
+
+def test_a_link_holds_several_addresses_and_the_token() -> None:
+    address = Address((GOOD, OTHER), "ab.c_D-9")
+    assert str(address) == f"diloco:/{GOOD},{OTHER[1:]}?token=ab.c_D-9"
+    assert Address.parse(str(address)) == address
+    assert Address.parse(f"{GOOD},{OTHER}") == Address((GOOD, OTHER))
+    assert Address.parse("@runs/mine/address") == Address(("@runs/mine/address",)), "a file with addresses"
+
+
+@given(st.text(max_size=200))
+def test_whatever_is_typed_parses_or_is_refused_in_one_line(text: str) -> None:
+    try:
+        Address.parse(text)
+    except ConfigError as error:
+        assert len(str(error)) < 600
+
+
+@given(st.integers(0, len(GOOD) - 1), st.sampled_from("/ .0lOI\x00é"))
+def test_one_wrong_character_never_raises_another_error(at: int, character: str) -> None:
+    problem(GOOD[:at] + character + GOOD[at + 1 :])
+
+
+def test_the_host_of_an_address_and_from_where_it_is_reached() -> None:
+    for where, addresses in (
+        ("loopback", "/ip4/127.0.0.1/tcp/1 /ip6/::1/tcp/1 /dns/localhost/tcp/1"),
+        ("LAN", "/ip4/192.168.1.7/tcp/1 /ip4/100.64.0.3/tcp/1"),
+        ("public", "/ip4/8.8.8.8/tcp/1 /dns/example.org/tcp/1"),
+    ):
+        assert {scope(address) for address in addresses.split()} == {where}
+    assert (host_of(GOOD), host_of("nothing")) == ("203.0.113.7", "")

@@ -1,0 +1,554 @@
+"""Composition, errors as one line, the manifest and its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from diloco.config import Config, Manifest, OuterConfig, PeerLocal, RunOwned, choices, compose, help_text
+from diloco.config.effect import refuse_ignored
+from diloco.config.explain import accepts, leaves
+from diloco.config.sizes import fragments_for
+from diloco.config.suggest import ELSEWHERE
+from diloco.errors import ConfigError
+from tests.support.changes import CHANGES, RUN_KEY, SECRETS, TOKEN
+from tests.support.errors import error_text
+
+MODULE = import_module("diloco.config.sources")
+
+# What a choice cannot do without; everything else loads as shipped.
+COMPANIONS = {
+    ("data", "text"): ["data.path=notes/"],
+    ("data", "json"): ["data.path=a.jsonl"],
+    ("data", "parquet"): ["data.path=a.parquet"],
+    ("data", "hub"): ["model=14m"],
+    ("data", "mixture"): ["data.paths.notes=notes/"],
+    ("model", "pretrained"): ["model.path=checkpoint/"],
+    **{("model", name): ["data.tokenizer=tokenizer/"] for name in choices()["model"] if name[0].isdigit()},
+}
+DEFAULT = compose()
+SHIPPED = [(group, name) for group, names in choices().items() for name in names if name != "default"]
+
+OF_PEERS = ("swarm", "sim", "volunteer", "train", "checkpoint", "eval", "wandb", "sweep")
+PEER_LOCAL = {key for key in CHANGES if key.split(".")[0] in OF_PEERS} | {
+    *("run.dir", "run.name", "run.lead", "run.report", "local.peers", "local.step_delay_s", "model.directory"),
+    *("data.path", "data.paths", "data.tokenizer_directory", "data.cache", "data.shard", "data.shards"),
+}
+# Those that need another data.source, and those whose run key is in the manifest, while they are not.
+NOT_ALONE = {"data.path", "data.paths", "data.cache", "swarm.token", "swarm.key_path"}
+OUTERS = ", ".join(choices()["outer"])
+
+# A manifest as another implementation would write it: any key order, any spaces.
+HAND_WRITTEN = """{
+  "wire_version": 9,
+  "run": {"seed": 3, "id": "golden"},
+  "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
+            "codec_up": "int8", "codec_down": "e3m0"},
+  "budget": {"tokens": null, "outer_steps": 16},
+  "model": {"path": null, "model_type": "llama", "name": "tiny",
+            "config": {"vocab_size": 256, "rms_norm_eps": 1e-05, "eos_token_id": null}},
+  "inner": {"optimizer": "adamw", "lr": 3e-3, "batch_size": 8, "betas": [0.9, 0.95], "weight_decay": 0.1,
+            "clip": 1.0, "schedule": "cosine", "warmup_steps": 25, "final_lr_ratio": 0.1},
+  "data": {"source": "stdlib", "sequence_length": 128, "tokenizer": "bytes", "field": "text", "holdout": 0.02,
+           "name": null, "subset": null, "split": "train"}
+}"""
+CANONICAL = (
+    '{"budget":{"outer_steps":16,"tokens":null},"data":{"field":"text","holdout":0.02,"name":null,"revision":null,'
+    '"sequence_length":128,"source":"stdlib","split":"train","subset":null,"tokenizer":"bytes",'
+    '"tokenizer_revision":null},"inner":{"batch_size":8,"betas":[0.9,0.95],"clip":1.0,"final_lr_ratio":0.1,'
+    '"lr":0.003,"muon_lr_ratio":1.0,"optimizer":"adamw","schedule":"cosine","warmup_steps":25,"weight_decay":0.1},'
+    '"model":{"config":{"eos_token_id":null,"rms_norm_eps":1e-05,"vocab_size":256},"model_type":"llama",'
+    '"name":"tiny","path":null,"revision":null},"outer":{"audit":0.02,"clip_factor":3.0,"codec_down":"e3m0",'
+    '"codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,"eager":false,"error_feedback":0.0,"flatten":0.0,'
+    '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
+    '"mixing":0.0,"momentum":0.9,"momentum_warmup":null,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
+    '"quorum":null,"robust":"auto","rounds":null,"spot_check":0.0,"staggered":false,"staleness_exponent":0.0,'
+    '"staleness_limit":0,"sync_every":25,"trim":0.25,"weights":"tokens"},"run":{"id":"golden","key":null,"seed":3},'
+    '"wire_version":9}'
+)
+GOLDEN_HASH = "3145666283abe889a0ae309d6c953a17aa44a53b37be1809204dde1f9097d962"
+
+
+def message(*overrides: str, base: Path | None = None) -> str:
+    return error_text(ConfigError, compose, overrides, base=base)
+
+
+def is_like(pattern: str, text: str) -> bool:
+    """Whether they are equal, where … in the pattern stands for anything."""
+    return re.fullmatch(re.escape(pattern).replace("…", ".*"), text) is not None
+
+
+# --- composition ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("group", "name"), SHIPPED)
+def test_every_shipped_choice_loads(group: str, name: str) -> None:
+    overrides = [f"{group}={name}", *COMPANIONS.get((group, name), [])]
+    config = compose(overrides)
+    assert Manifest.from_json(config.manifest().to_json()) == config.manifest()
+    assert not config.warnings()
+    refuse_ignored(config, "train", overrides)
+
+
+def test_every_group_is_shipped() -> None:
+    assert set(choices()) == {*Config.model_fields, "experiment"} - {"run"}
+    assert set(choices()["model"]) >= {"tiny", "14m", "60m", "150m", "400m", "1b"}
+    assert set(choices()["data"]) == {"stdlib", "text", "json", "parquet", "hub", "mixture"}
+
+
+def test_the_size_of_a_model_says_the_number_of_fragments() -> None:
+    sizes = {"tiny": 1, "14m": 1, "60m": 2, "150m": 5, "400m": 12, "1b": 38}
+    assert {model: compose([f"model={model}"]).outer.fragments for model in sizes} == sizes
+    for preset, fragments in (("async", 5), ("sparse", 5), ("decoupled", 24)):
+        assert compose([f"outer={preset}", "model=150m"]).outer.fragments == fragments
+    assert compose(["model=150m", "outer.fragments=3"]).outer.fragments == 3
+    assert compose(["model=pretrained", "model.path=unknown/"]).outer.fragments == 1
+    assert fragments_for({"vocab_size": "many", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 8}) == 1
+
+
+TYPED: dict[str, dict[str, object]] = {
+    "": {"run.id": "diloco", "run.dir": Path("runs/diloco")},
+    "experiment=quickstart": {"run.id": "quickstart"},
+    "run.id=mine experiment=quickstart": {"run.id": "mine"},
+    "outer.lr=0.1 model=60m outer.lr=0.2 model=14m data.tokenizer=x": {"outer.lr": 0.2, "model.name": "14m"},
+    "run.id=seven": {"run.dir": Path("runs/seven")},
+    "run.id=a run.dir=out/${run.id}-${run.seed}-${train.device}": {"run.dir": Path("out/a-0-auto")},
+    "run.id=7": {"run.id": "7"},
+    "swarm.listen=/ip4/127.0.0.1/tcp/0": {"swarm.listen": ("/ip4/127.0.0.1/tcp/0",)},
+}
+
+
+@pytest.mark.parametrize("overrides", TYPED)
+def test_what_is_typed_is_what_is_set(overrides: str) -> None:
+    config = compose(overrides.split())
+    assert {key: attrgetter(key)(config) for key in TYPED[overrides]} == TYPED[overrides]
+
+
+def test_any_argument_of_the_transformers_config_can_be_set() -> None:
+    config = compose(["model.config.rope_scaling.factor=2", "model.config.hidden_size=64"])
+    assert (config.model.config["rope_scaling"], config.model.config["hidden_size"]) == ({"factor": 2}, 64)
+    with pytest.raises(ValidationError):
+        config.outer.lr = 1.0  # type: ignore[misc]
+
+
+def test_yaml_read_back_is_the_same_configuration(tmp_path: Path) -> None:
+    """Over which settings and groups are replaced."""
+    file, text = tmp_path / "config.yaml", ["data=text", "data.path=notes/"]
+    for overrides in ([], ["experiment=quickstart"], ["data=hub", "model=14m"], ["outer.momentum=0.5", *text]):
+        file.write_text(compose(overrides).to_yaml())
+        assert compose(base=file) == compose(overrides)
+    assert compose(["data=stdlib", "outer.lr=0.3"], base=file) == compose(["outer.momentum=0.5", "outer.lr=0.3"])
+
+
+def test_one_composition_leaves_no_trace_in_the_next(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(DEFAULT.to_yaml())
+    for base in (None, tmp_path / "config.yaml"):
+        compose(["model=tiny", "model.config.hidden_size=64", "inner.betas=[0.5,0.5]", "run.dir=x"], base=base)
+        assert compose(["model=tiny"], base=base) == DEFAULT
+
+
+def test_a_package_without_configs_says_so_or_has_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An installed package carries them inside."""
+    monkeypatch.setattr(MODULE, "__file__", str(tmp_path / "diloco" / "config" / "sources.py"))
+    assert "configs directory is missing" in message()
+    inside = tmp_path / "diloco" / "_configs"
+    inside.mkdir(parents=True)
+    (inside / "config.yaml").touch()
+    assert MODULE._package() == inside
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
+def test_every_setting_has_a_description_and_is_in_the_help() -> None:
+    text = help_text()
+    for key, field in leaves(Config):
+        assert field.description, key
+        assert f"  {key}=" in text
+        assert field.description in text
+    assert all(accepts(dict(leaves(Config)), key) for key in ELSEWHERE), "what words of other programs stand for"
+
+
+def test_every_setting_is_of_the_run_or_of_the_peer() -> None:
+    """By its type, and so is every change of these tests."""
+    manifest = dict(leaves(Manifest))
+    for group, field in Config.model_fields.items():
+        kind: Any = field.annotation
+        for name in kind.model_fields:
+            owner = next(base for base in reversed(kind.__mro__) if name in getattr(base, "model_fields", {}))
+            assert issubclass(owner, RunOwned) == (f"{group}.{name}" in manifest), f"{group}.{name}"
+            assert issubclass(owner, PeerLocal) != issubclass(owner, RunOwned)
+    assert set(CHANGES) == {key for key, _ in leaves(Config)}
+    assert set(CHANGES) - PEER_LOCAL == set(manifest) - {"wire_version"}
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+# What people type, of other programs or in error, and what we call it.
+WORDS = {
+    "H outer.H local_steps sync_every": "outer.sync_every",
+    "steps max_steps train.steps outer.steps budget.steps": "budget.outer_steps",
+    "tokens max_tokens epochs": "budget.tokens",
+    "peers num_peers workers": "local.peers",
+    "batch_size data.batch_size train.batch_size per_device_train_batch_size inner.batchsize": "inner.batch_size",
+    "lr learning_rate train.lr": "inner.lr or outer.lr",
+    "inner_lr inner.learning_rate": "inner.lr",
+    "outer.learning_rate outr.lr ~outer.lrr": "outer.lr",
+    "optimizer": "inner.optimizer or outer.optimizer",
+    "momentum": "outer.momentum",
+    "seq_len data.seq_len block_size model.seq_len": "data.sequence_length",
+    "seed local.seed": "run.seed",
+    "run_id": "run.id",
+    "output_dir dir": "run.dir",
+    "dtype precision": "train.precision",
+    "eval_every eval_steps eval.steps": "eval.every",
+    "save_steps checkpoint_every": "checkpoint.every",
+    "grad_clip": "inner.clip",
+    "port listen": "swarm.listen",
+    "modle": "model",
+    "model.confg.x": "model.config.x",
+    "model.hidden_size hidden_size model.dim model.n_embd": "model.config.hidden_size",
+    "model.layers model.n_layer model.num_hiddn_layers n_layer": "model.config.num_hidden_layers",
+    "model.vocab_size": "model.config.vocab_size",
+}
+
+
+@pytest.mark.parametrize(("typed", "meant"), WORDS.items())
+def test_the_word_of_another_program_finds_ours(typed: str, meant: str) -> None:
+    for word in typed.split():
+        said = message(word if word.startswith("~") else f"{word}=1")
+        assert said == f"{word.removeprefix('~')} is not a setting; did you mean {meant}?"
+
+
+# Arguments, and what is said of them: * is the first of them, and … is anything.
+MISTAKES = {
+    "qqq.zzz=1": "qqq.zzz is not a setting; --cfg help lists them all",
+    "outer=foo": f"* is not a choice; expected one of {OUTERS}",
+    "outer=dilco": f"* is not a choice (did you mean diloco?); expected one of {OUTERS}",
+    "outer.lr=-1": "* is out of range; expected a number > 0 and <= 10",
+    "outer.momentum=1.0": "* is out of range; expected a number >= 0 and < 1",
+    "inner.warmup_steps=1.5": "* is not valid; expected a whole number of steps, or a part below 1",
+    "outer.lr=abc": "* is not valid; expected a number > 0 and <= 10",
+    "outer.lr=nan": "* is not valid; expected a number > 0 and <= 10",
+    "outer.lr=": '*"" is not valid; expected a number > 0 and <= 10',
+    "outer.lr=-1 inner.lr=-1": "… (and 1 more)",
+    "outer.fragments=2.5": "* is not valid; expected a whole number >= 1 and <= 65536",
+    "outer.fragments=true": "* is not valid; expected a whole number >= 1 and <= 65536",
+    "outer.codec_up=int4": "* is not installed here (did you mean int8?); expected one of fp32, fp16, int8, e3m0, "
+    "stat2, topk, or ask whoever started the run which package has it",
+    "outer.overlap=101": "* is more than the 100 inner steps from one exchange of a fragment to its next "
+    "(outer.sync_every); lower it",
+    "outer.grace_s=1": "*.0 needs a quorum after which it begins; set outer.quorum",
+    "outer.grace_slack=0.5": "* needs a quorum after which it begins; set outer.quorum",
+    "outer.codec_up=topk": "outer.momentum=0.7 does not go with *; set outer.momentum=0",
+    "outer.staleness_limit=3": "* has no effect when a version waits for every peer; set outer.quorum, or drop it",
+    "outer.delay=4": "* has no effect with outer.optimizer=nesterov; drop it",
+    "outer.lr_by_peers={0:1}": "outer.lr_by_peers has 0: 1.0; expected a number of peers and a learning rate up to 10",
+    "sim.step_s=[1,a]": "* is not valid; expected a list, each a number >= 0 and <= 86400",
+    "sim.events=[crash]": "* is not valid; expected a list, each crash:PEER@SECOND, leave:... or join:...",
+    "train.device=gpu": "* is not valid; expected auto, cpu, cuda[:N], xpu[:N] or mps",
+    "train.threads=0": "* is out of range; expected a whole number >= 1 and <= 1024, or null",
+    "inner.betas=[1,2,3]": "* is not valid; expected a list of 2, each a number >= 0 and < 1",
+    "inner.betas=[0.9,0.95": "* cannot be parsed (…); check brackets and quotes",
+    "run.dir=": '*"" is not valid; expected a directory',
+    "run.id=../x": "* is not valid; expected 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit",
+    "swarm.listen=localhost:80": "* is not valid; expected a list, each a multiaddr such as /ip4/0.0.0.0/tcp/4100",
+    "swarm.listen=[]": "* is not valid; expected a list, each a multiaddr such as /ip4/0.0.0.0/tcp/4100",
+    "swarm.initial_peers=[/ip4/127.0.0.1/tcp/4100]": "* is not valid; expected a list, each an address with a peer id…",
+    "swarm.initial_peers=@": "* is not valid; expected …",
+    "outer.lr": "* is not a setting; write KEY=VALUE or GROUP=CHOICE",
+    "outer.lr=0.1,0.2": "* is several values; give one value, or a list in brackets: 'outer.lr=[0.1,0.2]'",
+    "run.dir=${run.idd}": "run.dir: Interpolation key 'run.idd' not found",
+    "model.config.x=inf": "model.config holds nan or an infinity; use finite numbers",
+    "run.key=abc": "…* is not valid; expected 64 hexadecimal digits…",
+    "swarm.token=a,b": "…several values…",
+    "swarm.token='a b'": "…is not valid; expected the token of an invitation…",
+    "swarm.token=abc": "…the token of the invitation cannot be read…",
+    "swarm.token=@missing": "…* cannot be read: No such file…",
+    "swarm.key_path=missing": "…* cannot be read: No such file…",
+    "swarm.key_path=README.md": "…*…",
+    # Settings that contradict each other.
+    "budget.outer_steps=null": "budget.outer_steps and budget.tokens are both null, so the run would never "
+    "end; set one",
+    "local.step_delay_s=[1,2]": "local.step_delay_s has 2 values for local.peers=4; give one per peer or []",
+    "data.path=x": "* has no effect with data.source=stdlib; drop it, or add data=text, data=json or data=parquet",
+    "data.path=[x,y]": "* has no effect with data.source=stdlib; drop it, or add data=text, data=json or data=parquet",
+    "data=text": "data.source=text needs files; set data.path=FILE_OR_DIRECTORY",
+    "data.name=c4 data=text data.path=x": "* has no effect with data.source=text; drop it, or use data=hub",
+    "data.source=hub": "* needs a dataset; set data.name=NAME, such as data.name=allenai/c4",
+    "data.shard=0": "data.shard and data.shards belong together; set both or neither",
+    "data.shard=2 data.shards=2": "* does not exist with data.shards=2; expected 0 to 1",
+    "model.path=x": "* together with model.config (from model=tiny) leaves open which one counts; "
+    "add model=pretrained, or drop model.path",
+    "model=pretrained": "model.path and model.config are both empty; set model.path=DIRECTORY or choose model=NAME",
+    "model.config.vocab_size=255": "* cannot hold bytes; data.tokenizer=bytes needs at least 256",
+    "data.sequence_length=2048": "* is longer than model.config.max_position_embeddings=1024; "
+    "lower the one or raise the other",
+    "inner.warmup_steps=10000": "* is not over when the run ends after 10000 inner steps "
+    "(budget.outer_steps x outer.sync_every); lower it, or give it as a part of the run, such as 0.25",
+    "inner.warmup_steps=100 budget.outer_steps=null budget.tokens=102400": "* is not over when the run ends after 100 "
+    "inner steps (budget.tokens / (inner.batch_size x data.sequence_length)); lower it, or give it as a part of the "
+    "run, such as 0.25",
+}
+
+
+@pytest.mark.parametrize(("typed", "expected"), MISTAKES.items())
+def test_a_mistake_is_one_line_with_value_and_remedy(typed: str, expected: str) -> None:
+    overrides = shlex.split(typed)
+    said = message(*overrides)
+    assert is_like(expected.replace("*", overrides[0]), said), said
+
+
+DOUBTS = {
+    "budget.tokens=9": "budget.outer_steps=100 and budget.tokens=9 are both set; the first one reached ends the "
+    "run (null switches one off)",
+    "model=60m": "data.tokenizer=bytes uses 256 of model.config.vocab_size=32000; set "
+    "data.tokenizer=TinyLlama/TinyLlama_v1.1, which is on the hub, or model.config.vocab_size=256",
+    "model.config.vocab_size=5000": "data.tokenizer=bytes uses 256 of model.config.vocab_size=5000; set "
+    "data.tokenizer=NAME or DIRECTORY, or model.config.vocab_size=256",
+    "swarm.initial_peers=/ip4/203.0.113.7/tcp/1/p2p/x": "swarm.initial_peers is on another machine but swarm.listen "
+    "only on this one; add swarm=network, so that the others can connect to this peer",
+    "swarm.initial_peers=@runs/mine/address": None,  # a file that a peer will write
+}
+
+
+@pytest.mark.parametrize(("typed", "doubt"), DOUBTS.items())
+def test_settings_in_doubt_are_named_once(typed: str, doubt: str | None) -> None:
+    assert compose([typed]).warnings() == ([] if doubt is None else [doubt])
+
+
+def test_a_group_can_be_built_from_typed_values_alone() -> None:
+    typed = {"method": "diloco", "sync_every": 5}
+    assert OuterConfig.parse({**typed, "lr": 1}).lr == 1.0
+    with pytest.raises(ConfigError, match=r"^lr=-1 is out of range; expected a number > 0 and <= 10$"):
+        OuterConfig.parse({**typed, "lr": -1})
+    for word, meant in (("learning_rate", "lr"), ("H", "sync_every")):
+        with pytest.raises(ConfigError, match=rf"^{word} is not a setting; did you mean {meant}\?$"):
+            OuterConfig.parse({**typed, word: 1})
+
+
+@pytest.mark.parametrize(
+    ("outer", "modes"),
+    [
+        ({}, "barrier lockstep judged_together"),
+        ({"staggered": True}, "barrier judged_together"),
+        ({"overlap": 5}, "barrier judged_together"),
+        ({"overlap": 10}, "barrier round_late judged_together"),
+        ({"codec_up": "fp32"}, "barrier lockstep"),
+        ({"codec_up": "fp32", "robust": "clip"}, "barrier lockstep judged_together"),
+        ({"robust": "none"}, "barrier lockstep"),
+        ({"quorum": 1}, ""),
+        ({"quorum": 1, "robust": "clip"}, ""),
+    ],
+)
+def test_the_outer_settings_say_which_mode_they_are(outer: dict[str, Any], modes: str) -> None:
+    parsed = OuterConfig.parse({"method": "diloco", "sync_every": 10, **outer})
+    asked = ("barrier", "lockstep", "round_late", "judged_together")
+    assert [mode for mode in asked if getattr(parsed, mode)] == modes.split()
+
+
+def test_saved_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    def said(text: str) -> str:
+        (tmp_path / "file").write_text(text)
+        return message(base=tmp_path / "file").replace(str(tmp_path / "file"), "FILE")
+
+    assert message(base=tmp_path / "missing") == f"{tmp_path / 'missing'} cannot be read: No such file or directory"
+    assert message(base=tmp_path).startswith(f"{tmp_path} cannot be read: ")
+    assert said("a: b: c").startswith("FILE is not YAML: ")
+    assert said("just text") == "FILE is not a configuration; expected the config.yaml of a run directory"
+    newer = "f a newer diloco wrote FILE, use that one, or delete the key from the file"
+    saved = DEFAULT.to_yaml()
+    assert is_like(f"surprise is not a setting; …; i{newer}", said(f"{saved}surprise: 1\n"))
+    telepathy = said(saved.replace("outer:\n", "outer:\n  telepathy: true\n"))
+    assert telepathy == f"outer.telepathy is not a setting; did you mean outer.delay? I{newer}"
+    assert message("sim.mode=toy").startswith("sim.mode is not a setting; ")
+    earlier = saved.replace("sim:\n", "sim:\n  mode: train\n")  # which had that setting, and still loads
+    assert "mode: train" in earlier
+    (tmp_path / "file").write_text(earlier)
+    assert compose(base=tmp_path / "file") == DEFAULT
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+def test_the_hash_of_a_manifest_is_golden() -> None:
+    """So it is the same in every process, and does not depend on the order of keys."""
+    manifest = Manifest.from_json(HAND_WRITTEN)
+    assert manifest.to_json() == CANONICAL
+    assert manifest.hash() == hashlib.sha256(CANONICAL.encode()).hexdigest() == GOLDEN_HASH
+    assert Manifest.from_json(manifest.to_json(indent=2)) == manifest
+    backwards = json.loads(HAND_WRITTEN, object_pairs_hook=lambda pairs: dict(reversed(pairs)))
+    assert Manifest.from_json(json.dumps(backwards)).hash() == GOLDEN_HASH
+
+
+@pytest.mark.parametrize("key", [key for key in CHANGES if key not in PEER_LOCAL and CHANGES[key]])
+def test_a_change_of_the_run_changes_the_hash_and_is_named(key: str) -> None:
+    before, after = DEFAULT.manifest(), compose(CHANGES[key]).manifest()
+    assert after.hash() != before.hash()
+    assert any(line.startswith(key) for line in after.differences(before))
+
+
+@pytest.mark.parametrize("keys", [PEER_LOCAL - NOT_ALONE - {"local.step_delay_s"}, {"local.step_delay_s"}])
+def test_no_change_of_a_peer_reaches_the_manifest(keys: set[str]) -> None:
+    config = compose([override for key in sorted(keys) for override in CHANGES[key]])
+    for key in keys:
+        assert attrgetter(key)(config) != attrgetter(key)(DEFAULT), key
+    assert config.manifest() == DEFAULT.manifest()
+    assert config.manifest().hash() == DEFAULT.manifest().hash()
+
+
+def test_where_the_data_lies_is_not_in_the_manifest() -> None:
+    kinds = (["data.path=mine/"], ["data.path=[theirs/,more/]"], ["data.path=mine/", "data.cache=tokens/"])
+    first, *others = (compose(["data=text", *places]).manifest() for places in kinds)
+    assert {first.hash()} == {other.hash() for other in others}
+    assert "mine/" not in first.to_json()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [f"swarm.token={TOKEN.to_text()}", *CHANGES["swarm.token"], *CHANGES["swarm.key_path"]],
+    ids=["token", "token file", "key"],
+)
+def test_an_invitation_and_the_private_key_say_the_run_key(override: str) -> None:
+    assert compose([override]).run.key == RUN_KEY.public.hex() == compose([override, override]).run.key
+    said = message(override, *CHANGES["run.key"])
+    assert is_like(f"run.key=0123… is not the key of swarm.…, which is {RUN_KEY.public.hex()}…", said)
+
+
+def test_a_token_is_used_and_never_written_down() -> None:
+    assert "the token of the invitation cannot be read" in message(f"swarm.token={TOKEN.to_text()[:-1]}")
+    config = compose([f"swarm.token={TOKEN.to_text()}"])
+    assert config.swarm.token == TOKEN.to_text() == config.adopt(config.manifest()).swarm.token
+    written = (config.to_yaml(), repr(config), str(config), str(config.model_dump(mode="json")))
+    assert not any(TOKEN.to_text()[-20:] in text for text in written)
+    assert f"token: '@{SECRETS.name}/token'" in compose(CHANGES["swarm.token"]).to_yaml()
+
+
+def test_differences_name_each_key_with_both_values() -> None:
+    here = compose(["outer.lr=0.7", "model.config.rope_theta=5000", "run.id=a"]).manifest()
+    there = compose(["outer.lr=0.4", "inner.betas=[0.9,0.99]", "run.id=b"]).manifest()
+    assert here.differences(there) == [
+        "inner.betas: [0.9, 0.95] here, [0.9, 0.99] there",
+        "model.config.rope_theta: 5000 here, not set there",
+        "outer.lr: 0.7 here, 0.4 there",
+        "run.id: a here, b there",
+    ]
+    assert here.differences(here) == []
+
+
+def test_a_joiner_adopts_the_run_and_keeps_its_own_half() -> None:
+    mine = compose(["train.threads=2", "run.dir=mine", "outer.lr=0.1", "run.seed=9"])
+    theirs = compose(["experiment=quickstart"]).manifest()
+    joined = mine.adopt(theirs)
+    assert joined.manifest() == theirs
+    assert (joined.train.threads, joined.run.dir) == (2, Path("mine"))
+    with pytest.raises(ConfigError, match=r"does not fit this peer: data.source=text needs files"):
+        mine.adopt(compose(["data=text", "data.path=x"]).manifest())
+
+
+# --- a manifest from somebody else ------------------------------------------------------------------------------------
+def refused(text: str) -> str:
+    shown = error_text(ConfigError, Manifest.from_json, text)
+    assert len(shown) < 700
+    return shown
+
+
+def edited(key: str, *value: object) -> str:
+    """The hand-written manifest with this value of a key, or without the key."""
+    content = json.loads(HAND_WRITTEN)
+    group, _, name = key.rpartition(".")
+    node = content[group] if group else content
+    node.pop(name, None)
+    node.update([(name, one) for one in value])
+    return json.dumps(content)
+
+
+NOT_OURS = "this diloco speaks 9; install the same version on all peers"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", " is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("[]", " is not a JSON object"),
+        ("[" * 60000, " is not JSON: "),
+        ("1" * 60000, " is not JSON: "),
+        (" " * 70000, " has 70000 characters; at most 65536 are accepted"),
+        ('{"wire_version": NaN}', " is not JSON: NaN is not a number"),
+        ("{}", f" has wire version null, {NOT_OURS}"),
+        (edited("wire_version", 1), f" has wire version 1, {NOT_OURS}"),
+        (edited("wire_version", True), f" has wire version true, {NOT_OURS}"),
+        (edited("wire_version", 5.0), f" has wire version 5.0, {NOT_OURS}"),
+        (edited("outer"), ": outer is missing; expected a group of settings"),
+        (edited("outer.method"), ": outer.method is missing; expected one of diloco, data_parallel"),
+        (edited("outer.surprise", 1), ": outer.surprise is not a setting; "),
+        (edited("run.dir", "/etc"), ": run.dir is not a setting; "),
+        (edited("run.id", "a\x1b[31m\n"), ': run.id="a\\u001b[31m\\n" is not valid; '),
+        (edited("run.id", "x" * 60000), ": run.id=xxx"),
+        (edited("inner.lr", "1"), ": inner.lr=1 is not valid; "),
+        (edited("outer.fragments", 10**9), ": outer.fragments=1000000000 is out of range; "),
+        (edited("data.name", "a\x1b\nb"), ": "),
+        (HAND_WRITTEN.replace("3e-3", "1e999"), ": inner.lr="),
+        (HAND_WRITTEN.replace("1e-05", "1e999"), ": model.config holds nan or an infinity"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_an_invalid_manifest_is_refused_with_the_reason(text: str, expected: str) -> None:
+    assert refused(text).startswith(f"manifest{expected}")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+SETTINGS = [key for key, _ in leaves(Manifest)]
+NEW = st.lists(st.sampled_from(["run", "outer", "lr", "config", "model", "x\n", "é", ""]), max_size=3)
+
+
+def accepted(text: str) -> bool:
+    """Whether a manifest is taken, and whole; if not, the reason can be shown."""
+    try:
+        manifest = Manifest.from_json(text)
+    except ConfigError as error:
+        assert str(error).isprintable()
+        return False
+    assert Manifest.from_json(manifest.to_json()).hash() == manifest.hash()
+    return True
+
+
+@given(st.sampled_from(SETTINGS), JSON)
+@settings(max_examples=300)
+def test_any_value_anywhere_is_taken_whole_or_refused(key: str, value: object) -> None:
+    accepted(edited(key, value))
+
+
+@given(NEW, JSON)
+def test_any_key_anywhere_is_taken_whole_or_refused(path: list[str], value: object) -> None:
+    content = node = json.loads(HAND_WRITTEN)
+    for part in path:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            break
+        node = child
+    node["new"] = value
+    if accepted(json.dumps(content)):
+        assert path[:2] == ["model", "config"], "the one place that takes any key"
+
+
+@pytest.mark.parametrize("data", ["data=stdlib", "data=text data.path=notes", "data=hub"])
+def test_a_model_of_somebody_else_brings_its_tokenizer(data: str) -> None:
+    commit = "a1" * 20
+    for typed, place in (
+        ("model.path=saved/", ("saved/", None)),
+        (f"model.path=org/model@{commit}", ("org/model", commit)),
+        (f"model.path=org/model model.revision={commit}", ("org/model", commit)),
+        ("model.path=saved/ data.tokenizer=bytes", ("bytes", None)),
+    ):
+        assert compose(["model=pretrained", *data.split(), *typed.split()]).data.tokenizer_place == place
+    assert compose(data.split()).data.tokenizer == ("TinyLlama/TinyLlama_v1.1" if data == "data=hub" else "bytes")

@@ -1,0 +1,181 @@
+"""A manifest of somebody else: what it may ask of a volunteer's machine, and what the volunteer is asked."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+from rich.console import Console
+
+from diloco import hub
+from diloco.cli import consent as asking
+from diloco.cli.stages import Stages
+from diloco.config import Manifest, compose
+from diloco.config.foreign import check_foreign, sources_of
+from diloco.errors import ConfigError, DataError
+from diloco.swarm.visit.look import parse_manifest
+from diloco.train.machine import inspect_machine
+from diloco.train.memory import fit_micro_batch, memory_need
+from tests.support.errors import error_text
+
+COMMIT = "a1" * 20
+ON_THE_HUB = [
+    "data=hub", "data.name=org/set", f"data.revision={COMMIT}", "data.subset=en", "data.tokenizer=org/words",
+    f"data.tokenizer_revision={COMMIT}", "model=pretrained", "model.path=org/model", f"model.revision={COMMIT}",
+]  # fmt: skip
+
+
+def manifest(*overrides: str, **edits: Any) -> str:
+    """The text of a manifest; an edit such as `data__name` changes it in a way that no honest peer would."""
+    content = json.loads(compose(["experiment=quickstart", *overrides]).manifest().to_json())
+    for key, value in edits.items():
+        group, name = key.split("__")
+        content[group][name] = value
+    return json.dumps(content)
+
+
+def test_a_run_of_this_package_or_of_a_commit_can_be_joined() -> None:
+    for overrides in ([], ON_THE_HUB, ["data=text", "data.path=mine/"]):
+        assert parse_manifest(manifest(*overrides)).run.id == "quickstart"
+
+
+NAMES = ("/home/alice/notes", "../notes", "json", "org/../notes")
+NO_NAME, HIDDEN = " of the run is no name on the Hugging Face hub", "of the run holds characters that nobody can see"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "edits", "why"),
+    [
+        ([], {"model__path": "/home/alice/private", "model__config": {}}, "model.path=/home/alice/private of the run"),
+        *((["data=hub"], {"data__name": name}, f"data.name={name}{NO_NAME}") for name in NAMES),
+        (["data=hub"], {"data__name": "hf://datasets/org/set"}, NO_NAME),
+        ([], {"data__tokenizer": "/home/alice/.cache"}, f"data.tokenizer=/home/alice/.cache{NO_NAME}"),
+        ([], {"data__tokenizer": "org/words"}, "data.tokenizer=org/words of the run has no commit"),
+        (["data=hub"], {}, "data.name=allenai/c4 of the run has no commit, so nobody knows what will be fetched; "),
+        (ON_THE_HUB, {"model__revision": "main"}, "model.revision=main is not valid; expected a commit"),
+        (ON_THE_HUB, {"data__split": "train\u202e"}, HIDDEN),
+        (ON_THE_HUB, {"data__subset": "\x1b]0;owned\x07"}, HIDDEN),
+    ],
+)
+def test_a_manifest_with_paths_of_ours_is_refused(overrides: list[str], edits: dict[str, Any], why: str) -> None:
+    assert why in error_text(ConfigError, parse_manifest, manifest(*overrides, **edits))
+
+
+def test_a_name_that_is_also_a_path_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "set").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"^data\.name=org/set of the run is also a path here"):
+        check_foreign(Manifest.from_json(manifest(*ON_THE_HUB)))
+
+
+def test_nothing_that_was_written_is_interpolated(tmp_path: Path) -> None:
+    for text in ("${oc.env:HOME}", "x${bad", "${run.id}"):
+        escaped = manifest(data__tokenizer=text).replace("$", "\\u0024")
+        for one in (manifest(data__tokenizer=text), escaped, manifest(model__config={text: 1, "vocab_size": 256})):
+            with pytest.raises(ConfigError, match=r"^manifest holds \$\{"):
+                Manifest.from_json(one)
+    file = tmp_path / "config.yaml"
+    file.write_text(compose([]).to_yaml().replace("tokenizer: bytes", "tokenizer: ${oc.env:HOME}"))
+    with pytest.raises(ConfigError, match=r"config\.yaml holds \$\{\.\.\.\}, which is resolved in configs/ only"):
+        compose([], base=file)
+
+
+@pytest.mark.parametrize("depth", [100, 900, 9000])
+def test_a_manifest_of_any_depth_is_taken_or_refused(depth: int) -> None:
+    deep = '"x": ' + '{"a":' * depth + "1" + "}" * depth
+    try:
+        parse_manifest(json.dumps(json.loads(manifest())).replace('"vocab_size": 256', deep))
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+def test_who_starts_a_run_that_nobody_can_join_is_told() -> None:
+    assert any("nobody can join this run" in line for line in compose(["data=hub", "swarm=network"]).warnings())
+    for fine in (["data=hub"], ["swarm=network"], [*ON_THE_HUB, "swarm=network"]):
+        assert not any("nobody can join" in line for line in compose(fine).warnings())
+
+
+def test_a_batch_that_fits_no_memory_is_refused_beforehand() -> None:
+    machine = inspect_machine("cpu")
+    sizes = ("inner.batch_size", "data.sequence_length", "model.config.max_position_embeddings")
+    huge = compose([f"{key}=1048576" for key in sizes])
+    with pytest.raises(ConfigError, match="this machine is too small for the run"):
+        fit_micro_batch(memory_need(huge, machine), machine, huge.inner.batch_size)
+
+
+def test_the_quick_start_asks_nothing_and_all_else_is_named() -> None:
+    assert not asking.needs_consent(compose(["experiment=quickstart"]))
+    found = {source.what: source for source in sources_of(compose(ON_THE_HUB).manifest())}
+    assert set(found) == {"model", "data", "tokenizer"}
+    assert {source.publisher for source in found.values()} == {"org"}
+    assert asking.needs_consent(compose(["data=text", "data.path=mine/"]))
+
+
+def test_what_will_be_fetched_trained_and_sent_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def terms(*overrides: str) -> dict[str, str]:
+        return dict(asking.terms(compose(overrides), 36_000_000, 2e9, "CPU"))
+
+    monkeypatch.setattr(hub, "size_at", lambda key, name, revision, files: 123_000_000)
+    shown = terms(*ON_THE_HUB)
+    assert shown["run"] == "diloco: anybody may have started it, and anybody may join"
+    assert shown["model"] == "org/model at a1a1a1a1a1a1, published by org, 123 MB, 36.0M parameters"
+    assert shown["data"].startswith("org/set at a1a1a1a1a1a1, published by org, en, train; fetched piece by piece")
+    assert shown["tokenizer"] == "org/words at a1a1a1a1a1a1, published by org, 123 MB"
+    assert shown["here"].startswith("trains on CPU, in some 2.0 GB of memory, until Ctrl+C; writes to ")
+    assert "parts of the text that it trained on can be read out of that" in shown["sends"]
+    own = terms("data=text", "data.path=diary.txt", f"run.key={'ab' * 32}")
+    assert own["data"] == "YOUR files: diary.txt" and own["model"].startswith("tiny, random weights")
+    assert own["run"] == "diloco: its owner, who has key abababababababab, signed these settings"
+
+
+def test_a_volunteer_agrees_on_a_terminal_or_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(["data=text", "data.path=diary.txt"])
+
+    def ask(typed: str | None, yes: bool = False) -> str:
+        """What is shown; `typed` is the answer on a terminal, None where there is none."""
+        stdin = io.StringIO()
+        stdin.isatty = lambda: typed is not None  # type: ignore[method-assign]
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setattr(click, "confirm", lambda text, default: typed == "y")
+        asking.consent(Console(file=(screen := io.StringIO()), width=200), config, 1, 1.0, "CPU", yes)
+        return screen.getvalue()
+
+    assert "YOUR files: diary.txt" in ask("y")
+    assert "YOUR files: diary.txt" in ask(None, yes=True)
+    with pytest.raises(ConfigError, match="nothing was fetched, and this machine has not joined"):
+        ask("n")
+    with pytest.raises(ConfigError, match=r"no terminal to ask on; if you agree with the above, add --yes$"):
+        ask(None)
+
+
+def test_a_question_pauses_the_stages() -> None:
+    stages = Stages(Console(file=io.StringIO(), force_terminal=True), ["machine"])
+    with stages:
+        assert stages._live is not None
+        with stages.paused():
+            assert not stages._live.is_started
+        assert stages._live.is_started
+
+
+def test_files_of_a_commit_are_weighed_before_they_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    sizes = {"config.json": 700, "a.safetensors": 10**18}
+    info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()])
+    asked: list[dict[str, Any]] = []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **given: asked.append(given) or info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
+    assert hub.size_at("model.path", "org/model", COMMIT, hub.MODEL_FILES) == 10**18 + 700
+    assert hub.files_at("model.path", "org/model", COMMIT, ("config.json",)) == tmp_path
+    assert asked[-1]["revision"] == COMMIT and asked[-1]["files_metadata"] is True
+    with pytest.raises(DataError, match=r"^model\.path: org/model has 1000000000\.0 GB, and .* has room for"):
+        hub.files_at("model.path", "org/model", COMMIT, hub.MODEL_FILES)
+    with pytest.raises(DataError, match=r"config\.json of org/model has 700 bytes, and no honest one has"):
+        hub.files_at("model.path", "org/model", COMMIT, ("config.json",), 600)

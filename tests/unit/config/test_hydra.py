@@ -1,0 +1,395 @@
+"""Hydra as its users know it: the commands of its documentation, folders of one's own, and what is not ours."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from diloco.config import Config, Start, choices, compose, files, refuse_ignored
+from diloco.config.compose import compose_tree
+from diloco.config.sources import search_path, stamp
+from diloco.config.sweeps import plan_sweep
+from diloco.errors import ConfigError
+from diloco.train.__main__ import _start
+from tests.support.errors import error_text
+from tests.support.exit_codes import exit_code
+from tests.support.places import ROOT
+
+PACKAGE = ROOT / "configs"
+README = (PACKAGE / "README.md").read_text()
+
+# Command, and a part of what it prints. With ! it is refused, and the text says what to type instead.
+COMMANDS = [
+    ("diloco train outer.lr=0.5 --cfg job -p outer.lr", "0.5"),
+    ("diloco train +model.config.attention_dropout=0.1 --cfg job -p model.config.attention_dropout", "0.1"),
+    ("diloco train +outer.lr=0.5", "! +outer.lr=0.5 adds a key, but outer.lr is there already; write outer.lr=0.5"),
+    ("diloco train ++outer.lr=0.5 --cfg job -p outer.lr", "0.5"),
+    ("diloco train outer=async_nesterov ~outer.lr --cfg job -p outer.lr", "0.75"),
+    ("diloco train 'sim.step_s=[1,2]' local.peers=2 --cfg job -p sim.step_s", "- 1.0\n- 2.0"),
+    ("diloco train 'run.dir=runs/${oc.env:LAB}-${run.id}' --cfg job -p run.dir", "runs/north-diloco"),
+    ("diloco train 'run.dir=runs/${now:%Y}/${hydra:job.name}' --cfg job -p run.dir", r"runs/\d{4}/diloco"),
+    ("diloco train model=14m --cfg job -p model.name", "14m"),
+    ("diloco train 'experiment=[smoke,night]' --cfg job -p eval.every", "7"),
+    ("diloco train train=h100 --cfg job -p train.threads", "3"),
+    ("diloco train +lab=north --cfg job -p wandb.entity", "north"),
+    ("diloco train lab=north", "! lab=north: lab is not in the defaults list of config.yaml; write +lab=north"),
+    ("diloco train --config-dir shared wandb=team --cfg job -p wandb.project", "team"),
+    ("diloco train --config-name paper --cfg job -p run.id", "paper"),
+    ("diloco train --config-path conf", "! --config-path has no use with diloco; write --config-dir DIR"),
+    ("diloco train --cfg hydra --package hydra.job", "# @package hydra.job\n"),
+    ("diloco train --cfg hydra --resolve -p hydra.sweep.dir", r"multirun/\d{4}-"),
+    ("diloco train --cfg all", r"hydra:\n(.|\n)*\nrun:\n"),
+    ("diloco train --info searchpath", r"HERE/configs +\|\n(.|\n)*diloco +\| file://PACKAGE"),
+    ("diloco train --info defaults-tree", "experiment: null"),
+    ("diloco train --info defaults outer=two_bit", r"outer/diloco +\| outer +\| False +\| outer/two_bit"),
+    ("diloco train -m outer.lr=1,-1", "! outer.lr=-1 is out of range"),
+    ("diloco sweep outer.lr=0.5,0.7 'run.seed=range(0,2)' --dry-run", r"(pending .*\n){4}"),
+    ("diloco sweep 'outer.lr=choice(0.5,0.7)' 'model=glob(t*)' --dry-run", r"(pending .*model=tiny.*\n){2}"),
+    ("diloco sweep experiment=lr-sweep --dry-run", r"(pending .*\n){4}"),
+    ("diloco sweep --config-name paper --dry-run", r"(pending .*--config-name paper.*\n){2}"),
+    ("diloco local experiment=lr-sweep", "! hydra.sweeper.params is for a sweep; add --multirun, or hydra.mode=RUN"),
+    ("diloco sweep hydra/sweeper=optuna 'inner.lr=interval(1e-4,1e-2)' --dry-run", "optuna chooses inner.lr"),
+    ("diloco sweep outer.lr=1,2 hydra/launcher=submitit_slurm --dry-run", "members run with submitit_slurm"),
+    ("diloco sweep outer.lr=1,2 hydra/launcher=joblib --dry-run", "! .*joblib .*pip install 'hydra-joblib-launcher'"),
+    ("diloco sweep outer.lr=1,2 hydra.sweep.dir=there --dry-run", r"run.dir=there/1-lr2"),
+    ("diloco sweep outer.lr=1,2 'hydra.sweep.subdir=${hydra:job.num}_${outer.lr}' --dry-run", r"run.dir=\S*/1_2\n"),
+    ("diloco sweep 'hydra.sweeper.params={outer.lr: 1}'", "! hydra.sweeper.params is for a file; here what varies is"),
+    ("diloco train hydra.run.dir=there --cfg job -p run.dir", "there"),
+    ("diloco train outer.lr=1 'run.dir=r/${hydra:job.override_dirname}' --cfg job -p run.dir", "r/outer.lr=1\n"),
+    ("diloco train hydra.run.dir=there run.dir=here", "! hydra.run.dir=there and run.dir=here are one setting; drop"),
+    ("diloco train hydra.job.chdir=true", "! hydra.job.chdir=true has no effect .*; diloco stays in the directory"),
+    ("diloco train hydra/job_logging=disabled", "! .* no effect .*; .*hydra.verbose=true shows more"),
+    ("diloco train hydra.output_subdir=null", "! .* no effect .*; a run directory has config.yaml"),
+    ("diloco train 'hydra.searchpath=[file://lab]'", "! .* no effect .*; name the folder with --config-dir"),
+    ("diloco train --hydra-help", "! --hydra-help has no use with diloco; write --help, --cfg hydra or --info"),
+]
+
+
+def write(name: str, text: str) -> Path:
+    file = Path(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def furnish(place: Path) -> None:
+    """Makes it the working directory of a researcher, with settings of their own."""
+    write(f"{place}/configs/train/h100.yaml", "threads: 3\n")
+    write(f"{place}/configs/lab/north.yaml", "# @package _global_\nwandb:\n  entity: north\n")
+    write(f"{place}/configs/experiment/night.yaml", "# @package _global_\neval:\n  every: 7\n")
+    paper = "defaults: [config, _self_]\nrun: {id: paper}\nhydra: {sweeper: {params: {outer.lr: '0.5,0.7'}}}\n"
+    write(f"{place}/configs/paper.yaml", paper)
+    write(f"{place}/shared/wandb/team.yaml", "project: team\n")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    furnish(place := tmp_path_factory.mktemp("lab"))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def here(lab: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, which no test changes, so that what is composed there is remembered."""
+    monkeypatch.chdir(lab)
+    monkeypatch.setenv("LAB", "north")
+    return lab
+
+
+@pytest.fixture
+def own(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another working directory, which this test may change."""
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def complaint(*overrides: str, start: Start | None = None) -> str:
+    return error_text(ConfigError, compose, overrides, start)
+
+
+# --- The list ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("command", "expected"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_a_command_of_hydra(command: str, expected: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of its documentation."""
+    code = exit_code(*shlex.split(command)[1:])
+    shown = capsys.readouterr()
+    pattern = expected.removeprefix("! ").replace("HERE", re.escape(str(here))).replace("PACKAGE", str(PACKAGE))
+    pattern = re.sub(r"\+(?=outer|lab)", r"\\+", pattern)
+    if expected.startswith("! "):
+        assert (code, shown.out) == (2, "")
+        assert shown.err.count("\n") == 1
+        assert re.match(f"diloco: error: {pattern}", shown.err), shown.err
+    else:
+        assert code == 0, shown.err
+        assert re.search(pattern, shown.out), shown.out
+
+
+def test_the_readme_has_every_command_and_its_sweep_is_planned(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = re.findall(r"^\| `(diloco [^`]*)`", README, flags=re.MULTILINE)
+    assert rows == [command for command, _ in COMMANDS]
+    [page] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)[:1]
+    write("configs/experiment/page.yaml", page)
+    assert exit_code("sweep", "simulate", "experiment=page", "--dry-run") == 0
+    assert "outer.codec_up=int8,e3m0" in (shown := capsys.readouterr().out) and "with submitit_slurm" in shown
+    settings = plan_sweep(["experiment=page"], Start())[1].block.settings
+    assert settings["sweeper.n_trials"] == 40 and settings["launcher.partition"] == "gpu"
+
+
+def test_torchrun_takes_the_same_options() -> None:
+    start, others = _start(["experiment=smoke", "-cd", "shared", "~outer.lr", "--config-name", "paper", "+lab=north"])
+    assert start == Start(folder=Path("shared"), name="paper")
+    assert others == ["experiment=smoke", "~outer.lr", "+lab=north"]
+    with pytest.raises(ConfigError, match=r"^--config: expected one argument$"):
+        _start(["--config"])
+
+
+# --- Where files are looked for ---------------------------------------------------------------------------------------
+def test_the_working_directory_comes_before_folder_and_package(own: Path) -> None:
+    write("configs/outer/diloco.yaml", "method: diloco\nsync_every: 11\n")
+    write("shared/outer/diloco.yaml", "method: diloco\nsync_every: 12\n")
+    both = Start(folder=Path("shared"))
+    assert search_path(both) == (own / "configs", own / "shared", PACKAGE)
+    assert compose([], both).outer.sync_every == 11
+    Path("configs/outer/diloco.yaml").unlink()
+    assert compose([], both).outer.sync_every == 12
+    assert compose().outer.sync_every == 100
+    write("configs/train/default.yaml", "threads: 9\n")
+    guest = Start(guest=True)  # takes nothing from there that was not typed
+    assert (compose().train.threads, compose([], guest).train.threads) == (9, None)
+    assert compose(["train=h100"], guest).train.threads == 3
+
+
+def test_a_choice_that_is_not_there_says_where_it_was_looked_for(here: Path) -> None:
+    looked = f"looked in {here / 'configs' / 'wandb'}, {PACKAGE / 'wandb'}"
+    assert complaint("wandb=team") == f"wandb=team is not a choice; expected one of default, offline, online; {looked}"
+    assert complaint("experiment=./mine.yaml").endswith("or give --config ./mine.yaml")
+    nowhere = "--config-dir=nowhere is no directory; make it, or drop the option"
+    assert complaint(start=Start(folder=Path("nowhere"))) == nowhere
+    assert complaint(start=Start(name="nothing")).startswith("--config-name=nothing is not there; looked for nothing.y")
+
+
+FOREIGN: list[dict[str, str]] = [
+    {"trainer/default.yaml": "gpus: 4", "callbacks/none.yaml": "x: 1"},
+    {"config.yaml": "defaults: [model: resnet]\nlr: 1", "model/resnet.yaml": "depth: 18"},
+    {"train/default.yaml": "max_epochs: 3\n_target_: os.system", "eval/default.yaml": "ckpt: last"},
+    {"data/stdlib.yaml": "- a list"},
+]
+
+
+@pytest.mark.parametrize("files", FOREIGN)
+def test_others_configs_change_nothing(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = compose()
+    monkeypatch.chdir(tmp_path)
+    for name, text in files.items():
+        write(f"configs/{name}", text)
+    assert compose(["outer=diloco", "train=default"]) == usual
+    assert search_path(Start())[0] == PACKAGE
+
+
+def test_a_config_of_ones_own_takes_the_place_of_ours(own: Path) -> None:
+    """If it has the schema; and it may choose from folders below a group."""
+    ours = (PACKAGE / "config.yaml").read_text()
+    write("configs/config.yaml", ours.replace("id: diloco", "id: house"))
+    write("configs/experiment/north/one.yaml", "# @package _global_\nrun:\n  name: one\n")
+    assert "north/one" in choices()["experiment"]
+    run = compose(["experiment=north/one"]).run
+    assert (run.id, run.name) == ("house", "one")
+
+
+def test_a_change_of_a_file_is_seen(own: Path) -> None:
+    assert compose(["train=h100"]).train.threads == 3
+    before = stamp(search_path(Start()))
+    write("configs/train/h100.yaml", "log_every: 12\n")
+    assert stamp(search_path(Start())) != before
+    changed = compose(["train=h100"])
+    assert (changed.train.threads, changed.train.log_every) == (None, 12)
+    with pytest.raises(ConfigError, match=r"^train=h100 has no effect with diloco plan"):
+        refuse_ignored(changed, "plan", ["train=h100"])
+
+
+# --- Files of --config ------------------------------------------------------------------------------------------------
+def test_a_file_lies_between_the_defaults_and_what_is_typed(tmp_path: Path) -> None:
+    part = write(f"{tmp_path}/part.yaml", "outer: {lr: 0.33}\nmodel: {config: {hidden_size: 64}}\n")
+    config = compose(base=part)
+    assert config.outer.lr == 0.33 and config.outer.sync_every == 100
+    assert config.model.config["hidden_size"] == 64 and config.model.config["vocab_size"] == 256
+    assert compose(["experiment=smoke"], base=part).model.config["hidden_size"] == 32
+    assert [compose([typed], base=part).outer.lr for typed in ("outer=streaming", "outer.lr=0.2")] == [0.75, 0.2]
+
+
+def test_an_experiment_lies_over_a_run_and_brings_its_groups(tmp_path: Path) -> None:
+    saved = compose(["model=14m", "data.tokenizer=x", "outer=two_bit", "run.dir=r"])
+    run = write(f"{tmp_path}/run.yaml", saved.to_yaml())
+    assert compose(base=run) == saved, "the default model is not mixed with that of the run"
+    config = compose(["experiment=[smoke,night]"], base=run)
+    assert (config.model.name, config.data.tokenizer, config.eval.every) == ("smoke", "bytes", 7)
+    assert (config.outer.codec_up, config.run.dir) == ("stat2", Path("r")) and "head_dim" not in config.model.config
+
+
+def test_files_that_cannot_be_taken_with_config_say_why(tmp_path: Path) -> None:
+    file = write(f"{tmp_path}/lists/mine.yaml", "defaults: [config]\nouter: {lr: 1}\n")
+    instead = f"--config-dir {file.parent} --config-name mine"
+    assert complaint(start=Start(base=file)) == f"{file} has a defaults list; start from it with {instead}"
+    for text in ("outer: {lr: '${oc.env:HOME}'}", "hydra: {sweeper: {params: {outer.lr: '${oc.env:HOME}'}}}"):
+        assert "holds ${...}" in complaint(start=Start(base=write(f"{tmp_path}/part.yaml", text)))
+    file = write(f"{tmp_path}/broken.yaml", "outer:\n  lr: [\n")
+    assert complaint(start=Start(base=file)).startswith(f"{file} is not YAML: line 3: ")
+
+
+# --- Files that are wrong ---------------------------------------------------------------------------------------------
+
+GLOBAL = "# @package _global_\n"
+TINNY = "model=tinny is not a choice (did you mean tiny?); expected one of "
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("experiment/x", f"{GLOBAL}outer:\n  lr: [\n", "FILE, line 4: "),
+        ("experiment/x", "outer:\n  lr: 1\n", "experiment=x holds no settings of a run; its file begins with"),
+        ("x", "outer:\n  lr: 1\n", "; does x.yaml begin with defaults: [config, _self_]?"),
+        ("experiment/x", f"{GLOBAL}defaults: [{{override /model: tinny}}, _self_]", f"FILE: {TINNY}"),
+        ("experiment/x", f"{GLOBAL}defaults:\n  - smok\n  - _self_", "FILE: experiment=smok is not a choice (did you "),
+        ("x", "defaults: [config, {override /model: tinny}, _self_]", f"FILE: {TINNY}"),
+        ("experiment/x", f"{GLOBAL}defaults:\n  - override /hydra/sweeper: nevergrad\n", "hydra-nevergrad-sweeper'"),
+    ],
+)
+def test_a_file_that_is_wrong_is_told_so(name: str, text: str, told: str, own: Path) -> None:
+    write("configs/experiment/other.yaml", f"{GLOBAL}defaults: [{{override /model: tinny}}, _self_]")
+    file = write(f"configs/{name}.yaml", text)
+    said = complaint("experiment=x") if "/" in name else complaint(start=Start(name="x"))
+    said = said.replace(str(own / file), "FILE")
+    assert told in said and told.startswith("FILE") == said.startswith("FILE"), said
+
+
+def test_an_experiment_with_both_directories_is_run_and_swept(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = "hydra: {run: {dir: 'one/${now:%Y}'}, sweep: {dir: many, subdir: 'm${hydra:job.num}'}}"
+    write("configs/experiment/both.yaml", f"# @package _global_\ndefaults: [smoke, _self_]\n{places}")
+    assert str(compose(["experiment=both"]).run.dir).startswith("one/2")
+    assert exit_code("local", "experiment=both", "--cfg", "job", "-p", "run.dir") == 0
+    assert exit_code("sweep", "experiment=both", "run.seed=1,2", "--dry-run") == 0
+    assert re.findall("run.dir=(.*)", capsys.readouterr().out) == ["many/m0", "many/m1"]
+    assert exit_code("sweep", "experiment=both", "run.seed=1,2", "hydra.run.dir=x") == 2
+    assert "hydra.run.dir=x has no effect in a sweep; set hydra.sweep.dir" in capsys.readouterr().err
+    assert exit_code("train", "experiment=both", "hydra.sweep.dir=x") == 2
+    assert "hydra.sweep.dir is for a sweep; add --multirun" in capsys.readouterr().err
+
+
+SUBDIRS = {
+    "x": "hydra.sweep.subdir calls two members x; add ${hydra:job.num} to it",
+    "a/${hydra:job.num}": "hydra.sweep.subdir=a/0: members lie side by side in hydra.sweep.dir; write a name of ",
+    "..": "hydra.sweep.subdir=..: members lie side by side",
+    "${nothing}": "hydra.sweep.subdir: Interpolation key 'nothing' not found",
+}
+
+
+@pytest.mark.parametrize("subdir", SUBDIRS)
+def test_a_name_of_members_that_cannot_work_is_refused(subdir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("sweep", "run.seed=1,2", f"hydra.sweep.subdir={subdir}", "--dry-run") == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"diloco: error: {SUBDIRS[subdir]}") and shown.count("\n") == 1
+
+
+BLOCKS = {
+    "job: {chdir: true}": "hydra.job.chdir=true has no effect with diloco; diloco stays in the directory",
+    "job: {name: x}": "hydra.job.name=x has no effect with diloco; set run.id",
+    "callbacks: {a: {_target_: os.getcwd}}": "hydra.callbacks.a._target_=os.getcwd is not a setting here",
+    "sweeper: {_target_: os.getcwd}": "hydra.sweeper._target_=os.getcwd is not a setting here; choose hydra/sw",
+}
+
+
+def test_a_hydra_block_has_an_effect_or_is_refused(own: Path) -> None:
+    for number, block in enumerate(BLOCKS):
+        write(f"configs/experiment/e{number}.yaml", f"# @package _global_\nhydra: {{{block}}}\n")
+    for number, text in enumerate(BLOCKS.values()):
+        assert complaint(f"experiment=e{number}").startswith(text)
+    block, text = next(iter(BLOCKS.items()))
+    assert complaint(start=Start(base=write("part.yaml", f"hydra: {{{block}}}\n"))).startswith(text)
+
+
+# --- Hydra's meaning --------------------------------------------------------------------------------------------------
+REFUSED = {
+    "+model=14m": "* adds a group, but model is there already; write model=14m",
+    "++model=14m": "* adds a group, but model is there already; write model=14m",
+    "~model.config.nothing": "* deletes nothing: model.config.nothing is not there; drop it",
+    "~outer.lr=3": "* deletes nothing: outer.lr has another value; drop it",
+    "~inner.lr": "inner.lr is missing; expected a number > 0 and <= 10",
+    "hydra.sweeper.n_trials=3": "hydra.sweeper.n_trials is not a setting of Hydra here; see --cfg hydra, or wr",
+    "hydra/sweeper=ax": "* is a plugin of Hydra that is not installed: pip install 'hydra-ax-sw",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_hydra_refuses_is_refused_in_one_line(override: str) -> None:
+    assert complaint(override).startswith(REFUSED[override].replace("*", override))
+
+
+def test_a_deletion_brings_the_default_of_the_schema_back() -> None:
+    deleted = ["~wandb", "~model.config.tie_word_embeddings", "~outer.lr"]
+    changed = compose(["wandb=offline", "outer=async_nesterov", *deleted])
+    assert changed.wandb == compose().wandb and changed.outer.lr == 0.75
+    assert "tie_word_embeddings" not in changed.model.config
+
+
+def test_text_may_hold_what_hydra_would_parse() -> None:
+    for text in ("~/a=b é", "it's", "C:\\notes\\", "a b'c\\"):
+        assert compose(["data=text", f"data.path={text}"]).data.path == (text,)
+    typed = ["model=14m", "outer.lr=0.5", "run.dir=r/${hydra:job.override_dirname}", "~outer.momentum"]
+    assert str(compose(typed).run.dir) == "r/model=14m,outer.lr=0.5,~outer.momentum"
+
+
+def test_a_hydra_application_around_us_is_left_alone(tmp_path: Path) -> None:
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    state = HydraConfig.instance()
+    before = state.cfg
+    files._composed.cache_clear()
+    write(f"{tmp_path}/mine.yaml", "a: 1")
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert compose(["run.dir=${hydra:job.name}"]).run.dir == Path("diloco")
+        assert GlobalHydra.instance().is_initialized()
+        assert hydra.compose("mine") == {"a": 1}
+    assert state.cfg is before
+
+
+# --- Sweeps in a file -------------------------------------------------------------------------------------------------
+def test_the_sweep_of_a_file_has_values_and_arguments_come_first(own: Path) -> None:
+    parsed, _ = plan_sweep(["experiment=lr-sweep", "outer.lr=0.6"], Start())
+    keys = [str(one) if isinstance(one, str) else one.key for one in parsed]
+    assert keys == ["experiment=lr-sweep", "outer.lr=0.6", "run.seed"]
+    for number, value in enumerate(("", "null", "'  '")):
+        sweep = f"hydra:\n  sweeper:\n    params:\n      outer.lr: {value}\n"
+        write(f"configs/experiment/e{number}.yaml", GLOBAL + sweep)
+        with pytest.raises(ConfigError, match=r"^hydra.sweeper.params has no values for outer.lr; list some"):
+            plan_sweep([f"experiment=e{number}"], Start())
+
+
+def test_every_section_but_the_run_is_a_group_with_a_default(own: Path) -> None:
+    sections = set(Config.model_fields) - {"run", "model", "data", "inner", "outer"}
+    assert all("default" in choices()[section] for section in sections)
+    for section in sections:
+        write(f"configs/{section}/mine.yaml", "")
+    chosen = compose_tree([f"{section}=mine" for section in sections], Start()).tree.hydra.runtime.choices
+    assert {chosen[section] for section in sections} == {"mine"}
+
+
+def test_what_is_typed_for_hydra_is_seen_by_the_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.cli.commands.common.implementation", lambda command: lambda config: 0)
+    root, one = logging.getLogger(), logging.getLogger("lab")
+    handlers, level = root.handlers[:], root.level
+    try:
+        for verbose, levels in (("[lab]", (logging.WARNING, logging.DEBUG)), ("true", (logging.DEBUG, logging.DEBUG))):
+            root.handlers.clear()
+            assert exit_code("simulate", "experiment=smoke", f"hydra.verbose={verbose}") == 0
+            assert (root.level, one.level) == levels
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        one.setLevel(logging.NOTSET)

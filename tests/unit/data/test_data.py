@@ -1,0 +1,472 @@
+"""Data: sources, hold-out, packing, order, resume, and the texts of what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pyarrow import Table, parquet
+
+from diloco import data
+from diloco.config import DataConfig
+from diloco.data.numbered import LeasedStream, NumberedStream, Rows
+from diloco.data.packing import Packer, is_held_out, permuted, token_dtype
+from diloco.data.sources import documents, open_pinned
+from diloco.data.tokenizers import ByteTokenizer
+from diloco.errors import CheckpointError, DataError
+from tests.support.data import T, config, numbered, rows_of, written
+from tests.support.errors import error_text
+from tests.support.hub_rows import ROWS, hub_directory
+
+
+def tuples(array: Rows) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in array.rows.tolist()]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hub_directory(tmp_path_factory.mktemp("hub"))
+
+
+@pytest.fixture(scope="module")
+def streamed(hub: Path) -> Any:
+    return data.load(config("hub", name=str(hub)), seed=3)
+
+
+def through_json(state: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(state))
+
+
+@given(size=st.integers(1, 3000), key=st.text(max_size=8))
+@settings(max_examples=25)
+def test_the_permutation_hits_every_number_once(size: int, key: str) -> None:
+    assert sorted(permuted(np.arange(size), size, key).tolist()) == list(range(size))
+
+
+def test_the_permutation_starts_anywhere_and_parts_neighbours() -> None:
+    whole = permuted(np.arange(1000), 1000, "0/0")
+    assert np.array_equal(permuted(np.arange(400, 410), 1000, "0/0"), whole[400:410])
+    assert (whole != permuted(np.arange(1000), 1000, "0/1")).mean() > 0.9, "it depends on its key"
+    # Checkpoints and the disjointness of shards rely on it: a change of these numbers is a change of the wire version.
+    assert whole[:8].tolist() == [271, 162, 158, 535, 520, 113, 420, 69]
+    steps = np.abs(np.diff(permuted(np.arange(10_000), 10_000, "a")))
+    assert steps.mean() == pytest.approx(10_000 / 3, rel=0.05)  # the mean distance of two random places
+    assert (steps == 1).sum() < 10
+
+
+def test_the_hold_out_takes_its_part_and_grows_with_it() -> None:
+    texts = [f"document {number}".encode() for number in range(5000)]
+    small = {text for text in texts if is_held_out(text, 0.02)}
+    large = {text for text in texts if is_held_out(text, 0.1)}
+    assert 0.015 < len(small) / 5000 < 0.025
+    assert 0.09 < len(large) / 5000 < 0.11
+    assert small < large
+    assert [number for number in range(40) if is_held_out(b"%d" % number, 0.1)] == [18, 29], "forever"
+
+
+@given(
+    texts=st.lists(st.binary(max_size=40), max_size=20),
+    length=st.integers(2, 9),
+    taken=st.lists(st.integers(0, 3), max_size=30),
+)
+def test_packing_loses_and_repeats_no_token(texts: list[bytes], length: int, taken: list[int]) -> None:
+    packer, tokenizer, out = Packer(length, ByteTokenizer()), ByteTokenizer(), []
+    for number, tokens in enumerate(tokenizer.encode(texts)):
+        packer.add(tokens)
+        out += packer.take(min(len(packer), taken[number] if number < len(taken) else 0)).flatten().tolist()
+    out += packer.take(len(packer)).flatten().tolist()
+    assert len(packer.waiting()) < length
+    assert bytes(out + packer.waiting().tolist()) == b"".join(text + b"\0" for text in texts)
+
+
+def test_tokens_are_kept_in_the_smallest_integers_that_hold_them() -> None:
+    for vocab_size, size in ((256, 1), (257, 2), (65_536, 2), (65_537, 4)):
+        dtype = np.dtype(token_dtype(vocab_size))
+        assert dtype.itemsize == size and np.iinfo(dtype).max >= vocab_size - 1
+
+
+def test_held_out_text_is_not_trained_on_and_the_same_for_all(tmp_path: Path) -> None:
+    files = {f"part{part}.txt": f"part {part}: " + "a line of text\n" * (3 + part) for part in range(60)}
+    book = written(tmp_path, dict(files))
+    opened = data.load(config("text", book, sequence_length=2), seed=0)
+    training, held_out = opened.training.rows.tobytes(), opened.held_out[0].tobytes()  # type: ignore[attr-defined]
+    for text in documents(config("text", book)):
+        assert (text in held_out, text in training) == ((True, False) if is_held_out(text, 0.2) else (False, True))
+    first, second = data.load(config("text", book), seed=0), data.load(config("text", book), seed=9)
+    assert torch.equal(first.holdout(5), second.holdout(5))
+    assert torch.equal(first.holdout(5), first.holdout(8)[:5])
+    everything = first.holdout(10_000)
+    assert everything.shape == (len(first.held_out[0]), T)  # type: ignore[attr-defined]
+    assert len({tuple(row) for row in everything.tolist()}) > 5
+    assert everything.dtype == torch.int64
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(1, 3), st.integers(0, 99))
+@settings(max_examples=50)
+def test_shards_are_disjoint_and_cover_every_epoch(rows: int, shards: int, batch: int, epochs: int, seed: int) -> None:
+    array, needed = numbered(rows), -(-rows * epochs // shards)
+    streams = [NumberedStream(array, batch, seed, shard, shards) for shard in range(shards)]
+    lists = [rows_of(stream, -(-needed // batch))[:needed] for stream in streams]
+    dealt = [row for place in range(needed) for row in (one[place] for one in lists)][: rows * epochs]
+    for epoch in range(epochs):
+        assert Counter(dealt[epoch * rows : (epoch + 1) * rows]) == Counter(tuples(array))
+
+
+def test_epochs_seeds_and_unsharded_peers_have_own_orders() -> None:
+    array = numbered(50)
+    both = rows_of(NumberedStream(array, 50, 0, 0, 1), 2)
+    orders = [both[:50], both[50:], rows_of(NumberedStream(array, 50, 1, 0, 1), 1)]
+    orders += [rows_of(NumberedStream(array, 50, 0, peer, None), 1) for peer in range(2)]
+    assert len({tuple(order) for order in orders}) == 5
+    assert all(sorted(order) == tuples(array) for order in orders)
+
+
+@given(before=st.integers(0, 12), shards=st.sampled_from([None, 1, 3]))
+@settings(max_examples=25)
+def test_a_resumed_stream_equals_an_uninterrupted_one(before: int, shards: int | None) -> None:
+    array = numbered(17)
+    stream = NumberedStream(array, 3, 5, 0, shards)
+    rows_of(stream, before)
+    resumed = NumberedStream(array, 3, 5, 0, shards)
+    rows_of(resumed, 2)
+    resumed.restore(through_json(stream.state()))
+    assert rows_of(resumed, 9) == rows_of(stream, 9)
+
+
+@given(batch_size=st.integers(1, 7), number=st.integers(0, 12))
+@settings(max_examples=25)
+def test_leased_units_in_order_are_the_list_of_all_shards(batch_size: int, number: int) -> None:
+    starts = count(0, batch_size)
+
+    def take(number: int) -> list[tuple[int, int]]:
+        start = next(starts)
+        half = start + number // 2
+        return [one for one in ((start, half), (half, start + number)) if one[0] < one[1]]
+
+    leases: Any = SimpleNamespace(take=take)
+    leased = LeasedStream(numbered(17), batch_size, 5, 3, leases)
+    assert rows_of(leased, number) == rows_of(NumberedStream(numbered(17), batch_size, 5, 0, 1), number)
+
+
+def test_without_units_training_goes_on_in_its_own_order() -> None:
+    array, units = numbered(17), [None, [(40, 43)], None, None]
+
+    def stream(units: list[list[tuple[int, int]] | None]) -> LeasedStream:
+        left = iter(units)
+        leases: Any = SimpleNamespace(take=lambda number: next(left))
+        return LeasedStream(array, 3, 5, 8, leases)
+
+    own, common = rows_of(NumberedStream(array, 3, 5, 8, None), 3), rows_of(NumberedStream(array, 1, 5, 0, 1), 43)
+    one, resumed = stream(units), stream(units[2:])
+    assert rows_of(one, 2) == own[:3] + common[40:]
+    resumed.restore(through_json(one.state()))
+    assert rows_of(one, 2) == rows_of(resumed, 2) == own[3:]
+
+
+def test_fewer_peers_go_on_where_all_of_them_stopped() -> None:
+    array = numbered(100)
+    four = [NumberedStream(array, 5, 0, shard, 4) for shard in range(4)]
+    before = [row for stream in four for row in rows_of(stream, 3)]
+    after = []
+    for shard in range(2):
+        stream = NumberedStream(array, 5, 0, shard, 2)
+        stream.restore(four[shard].state())
+        after += rows_of(stream, 4)
+    assert sorted(before + after) == tuples(array)
+
+
+def test_a_resume_on_changed_data_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """However far the stream was: it does not go through all that was taken, or this would never end."""
+    state = NumberedStream(numbered(20), 2, 0, 0, 1).state() | {"taken": 10**15}
+    for rows, told in ((20, ""), (21, "the training data changed since the checkpoint")):
+        stream = NumberedStream(numbered(rows), 2, 0, 0, 1)
+        stream.restore(state)
+        next(stream)
+        assert told in caplog.text and bool(told) == bool(caplog.records)
+
+
+@pytest.mark.parametrize("state", [{}, {"taken": "x", "stride": 1, "digest": ""}, {"kind": "hub", "epoch": 1}])
+def test_a_position_of_another_source_is_refused(state: dict[str, Any], streamed: Any) -> None:
+    for stream in (NumberedStream(numbered(20), 2, 0, 0, 1), streamed.batches(1)):
+        with pytest.raises(CheckpointError, match=r"data: the checkpoint holds no position for this data\.source; "):
+            stream.restore(state)
+
+
+def test_the_standard_library_is_real_text_in_a_fixed_order() -> None:
+    """Without tests, tables or local paths."""
+    opened = data.load(DataConfig(source="stdlib", sequence_length=128), seed=0)
+    assert len(opened.training) > 30_000  # type: ignore[attr-defined]
+    assert opened.training.rows.dtype == np.uint8  # type: ignore[attr-defined]
+    assert opened.holdout(64).shape == (64, 128)
+    batch = next(opened.batches(4))
+    assert (batch.shape, batch.dtype) == ((4, 128), torch.int64)
+    assert "stdlib: " in opened.description
+    texts = list(documents(config("stdlib")))
+    assert texts == list(documents(config("stdlib")))
+    assert Path(json.__file__).read_bytes() in texts
+    assert all(b"build_time_vars" not in text[:300] for text in texts)
+
+
+def test_text_files_are_read_whole_and_in_order(tmp_path: Path) -> None:
+    lines = "".join(f"line {number} of a longer text\n" for number in range(2000))
+    written(tmp_path, {"b.txt": "second", "a/long.txt": lines, ".hidden": "no", "a/.git/x": "no", "empty": ""})
+    texts = list(documents(config("text", tmp_path)))
+    assert b"".join(texts) == lines.encode() + b"second"
+    assert len(texts) > 10 and texts[-1] == b"second"
+    assert all(text.endswith(b"\n") for text in texts[:-1])
+    assert list(documents(config("text", tmp_path / "b.txt", tmp_path / "b.txt"))) == [b"second", b"second"]
+
+
+@given(text=st.text(alphabet="ab \né日\U0001f600", max_size=300), repeats=st.integers(1, 300))
+@example(text="é日\U0001f600", repeats=2000)
+@settings(max_examples=30)
+def test_a_text_is_cut_between_characters(text: str, repeats: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("cut") / "text"
+    path.write_text(text * repeats, encoding="utf-8", newline="")
+    texts = list(documents(config("text", path)))  # refuses a piece that is not UTF-8
+    assert b"".join(texts).decode() == text * repeats
+    assert all(0 < len(piece) < 3 * 4096 for piece in texts)
+
+
+def test_rows_of_json_and_parquet_are_documents(tmp_path: Path) -> None:
+    rows = [{"body": f"text {number}", "id": number} for number in range(5)] + [{"body": None, "id": 5}]
+    written(tmp_path, {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows), "readme.md": "no"})
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "rows.parquet")
+    expected = [f"text {number}".encode() for number in range(5)]
+    assert list(documents(config("json", tmp_path, field="body"))) == expected
+    assert list(documents(config("parquet", tmp_path / "rows.parquet", field="body"))) == expected
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 7])
+def test_shards_of_a_hub_stream_are_disjoint_and_cover_all(streamed: Any, shards: int) -> None:
+    """But the text that is held out."""
+    seen: Counter[bytes] = Counter()
+    for shard in range(shards):
+        stream = streamed.batches(1, shard=shard, shards=shards)
+        while stream._epoch == 0:
+            text = stream._next_document()
+            seen[text] += stream._epoch == 0
+    assert {text for text, count in seen.items() if count} == {text for text in ROWS if not is_held_out(text, 0.2)}
+    assert max(seen.values()) == 1
+
+
+def test_peers_without_shards_read_the_files_in_own_orders(streamed: Any) -> None:
+    streams = [streamed.batches(1, shard=peer, shards=None) for peer in range(6)]
+    assert len({tuple(stream._next_document()[:6] for _ in range(90)) for stream in streams}) > 1
+
+
+@pytest.mark.parametrize("shards", [None, 1, 2, 7])
+def test_a_resumed_hub_stream_equals_an_uninterrupted_one(hub: Path, streamed: Any, shards: int | None) -> None:
+    """At its beginning, in its first and in a later epoch; and a state can be used twice."""
+    stream, states, whole = streamed.batches(2, shard=0, shards=shards), {}, []
+    for batch in range(250):
+        if batch in (0, 13, 170):
+            states[batch] = through_json(stream.state())
+        whole += rows_of(stream, 1)
+    resumed = data.load(config("hub", name=str(hub)), seed=3).batches(2, shard=0, shards=shards)
+    rows_of(resumed, 2)
+    for batch in (0, 170, 13, 13):
+        resumed.restore(states[batch])
+        assert rows_of(resumed, 80) == whole[2 * batch : 2 * batch + 160]
+
+
+def test_a_stream_of_parquet_row_groups_resumes_exactly(tmp_path: Path) -> None:
+    rows = [{"text": f"row {number}", "likes": number} for number in range(200)]
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=30)
+    opened = data.load(config("hub", name=str(tmp_path)), seed=0)
+    stream, resumed = opened.batches(3), opened.batches(3)
+    rows_of(stream, 11)
+    resumed.restore(through_json(stream.state()))
+    assert rows_of(resumed, 40) == rows_of(stream, 40)
+
+
+def test_a_hub_stream_with_other_shards_goes_on_about_there(streamed: Any, caplog: pytest.LogCaptureFixture) -> None:
+    stream = streamed.batches(1, shard=0, shards=1)
+    while stream.state()["visit"] < 2:
+        next(stream)
+    fewer = streamed.batches(1, shard=1, shards=2)
+    fewer.restore(stream.state())
+    assert fewer.state()["visit"] == 1
+    assert "data.shards changed since the checkpoint" in caplog.text
+    next(fewer)
+
+
+def test_everybody_evaluates_on_the_same_rows_of_the_hub(hub: Path, streamed: Any) -> None:
+    first = data.load(config("hub", name=str(hub)), seed=0).holdout(6)
+    assert first.shape == (6, T)
+    assert torch.equal(first[:4], streamed.holdout(4))
+    texts = bytes(first.flatten().tolist()).split(b"\0")[:-1]
+    assert texts and all(text in ROWS and is_held_out(text, 0.2) for text in texts)
+
+
+def test_a_transformers_tokenizer_packs_its_tokens(word_tokenizer: str, tmp_path: Path) -> None:
+    """And is loaded back where it was saved."""
+    written(tmp_path, {f"{number}.txt": f"w{number} w{number}" for number in range(400)})
+    opened = data.load(config("text", tmp_path, tokenizer=word_tokenizer, sequence_length=3), seed=0)
+    assert opened.tokenizer.vocab_size == 402
+    assert opened.training.rows.dtype == np.uint16  # type: ignore[attr-defined]
+    for one, second, end in next(opened.batches(50)).tolist():
+        assert (one, end) == (second, opened.tokenizer.end) == (second, 1)
+    assert opened.tokenizer.decode([2, 3, 1]) == "w0 w1"
+    assert opened.tokenizer.num_bytes([2, 3, 1]) == 5
+    opened.tokenizer.save(tmp_path / "saved")
+    assert data.load_tokenizer(str(tmp_path / "saved")).encode([b"w7 w8"])[0].tolist() == [9, 10]
+
+
+@given(text=st.text())
+def test_bytes_survive_the_round_trip(text: str) -> None:
+    """And tokens that are no bytes are left out of the text."""
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode([text.encode("utf-8", errors="ignore")])[0].tolist()
+    assert tokenizer.decode(tokens) == text.encode("utf-8", errors="ignore").decode().replace("\0", "")
+    assert tokenizer.num_bytes(tokens) == len(tokens)
+    assert tokenizer.decode([104, 0, 300, 105, 0xC3]) == "hi\ufffd"
+
+
+BAD: dict[str, str | bytes] = {
+    "none/.hidden": "",
+    "empty/file.txt": "",
+    "short/file.txt": "abc",
+    "latin/file.txt": b"caf\xe9 " * 10,
+    "some.txt": "some text that is long enough\n" * 500,
+    "rows.jsonl": '{"body": "a", "id": 1}\n',
+    "broken.jsonl": '{"text": "a"}\n{"text": \n',
+    "broken.parquet": "PAR1 no",
+    "hub/train.jsonl": '{"body": "a", "id": 1}\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "values", "message"),
+    [
+        ("text", "nowhere", {}, "nowhere does not exist; give a file or a directory"),
+        ("text", "none", {}, "none has no files in it; give a file or"),
+        ("json", "empty", {}, "empty has no .json, .jsonl, "),
+        ("text", "empty", {}, "empty has no text; give files that are not empty"),
+        ("text", "short", {"holdout": 1e-9}, "data.sequence_length: 16 tokens are more than all training text of"),
+        ("text", "some.txt", {"holdout": 1e-9}, "data.holdout: 1e-09 of 4 documents leaves no held-out sequence of 16 "
+         "tokens; set it to 0.5, or add text"),
+        ("text", "latin", {}, "file.txt is not UTF-8 text; convert it or leave it out"),
+        ("json", "rows.jsonl", {}, "data.field: 'text' is no field of the data; its fields are body, id"),
+        ("json", "rows.jsonl", {"field": "id"}, "data.field: 'id' holds int, not text; fields with text: body"),
+        ("json", "broken.jsonl", {}, "broken.jsonl cannot be read as json: "),
+        ("parquet", "broken.parquet", {}, "broken.parquet cannot be read as parquet: "),
+        ("stdlib", None, {"tokenizer": "nowhere"}, "data.tokenizer: 'nowhere' is no tokenizer that transformers can"),
+        ("hub", None, {}, "data.field: 'text' is no field of the data; its fields are body, id"),
+        ("hub", None, {"split": "nope"}, "hub: Bad split: nope. Available splits: ['train']; check data.name"),
+        ("hub", None, {"subset": "nope"}, "hub: BuilderConfig 'nope' not found"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_used_is_an_error_of_one_line(
+    source: str, path: str | None, values: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(written(tmp_path, BAD))
+    paths, name = [path] if path else [], "hub" if source == "hub" else None
+    assert message in error_text(DataError, data.load, config(source, *paths, name=name, **values), seed=0)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, {"secret.txt": "text"})
+    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(Path, "open", denied)  # file modes do not stop root, and tests may run as root
+    with pytest.raises(DataError, match=r"secret\.txt: Permission denied; make it readable or leave it out"):
+        data.load(config("text", tmp_path), seed=0)
+
+
+def test_a_hub_stream_without_a_document_for_a_shard_says_so(tmp_path: Path) -> None:
+    written(tmp_path / "few", {"train.jsonl": '{"text": "a"}\n'})
+    opened = data.load(config("hub", name=str(tmp_path / "few"), holdout=1e-9), seed=0)
+    stream = opened.batches(1, shard=0, shards=2)
+    assert next(stream).shape == (1, T)
+    resumed = opened.batches(1, shard=0, shards=2)
+    resumed.restore(stream.state())  # at the end of an epoch that had documents
+    assert next(resumed).shape == (1, T)
+    with pytest.raises(DataError, match=r"has no training document for shard 1 of 2; use fewer peers or more data"):
+        next(opened.batches(1, shard=1, shards=2))
+    with pytest.raises(DataError, match=r"data\.holdout: 1e-09 of the documents of .* leaves no held-out sequence"):
+        opened.holdout(3)
+
+
+def test_a_hub_that_is_not_reachable_or_knows_no_such_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(DataError, match=r"data\.name: 'a/b/c' is no dataset that the Hugging Face hub shows you \("):
+        data.load(config("hub", name="a/b/c"), seed=0)
+    no_network = Mock(side_effect=ConnectionError("Name or service not known"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_network)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_network)
+    why = r"cannot be fetched, the Hugging Face hub is not reachable \(Name or service not known\); check the network"
+    with pytest.raises(DataError, match=rf"data\.name: 'allenai/c4' {why}"):
+        data.load(config("hub", name="allenai/c4", subset="en"), seed=0)
+    with pytest.raises(DataError, match=rf"data\.tokenizer: 'no-one/nothing' {why}"):
+        data.load(config("stdlib", tokenizer="no-one/nothing"), seed=0)
+
+
+COMMIT = "a1" * 20
+OWN = f"hf://datasets/org/set@{COMMIT}"
+
+
+def pinned(monkeypatch: pytest.MonkeyPatch, *files: str, kind: str = "json", builder: Any = None) -> Any:
+    """Opens org/set at a commit, of which `datasets` makes a builder such as this."""
+    import datasets
+
+    module = {"__module__": f"datasets.packaged_modules.{kind}.{kind}"}
+    made = type("Builder", (), module | {"as_streaming_dataset": lambda self, split: f"rows of {split}"})()
+    made.config = SimpleNamespace(data_files={"train": files})
+    load = Mock(return_value=builder or made)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
+    rows = open_pinned(config("hub", name="org/set", revision=COMMIT))
+    load.assert_called_once_with("hf://datasets/org/set", name=None, revision=COMMIT)
+    return rows
+
+
+def test_a_dataset_at_a_commit_is_asked_of_the_hub_only(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    assert pinned(monkeypatch, f"{OWN}/train.jsonl") == "rows of train"
+    with pytest.raises(DataError, match="is of the format webdataset; expected one of arrow, csv, json"):
+        pinned(monkeypatch, f"{OWN}/train.jsonl", kind="webdataset")
+    monkeypatch.undo()
+    local = datasets.load_dataset_builder(str(hub))
+    with pytest.raises(DataError, match=f"reads {hub}/.*, and not files of its own"):
+        pinned(monkeypatch, builder=local)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("/home/alice/notes.txt", "https://example.org/rows.jsonl", "hf://datasets/org/other@main/rows.jsonl"),
+        *(f"{OWN}/../../../etc/passwd", f"{OWN}/a.jsonl::/etc/passwd"),
+    ],
+)
+def test_a_dataset_that_reads_files_of_others_is_refused(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"^data\.name: org/set reads .*, and not files of its own"):
+        pinned(monkeypatch, f"{OWN}/train.jsonl", file)
+
+
+def test_a_tokenizer_at_a_commit_is_no_path(
+    word_tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where a directory of this machine has its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    written(tmp_path, {"org/words/diloco.json": '{"tokenizer": "bytes"}'})
+    assert data.load_tokenizer("org/words").vocab_size == 256  # a directory, which `diloco train` may name
+    with pytest.raises(DataError, match=r"data\.tokenizer: org/words at a1a1a1a1a1a1 is not in the cache"):
+        data.load_tokenizer("org/words", COMMIT)
+    shutil.copytree(word_tokenizer, cache / "models--org--words" / "snapshots" / COMMIT)
+    assert data.load_tokenizer("org/words", COMMIT).vocab_size == 402

@@ -1,0 +1,210 @@
+"""Mixtures: so much of each source, by the number of a sequence alone, each at its own pace."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco import data
+from diloco.config import MIXTURE_BLOCK, Config, Manifest, compose
+from diloco.config.foreign import check_foreign, sources_of
+from diloco.data.mixture import Mixture, counts_of, places
+from diloco.data.numbered import NumberedStream, Rows
+from diloco.errors import ConfigError, DataError
+from tests.support.data import config, rows_of, written
+from tests.support.errors import error_text
+
+weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
+
+
+def mixed(sizes: list[int], weights: list[float]) -> Mixture:
+    """Of sources of sequences (number of the source, their own number)."""
+    arrays = [np.stack([np.full(size, index), np.arange(size)], 1) for index, size in enumerate(sizes)]
+    sources = [Rows(array.astype(np.int32), f"source{index}") for index, array in enumerate(arrays)]
+    return Mixture([f"s{index}" for index in range(len(sizes))], sources, weights)
+
+
+@given(weights)
+def test_counts_are_the_weights_as_near_as_whole_numbers_are(weights: list[float]) -> None:
+    counts = counts_of(weights)
+    assert sum(counts) == MIXTURE_BLOCK
+    for count, weight in zip(counts, weights, strict=True):
+        assert abs(count - MIXTURE_BLOCK * weight / sum(weights)) < 1 + 1e-6
+    assert counts == counts_of([10 * weight for weight in weights]) or len(set(weights)) < len(weights)
+
+
+@given(weights=weights, blocks=st.integers(1, 3), order=st.text(max_size=4))
+@settings(max_examples=20)
+def test_every_block_has_its_part_of_each_source(weights: list[float], blocks: int, order: str) -> None:
+    """Each of which goes on where it stopped; and a number says that without those before it."""
+    counts = counts_of(weights)
+    sources, ranks = places(np.arange(blocks * MIXTURE_BLOCK), order, counts)
+    for part in np.split(sources, blocks):
+        assert tuple(np.bincount(part, minlength=len(counts))) == counts
+    for index, count in enumerate(counts):
+        assert np.array_equal(ranks[sources == index], np.arange(blocks * count))
+    numbers = np.array([7, 10**15, len(sources) - 5])
+    alone = [[int(found[0]) for found in places(numbers[[at]], order, counts)] for at in range(len(numbers))]
+    assert alone == np.stack(places(numbers, order, counts), 1).tolist()
+    assert alone[2] == [sources[-5], ranks[-5]]
+
+
+def test_orders_differ_and_any_stride_sees_sources_by_weight() -> None:
+    counts = counts_of([2, 1])
+    both, _ = places(np.arange(2 * MIXTURE_BLOCK), "0", counts)
+    orders = [*np.split(both, 2), *(places(np.arange(MIXTURE_BLOCK), order, counts)[0] for order in ("1", "0/7"))]
+    assert len({tuple(order.tolist()) for order in orders}) == 4, "of blocks, seeds and peers without shards"
+    for stride in (2, 4, 7, 100):  # taking turns would give every shard of two one source only
+        for shard in range(2):
+            sources, _ = places(np.arange(shard, 4 * MIXTURE_BLOCK, stride), "0", counts_of([1, 1]))
+            assert 0.4 < sources.mean() < 0.6
+
+
+def test_each_source_repeats_at_its_own_pace() -> None:
+    mixture = mixed([100, 10_000], [1, 3])
+    rows = mixture.read(np.arange(2 * MIXTURE_BLOCK), "0")
+    seen = Counter(map(tuple, rows.tolist()))
+    small, large = ([times for (index, _), times in seen.items() if index == which] for which in (0, 1))
+    assert len(small) == 100 and set(small) == {50}
+    assert len(large) == 10_000 and set(large) == {1, 2} and sum(large) == 15_000
+    # The epochs of a source follow each other: none of its sequences comes again before all others came.
+    own = rows[rows[:, 0] == 0][:, 1]
+    for epoch in range(50):
+        assert sorted(own[100 * epoch : 100 * epoch + 100]) == list(range(100))
+
+
+def test_shards_ranks_and_positions_are_those_of_one_source() -> None:
+    mixture = mixed([40, 70], [2, 1])
+    whole = rows_of(NumberedStream(mixture, 1, 5, 0, 1), 300)
+    shards = [rows_of(NumberedStream(mixture, 1, 5, shard, 3), 100) for shard in range(3)]
+    assert [shards[number % 3][number // 3] for number in range(300)] == whole
+    stream, resumed = NumberedStream(mixture, 7, 5, 0, 1), NumberedStream(mixture, 7, 5, 0, 1)
+    assert rows_of(stream, 11) == whole[:77]
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    assert rows_of(resumed, 30) == rows_of(stream, 30) == whole[77:287]
+    ranks = [next(NumberedStream(mixture, 8, 5, 0, 1, (rank, 2))) for rank in range(2)]
+    assert torch.stack(ranks, 1).flatten(0, 1).tolist() == [list(row) for row in whole[:8]]
+
+
+MIXTURE = [
+    {"name": "python", "source": "stdlib", "weight": 1},
+    {"name": "notes", "source": "text", "weight": 3},
+    {"name": "rows", "source": "json", "weight": 1, "field": "body"},
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
+    notes = "".join(f"note {number} of many\n" for number in range(3000))
+    rows = "".join(json.dumps({"body": f"row {number} " * 9}) + "\n" for number in range(300))
+    place = written(tmp_path_factory.mktemp("files"), {"notes/a.txt": notes, "rows.jsonl": rows, "none/x.txt": ""})
+    return {"notes": (str(place / "notes"),), "rows": (str(place / "rows.jsonl"),)}
+
+
+def opened(files: dict[str, tuple[str, ...]], seed: int = 0) -> Any:
+    return data.load(config("mixture", mixture=MIXTURE, paths=files), seed)
+
+
+def test_a_mixture_of_files_is_read_by_weight(files: dict[str, tuple[str, ...]]) -> None:
+    one, again, other_seed = opened(files), opened(files), opened(files, 9)
+    rows = [bytes(row) for row in rows_of(one.batches(50), 20)]
+    of_notes = sum(b" of many" in row or b"note " in row for row in rows)
+    of_rows = sum(b"row" in row for row in rows)
+    assert 550 < of_notes < 650 and 150 < of_rows < 250
+    assert one.description.startswith("mixture of 20 % stdlib: ") and "; 60 % text in " in one.description
+    assert torch.equal(one.sequences([3, 999]), torch.tensor([list(rows[3]), list(rows[999])]))
+    assert again.batches(1).state() == one.batches(1).state()
+
+    found = one.holdout(200)
+    assert found.shape == (200, 16) and torch.equal(found[:30], one.holdout(30))
+    assert torch.equal(found, other_seed.holdout(200))
+    texts = [bytes(row.tolist()) for row in found]
+    assert 90 < sum(b" of many" in text or b"note " in text for text in texts) < 150
+    # A source with little text held out gives what it has, once.
+    everything = one.holdout(20_000)
+    assert len(everything) < 20_000
+    assert len(set(map(tuple, everything.tolist()))) > 0.5 * len(everything)
+
+
+def test_errors_name_the_source(files: dict[str, tuple[str, ...]]) -> None:
+    empty, missing = (files["notes"][0].replace("notes", name) for name in ("none", "no"))
+    said = f"^data.paths.notes: {missing} does not exist; give a file or a directory$"
+    for place, text in ((missing, said), (empty, r"^notes of data\.mixture \(text in ")):
+        with pytest.raises(DataError, match=text):
+            opened({**files, "notes": (place,)})
+
+
+A, B = "{name:a,source:stdlib,weight:1}", "{name:b,source:text,weight:3}"
+
+
+def settings_of(*entries: str, **changes: str) -> Config:
+    lists = f"[{','.join(entries or (A, B))}]"
+    typed = {"data.source": "mixture", "data.mixture": lists, "data.paths.b": "notes/", **changes}
+    return compose([f"{key}={value}" for key, value in typed.items() if value])
+
+
+def test_a_mixture_belongs_to_the_run_and_its_paths_to_the_peer() -> None:
+    """So a joiner takes it, and says where its own files are."""
+    one, other = settings_of(), settings_of(**{"data.paths.b": "[elsewhere/,x]"})
+    theirs = one.manifest()
+    assert theirs == other.manifest() == Manifest.from_json(theirs.to_json())
+    assert "notes" not in theirs.to_json()
+    assert theirs.hash() != settings_of(A.replace("1", "2"), B).manifest().hash()
+    with pytest.raises(ConfigError, match=r"b needs files; set data\.paths\.b=FILE_OR_DIRECTORY"):
+        compose([]).adopt(theirs)
+    assert settings_of(**{"data.paths.b": "mine/"}).adopt(theirs).data.paths == {"b": ("mine/",)}
+    assert [source.what for source in sources_of(theirs)] == ["data"]
+    alone = settings_of(A, **{"data.paths.b": ""})
+    assert not list(sources_of(alone.manifest()))
+    back = alone.adopt(compose([]).manifest())
+    assert (back.data.source, back.data.mixture) == ("stdlib", ())
+
+
+def test_a_mixture_of_a_stranger_has_no_hidden_characters() -> None:
+    theirs = settings_of("{name:b,source:json,weight:1,field:text}").manifest()
+    check_foreign(theirs)
+    hidden = theirs.data.mixture[0].model_copy(update={"field": "te\x1bxt"})
+    bad = theirs.model_copy(update={"data": theirs.data.model_copy(update={"mixture": (hidden,)})})
+    with pytest.raises(ConfigError, match=r"data\.mixture=.* holds characters that nobody can see"):
+        check_foreign(bad)
+
+
+NO_B = {"data.paths.b": ""}
+
+
+@pytest.mark.parametrize(
+    ("entries", "changes", "text"),
+    [
+        (["{name:a,source:stdlib,weight:0}"], {}, ".weight=0 is out of range; expected a list, each {name: "),
+        (["{name:a,source:stdlib,weight:-1}"], {}, ".weight=-1 is out of range; expected a list, each"),
+        (["{name:a,source:stdlib}"], {}, ".weight is missing; expected a list, each {name: NAME, source: "),
+        (["{name:a,source:stdlib,wieght:1,weight:1}"], {}, ".wieght=1 is not valid; expected a list, each"),
+        (["{name:a,source:hub,weight:1}"], {}, ".source=hub is not a choice; expected a list, each {name: "),
+        ([A, A], NO_B, " has 2 sources called a; give each"),
+        ([A, B.replace("3", "1e5")], {}, ": the weight 1 of a is less than 1/10000 of all; raise it, or leave it out"),
+        (["{name:b,source:text,weight:1,field:body}"], {}, ": field=body of b has no effect with source=text; drop it"),
+        (
+            [],
+            {"data.mixture": "[]"},
+            "data.source=mixture needs sources; set data.mixture=[{name: NAME, source: ",
+        ),
+        ([], NO_B, ": b needs files; set data.paths.b=FILE_OR_DIRECTORY"),
+        (
+            [],
+            {"data.paths.c": "x"},
+            "data.paths.c belongs to no source of data.mixture with files: those are b; drop",
+        ),
+        ([], {"data.source": "stdlib"}, " has no effect with data.source=stdlib; drop it, or set data.source=mixture"),
+        ([], {"data.path": "x"}, "data.path=x has no effect with data.source=mixture; set data.paths.NAME"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_one_line(entries: list[str], changes: dict[str, str], text: str) -> None:
+    reason = error_text(ConfigError, settings_of, *entries, **changes)
+    assert reason.startswith(text if text.startswith("data.") else f"data.mixture{text}")

@@ -1,0 +1,248 @@
+"""Batches made before their turn: the same ones, from the same units, with the same position, and no thread is left."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+from unittest.mock import ANY, Mock, call
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco import data
+from diloco.config import compose
+from diloco.data.numbered import LeasedStream, NumberedStream
+from diloco.data.prefetch import AHEAD, Prefetched
+from diloco.errors import DataError
+from diloco.protocol.ledger import Units, count, intersection, union
+from diloco.swarm.conversations.units import LeasedData
+from diloco.train.island import Island
+from diloco.train.run import _stream
+from tests.support.data import config, numbered, rows_of
+from tests.support.hub_rows import hub_directory
+
+PATIENCE_S = 120
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "diloco-data"]
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return data.load(config("hub", name=str(hub_directory(tmp_path_factory.mktemp("hub")))), seed=3)
+
+
+@pytest.mark.parametrize("kind", ["numbered", "hub", "hub rows"])
+@pytest.mark.parametrize("depth", [1, AHEAD, 4])
+def test_batches_and_positions_are_those_of_the_stream(kind: str, depth: int, streamed: Any) -> None:
+    """So a run goes on with the next sequence, and not behind what was made."""
+
+    def make() -> Any:
+        if kind == "numbered":
+            return NumberedStream(numbered(17), 3, 5, 1, 3)
+        return streamed.batches(2, shard=0, shards=2) if kind == "hub" else streamed.batches(4, rows=(1, 2))
+
+    plain = make()
+    with closing(Prefetched(make(), depth=depth)) as stream, closing(Prefetched(make(), depth=depth)) as resumed:
+        assert stream.state() == plain.state()
+        for _ in range(12):
+            assert torch.equal(next(stream), next(plain))
+            assert stream.state() == plain.state()
+        wait_for(lambda: stream.ready == depth)
+        resumed.restore(json.loads(json.dumps(stream.state())))
+        assert rows_of(resumed, 9) == rows_of(stream, 9) == rows_of(plain, 9)
+
+
+def wait_for(condition: Any) -> None:
+    tick, patience = threading.Event(), PATIENCE_S * 100
+    while not condition() and (patience := patience - 1):
+        tick.wait(0.01)
+    assert condition()
+
+
+class Recorded:
+    """A stream of batch numbers that notes what is made, and may be made to wait or to fail."""
+
+    def __init__(self, fails_at: int = 99, waits_at: int = 99) -> None:
+        self.planned, self.made = 0, list[int]()
+        self.fails_at, self.waits_at, self.may_go_on = fails_at, waits_at, threading.Event()
+
+    def plan(self) -> int:
+        self.planned += 1
+        return self.planned
+
+    def ahead(self, batches: int) -> list[int]:
+        return [self.planned + 1 + batch for batch in range(batches)]
+
+    def make(self, plan: int) -> Tensor:
+        self.made.append(plan)
+        if plan == self.waits_at:
+            self.may_go_on.wait(PATIENCE_S)
+        if plan == self.fails_at:
+            raise DataError(f"no batch {plan}")
+        return torch.full((1, 2), plan)
+
+    def state(self) -> dict[str, Any]:
+        return {"planned": self.planned}
+
+
+def test_no_more_is_made_than_the_depth_and_nothing_unasked() -> None:
+    source: Any = Recorded()
+    with closing(Prefetched(source, depth=3)) as stream:
+        for made in ([], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
+            assert source.made == made
+            next(stream)
+            wait_for(lambda: stream.ready == 3)
+
+
+def test_an_error_is_raised_when_its_batch_is_due() -> None:
+    with closing(Prefetched(Recorded(fails_at=3))) as stream:
+        assert int(next(stream)[0, 0]) == 1
+        wait_for(lambda: stream.ready == AHEAD)
+        assert int(next(stream)[0, 0]) == 2
+        with pytest.raises(DataError, match=r"^no batch 3$"):
+            next(stream)
+
+
+def test_closing_does_not_wait_for_what_nobody_will_train_on() -> None:
+    """And a closed stream begins anew when it is asked."""
+    source = Recorded(waits_at=2)
+    stream = Prefetched(source, depth=4)
+    next(stream)
+    wait_for(lambda: source.made == [1, 2])
+    closing_ = threading.Thread(target=stream.close)
+    closing_.start()
+    wait_for(lambda: stream._worker is None)
+    source.may_go_on.set()
+    closing_.join()
+    stream.close()
+    assert source.made == [1, 2]
+    assert int(next(stream)[0, 0]) == 2
+    stream.close()
+
+
+def test_for_a_gpu_batches_lie_in_pinned_memory_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda batch: batch + 1000)
+    with closing(Prefetched(Recorded(), torch.device("cuda:1"))) as stream:
+        assert [int(next(stream)[0, 0]) for _ in range(3)] == [1001, 1002, 1003]
+    assert devices == [torch.device("cuda:1")], "or it would be that of the first device, for all ranks"
+    with closing(Prefetched(Recorded(), torch.device("cpu"))) as stream:
+        assert int(next(stream)[0, 0]) == 1
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), shards=st.sampled_from([None, 1, 2]))
+@example(sizes=[1, 2, 4, 1], shards=1)
+@example(sizes=[4, 3, 2, 1], shards=1)
+@settings(max_examples=30)
+def test_all_ranks_have_the_batch_of_one_process(sizes: list[int], shards: int | None) -> None:
+    """Also when a run goes on with another number of ranks."""
+    array, batch = numbered(29), math.lcm(*sizes)
+    whole = NumberedStream(array, batch, 5, 0, shards)
+    for size in sizes:
+        ranks = [NumberedStream(array, batch, 5, 0, shards, (rank, size)) for rank in range(size)]
+        for rank in ranks:
+            rank.restore(whole.state())
+        for _ in range(2):
+            one, parts = next(whole), [next(rank) for rank in ranks]
+            for rank, part in enumerate(parts):
+                assert torch.equal(part, one[rank::size])
+            assert all(rank.state() == whole.state() for rank in ranks)
+
+
+def test_a_rank_reads_its_own_sequences_only() -> None:
+    array = numbered(64)
+    watched: Any = Mock(digest=array.digest, read=Mock(side_effect=array.read))
+    next(NumberedStream(watched, 8, 0, 0, 1, (1, 4)))
+    [(numbers, _)] = [one.args for one in watched.read.call_args_list]
+    assert numbers.tolist() == [1, 5]
+
+
+def test_ranks_of_a_hub_stream_keep_their_rows_of_one_batch(streamed: Any) -> None:
+    whole, ranks = streamed.batches(6), [streamed.batches(6, rows=(rank, 3)) for rank in range(3)]
+    for _ in range(5):
+        expected = next(whole)
+        for rank, stream in enumerate(ranks):
+            assert torch.equal(next(stream), expected[rank::3])
+
+
+def leased(data_: LeasedData, size: int = 4) -> Prefetched:
+    return Prefetched(LeasedStream(numbered(500), size, 0, 7, data_), depth=3)
+
+
+def test_units_are_taken_when_their_batch_is_handed_out() -> None:
+    """And not when it is made."""
+    units = LeasedData()
+    units.add([(0, 40)])
+    with closing(leased(units)) as stream:
+        next(stream)
+        wait_for(lambda: stream.ready == 3)
+        assert units.trained_on == [(0, 4)] == units.send()
+        next(stream)
+        assert units.trained_on == [(0, 8)]
+    assert units.all == [(0, 40)] and units.trained_on == [(0, 8)], "what was made and not trained on is still ahead"
+
+
+def test_a_wrong_forecast_is_made_again_before_its_turn() -> None:
+    units = LeasedData()
+    units.add([(0, 8)])
+    with closing(leased(units)) as stream:
+        next(stream)  # then come 4 to 8, and batches of its own order
+        units.add([(8, 40)])
+        next(stream)
+        assert [plan.numbers for plan, _ in stream._foreseen] == [(range(start, start + 4),) for start in (8, 12, 16)]
+
+
+STEP = st.tuples(st.sampled_from(["grant", "train", "train", "send", "settle"]), st.integers(0, 40), st.integers(1, 9))
+
+
+@given(st.lists(STEP, max_size=25))
+@settings(max_examples=30)
+def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[tuple[str, int, int]]) -> None:
+    both = LeasedData(), LeasedData()
+    granted: Units = []
+    with closing(leased(both[0])) as ahead:
+        plain = LeasedStream(numbered(500), 4, 0, 7, both[1])
+        for what, start, size in steps:
+            for units in both:
+                match what:
+                    case "grant" if not intersection(granted, [(start, start + size)]):
+                        units.add([(start, start + size)])
+                    case "send":
+                        units.send()
+                    case "settle":
+                        units.drop(units.send())
+            if what == "grant":
+                granted = union(granted, [(start, start + size)])
+            if what == "train":
+                assert torch.equal(next(ahead), next(plain))
+            assert both[0].trained_on == both[1].trained_on
+            assert ahead.state() == plain.state()
+            assert count(both[0].all) == count(both[1].all)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rank", "size", "expected"),
+    [
+        ([], 0, 1, [call.lease_units(8, AHEAD), call.leased(ANY, ANY, shard=7, rows=(0, 1))]),
+        ([], 1, 2, [call.lease_units(8, AHEAD), call.leased(ANY, ANY, shard=7, rows=(1, 2))]),
+        (["data.shard=1", "data.shards=3"], 1, 2, [call.batches(ANY, shard=7, shards=3, rows=(1, 2))]),
+        (["data.source=hub", "data.name=a/b"], 0, 2, [call.batches(ANY, shard=7, shards=None, rows=(0, 2))]),
+    ],
+)
+def test_a_run_has_units_or_a_stream(overrides: list[str], rank: int, size: int, expected: list[Any]) -> None:
+    """The latter where its data is cut or comes from the hub."""
+    asked = Mock()  # a dataset, and a peer of the swarm
+    _stream(compose(["experiment=smoke", *overrides]), asked, 7, Island(torch.device("cpu"), rank, size), asked)
+    assert asked.method_calls == expected

@@ -1,0 +1,199 @@
+"""Files of tokens: the same tokens as in memory, made once, made again when they are broken, never half there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import numpy as np
+import pytest
+import torch
+
+from diloco import data
+from diloco.config import DataConfig
+from diloco.data import local, token_files, tokenise
+from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
+from diloco.errors import DataError
+from tests.support.data import T, config, rows_of, written
+from tests.support.errors import error_text
+from tests.support.peers import together
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """Text of some 40 documents."""
+    parts = {f"{part}.txt": "".join(f"w{part} w{n} " for n in range(30 + part)) for part in range(40)}
+    return written(tmp_path / "book", dict(parts))
+
+
+@pytest.fixture(autouse=True)
+def everything_has_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "FILES_FROM_BYTES", 0)
+    monkeypatch.setattr(local, "FILES_FROM_BYTES_OF_BYTES", 0)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Which entries were made."""
+    entries, make = list[Path](), token_files._make
+    monkeypatch.setattr(token_files, "_make", lambda entry, *rest: entries.append(entry) or make(entry, *rest))
+    return entries
+
+
+def cached(tmp_path: Path, *paths: Path, **values: Any) -> DataConfig:
+    return config("text", *paths, cache=str(tmp_path / "cache"), **values)
+
+
+def same(one: Any, other: Any) -> bool:
+    rows = bool(np.array_equal(one.training.rows, other.training.rows))
+    held_out = bool(np.array_equal(one.held_out[0], other.held_out[0]))
+    return rows and held_out and (one.description, one.training.digest) == (other.description, other.training.digest)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+def test_files_hold_what_memory_would(tokenizer: str, word_tokenizer: str, book: Path, tmp_path: Path) -> None:
+    name = "bytes" if tokenizer == "bytes" else word_tokenizer
+    kept = data.load(cached(tmp_path, book, tokenizer=name), 0)
+    plain = data.load(config("text", book, cache=None, tokenizer=name), 0)
+    assert same(kept, plain)
+    assert isinstance(kept.training.rows, np.memmap), "RAM does not hold them"  # type: ignore[attr-defined]
+    assert rows_of(kept.batches(5), 7) == rows_of(plain.batches(5), 7)
+    assert torch.equal(kept.holdout(9), plain.holdout(9))
+
+
+def test_tokens_are_made_once_for_any_sequence_length_and_place(book: Path, tmp_path: Path, made: list[Path]) -> None:
+    first = data.load(cached(tmp_path, book), 0)
+    assert same(first, data.load(cached(tmp_path, book), 0))
+    longer = data.load(cached(tmp_path, book, sequence_length=2 * T), 1)
+    assert len(longer.training.rows) == len(first.training.rows) // 2  # type: ignore[attr-defined]
+    data.load(cached(tmp_path, book.rename(tmp_path / "moved")), 0)
+    assert len(made) == 1
+
+
+def test_the_key_has_what_tokens_depend_on(book: Path, tmp_path: Path, made: list[Path], word_tokenizer: str) -> None:
+    files = sorted(book.iterdir())
+
+    def load(files: list[Path], **values: Any) -> None:
+        kept, plain = (config("text", *files, cache=cache, **values) for cache in (str(tmp_path / "cache"), None))
+        assert same(data.load(kept, 0), data.load(plain, 0))
+
+    load(files)
+    load(files, holdout=0.3)
+    load(files, tokenizer=word_tokenizer)
+    load(files[::-1])
+    files[3].write_text(files[3].read_text().replace("w3", "w4"))
+    load(files)
+    assert len(set(made)) == 5
+
+
+DAMAGE: tuple[Callable[[Path], object], ...] = (
+    lambda entry: os.truncate(file := entry / "training.bin", file.stat().st_size - 1),
+    lambda entry: (file := entry / "training.bin").write_bytes(file.read_bytes() + b"x"),
+    lambda entry: (entry / "index.json").write_text('{"training": 3'),
+    lambda entry: (entry / "held_out.bin").unlink(),
+    lambda entry: [file.unlink() for file in entry.iterdir()],
+)
+
+
+def test_a_broken_entry_is_made_again(book: Path, tmp_path: Path, made: list[Path]) -> None:
+    whole = data.load(config("text", book, cache=None), 0)
+    data.load(cached(tmp_path, book), 0)
+    [entry] = made
+    for damage in DAMAGE:
+        made.clear()
+        damage(entry)
+        assert same(data.load(cached(tmp_path, book), 0), whole)
+        assert made == [entry]
+    left = entry.rename(entry.with_name(f".{entry.name}.tmp-0123"))  # as a killed process leaves it
+    data.load(cached(tmp_path, book), 0)
+    assert not left.exists() and entry.is_dir()
+
+
+def test_several_that_want_the_same_tokens_make_them_once(book: Path, tmp_path: Path, made: list[Path]) -> None:
+    one, *others = together(*[lambda: data.load(cached(tmp_path, book), 0)] * 4)
+    assert all(same(one, other) for other in others)
+    assert len(made) == 1
+
+
+def test_without_locks_the_faster_one_wins(
+    book: Path, tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, write = threading.Barrier(2), token_files._write
+    no_locks = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    monkeypatch.setattr(token_files.fcntl, "flock", no_locks)
+    monkeypatch.setattr(token_files, "_write", lambda *arguments: (write(*arguments), both.wait(120))[0])
+    one, other = together(*[lambda: data.load(cached(tmp_path, book), 0)] * 2)
+    assert same(one, other) and len(made) == 2
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(book: Path, tmp_path: Path) -> None:
+    cache, full = tmp_path / "cache", OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(token_files.os, "fsync", side_effect=full):
+        text = error_text(DataError, data.load, cached(tmp_path, book), 0)
+    assert text == (
+        f"data.cache={cache}: {cache} cannot hold the tokens (No space left on device); make room there, set "
+        "data.cache to another directory, or data.cache=null to keep them in memory"
+    )
+    assert [file.suffix for file in cache.iterdir()] == [".lock"]
+    cache.rename(tmp_path / "moved")
+    cache.write_text("a file")
+    with pytest.raises(DataError, match=r"^data\.cache=.*/cache: .*/cache cannot hold the tokens \(.*\); make room"):
+        data.load(cached(tmp_path, book), 0)
+
+
+def test_bad_files_are_named_and_leave_no_entry(tmp_path: Path) -> None:
+    bad = written(tmp_path / "bad", {"one.txt": "good text " * 50, "two.txt": b"caf\xe9 " * 20})
+    with pytest.raises(DataError, match=r"^data\.path: .*two\.txt is not UTF-8 text"):
+        data.load(cached(tmp_path, bad), 0)
+    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_the_place_is_that_of_caches(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    data.load(config("text", book), 0)
+    assert list((tmp_path / "xdg" / "diloco" / "tokens").glob("*/index.json"))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    data.load(config("text", book), 0)
+    assert list((tmp_path / "home" / ".cache" / "diloco" / "tokens").glob("*/index.json"))
+
+
+def test_progress_is_told_in_bytes_of_text(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(token_files, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(token_files, "LONG_BYTES", 1000)
+    monkeypatch.setattr(tokenise, "_BYTES_AT_ONCE", 1000)
+    told: list[tuple[int, int]] = []
+    data.load(cached(tmp_path, book), 0, lambda *both: told.append(both))
+    total = sum(file.stat().st_size for file in book.iterdir())
+    assert len(told) > 5 and sorted(told) == told and told[-1] == (total, total)
+    assert f"tokenising 0.0 GB into {tmp_path / 'cache'}; this is done once" in caplog.text
+
+
+def test_little_text_has_no_files(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    data.load(cached(tmp_path, book), 0)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_tokenizer_has_the_same_digest_wherever_it_lies(word_tokenizer: str, tmp_path: Path) -> None:
+    one = HubTokenizer(word_tokenizer)
+    one.save(tmp_path)
+    assert one.digest == HubTokenizer(str(tmp_path)).digest != ByteTokenizer().digest
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["another"] = len(content["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert HubTokenizer(str(tmp_path)).digest != one.digest
+
+
+def test_much_text_for_a_slow_tokenizer_is_worth_processes(word_tokenizer: str) -> None:
+    slow = HubTokenizer(word_tokenizer)
+    assert tokenise.processes_for(10**12, ByteTokenizer()) == tokenise.processes_for(10**6, slow) == 1
+    assert tokenise.processes_for(10**9, slow) >= 1

@@ -1,0 +1,137 @@
+"""The table of what training takes of memory: by hand, and how it depends on the settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diloco import model as models
+from diloco.config import Config, compose
+from diloco.errors import ConfigError
+from diloco.fit.volunteer import with_settings
+from diloco.model.cross_entropy import CHUNK_BYTES
+from diloco.train.inner import inner_optimizer, moment_numel
+from diloco.train.island import Island
+from diloco.train.machine import GIB, Machine
+from diloco.train.memory import Row, Split, fitted, memory_need, memory_rows, sequence_bytes
+
+PLAIN = ["outer.robust=none", "outer.codec_up=fp32", "outer.codec_down=fp32", "inner=adamw", "outer.fragments=4"]
+ROOMY = Machine(torch.device("cuda"), "GPU", 2, 2, 80 * GIB, 80 * GIB, "fp32")
+
+
+def table(config: Config, peers: int = 4, split: Split | None = None) -> dict[str, float]:
+    rows = memory_rows(config, peers, split or Split())
+    return {row.what: row.per_parameter for row in rows if row.per_parameter is not None and row.where != "spare"}
+
+
+def test_the_bytes_of_peers_with_a_fragment_each() -> None:
+    held = "master and momentum of fragments held"
+    by_peers = {peers: table(compose(PLAIN), peers) for peers in (1, 2, 3, 4, 100)}
+    assert by_peers[4] == {
+        "weights": 4, "gradients": 4, "inner optimizer": 8, "anchors": 4, held: 2,
+        "contributions to them": 1, "updates of them": 1, "momentum of fragments backed up": 1,
+    }  # fmt: skip
+    assert {peers: rows[held] for peers, rows in by_peers.items()} == {1: 8, 2: 4, 3: 4, 4: 2, 100: 2}
+    assert "momentum of fragments backed up" not in by_peers[1], "nobody else holds anything"
+    assert set(table(compose(["outer=data_parallel"]))) == {"weights", "gradients", "inner optimizer"}
+
+
+def test_what_a_setting_adds() -> None:
+    plain, late = table(compose(PLAIN)), "payloads that are sent while training goes on"
+    for overrides, what, more in (
+        ("outer.robust=clip outer.audit=0", "contributions to them", 3.0),
+        ("outer.robust=clip", "contributions kept for audits", 8.0),
+        ("outer.quorum=1", "anchors of the round under way", 4.0),
+        ("outer.overlap=5", late, 4.0),
+        ("outer.overlap=5 outer.staggered=true", late, 1.0),
+        ("outer.optimizer=fedbuff outer.delay=4", "master and momentum of fragments held", 1.0),
+        ("outer.flatten=0.5", "flattening", 1.0),
+        ("train.precision=bf16", "weights in bf16", 2.0),
+    ):
+        changed = table(compose([*PLAIN, *overrides.split()]))
+        assert changed[what] - plain.get(what, 0.0) == pytest.approx(more), overrides
+
+
+def test_fsdp_divides_what_is_trained_and_gathers_one_layer() -> None:
+    config = compose(["model=60m", *PLAIN])
+    one, four = table(config), table(config, split=Split(4, sharded=True))
+    for what in ("weights", "gradients", "inner optimizer"):
+        assert four[what] == one[what] / 4
+    assert 0 < four["layers that are gathered"] < 8
+    assert table(config, split=Split(4)) == one, "each process of ddp has all of it"
+
+
+def on_accelerator(*overrides: str, split: Split | None = None) -> dict[str, Row]:
+    return {row.what: row for row in memory_rows(compose([*PLAIN, *overrides]), 4, split or Split(), accelerator=True)}
+
+
+def test_an_accelerator_that_trains_on_copies_a_fragment() -> None:
+    copy, buffers = "a copy of the fragment that is sent", "staging buffers, pinned"
+    for overlap in (["outer.overlap=5"], ["outer.overlap=5", "outer.staggered=true"]):
+        rows = on_accelerator(*overlap)
+        assert (rows[copy].where, rows[copy].per_parameter) == ("device", 4 / 4)
+        assert (rows[buffers].where, rows[buffers].nbytes) == ("main", 4 * 2**20)
+    late = "outer.overlap=${outer.sync_every}"
+    assert copy not in on_accelerator() | on_accelerator(late), "training waits"
+    assert copy not in on_accelerator("outer.overlap=5", split=Split(2, sharded=True)), "ranks hand their rows over"
+    on_cpu = {row.what for row in memory_rows(compose([*PLAIN, "outer.overlap=5"]), 4, accelerator=False)}
+    assert not {copy, buffers} & on_cpu
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_optimizers_state_has_the_predicted_size(name: str) -> None:
+    config = compose(["experiment=smoke", f"inner={name}"])
+    model = models.build(config.model, 0)
+    optimizer = inner_optimizer(model, config.inner)
+    models.loss(model, torch.zeros(1, 8, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    parts = getattr(optimizer, "parts", [optimizer])
+    kept = [value for part in parts for state in part.state.values() for value in state.values() if value.ndim]
+    assert sum(value.numel() for value in kept) == moment_numel(model, config.inner)
+
+
+def test_the_need_is_the_sum_of_the_table() -> None:
+    config = compose([*PLAIN, "train.precision=fp32"])
+    rows: list[Row] = memory_rows(config, 4, accelerator=True)
+    need = memory_need(config, ROOMY, 4)
+    for where, nbytes in (("device", need.device_bytes), ("main", need.main_bytes), ("spare", need.spare_bytes)):
+        assert nbytes == sum(row.nbytes for row in rows if row.where == where)
+    [copy] = [row for row in rows if row.where == "spare"]
+    assert copy.per_parameter == 4 + 2 + 8, "anchors, a fragment held, AdamW"
+    waiting = memory_need(compose([*PLAIN, "checkpoint.background=false"]), ROOMY, 4)
+    assert waiting == replace(need, spare_bytes=0.0)
+
+
+def test_a_large_model_has_logits_in_chunks_and_keeps_inputs() -> None:
+    large = ["model=60m", "data.sequence_length=1024", "inner.batch_size=64"]
+    for config, chunks in ((large, [("device", 2.5 * CHUNK_BYTES)]), (PLAIN, [])):
+        rows = memory_rows(compose(config), 4)
+        assert [(row.where, row.nbytes) for row in rows if row.what == "logits of a chunk"] == chunks
+    config = compose(["model=60m", "data.sequence_length=512"])
+    kept, recomputed = sequence_bytes(config), sequence_bytes(with_settings(config, {"train.checkpointing": True}))
+    shape = config.model.config
+    inputs = 1.5 * 4 * 512 * int(shape["hidden_size"]) * int(shape["num_hidden_layers"])
+    assert inputs < recomputed < kept / 2, "one of three layers exists whole at a time"
+
+
+def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def machine(free: float) -> Machine:
+        found = Machine(torch.device("cpu"), "CPU", 2, 2, free, free, "fp32")
+        monkeypatch.setattr("diloco.train.memory.machine_at", lambda *_: found)
+        return found
+
+    config, island = compose([*PLAIN, "swarm.min_peers=4"]), Island(torch.device("cpu"))
+    need = memory_need(config, machine(GIB), 4)
+    room = need.device_bytes + need.main_bytes
+    machine(room + 3.5 * need.sequence_bytes)
+    assert fitted(config, island).train.micro_batch == 3
+    assert not fitted(config, island).checkpoint.background, "there is no room for a copy"
+    chosen = compose([*PLAIN, "swarm.min_peers=4", "train.micro_batch=2"])
+    assert fitted(chosen, island).train == chosen.train
+    machine(1e12)
+    assert fitted(config, island) == config
+    machine(room)
+    with pytest.raises(ConfigError, match="this machine is too small for the run"):
+        fitted(config, island)

@@ -1,0 +1,363 @@
+"""What a trainer's callback is told and says, in one process: joining late, ending with the swarm, and bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import diloco
+from diloco.errors import ConfigError, DilocoError, JoinError
+from diloco.integrations.membership import Membership
+from diloco.swarm.node.rounds import Exchanged
+from diloco.train.api import Swarm
+from diloco.train.wrapped import paced, plain_model, plain_optimizer
+from tests.support.loops import Direct, LastFlight, made
+
+# Of the libraries, about themselves and this machine.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+]
+
+
+class Going(LastFlight):
+    """A node whose swarm has made 3 outer steps, and makes one more with each exchange."""
+
+    left_behind = False
+
+    async def receive(self, fragments: tuple[int, ...]) -> Exchanged:
+        before = await super().receive(fragments)
+        self.protocol.steps += 1
+        return replace(before, version=self.protocol.steps)
+
+
+class Regression(nn.Module):
+    """A model as the Trainer wants it; it remembers which items it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.seen += x[:, 0].int().tolist()
+        return {"loss": self.layer(x).square().mean()}
+
+
+def callback(node: LastFlight, kind: str = "DilocoCallback", **settings: Any) -> Any:
+    """One whose swarm is `node`."""
+    return getattr(diloco, kind)(**{"run_id": "run", "sync_every": 4, "runtime": Direct(node), **settings})
+
+
+ONES = [{"x": torch.ones(4)}] * 64
+NUMBERS = [{"x": torch.full((4,), float(number))} for number in range(64)]
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(NUMBERS)
+
+
+def trainer(
+    directory: Path, *callbacks: Any, model: nn.Module | None = None, data: Any = ONES, **arguments: Any
+) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    told = {
+        "max_steps": 16, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+        "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1.0, **arguments,
+    }  # fmt: skip
+    held_out, made = (data[:2] if isinstance(data, list) else None), TrainingArguments(str(directory), **told)
+    model = model or Regression()
+    return Trainer(model, made, train_dataset=data, eval_dataset=held_out, callbacks=list(callbacks))
+
+
+def refused(work: Callable[[], object], said: str, kind: type[DilocoError] = ConfigError) -> None:
+    with pytest.raises(kind, match=said) as error:
+        work()
+    assert "\n" not in str(error.value)
+
+
+def test_a_late_trainer_has_the_swarms_rate_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends with it. The figures are in what it logs and sends."""
+    from transformers import TrainerCallback
+
+    sent: list[dict[str, Any]] = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+            sent.append(dict(logs))
+
+    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda report_to: [Tracker])
+    node = Going()  # 12 of the 16 inner steps are done
+    own = callback(node)
+    late = trainer(tmp_path, own, gradient_accumulation_steps=2)
+    late.train()
+    training = [logs for logs in sent if "loss" in logs]
+    assert [logs["learning_rate"] for logs in training] == [1 - step / 16 for step in (12, 13, 14, 15)]
+    assert [(logs["diloco/peers"], logs["diloco/round"]) for logs in training] == [(1, 3), (1, 3), (1, 3), (1, 4)]
+    assert {"diloco/bytes_sent", "diloco/wait_share", "diloco/tokens_discarded"} < late.state.log_history[0].keys()
+    assert own.attachment.steps == late.state.global_step == 4, "micro-batches are no steps"
+    assert own.attachment.tokens == 4 * 2 * 2, "it tells of how many samples a step is made"
+    assert node.said[-1] == "close" and "leave" in node.said
+
+
+def test_the_others_are_told_while_a_trainer_evaluates(tmp_path: Path) -> None:
+    node = Going()
+    paused: list[bool] = []
+
+    class Model(Regression):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            changes = [said for said in node.said if said in ("pause", "enter")]
+            paused.append(changes[-1:] == ["pause"])
+            assert paused[-1] is not self.training
+            return super().forward(x)
+
+    trainer(tmp_path, callback(node), model=Model(), eval_strategy="steps", eval_steps=2, eval_on_start=True).train()
+    assert sum(paused) == 3, "before the first step, and after the 2nd and the 4th"
+
+
+def test_a_trainer_can_train_again_and_after_a_failure(tmp_path: Path) -> None:
+    class Failing(Regression):
+        left = 2
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("no")
+            return super().forward(x)
+
+    node, model = LastFlight(), Failing()
+    one = trainer(tmp_path, callback(node), model=model)
+    with pytest.raises(RuntimeError, match="no"):
+        one.train()
+    assert "leave" not in node.said
+    for _ in range(2):
+        model.left = 100
+        one.train()
+    assert node.said.count("leave") == 2 and node.said.count("close") == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sync_every": 4}, "run_id is missing; peers of one run have the same"),
+        ({"run_id": "run"}, "sync_every"),
+        ({"run_id": "run", "sync_every": 4, "codec_up": "mp3"}, "codec_up=mp3"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_at_once(settings: dict[str, Any], said: str) -> None:
+    refused(lambda: Membership(settings), said)
+
+
+def test_a_trainer_that_cannot_join_is_refused(tmp_path: Path) -> None:
+    """One whose callback is there twice, whose directory is in use, or whose run is over."""
+    own, *two = (callback(Going(), identity=tmp_path / name) for name in "abc")
+    refused(trainer(tmp_path, own, own).train, "callbacks: one DilocoCallback is there twice; name it once")
+    refused(trainer(tmp_path, *two).train, "optimizer=AdamW is attached to a swarm already; use one callback")
+    first, second = Membership({"run_id": "run", "sync_every": 4}), callback(Going())
+    first._settings["runtime"] = Direct(Going())
+    layer = nn.Linear(2, 1)
+    first.open(layer, torch.optim.SGD(layer.parameters()), [], tmp_path, 1)
+    refused(trainer(tmp_path, second).train, "output directory: .* is in use by another process")
+    first.close()
+    node = Going()
+    said = "max_steps=12, and the swarm has made so many inner"
+    refused(trainer(tmp_path, callback(node), max_steps=12).train, said, JoinError)
+    assert node.said[-1] == "close"
+
+
+@pytest.mark.parametrize("name", ["DilocoCallback", "AccelerateSwarm", "DilocoLightningCallback"])
+def test_a_missing_library_is_named_with_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.find_spec", lambda library: None)
+    extra = "lightning" if "Lightning" in name else "hf"
+    with pytest.raises(ImportError, match=rf"^{name} needs \w+, .* pip install 'diloco\[{extra}\]'$"):
+        getattr(diloco, name)
+
+
+def seen_by(directory: Path, name: str, data: Any = NUMBERS, **arguments: Any) -> list[int]:
+    model, own = Regression(), callback(Going(), identity=name)
+    trainer(directory, own, model=model, data=data, max_steps=20, learning_rate=1e-6, **arguments).train()
+    return model.seen
+
+
+def test_data_without_an_order_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen_by(tmp_path, "a", train_sampling_strategy="sequential")
+    sampled = "comes in the order of a SequentialSampler, the same at every peer; shuffle it"
+    remedy = f"{sampled}, or give each peer other data: callback.shard(dataset, index=0, of=2)\n"
+    assert f"diloco: the training data {remedy}" in capsys.readouterr().err
+    assert seen_by(tmp_path, "a", data=Stream()) == list(range(16))
+    assert (
+        "diloco: the training data is a stream, which every peer reads from its beginning; give each peer its share: "
+        "callback.shard(dataset)\n"
+    ) in capsys.readouterr().err
+    assert accelerated(tmp_path, "a", shuffle=False) == list(range(64)) and sampled in capsys.readouterr().err
+
+
+def test_a_callback_shares_a_stream_before_there_is_a_swarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = callback(Going())
+    trainer(tmp_path, own, data=own.shard(Stream())).train()
+    assert "stream" not in capsys.readouterr().err and own._membership._living._numbers[0] == 1
+    assert len(own.shard(NUMBERS, index=1, of=3)) == 21
+    said = r"shard\(list\): it has a length, so the callback gives each peer its own order"
+    refused(lambda: own.shard(NUMBERS), said)
+
+
+@pytest.mark.parametrize(("masked", "each"), [(True, 4), (False, 6)])
+def test_a_trainer_counts_tokens_without_padding(masked: bool, each: int, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens, own = torch.arange(6), callback(Going())
+    item = {"input_ids": tokens, "labels": tokens} | ({"attention_mask": (tokens < 4).long()} if masked else {})
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **shape))
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": 3}
+    trainer(tmp_path, own, model=model, data=[item] * 32, learning_rate=1e-5, **evaluating).train()
+    assert own.attachment.tokens == 4 * 3 * 2 * each and not model._forward_pre_hooks
+
+
+def accelerated(directory: Path, name: str, shuffle: bool = True) -> list[int]:
+    from accelerate import Accelerator
+
+    torch.manual_seed(42)
+    accelerator, layer = Accelerator(cpu=True), nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(
+        layer, torch.optim.SGD(layer.parameters()), DataLoader(list(range(64)), batch_size=4, shuffle=shuffle)
+    )
+    swarm = callback(Going(), "AccelerateSwarm", accelerator=accelerator, identity=name)
+    with swarm, swarm.attach(model, optimizer):
+        return [int(item) for batch in loader for item in batch]
+
+
+def fit(directory: Path, own: Any, interval: str = "step", optimizers: int = 1, workers: int = 0, **told: Any) -> Any:
+    """A module that was trained, and its trainer."""
+    from lightning.pytorch import LightningModule, Trainer, seed_everything
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = optimizers == 1
+            self.layer, self.rates, self.seen = nn.Linear(4, 1), list[float](), list[int]()
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            self.seen += batch[:, 0].int().tolist()
+            return self.layer(batch / 64).square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+        def configure_optimizers(self) -> Any:
+            made = [torch.optim.SGD(self.parameters(), lr=1.0) for _ in range(optimizers)]
+            scheduler = torch.optim.lr_scheduler.LambdaLR(made[0], lambda step: 1 / (1 + step))
+            return made, [{"scheduler": scheduler, "interval": interval}]
+
+    seed_everything(42)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    quiet |= {"enable_model_summary": False, "default_root_dir": directory}
+    module, data = Module(), torch.arange(64.0)[:, None].expand(64, 4)
+    one = Trainer(callbacks=[own], **{"max_steps": 16, **quiet, **told})
+    one.fit(module, DataLoader(data, batch_size=2, shuffle=True, num_workers=workers))
+    return module, one
+
+
+def lightning(**settings: Any) -> Any:
+    return callback(Going(), "DilocoLightningCallback", **settings)
+
+
+def lightened(directory: Path, name: str, workers: int = 0) -> list[int]:
+    module, one = fit(directory, lightning(identity=name), max_steps=20, workers=workers)
+    assert one.callback_metrics["diloco/peers"] == 1 and one.callback_metrics["diloco/round"] >= 3
+    return module.seen  # type: ignore[no-any-return]
+
+
+WAYS: dict[str, tuple[Callable[..., list[int]], dict[str, Any]]] = {
+    "trainer": (seen_by, {}),
+    "trainer without a seeded sampler": (seen_by, {"accelerator_config": {"use_seedable_sampler": False}, "seed": 7}),
+    "accelerate": (accelerated, {}),
+    "lightning": (lightened, {}),
+    "lightning with a worker": (lightened, {"workers": 1}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_peers_of_one_seed_train_on_other_batches(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And each says so."""
+    seen, settings = WAYS[way]
+    a, b, again = (seen(tmp_path, name, **settings) for name in "aba")
+    assert a == again != b and len(set(a)) == len(a) == (64 if way == "accelerate" else 16)
+    said = [line for line in capsys.readouterr().err.splitlines() if "in an order of its own" in line]
+    assert all(line.startswith("diloco: this peer reads its data in an order of its own (seed ") for line in said)
+    assert said[0] == said[2] != said[1] and len(said) == 3
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 16}, {"max_steps": -1, "max_epochs": 1}])
+def test_lightning_joins_late_with_the_swarms_rate(limit: dict[str, Any], tmp_path: Path) -> None:
+    module, _ = fit(tmp_path, own := lightning(), accumulate_grad_batches=2, **limit)
+    assert own.attachment.steps == 4, "it ends with the swarm"
+    # After each micro-batch, and after the schedule's own step, which follows that of the optimizer.
+    assert module.rates == [1 / 13, 1 / 14, 1 / 14, 1 / 15, 1 / 15, 1 / 16, 1 / 16, 1 / 17]
+
+
+def test_lightning_schedules_epochs_and_has_one_optimizer(tmp_path: Path) -> None:
+    """A schedule of epochs is left alone, and several optimizers are refused."""
+    assert set(fit(tmp_path, lightning(), "epoch")[0].rates) == {1.0}
+    said = "configure_optimizers gives 2 optimizers, and a peer counts the steps of one; give one with several groups"
+    refused(lambda: fit(tmp_path, lightning(), optimizers=2), said)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Has the name of FSDP1's."""
+
+
+DeepSpeedEngine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
+ZeroOptimizer = type("ZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero"})
+
+
+def test_what_libraries_wrap_is_found() -> None:
+    """A model has the parameters of the plain one, and the pace of Accelerate's schedules is known."""
+    layer, compiled = nn.Linear(2, 1), nn.Module()
+    compiled._orig_mod = nn.DataParallel(layer)  # what torch.compile returns, without the seconds that its import takes
+    assert plain_model(nn.DataParallel(layer)) is plain_model(compiled) is plain_model(layer) is layer
+
+    class Accelerated:
+        def __init__(self, split_batches: bool) -> None:
+            self.scheduler, self.split_batches, self.step_with_optimizer = "inside", split_batches, True
+
+    assert paced(Accelerated(False), 4) == ("inside", 4, 1)
+    assert paced(Accelerated(True), 4) == ("inside", 1, 1)
+    assert paced("plain", 4) == ("plain", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (lambda: plain_model(FullyShardedDataParallel()), "model=FullyShardedDataParallel: FSDP1 makes flat parameter"),
+        (lambda: plain_model(nn.Sequential(FullyShardedDataParallel())), "model=Sequential: FSDP1 makes flat"),
+        (lambda: plain_model(DeepSpeedEngine()), "model=DeepSpeedEngine: DeepSpeed keeps the parameters to itself"),
+        (lambda: plain_optimizer(ZeroOptimizer()), "optimizer=ZeroOptimizer: DeepSpeed trains flat copies"),
+        (lambda: plain_optimizer("adam"), "optimizer=str is no torch.optim.Optimizer; attach one of those"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused(work: Callable[[], object], said: str) -> None:
+    refused(work, f"^{said}")
+
+
+def test_an_optimizer_is_attached_once() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters())
+
+    def swarm(name: str) -> Swarm:
+        return made(identity=Path(name), runtime=Direct(Going()))
+
+    with swarm("a").attach(layer, optimizer):
+        refused(lambda: swarm("b").attach(layer, optimizer), "optimizer=SGD is attached to a swarm already")
+    swarm("b").attach(layer, optimizer)

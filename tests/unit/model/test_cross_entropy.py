@@ -1,0 +1,179 @@
+"""The loss of logits that exist in chunks: equal to that of whole ones, with less memory, and only where it is safe."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diloco import model as models
+from diloco.model.cross_entropy import ChunkedHead, cross_entropy
+from diloco.train.evaluate import evaluate
+from tests.support.models import small_model
+
+V, D = 97, 16
+# Of the largest value: sums over V = 97 terms and over N = 50 rows are rounded in another order, which costs some units
+# in the last place (6e-8) each; a chunk that is left out, or weighted by its own size, costs 1e-2 and more.
+ROUNDING = 2e-6
+
+
+def inputs(rows: int = 50, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias and targets, some of which are ignored."""
+    generator = torch.Generator().manual_seed(rows)
+    hidden, weight = torch.randn(rows, D, generator=generator) * scale, torch.randn(V, D, generator=generator)
+    targets = torch.randint(V, (rows,), generator=generator)
+    targets[::7] = -100
+    return hidden, weight, torch.randn(V, generator=generator), targets
+
+
+def assert_near(one: Tensor, other: Tensor, part: float = ROUNDING) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=part * float(other.detach().abs().max()))
+
+
+def some_tokens(sequences: int = 4, length: int = 32) -> Tensor:
+    return torch.randint(256, (sequences, length), generator=torch.Generator().manual_seed(sequences))
+
+
+@pytest.fixture
+def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten rows of logits of `SMALL` at a time."""
+    monkeypatch.setattr("diloco.model.cross_entropy.CPU_CHUNK_BYTES", 10 * 4 * 256)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that is computed inside."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(one, Tensor):
+                self.numel = max(self.numel, one.numel())
+        return found
+
+
+@pytest.mark.parametrize("rows", [1, 7, 25, 50, 64])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_loss_and_gradients_are_those_of_whole_logits(rows: int, scale: float) -> None:
+    hidden, weight, bias, targets = inputs(scale=scale)
+    found, expected = ([one.clone().requires_grad_() for one in (hidden, weight, bias)] for _ in range(2))
+    ours = cross_entropy(*found, targets, rows)
+    theirs = nn.functional.cross_entropy(nn.functional.linear(*expected), targets)
+    assert_near(ours, theirs)
+    (3 * ours).backward()  # type: ignore[no-untyped-call]
+    (3 * theirs).backward()
+    for one, other in zip(found, expected, strict=True):
+        assert one.grad is not None and other.grad is not None
+        # Logits are rounded in proportion to their size, and what is added to a logit multiplies a probability.
+        assert_near(one.grad, other.grad, ROUNDING * scale)
+
+
+def test_only_what_needs_a_gradient_gets_one_and_only_once() -> None:
+    hidden, weight, _, targets = inputs()
+    loss = cross_entropy(hidden, weight.requires_grad_(), None, targets, 8)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    assert weight.grad is not None and hidden.grad is None
+    assert not cross_entropy(*inputs(), 8).requires_grad
+    with pytest.raises(RuntimeError, match="compute it again"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_gradients_are_as_good_as_of_whole_logits(dtype: torch.dtype) -> None:
+    # In fp64 nothing is lost. fp16 gradients of 2,000 tokens, each divided by 2,000, are so small that whole logits
+    # lose most of them without a scale.
+    hidden, weight, _, targets = inputs(rows=2000)
+    exact = [one.double().requires_grad_() for one in (hidden, weight)]
+    nn.functional.cross_entropy(exact[0] @ exact[1].T, targets).backward()
+
+    def errors(compute: Any) -> list[float]:
+        own = [one.clone().requires_grad_() for one in (hidden, weight)]
+        with torch.autocast("cpu", dtype):
+            loss = compute(*own)
+        assert loss.dtype == torch.float32
+        loss.backward()
+        return [float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in zip(own, exact, strict=True)]  # type: ignore[operator,union-attr]
+
+    chunked = errors(lambda *own: cross_entropy(*own, None, targets, 300))
+    whole = errors(lambda *own: nn.functional.cross_entropy(nn.functional.linear(*own).float(), targets))
+    for ours, theirs in zip(chunked, whole, strict=True):
+        assert ours <= 1.05 * theirs
+        assert ours < 0.02
+
+
+def test_the_logits_of_all_tokens_never_exist() -> None:
+    hidden, weight, _, targets = inputs(rows=400)
+    hidden.requires_grad_()
+    with Largest() as whole:
+        nn.functional.cross_entropy(hidden @ weight.requires_grad_().T, targets).backward()
+    with Largest() as parts:
+        cross_entropy(hidden, weight, None, targets, 20).backward()  # type: ignore[no-untyped-call]
+    assert whole.numel == 400 * V
+    assert parts.numel == 400 * D, "the hidden states are the largest"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_chunked_head_has_the_same_gradients(tied: bool, chunked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = small_model(tie_word_embeddings=tied), some_tokens()
+
+    def computed(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad(set_to_none=True)
+        loss = models.loss(model, tokens)
+        assert type(loss.grad_fn).__name__ == kind
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss, {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
+
+    loss, found = computed("_ChunkedBackward")
+    monkeypatch.undo()
+    whole, expected = computed("NllLossBackward0")
+    assert_near(loss, whole)
+    for name in expected:
+        assert_near(found[name], expected[name], 2e-5)  # through a softmax and norms, each with sums of its own
+
+
+def test_logits_of_one_chunk_are_bit_equal_to_torch() -> None:
+    model, tokens = small_model(), some_tokens()
+    targets = torch.cat([tokens[:, 1:], torch.full((len(tokens), 1), -100)], dim=1)
+    expected = nn.functional.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+    assert torch.equal(models.loss(model, tokens), expected)
+
+
+CAPPED = {"head_dim": 16, "num_key_value_heads": 1, "final_logit_softcapping": 0.5}
+
+
+@pytest.mark.parametrize(("model_type", "config"), [("gemma2", CAPPED), ("granite", {"logits_scaling": 8.0})])
+def test_models_that_change_their_logits_keep_them_whole(model_type: str, config: Any, chunked: None) -> None:
+    model, tokens = small_model(model_type, **config), some_tokens()
+    assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
+    whole = model(input_ids=tokens, labels=tokens).loss.item()
+    assert models.loss(model, tokens).item() == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_copy_of_the_model_computes_with_its_own_head(chunked: None) -> None:
+    model, tokens = small_model(), some_tokens()
+    other = copy.deepcopy(model)
+    moved = {name: one + 0.1 * torch.ones_like(one).cumsum(0) for name, one in other.named_parameters()}
+    with torch.no_grad():
+        found = models.loss(lambda **given: functional_call(other, moved, (), given), tokens)
+        before = models.loss(model, tokens)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(moved[name])
+        assert found == models.loss(model, tokens) != before
+    assert type(model.get_output_embeddings()) is ChunkedHead  # type: ignore[operator]
+    assert model(input_ids=tokens).logits.shape == (4, 32, 256), "whenever no loss is asked for"
+
+
+def test_evaluation_computes_in_chunks_too(chunked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, holdout = small_model(), some_tokens(6)
+    with Largest() as parts:
+        ours = evaluate(model, holdout, 4, "cpu").loss
+    monkeypatch.undo()
+    with Largest() as whole:
+        assert ours == pytest.approx(evaluate(model, holdout, 4, "cpu").loss, rel=1e-6)
+    assert whole.numel == 4 * 32 * 256 > parts.numel

@@ -1,0 +1,137 @@
+"""How layers are computed changes neither what they compute nor what the model looks like from outside."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diloco import model as models
+from diloco.config import ModelConfig, compose
+from diloco.data import Dataset
+from diloco.errors import ConfigError
+from diloco.model.forward import choose_attention_, compile_layers_, layers_of, recompute_layers_
+from diloco.rundir.summary import PhaseTimer
+from diloco.train.baseline import DataParallel
+from diloco.train.evaluate import loss_of
+from diloco.train.island import Island
+from diloco.train.loop import Trainer
+from diloco.train.precision import prepare_
+from tests.support.models import small_model
+
+ALONE = Island(torch.device("cpu"))
+TOKENS = torch.randint(256, (3, 24), generator=torch.Generator().manual_seed(0))
+
+
+def small() -> nn.Module:
+    return small_model(num_hidden_layers=2)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    models.loss(model, TOKENS).backward()  # type: ignore[no-untyped-call]
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """What a forward pass keeps for the backward pass, without the hidden states between layers."""
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.untyped_storage().nbytes()), id):
+        models.loss(model, TOKENS)
+    return sum(kept)
+
+
+def test_recomputed_layers_have_equal_gradients_and_keep_less() -> None:
+    plain, recomputing = small(), small()
+    recompute_layers_(recomputing)
+    expected, found = gradients(plain), gradients(recomputing)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert kept_bytes(recomputing) < kept_bytes(plain) / 3
+    assert len(layers_of(plain)) == 2 and layers_of(nn.Linear(1, 1)) == []
+
+
+def test_parameters_of_others_go_with_recomputed_layers() -> None:
+    model, nothing = small(), Dataset.__new__(Dataset)
+    recompute_layers_(model)
+    loss = loss_of(model, nothing, TOKENS)
+    with torch.no_grad():
+        expected = [float(models.loss(model, row)) for row in TOKENS.split(1)]
+    assert loss(dict(model.named_parameters()), []) == pytest.approx(expected)
+
+
+def test_models_that_cannot_recompute_or_compile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match=r"^train\.checkpointing=true: LlamaForCausalLM does not support"):
+        recompute_layers_(model)
+    with pytest.raises(ConfigError, match=r"^train\.compile=true: Linear has no stack of layers to compile"):
+        compile_layers_(nn.Linear(1, 1))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's own tracing, which hides it
+def test_compiled_layers_keep_names_and_gradients() -> None:
+    plain, compiled = small(), small()
+    compile_layers_(compiled, backend="aot_eager")
+    expected, found = gradients(plain), gradients(compiled)
+    assert list(found) == list(expected) == [name for name, _ in plain.named_parameters()]
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    for name in found:  # the compiler may fuse, and does not with this backend
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-7)
+    assert all(layer._compiled_call_impl is not None for layer in layers_of(compiled))
+    assert all(layer._compiled_call_impl is None for layer in layers_of(copy.deepcopy(compiled))), "a copy is not"
+
+
+def test_the_attention_is_the_one_that_was_typed_if_it_is_there() -> None:
+    model, plain = small(), gradients(small())
+    assert choose_attention_(model, "auto") == "sdpa"
+    assert choose_attention_(model, "eager") == "eager"
+    for name, found in gradients(model).items():
+        torch.testing.assert_close(found, plain[name], rtol=0, atol=1e-6)  # sums in another order
+    if importlib.util.find_spec("flash_attn") is None:
+        flash = r"^train\.attention=flash_attention_2 needs the package flash_attn; install"
+        with pytest.raises(ConfigError, match=flash):
+            choose_attention_(model, "flash_attention_2")
+    config = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    mamba = models.build(ModelConfig(name="small", model_type="mamba", config=config), 0)
+    with pytest.raises(ConfigError, match=r"^train\.attention=sdpa: MambaForCausalLM does not support .*; use auto$"):
+        choose_attention_(mamba, "sdpa")
+
+
+class NoReading(TorchDispatchMode):
+    """Refuses what would make the host wait for the device: to read a value of a tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_inner_step_reads_no_value_from_the_device(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.model.cross_entropy.CPU_CHUNK_BYTES", 10 * 4 * 256)
+    config = compose(["experiment=smoke", f"train.precision={precision}", "train.micro_batch=1", "train.log_every=100"])
+    model = small()
+    prepare_(model, config, ALONE.device)
+    sync = DataParallel(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), ALONE, 100, PhaseTimer())
+    others: Any = [None] * 5
+    trainer = Trainer(config, ALONE, model, model, optimizer, *others[:2], sync, *others)
+    with sync, NoReading():
+        for _ in range(2):
+            trainer._inner_step(TOKENS)
+    assert sync.steps == 2
+    with pytest.raises(AssertionError, match="a value is read"), NoReading():
+        trainer._check_losses()
+
+
+def test_rows_of_several_sequences_are_found_without_a_loss() -> None:
+    model = small().eval()
+    prepare_(model, compose(), ALONE.device)
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)
+    with torch.no_grad():
+        packed = model(input_ids=TOKENS, position_ids=positions, use_cache=False).logits
+        alone = model(input_ids=TOKENS[:, 10:]).logits
+    torch.testing.assert_close(packed[:, 10:], alone, rtol=0, atol=1e-5)  # another kernel, with a mask

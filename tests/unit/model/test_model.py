@@ -1,0 +1,235 @@
+"""Models: initial weights, loss, files, presets, and the texts of what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import model as models
+from diloco.config import ModelConfig
+from diloco.config.compose import compose
+from diloco.data import load_tokenizer
+from diloco.errors import CheckpointError, ConfigError
+from tests.support.errors import error_text
+from tests.support.models import SMALL as ONE_LAYER
+
+SMALL = {**ONE_LAYER, "num_hidden_layers": 2}
+
+
+def settings(model_type: str = "llama", path: str | None = None, **config: Any) -> ModelConfig:
+    return ModelConfig(name="small", model_type=model_type, path=path, config={} if path else {**SMALL, **config})
+
+
+def equal(left: nn.Module, right: nn.Module) -> bool:
+    ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def small() -> nn.Module:
+    return models.build(settings(), seed=0)
+
+
+@pytest.fixture(scope="module")
+def saved(small: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    models.save(small, directory)
+    return directory
+
+
+def test_the_seed_alone_says_the_weights_of_a_model(small: nn.Module) -> None:
+    """Which starts in training mode, in fp32 on the CPU."""
+    torch.manual_seed(99)
+    torch.rand(7)
+    before = torch.random.get_rng_state()
+    assert equal(small, models.build(settings(), seed=0))
+    assert not equal(small, models.build(settings(), seed=1))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert small.training
+    assert {(parameter.dtype, parameter.device.type) for parameter in small.parameters()} == {(torch.float32, "cpu")}
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64},
+    "qwen3": {**ONE_LAYER, "head_dim": 16, "num_key_value_heads": 1},
+    "mamba": {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_causal_models_are_built_from_their_config(model_type: str) -> None:
+    built = models.build(ModelConfig(name="other", model_type=model_type, config=OTHERS[model_type]), seed=0)
+    assert math.isfinite(models.loss(built, torch.arange(16).reshape(2, 8)).item())
+    rotary = models.config_of(settings(rope_theta=500_000.0))  # a name that only rotary embeddings read
+    assert rotary.rope_parameters["rope_theta"] == 500_000.0
+
+
+def test_the_loss_is_the_mean_over_predicted_tokens(small: nn.Module) -> None:
+    """That of transformers, too; it is near that of guessing, and leaves the tokens alone."""
+    tokens = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
+    before, changed = tokens.clone(), tokens.clone()
+    changed[:, -1] += 1
+    with torch.no_grad():
+        found = small(input_ids=tokens, labels=tokens)
+        each = [-found.logits[b, t].log_softmax(-1)[tokens[b, t + 1]].item() for b in range(4) for t in range(31)]
+        ours = models.loss(small, tokens).item()
+        assert torch.equal(found.logits[:, :-1], small(input_ids=changed).logits[:, :-1]), "none sees a later token"
+    assert torch.equal(tokens, before)
+    assert ours == pytest.approx(sum(each) / len(each), rel=1e-6) == pytest.approx(found.loss.item(), rel=1e-6)
+    assert ours == pytest.approx(math.log(256), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("tiny", 869_504), ("14m", 14e6), ("60m", 60e6), ("150m", 150e6), ("400m", 400e6), ("1b", 1.1e9)],
+)
+def test_every_preset_has_the_size_of_its_name(preset: str, parameters: float) -> None:
+    with torch.device("meta"):
+        model = models.outline(compose([f"model={preset}", "data.sequence_length=1024"]).model)
+    assert models.num_parameters(model) == pytest.approx(parameters, rel=0 if preset == "tiny" else 0.03)
+
+
+def test_a_saved_model_loads_in_plain_transformers(saved: Path, small: nn.Module, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert equal(small, AutoModelForCausalLM.from_pretrained(saved))
+    assert equal(small, models.load(saved))
+    assert not list(saved.parent.glob(".*"))
+    tied = models.build(settings(tie_word_embeddings=True), 0)
+    models.save(tied, tmp_path / "tied")
+    loaded = models.load(tmp_path / "tied")
+    assert equal(tied, loaded)
+    assert models.num_parameters(small) - models.num_parameters(loaded) == 256 * 32, "they are counted once"
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_model_saved_with_bytes_brings_a_plain_tokenizer(small: nn.Module, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    models.save(small, tmp_path / "model", load_tokenizer("bytes"))
+    text = "héllo Ā \x00 wörld\n\tdef f(x): don't  , . 日本 \U0001f600" + "".join(map(chr, range(0x250)))
+    plain = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = plain(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert plain.decode(ids) == text
+    assert plain.eos_token_id == 0
+    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 0
+    assert type(load_tokenizer(str(tmp_path / "model"))) is type(load_tokenizer("bytes")), "it is its own tokenizer"
+
+
+def test_saving_replaces_an_older_model_whole_or_not_at_all(small: nn.Module, tmp_path: Path) -> None:
+    place, other = tmp_path / "model", models.build(settings(), 1)
+    full_disk: Any = SimpleNamespace(end=0, save=Mock(side_effect=OSError(28, "No space left on device")))
+    models.save(other, place)
+    (place / "stale.txt").write_text("from the older model")
+    models.save(small, place)
+    assert not (place / "stale.txt").exists()
+    for directory, tokenizer, why in (
+        (place, full_disk, r"model: cannot be written \(.*No space left on device\); free space"),
+        (place / "config.json" / "x", None, r"x: cannot be written \(Not a directory\); choose another directory"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            models.save(other, directory, tokenizer)
+        assert equal(small, models.load(place))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
+    half = models.build(settings(), 0).to(torch.bfloat16)
+    assert models.loss(half, torch.zeros(2, 8, dtype=torch.int64)).dtype == torch.float32
+    models.save(half, tmp_path / "model")
+    continued = models.build(settings(path=str(tmp_path / "model")), seed=5, vocab_size=256, sequence_length=64)
+    assert continued.training
+    assert {parameter.dtype for parameter in continued.parameters()} == {torch.float32}
+    assert equal(continued, half.float())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (settings("lama"), "model.model_type: 'lama' is no model type of transformers; did you mean 'llama'?"),
+        (settings("t5"), "model.model_type: 't5' has no causal language model; one of "),
+        (
+            settings(hiden_size=1),
+            "model.config.hiden_size: LlamaConfig has no such setting; did you mean 'hidden_size'?",
+        ),
+        (settings(hidden_size="a"), "model.config: Field 'hidden_size' expected int, got str"),
+        (settings(hidden_size=33), "The hidden size (33) is not a multiple of the number of attention heads (2)"),
+        (settings(hidden_act="nope"), "model.config: cannot build this llama: 'nope'; change it"),
+        (settings(num_key_value_heads=3), "model.config: cannot build this llama: "),
+        (
+            settings(vocab_size=100),
+            "model.config.vocab_size: 100 is smaller than the tokenizer's 256; set it to 256",
+        ),
+        (
+            settings(max_position_embeddings=16),
+            "data.sequence_length: 32 tokens are more than the model's 16 positions",
+        ),
+        (settings(path="/nowhere"), "model.path: /nowhere is no directory; give a directory with config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_an_error_of_one_line(given: ModelConfig, message: str) -> None:
+    assert message in error_text(ConfigError, models.build, given, 0, vocab_size=256, sequence_length=32)
+
+
+def incomplete(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+UNREAD = "has no *.safetensors; other weight formats are not read, convert them"
+DAMAGE: list[tuple[Any, str]] = [
+    (lambda place: (place / "config.json").unlink(), "has no config.json; give a directory in Hugging Face format"),
+    (lambda place: (place / "model.safetensors").rename(place / "pytorch_model.bin"), UNREAD),
+    (lambda place: os.truncate(place / "model.safetensors", 1000), "cannot be loaded: "),
+    (lambda place: (place / "config.json").write_text("{"), "cannot be loaded: "),
+    (incomplete, "lacks 1 of the model's weights, lm_head.weight first; use a complete checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_a_damaged_directory_is_refused_in_one_line(saved: Path, tmp_path: Path, damage: Any, message: str) -> None:
+    shutil.copytree(saved, tmp_path / "model")
+    damage(tmp_path / "model")
+    random_state = torch.random.get_rng_state()
+    text = error_text(CheckpointError, models.load, tmp_path / "model", key="model.path")
+    assert text.startswith(f"model.path: {tmp_path / 'model'} ") and message in text
+    assert torch.equal(torch.random.get_rng_state(), random_state)  # missing weights are drawn before they are noticed
+
+
+def test_numbers_that_no_model_has_are_refused(saved: Path, small: nn.Module, tmp_path: Path) -> None:
+    """Before a config is made; so are those of a saved one."""
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+        with pytest.raises(ConfigError, match=f"^model.config.{name}: 1000000000 is more than 16777216"):
+            models.config_of(settings(**{name: 10**9}))
+    shutil.copytree(saved, tmp_path / "model")
+    pretrained = ModelConfig(name="pretrained", path=str(tmp_path / "model"))
+    assert models.num_parameters(models.outline(pretrained)) == models.num_parameters(small)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(file.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1000000000'))
+    for load in (models.outline, lambda given: models.build(given, 0)):
+        with pytest.raises(ConfigError, match=r"model\.path: .*num_hidden_layers: 1000000000 is more than"):
+            load(pretrained)
+
+
+def test_a_model_of_too_many_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["diloco.model.build"], "MAX_PARTS", 100)  # the package has a function of this name
+    with torch.device("meta"):
+        with pytest.raises(ConfigError, match="it has more than 100 layers and other parts"):
+            models.outline(settings(num_hidden_layers=1000))
+        assert all(one.is_meta for one in models.outline(settings()).parameters())

@@ -1,0 +1,475 @@
+"""Codecs: exact scales, bounded errors, refused extremes, and a wire format that stays as it is."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from diloco.config import OuterConfig, names
+from diloco.errors import DivergedError, PayloadError
+from diloco.outer import payloads
+from diloco.outer.codecs import CODECS, LIMIT, codec
+from diloco.outer.fragments import BLOCK, CHUNK, chunks
+from diloco.outer.lossy import LOSSY
+from diloco.outer.payloads import Codec
+from tests.support.outer import decoded, encoded, gaussian, outer, relative_error, round_trip, syncer
+
+ALL, LESS = ("fp32", "fp16", "int8", "e3m0"), ("stat2", "topk")  # those that publish, and those that lose most
+SIZES = (1, 2, 3, 5, 63, 65, 129, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 131)
+each_codec = pytest.mark.parametrize("name", [*ALL, *LESS])
+in_blocks = pytest.mark.parametrize("name", ["int8", "e3m0"])
+
+
+def blocks(x: Tensor) -> list[np.ndarray]:
+    return [x[start : start + BLOCK].double().numpy() for start in range(0, x.numel(), BLOCK)]
+
+
+def published(name: str, master: Tensor, anchor: Tensor) -> Tensor:
+    """The update that moves the anchor towards the master; it is made and applied here, and changes nothing else."""
+    update = torch.empty(codec(name).nbytes(master.numel()), dtype=torch.uint8)
+    before = master.clone(), anchor.clone()
+    codec(name).encode_update(master, anchor, update)
+    assert torch.equal(anchor, before[1])
+    sent = update.clone()
+    codec(name).apply_update_(anchor, update)
+    assert torch.equal(master, before[0]) and torch.equal(update, sent)
+    return update
+
+
+def assert_refused(name: str, payload: Tensor, numel: int, message: str) -> None:
+    """Whatever is done with the payload says so, before anything changes."""
+    target, one = gaussian(numel, seed=3), codec(name)
+    before = target.clone()
+    for operation in (
+        lambda: one.decode(payload, target),
+        lambda: one.accumulate_(target, payload, 2.0),
+        *([lambda: one.apply_update_(target, payload)] if name in ALL else []),
+    ):
+        with pytest.raises(PayloadError, match=message):
+            operation()
+    assert torch.equal(target, before)
+
+
+# -- what travels -----------------------------------------------------------------------------------------------------
+
+SOME = [1.0, -0.5, 0.0, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "payload"),
+    [
+        ("fp32", SOME, bytes.fromhex("0000803f 000000bf 00000000 9a99993e")),
+        ("fp16", SOME, bytes.fromhex("003c 00b8 0000 cd34")),
+        # 2**-6 is the scale for a largest magnitude of 1: codes 64, -32, 0, round(19.2)
+        ("int8", SOME, bytes([256 - 6, 64, 256 - 32, 0, 19])),
+        # top level 2**0 is k=7: nibbles 7, 8+6, 0, and 0.3 goes to 0.25 which is k=5; first half low, second half high
+        ("e3m0", SOME, bytes([0, 0x07, 0x5E])),
+        # Mean 0, sigma 2.5: below -3.75, below 0, below 3.75, the rest. Levels -4, -1.5, 1.5, 4; codes 0, 1, 1, 2, 2, 3
+        # in quarters (0, 1), (1, 2), (2, 3), ().
+        ("stat2", [-4.0, -2.0, -1.0, 1.0, 2.0, 4.0], bytes.fromhex("80c0 c0bf c03f 8040") + bytes([0x24, 0x39])),
+        # 129 elements keep three: -8 at 1, 2 at 127, 3 at 128. The mean magnitude is 13/3, so levels are 2.5 and 8.
+        (
+            "topk",
+            [0.5, -8.0, *[0.5] * 125, 2.0, 3.0],
+            bytes.fromhex("2040 0041") + (1 | 127 << 12 | 128 << 24).to_bytes(5, "little") + bytes([3]),
+        ),
+    ],
+)
+def test_the_wire_format_is_as_it_always_was(name: str, values: list[float], payload: bytes) -> None:
+    assert bytes(encoded(name, torch.tensor(values)).tolist()) == payload
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("fp32", "f5a004648ea8dbd9"), ("fp16", "e7d754111e3b1d6a"), ("int8", "f8863e1528d5e189"),
+        ("e3m0", "e73ee924fb438ce2"), ("stat2", "cd2a81a8b25bfcfb"), ("topk", "8f2af96086960b68"),
+    ],
+)  # fmt: skip
+def test_several_blocks_travel_as_they_always_did(name: str, known: str) -> None:
+    """Each part of a payload has all blocks in order, the last one short."""
+    x = (torch.arange(2 * BLOCK + 131) * 7919 % 16381 - 8190 + 0.25) / 64  # no two magnitudes are equal
+    assert sha256(encoded(name, x).numpy().tobytes()).hexdigest()[:16] == known
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("fp32", {1: 4, 3: 12, BLOCK + 1: 4 * BLOCK + 4}),
+        ("fp16", {1: 2, 3: 6, BLOCK + 1: 2 * BLOCK + 2}),
+        ("int8", {1: 2, 3: 4, BLOCK: BLOCK + 1, BLOCK + 1: BLOCK + 3}),
+        ("e3m0", {1: 2, 3: 3, BLOCK: BLOCK // 2 + 1, BLOCK + 1: BLOCK // 2 + 3}),
+        ("stat2", {1: 9, 5: 10, BLOCK: 1032, BLOCK + 1: 1041}),
+        ("topk", {1: 7, 64: 7, 65: 8, 129: 10, BLOCK: 116, BLOCK + 1: 123}),
+    ],
+)
+def test_payload_sizes_are_as_documented_and_add_up(name: str, sizes: dict[int, int]) -> None:
+    assert {numel: codec(name).nbytes(numel) for numel in sizes} == sizes
+    for numel in (1, CHUNK, CHUNK + BLOCK + 1, 3 * CHUNK + 5):
+        ends = accumulate((codec(name).nbytes(stop - start) for start, stop in chunks(numel)), initial=0)
+        assert codec(name).offsets(numel) == tuple(ends)
+        assert codec(name).offsets(numel)[-1] == codec(name).nbytes(numel)
+
+
+@st.composite
+def chunk_values(draw: st.DrawFn) -> Tensor:
+    numel = draw(st.one_of(st.integers(1, 40), st.sampled_from(SIZES)))
+    scale = 2.0 ** draw(st.integers(-140, 60))
+    x = gaussian(numel, draw(st.integers(0, 1000)), scale)
+    x[torch.rand(numel, generator=torch.Generator().manual_seed(1)) < 0.1] = 0.0
+    return x
+
+
+@settings(max_examples=100)
+@given(chunk_values())
+def test_int8_is_the_nearest_multiple_of_the_smallest_scale(x: Tensor) -> None:
+    """Of the smallest scale that fits."""
+    for block, got in zip(blocks(x), blocks(round_trip("int8", x)), strict=True):
+        largest = np.abs(block).max()
+        scale = 2.0**-126
+        while np.rint(largest / scale) > 127:
+            scale *= 2
+        assert np.array_equal(got, np.rint(block / scale) * scale)
+
+
+@settings(max_examples=100)
+@given(chunk_values())
+def test_e3m0_is_the_nearest_of_seven_powers_of_two_and_zero(x: Tensor) -> None:
+    payload = encoded("e3m0", x)
+    tops = 2.0 ** payload.numpy()[: -(-x.numel() // BLOCK)].view(np.int8).astype(float)
+    for block, got, top in zip(blocks(x), blocks(decoded("e3m0", payload, x.numel())), tops, strict=True):
+        largest = np.abs(block).max()
+        assert largest < 1.5 * top
+        assert largest >= (0.75 - 2**-11) * top or top == 2.0**-120
+        levels = np.concatenate([[0.0], top * 2.0 ** np.arange(-6, 1)])
+        nearest = np.abs(np.abs(block)[:, None] - levels).min(axis=1)
+        # Rounding to half on the way moves the middle between two levels by at most 2**-11.
+        assert np.all(np.abs(block - got) <= nearest + 2.0**-10 * np.maximum(np.abs(block), top * 2.0**-6))
+        assert np.all((got == 0) | (np.sign(got) == np.sign(block)))
+
+
+@in_blocks
+@pytest.mark.parametrize("top", [1.0, 0.75, 127.5 / 128, 1.5 - 2**-11, 1.5 - 2**-12, 1.5, 2 - 2**-23, 1 + 2**-23])
+def test_largest_magnitudes_at_every_edge_stay_largest(name: str, top: float) -> None:
+    for value in (top, float(np.nextafter(np.float32(top), np.float32(0)))):
+        for sign in (1.0, -1.0):
+            x = torch.tensor([sign * value, sign * value / 2, 0.0])
+            got = round_trip(name, x)
+            limit = 2**-7 if name == "int8" else 1 / 3 + 2**-10
+            assert abs(float(got[0] / x[0]) - 1) <= limit, (value, sign, got)
+            assert float(got[2]) == 0
+
+
+def test_the_middle_goes_to_even_codes_and_to_the_larger_power() -> None:
+    assert round_trip("int8", torch.tensor([1.0, 0.5 / 64, 1.5 / 64, -2.5 / 64])).mul(64).tolist() == [64, 0, 2, -2]
+    assert round_trip("e3m0", torch.tensor([1.0, 0.75, -0.375, 2**-7])).tolist() == [1.0, 1.0, -0.5, 2**-6]
+
+
+@each_codec
+@pytest.mark.parametrize("numel", SIZES)
+def test_accumulate_adds_weight_times_the_decoded_values(name: str, numel: int) -> None:
+    acc = gaussian(numel, seed=1)
+    payload = encoded(name, gaussian(numel, scale=0.01))
+    before, expected = payload.clone(), acc.double() + 12345.5 * decoded(name, payload, numel).double()
+    codec(name).accumulate_(acc, payload, 12345.5)
+    torch.testing.assert_close(acc.double(), expected, rtol=1e-6, atol=1e-4 if name in LESS else 1e-5)
+    assert torch.equal(payload, before)
+
+
+@each_codec
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_a_payload_may_lie_anywhere_in_a_larger_message(name: str, offset: int) -> None:
+    x = gaussian(BLOCK + 5)
+    expected = encoded(name, x)
+    message = torch.zeros(offset + expected.numel() + 1, dtype=torch.uint8)
+    inner = message[offset : offset + expected.numel()]
+    codec(name).encode(x, inner)
+    assert torch.equal(inner, expected) and not message[:offset].any() and message[-1] == 0
+    assert torch.equal(decoded(name, inner, x.numel()), decoded(name, expected, x.numel()))
+    for start in range(offset + 1):  # torch wants the address aligned, and the offset from where its storage starts
+        storage = torch.frombuffer(bytearray(message.numpy().tobytes()), dtype=torch.uint8, offset=start)
+        received = storage[offset - start : -1]
+        assert torch.equal(decoded(name, received, x.numel()), decoded(name, expected, x.numel()))
+
+
+@each_codec
+@pytest.mark.parametrize("numel", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77])
+@pytest.mark.parametrize("unit", [BLOCK, 2 * BLOCK])
+def test_a_part_is_cut_out_as_if_encoded_alone(name: str, numel: int, unit: int) -> None:
+    """Also beside a heavy element, which hurts its own block only."""
+    x = gaussian(numel, seed=3)
+    x[0] = 5e4
+    ends = [*range(0, numel, unit), numel]
+    rows = [codec(name).cut(encoded(name, x), numel, *both) for both in pairwise(ends)]
+    alone = [encoded(name, part.clone()) for part in x.split(unit)]
+    assert [row.tolist() for row in rows] == [part.tolist() for part in alone]
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+@in_blocks
+def test_a_displacement_is_added_with_a_single_rounding(name: str) -> None:
+    before, numel = gaussian(3 * BLOCK + 9), 3 * BLOCK + 9
+    anchor, master = before.clone(), before + gaussian(numel, seed=1, scale=1e-3)
+    displacement = decoded(name, published(name, master, anchor), numel).double()  # float64 holds these sums exactly
+    expected = (before.double() + displacement).float()
+    assert torch.equal(anchor.view(torch.int32), expected.view(torch.int32))
+    assert float((master - anchor).abs().max()) < 1e-3
+
+
+@in_blocks
+def test_hardware_that_flushes_subnormals_gives_the_same(name: str) -> None:
+    anchor = gaussian(BLOCK + 9, scale=1e-30)
+    payload = encoded(name, gaussian(BLOCK + 9, seed=1, scale=1e-36))  # a subnormal product would show
+
+    def work(flush: bool) -> Tensor | None:
+        supported, result = torch.set_flush_denormal(flush), anchor.clone()
+        codec(name).apply_update_(result, payload)
+        return result if supported or not flush else None
+
+    plain, flushed = (ThreadPoolExecutor(1).submit(work, flush).result() for flush in (False, True))
+    assert not torch.equal(plain, anchor)  # the setting belongs to the thread
+    assert flushed is None or torch.equal(flushed, plain)
+
+
+@pytest.mark.parametrize(("name", "rounded"), [("fp32", torch.float32), ("fp16", torch.float16)])
+def test_float_updates_carry_the_new_values(name: str, rounded: torch.dtype) -> None:
+    master, anchor = gaussian(100), gaussian(100, seed=1)
+    published(name, master, anchor)
+    assert torch.equal(anchor, master.to(rounded).float())
+    assert codec(name).carries_values
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("int8", 8), ("e3m0", 40)])
+def test_repeated_updates_reach_a_master_that_stands_still(name: str, rounds: int) -> None:
+    master, anchor = gaussian(BLOCK), torch.zeros(BLOCK)
+    for _ in range(rounds):
+        published(name, master, anchor)
+    assert torch.equal(anchor, master)
+
+
+# -- extremes ---------------------------------------------------------------------------------------------------------
+
+
+@each_codec
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf, 3e38, -3e38])
+@pytest.mark.parametrize("position", [0, BLOCK - 1, BLOCK + 2])
+def test_a_diverged_model_is_not_sent(name: str, bad: float, position: int) -> None:
+    x = gaussian(BLOCK + 3)
+    x[position] = bad
+    payload = torch.empty(codec(name).nbytes(x.numel()), dtype=torch.uint8)
+    with pytest.raises(DivergedError, match=rf"diverged: a value of .* cannot be sent \({name} carries"):
+        codec(name).encode(x, payload)
+    if name in ALL:
+        with pytest.raises(DivergedError):
+            codec(name).encode_update(x, torch.zeros_like(x), payload)
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "e3m0"])
+def test_magnitudes_up_to_the_limit_are_sent(name: str) -> None:
+    x = torch.tensor([LIMIT, -LIMIT, 0.0, float(np.nextafter(np.float32(LIMIT), np.float32(0)))])
+    assert relative_error(x, round_trip(name, x)) < 0.01
+    acc = torch.zeros(4)
+    codec(name).accumulate_(acc, encoded(name, x), 2.0**50)
+    assert acc.isfinite().all()
+
+
+def test_half_refuses_values_that_would_become_infinite() -> None:
+    assert round_trip("fp16", torch.tensor([65504.0, -65504.0])).tolist() == [65504, -65504]
+    for value in (65505.0, 65520.0, -1e9):
+        with pytest.raises(DivergedError, match="65504"):
+            encoded("fp16", torch.tensor([value]))
+
+
+@each_codec
+def test_zeros_are_exact(name: str) -> None:
+    assert torch.equal(round_trip(name, torch.zeros(BLOCK + 1)), torch.zeros(BLOCK + 1))
+
+
+@each_codec
+def test_a_payload_of_the_wrong_length_is_refused(name: str) -> None:
+    payload = encoded(name, gaussian(BLOCK + 1))
+    for wrong in (payload[:-1], payload[:0], torch.cat([payload, payload[:1]])):
+        message = f"{name} payload of {BLOCK + 1} elements has {wrong.numel()} bytes"
+        assert_refused(name, wrong, BLOCK + 1, message)
+
+
+@pytest.mark.parametrize(("name", "lowest", "highest"), [("int8", -126, 58), ("e3m0", -120, 64)])
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_block_exponent_out_of_range_is_refused(name: str, lowest: int, highest: int, block: int) -> None:
+    payload = encoded(name, gaussian(2 * BLOCK + 1))
+    for exponent in (lowest - 1, highest + 1, -128, 127):
+        payload[block] = exponent % 256
+        assert_refused(name, payload, 2 * BLOCK + 1, f"outside {lowest}..{highest}")
+    for exponent in (lowest, highest):
+        payload[block] = exponent % 256
+        assert decoded(name, payload, 2 * BLOCK + 1).isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, -3e38])
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])
+def test_float_payloads_that_are_not_finite_are_refused(name: str, dtype: torch.dtype, bad: float) -> None:
+    x = gaussian(10)
+    x[7] = bad
+    assert_refused(name, x.to(dtype).view(torch.uint8), 10, f"{name} payload holds")
+
+
+@pytest.mark.parametrize("name", LESS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 2 * LIMIT, -3e38, -1.0])
+@pytest.mark.parametrize("block", [0, 2])
+def test_levels_out_of_range_are_refused(name: str, bad: float, block: int) -> None:
+    """Negative ones where codes have a sign."""
+    payload = encoded(name, gaussian(2 * BLOCK + 1))
+    levels = 4 if name == "stat2" else 2
+    payload[2 * levels * block : 2 * levels * block + 2] = torch.tensor([bad]).bfloat16().view(torch.uint8)
+    if bad != -1.0 or name == "topk":
+        assert_refused(name, payload, 2 * BLOCK + 1, f"{name} payload holds a level outside")
+
+
+@pytest.mark.parametrize(
+    ("block", "position", "index"),
+    [(0, 1, 0), (0, 63, 0), (1, 0, 4095), (1, 5, 0), (2, 2, 140), (2, 2, 4095), (2, 1, 0)],
+)
+def test_indices_that_repeat_go_back_or_leave_are_refused(block: int, position: int, index: int) -> None:
+    x = torch.zeros(2 * BLOCK + 140)  # the last block keeps three
+    for start, count in ((0, 64), (BLOCK, 64), (2 * BLOCK, 3)):
+        x[start : start + count] = 1.0
+    payload = encoded("topk", x)
+    at = 3 * 4 + block * 96 + position * 3 // 2
+    pair = int(payload[at]) | int(payload[at + 1]) << 8
+    pair = (pair & 0x000F | index << 4) if position % 2 else (pair & 0xF000 | index)
+    payload[at], payload[at + 1] = pair & 255, pair >> 8
+    assert_refused("topk", payload, x.numel(), "topk payload holds indices that do not ascend")
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([*ALL, *LESS]), st.integers(1, 200), st.data())
+def test_any_bytes_decode_to_finite_values_or_are_refused(name: str, numel: int, data: st.DataObject) -> None:
+    nbytes = codec(name).nbytes(numel)
+    payload = torch.tensor(list(data.draw(st.binary(min_size=nbytes, max_size=nbytes))), dtype=torch.uint8)
+    target = torch.ones(numel)
+    try:
+        codec(name).decode(payload, target)
+    except PayloadError:
+        assert torch.equal(target, torch.ones(numel))
+    else:
+        assert target.isfinite().all() and float(target.abs().max()) <= LIMIT * (2 if name == "int8" else 1)
+
+
+# -- use --------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_do_not_share_buffers() -> None:
+    both = threading.Barrier(2)
+
+    def work(seed: int) -> dict[str, set[int]]:
+        x, found = gaussian(BLOCK + 1, seed), dict[str, set[int]]()
+        for name in ALL:
+            assert relative_error(x, round_trip(name, x)) < 0.25
+        for (name, _), buffer in payloads._buffers.memory.items():
+            found.setdefault(name, set()).add(buffer.data_ptr())
+        both.wait(timeout=60)  # memory of a thread that ended may serve the next one
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(work, (1, 2))
+    assert {"values", "half", "code", "sign"} <= set(one)
+    assert not set().union(*one.values()) & set().union(*other.values())
+
+
+def test_buffers_made_in_inference_mode_serve_afterwards() -> None:
+    def work() -> None:  # in a thread of its own, whose buffers do not exist yet
+        with torch.inference_mode():
+            for name in ALL:
+                round_trip(name, gaussian(7))
+        for name in ALL:
+            round_trip(name, gaussian(7))
+
+    ThreadPoolExecutor(1).submit(work).result()
+
+
+def test_more_than_a_chunk_or_another_dtype_is_our_bug() -> None:
+    for x in (torch.zeros(CHUNK + 1), torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(0)):
+        with pytest.raises(AssertionError):
+            codec("int8").encode(x, torch.empty(codec("int8").nbytes(x.numel()), dtype=torch.uint8))
+
+
+def test_earlier_sizes_are_not_added_up_for_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a payload that was captured."""
+    numel, asked, one = 20 * CHUNK, list[int](), type(codec("fp32"))
+    replica = syncer({"w": torch.zeros(numel)}, outer(codec_up="fp32", codec_down="fp32"))
+    replica.parameters["w"].copy_(torch.arange(numel) // CHUNK)
+    replica.capture(0)
+    widths = one.widths
+    monkeypatch.setattr(one, "widths", lambda self, numel: asked.append(numel) or widths(self, numel))
+    for chunk in range(20):
+        assert replica.encode(0, chunk).view(torch.float32).unique().tolist() == [-chunk]
+    assert len(asked) <= 20
+
+
+def test_the_configuration_and_the_registry_have_the_same_names() -> None:
+    assert tuple(CODECS) == ALL, "from most to fewest bytes"
+    assert tuple(LOSSY) == LESS and set(names.CODECS) == {*ALL, *LESS}
+    for name, one in (CODECS | LOSSY).items():
+        audited = type(one).cell is not Codec.cell
+        assert names.CODECS[name] == (one.nbytes(BLOCK) >= 2 * BLOCK, name in CODECS, audited)
+        assert one.publishes == (name in CODECS) and codec(name).name == name
+    for name in LESS:
+        assert not codec(name).carries_values
+        with pytest.raises(ValidationError, match="codec_down"):
+            OuterConfig(method="diloco", sync_every=1, codec_down=name)
+
+
+# -- what a payload leaves open ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(ALL), st.integers(0, 2**31), st.sampled_from([2.0**-133, 2.0**-60, 1e-6, 1.0, 3e4]), st.booleans()
+)
+def test_every_value_lies_in_the_cell_of_its_payload(name: str, seed: int, scale: float, heavy: bool) -> None:
+    x = gaussian(2 * BLOCK + 7, seed)
+    x = (x.pow(7) if heavy else x).mul_(scale).clamp_(-6e4, 6e4)
+    low, high = codec(name).cell(encoded(name, x), x.numel())
+    assert bool((low <= x).all()) and bool((x <= high).all())
+
+
+@in_blocks
+def test_neighbouring_cells_meet_and_do_not_overlap(name: str) -> None:
+    """A value somewhat outside a cell is encoded as another one, so a cell is not wider than it has to be."""
+    x = gaussian(BLOCK, seed=5)
+    payload = encoded(name, x)
+    low, high = codec(name).cell(payload, BLOCK)
+    values, top = decoded(name, payload, BLOCK), int(x.abs().argmax())
+    for beyond in (low - 0.01 * (high - low), high + 0.01 * (high - low)):
+        inside = beyond.abs() < x.abs().max()
+        inside[top] = False  # it gives the exponent
+        other = round_trip(name, torch.where(inside, beyond.float(), x))
+        assert int(inside.sum()) > BLOCK / 2
+        assert bool((other != values)[inside].all())
+
+
+@in_blocks
+def test_an_exponent_coarser_than_needed_has_no_cell(name: str) -> None:
+    """A syncer could publish zeros, or values rounded as it likes, as if the block had large ones."""
+    payload = encoded(name, gaussian(2 * BLOCK))
+    coarse = payload.clone()
+    coarse[1] += 3
+    if name == "int8":
+        coarse[2:] = (payload[2:].view(torch.int8) // 8).view(torch.uint8)
+    else:
+        coarse[2:] = payload[2:] & 0xBB  # without level bits of 4
+    codec(name).cell(payload, 2 * BLOCK)
+    with pytest.raises(PayloadError, match="larger exponent than its values need"):
+        codec(name).cell(coarse, 2 * BLOCK)

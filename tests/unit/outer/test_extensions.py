@@ -1,0 +1,236 @@
+"""Outer optimizers and codecs from users' code: what is registered, what is refused, and what a name may import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco import Codec, OuterOptimizer, register
+from diloco.config import compose
+from diloco.errors import ConfigError
+from diloco.outer.bounds import Bound, Moved
+from diloco.outer.codecs import codec
+from diloco.outer.fragments import CHUNK
+from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
+from diloco.outer.payloads import LIMIT, buffer, refuse_diverged
+from tests.support.extensions import MISSING, installed
+from tests.support.outer import EXACT, gaussian, merge, outer, payloads_of, syncer, take
+
+pytestmark = pytest.mark.usefixtures("registers")
+
+
+class HeavyBall(OuterOptimizer):
+    name = "heavy_ball"
+
+    def push(self, theta: Any, momentum: Any, window: Any, delta: Any, lr: float, beta: float, *rest: object) -> Any:
+        momentum = beta * momentum + delta
+        return theta - lr * momentum, momentum, window
+
+
+class AdamStep(Transition):
+    def __init__(self, lr: float, beta: float, count: int) -> None:
+        self.lr, self.beta, self.count = lr, beta, count
+
+    def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
+        momentum, square = vectors
+        momentum.lerp_(mean, 1 - self.beta)
+        square.lerp_(mean.square(), 0.01)
+        scale = (square / (1 - 0.99**self.count)).sqrt() + 1e-8
+        master.addcdiv_(momentum / (1 - self.beta**self.count), scale, value=-self.lr)
+
+    def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
+        pass
+
+
+class Adam(OuterOptimizer):
+    name = "adam"
+
+    def transition(self, step: OuterStep) -> Transition:
+        return AdamStep(*self.rates(step), step.version + 1)
+
+
+class Thirds(Codec):
+    """Three bytes of each fp32."""
+
+    name = "thirds"
+
+    def widths(self, numel: int) -> list[int]:
+        return [3 * numel]
+
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        refuse_diverged(x, self.name, LIMIT)
+        out.view(-1, 3).copy_(x.view(-1, 1).view(torch.uint8)[:, 1:])
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        self.pieces(payload, out.numel())
+        out.zero_()
+        out.view(-1, 1).view(torch.uint8)[:, 1:].copy_(payload.view(-1, 3))
+
+    def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
+        values = buffer("values", torch.float32, acc.numel())
+        self.decode(payload, values)
+        acc.add_(values, alpha=weight)
+
+
+@contextmanager
+def refused(text: str) -> Iterator[None]:
+    with pytest.raises(ConfigError) as error:
+        yield
+    assert str(error.value) == text
+
+
+def test_a_linear_optimizer_is_bounded_and_audited_as_ours_are() -> None:
+    register(HeavyBall)
+    settings = outer(optimizer="heavy_ball", lr=0.5, momentum=0.9)
+    assert settings.audited and not settings.windowed
+    bound, step = Bound(settings), OuterStep(0, 1)
+    assert bound.wrong(step, {"a": 2.0}, Moved(1.0, 0.0)) is None
+    assert bound.wrong(step, {"a": 2.0}, Moved(1.1, 0.0)) == "it moves by 1.1, and what was contributed allows 1"
+
+
+def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
+    register(Adam)
+    fixed = {"optimizer": "adam", "lr": 0.1, "momentum": 0.9, "momentum_warmup": 0}
+    replica = syncer({"w": gaussian(CHUNK + 5)}, outer(**fixed, **EXACT))
+    reference = torch.nn.Parameter(replica.anchors[0].clone())
+    adam = torch.optim.Adam([reference], lr=0.1, betas=(0.9, 0.99))
+    assert not replica.can_stand_by
+    for version in range(3):
+        reference.grad = gaussian(CHUNK + 5, version + 1)
+        adam.step()
+        take(replica.held[0], "peer", payloads_of(replica.up, reference.grad))
+        merge(replica.held[0], OuterStep(version, 1))
+        torch.testing.assert_close(replica.anchors[0], reference.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_nobody_bounds_or_audits_a_step_that_is_not_linear() -> None:
+    register(Adam)
+    assert not Adam.linear and not Adam.can_follow and HeavyBall.linear and HeavyBall.can_follow
+    settings = outer(optimizer="adam")
+    assert not settings.audited and outer().audited
+    bound = Bound(settings)
+    for version in range(3):
+        step, lengths = OuterStep(version, 2), {"a": 1.0, "b": 2.0, "c": 3.0}
+        assert bound.wrong(step, lengths, Moved(1e6, 0.0)) is None
+        bound.follow(step, lengths, Moved(1e6, 0.0))
+    assert bound.limit() == 32.0  # contributions still have one
+
+
+def test_a_transition_may_say_that_it_is_linear() -> None:
+    class Said(Adam):
+        name = "said"
+        linear = True
+
+        def transition(self, step: OuterStep) -> Transition:
+            return OPTIMIZERS["nesterov"](self.settings).transition(step)
+
+    assert Said.linear and Said.can_follow
+
+
+def test_a_registered_class_is_all_that_a_new_codec_takes() -> None:
+    register(type("Published", (Thirds,), {"publishes": True}))
+    settings = outer(codec_up="thirds", codec_down="thirds", lr=1, momentum=0, robust="clip")
+    replica = syncer({"w": torch.arange(CHUNK + 5.0) % 509}, settings)
+    replica.parameters["w"].mul_(0.5)
+    take(replica.held[0], "peer", [replica.encode(0, chunk) for chunk in range(2)])
+    merge(replica.held[0], OuterStep(0, 1))
+    assert torch.equal(replica.anchors[0], replica.parameters["w"])
+
+
+def test_a_codec_does_not_publish_unless_it_says_so() -> None:
+    register(Thirds)
+    assert codec("thirds").nbytes(10) == 30
+    assert outer(codec_up="thirds").judging == "recent"  # two bytes per value or more
+    with refused("codec_down=thirds is for contributions only; expected one of fp32, fp16, int8, e3m0"):
+        outer(codec_down="thirds")
+    register(type("Published", (Thirds,), {"publishes": True}))
+    assert not outer(codec_down="thirds", codec_up="int8").audited and outer(codec_up="int8").audited
+
+
+def test_a_setting_without_effect_on_an_own_one_is_refused() -> None:
+    register(Adam)
+    with pytest.raises(ConfigError, match=r"^outer.eager=true takes a part of the next nesterov step ahead, and "):
+        compose(["outer.optimizer=adam", "outer.eager=true", "outer.overlap=${outer.sync_every}"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"name": "nesterov"}, "name=nesterov is one of diloco's own; choose another"),
+        ({"name": "a b"}, "name='a b' is no name; use up to 64 letters, digits, '.', '_' and '-'"),
+        (lambda _, x, m, w, delta, *rest: (x - abs(delta), m, w), "is not linear in theta, momentum, window and delta"),
+        (lambda _, x, m, w, delta, *rest: (x - m, m + delta, w), "does not move theta by delta"),
+        (
+            lambda _, x, m, w, delta, *rest: (x - delta, m, m + w),
+            "does not keep theta, or makes the window of the momentum",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_work_is_not_registered(changed: Any, text: str) -> None:
+    if callable(changed):
+        changed, text = {"push": changed}, f"push {text}; mend it, or define transition instead"
+    with refused(f"Mine.{text}"):
+        register(type("Mine", (HeavyBall,), {"name": "mine", **changed}))
+    assert "mine" not in OPTIMIZERS
+
+
+def _twice(self: Codec, acc: Tensor, payload: Tensor, weight: float) -> None:
+    Thirds.accumulate_(self, acc, payload, 2 * weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (
+            {"encode": lambda self, x, out: out.view(-1, 3).copy_(x.view(-1, 1).view(torch.uint8)[:, 1:])},
+            "Mine.encode takes NaN; call diloco.outer.payloads.refuse_diverged first",
+        ),
+        ({"accumulate_": _twice}, "Mine.accumulate_ does not add what .decode gives"),
+        (
+            {"decode": lambda self, payload, out: Thirds.decode(self, payload.flip(0), out)},
+            "Mine.encode mixes blocks of 4096 values; it must encode each alone, each part for all blocks in order",
+        ),
+        ({"decode": Codec.decode}, "Mine lacks decode; define it"),
+    ],
+)
+def test_a_codec_that_cannot_work_is_not_registered(changed: dict[str, Any], text: str) -> None:
+    with refused(text):
+        register(type("Mine", (Thirds,), {"name": "mine", **changed}))
+
+
+def test_a_name_that_is_not_installed_is_said_with_the_remedy() -> None:
+    with refused(f"outer.optimizer=lion {MISSING}"):
+        compose(["outer.optimizer=lion"])
+    with pytest.raises(ConfigError, match=r"^outer\.optimizer=nestrov is not installed here \(did you mean nesterov\?"):
+        compose(["outer.optimizer=nestrov"])
+
+
+def test_an_entry_point_of_the_name_is_imported_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(installed(tmp_path, lion="lion_code", broken="nowhere_at_all", empty="json_code"))
+
+    def asked(*settings: str) -> str:
+        try:
+            print(compose(settings).outer.optimizer)
+        except ConfigError as error:
+            print(error)
+        return capsys.readouterr().out.strip()
+
+    assert asked() == "nesterov" and "lion_code" not in sys.modules
+    assert "(did you mean lion?)" in asked("outer.optimizer=lions")
+    assert asked("outer.optimizer=json_code").startswith("outer.optimizer=json_code is not installed here; ")
+    assert asked("outer.optimizer=broken").startswith(
+        "outer.optimizer=broken is not installed here: nowhere_at_all cannot be imported (ModuleNotFoundError: "
+    )
+    assert not {"lion_code", "sign_code", "json_code"} & set(sys.modules)
+    assert asked("outer.optimizer=empty").startswith("imported too\nouter.optimizer=empty is not installed ")
+    assert asked("outer.optimizer=lion") == "imported\nlion"
+    del sys.modules["lion_code"], sys.modules["json_code"]

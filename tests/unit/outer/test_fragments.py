@@ -1,0 +1,217 @@
+"""Fragments: every element of every parameter belongs to exactly one, and travels exactly once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from diloco.errors import ConfigError
+from diloco.outer.fragments import BLOCK, CHUNK, Fragment, Slice, chunks, gather_, gathered, partition, scatter_
+
+LAYOUTS = ("contiguous", "transposed", "channels_last", "every_other", "reversed_dims")
+
+
+def make_parameter(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
+    """Zeros of that shape in a memory layout that needs care, where the shape allows it."""
+    if layout == "transposed" and len(shape) >= 2:
+        return torch.zeros(*shape[:-2], shape[-1], shape[-2], dtype=dtype).transpose(-1, -2)
+    if layout == "channels_last" and len(shape) == 4:
+        return torch.zeros(shape, dtype=dtype).to(memory_format=torch.channels_last)
+    if layout == "every_other" and len(shape) >= 1:
+        return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
+    if layout == "reversed_dims":
+        return torch.zeros(shape[::-1], dtype=dtype).permute(tuple(reversed(range(len(shape)))))
+    return torch.zeros(shape, dtype=dtype)
+
+
+def number_elements_(parameters: dict[str, Tensor]) -> int:
+    """Gives every element its place in the concatenation as its value (small enough to be exact in bfloat16)."""
+    first = 0
+    for parameter in parameters.values():
+        numbers = torch.arange(first, first + parameter.numel()) % 251
+        parameter.copy_(numbers.view(parameter.shape))
+        first += parameter.numel()
+    return first
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Tensor]:
+    count = draw(st.integers(1, 5))
+    parameters = {}
+    for i in range(count):
+        shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
+        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+        prefix = draw(st.sampled_from(["", "model.layers.0.", "model.layers.1.", "encoder.h.10.", "1."]))
+        parameters[f"{prefix}p{i}"] = make_parameter(shape, draw(st.sampled_from(LAYOUTS)), dtype)
+    return parameters
+
+
+@settings(max_examples=60)
+@given(models(), st.sampled_from(["contiguous", "strided"]), st.data())
+def test_every_element_is_in_one_fragment_and_moved_once(
+    parameters: dict[str, Tensor], pattern: str, data: st.DataObject
+) -> None:
+    """It is gathered and scattered exactly once."""
+    total = most = number_elements_(parameters)
+    if pattern == "strided":
+        most = len({name.rpartition(".")[0] for name in parameters if "." in name})
+        assume(most > 0)
+    count = data.draw(st.integers(1, min(most, 20)))
+    visits = {name: torch.zeros(p.numel(), dtype=torch.int) for name, p in parameters.items()}
+    found = []
+    for fragment in partition({name: p.numel() for name, p in parameters.items()}, count, pattern):
+        assert fragment.numel > 0
+        cuts = sorted({0, fragment.numel, *data.draw(st.lists(st.integers(0, fragment.numel), max_size=4))})
+        for start, stop in pairwise(cuts):
+            for _, piece in fragment.locate(start, stop):
+                visits[piece.name][piece.start : piece.stop] += 1
+            out = torch.full((stop - start,), torch.nan)
+            gather_(out, fragment, start, stop, parameters)
+            found.append(out)
+            scatter_(parameters, fragment, start, stop, out + 1)
+    assert all((count == 1).all() for count in visits.values())
+    # A second gathering or scattering of an element would have seen or made a value that is one higher.
+    expected, together = (torch.arange(total) % 251).float(), torch.cat(found)
+    if pattern == "strided":
+        assert torch.equal(together.sort().values, expected.sort().values)
+    else:
+        assert torch.equal(together, expected)
+    assert torch.equal(torch.cat([p.reshape(-1).float() for p in parameters.values()]), expected + 1)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 10 * BLOCK), min_size=1, max_size=20), st.integers(1, 40))
+def test_fragments_are_balanced_contiguous_and_cut_at_blocks(numels: list[int], fragments: int) -> None:
+    total = sum(numels)
+    if total < fragments:
+        return
+    parts = partition({str(i): numel for i, numel in enumerate(numels)}, fragments)
+    assert [part.index for part in parts] == list(range(fragments))
+    sizes = [part.numel for part in parts]
+    assert sum(sizes) == total
+    if total >= fragments * BLOCK:
+        assert all(size % BLOCK == 0 for size in sizes[:-1])
+        assert max(sizes) - min(sizes) < 2 * BLOCK
+    else:
+        assert max(sizes) - min(sizes) <= 1
+    slices = [piece for part in parts for piece in part.slices]
+    assert all(piece.numel > 0 for piece in slices)
+    ranges: dict[str, list[tuple[int, int]]] = {str(i): [(0, 0)] for i in range(len(numels))}
+    for piece in slices:
+        assert ranges[piece.name][-1][1] == piece.start
+        ranges[piece.name].append((piece.start, piece.stop))
+    assert [ranges[str(i)][-1][1] for i in range(len(numels))] == numels
+    assert [int(piece.name) for piece in slices] == sorted(int(piece.name) for piece in slices)
+
+
+def test_partition_follows_the_given_order_of_parameters() -> None:
+    first, second = (Slice("b", 0, 3), Slice("a", 0, 1)), (Slice("a", 1, 5),)
+    assert partition({"b": 3, "a": 5}, 2) == (Fragment(0, first, 4), Fragment(1, second, 4))
+
+
+def names_of(parts: tuple[Fragment, ...]) -> list[list[str]]:
+    return [[piece.name for piece in part.slices] for part in parts]
+
+
+def test_strided_deals_layers_in_turn_the_rest_to_the_lightest() -> None:
+    layers = [f"model.layers.{i}.{name}" for i in range(11) for name in ("a.weight", "b.weight")]
+    numels = {"model.embed.weight": 50, **dict.fromkeys(layers, 10), "model.norm.weight": 3, "model.empty": 0}
+    numels["head.weight"] = 50
+    parts = partition(numels, 3, "strided")
+    for index, names in enumerate(names_of(parts)):
+        found = [int(name.split(".")[2]) for name in names if ".layers." in name]
+        assert found == sorted(2 * list(range(index, 11, 3)))
+    # Layers weigh 80, 80 and 60: the embedding goes to fragment 2 (110), the norm to 0 (83), the head to 1 (130).
+    assert [part.numel for part in parts] == [83, 130, 110]
+    ends = names_of(parts)[2][0], names_of(parts)[0][-1], names_of(parts)[1][-1]
+    assert ends == ("model.embed.weight", "model.norm.weight", "head.weight")
+    assert all(piece.start == 0 and piece.stop == numels[piece.name] for part in parts for piece in part.slices)
+
+
+def test_strided_goes_by_numbers_in_one_stack_after_another() -> None:
+    """Not by the order of names."""
+    numels = dict.fromkeys(("h.10.w", "h.9.w", "h.8.w", "h.8.3.w"), 1)
+    assert names_of(partition(numels, 3, "strided")) == [["h.8.w", "h.8.3.w"], ["h.9.w"], ["h.10.w"]]
+    numels = {f"{stack}.layers.{i}.w": 1 for stack in ("encoder", "decoder") for i in range(3)}
+    assert names_of(partition(numels, 2, "strided")) == [
+        ["encoder.layers.0.w", "encoder.layers.2.w", "decoder.layers.1.w"],
+        ["encoder.layers.1.w", "decoder.layers.0.w", "decoder.layers.2.w"],
+    ]
+
+
+def test_fewer_layers_than_fragments_are_refused() -> None:
+    numels = {"embed": 100, "layers.0.w": 10, "layers.1.w": 10, "layers.2.w": 0}
+    problem = r"outer\.fragments={} is not possible with outer\.pattern=strided, as the model has {} layers; choose {}$"
+    with pytest.raises(ConfigError, match=problem.format(3, 2, r"at most 2 fragments, or outer\.pattern=contiguous")):
+        partition(numels, 3, "strided")
+    with pytest.raises(ConfigError, match=problem.format(1, 0, r"outer\.pattern=contiguous")):
+        partition({"embed": 100}, 1, "strided")
+
+
+def test_an_impossible_number_of_fragments_is_refused() -> None:
+    """With the largest possible."""
+    for fragments in (0, 9):
+        with pytest.raises(ConfigError, match=rf"outer\.fragments={fragments} is not possible; choose 1 to 8"):
+            partition({"a": 3, "b": 5}, fragments)
+    with pytest.raises(ConfigError, match="no parameters"):
+        partition({"empty": 0}, 1)
+
+
+@pytest.mark.parametrize("numel", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+def test_chunks_cover_the_range_and_only_the_last_is_short(numel: int) -> None:
+    ranges = list(chunks(numel))
+    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges)][: len(ranges)]
+    assert sum(stop - start for start, stop in ranges) == numel
+    assert all(stop - start == CHUNK for start, stop in ranges[:-1])
+    assert all(0 < stop - start <= CHUNK for start, stop in ranges)
+
+
+def test_scatter_changes_the_live_parameters_of_a_module() -> None:
+    layer = nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+    storage = layer.weight.data_ptr()
+    parameters = dict(layer.named_parameters())
+    (fragment,) = partition({name: p.numel() for name, p in parameters.items()}, 1)
+    scatter_(parameters, fragment, 0, 8, torch.arange(8.0))
+    assert layer.weight.tolist() == [[0, 1, 2], [3, 4, 5]] and layer.bias.tolist() == [6, 7]
+    assert layer.weight.data_ptr() == storage and layer.weight.is_leaf and layer.weight.requires_grad
+    out = torch.empty(8)
+    gather_(out, fragment, 0, 8, parameters)
+    assert not out.requires_grad
+
+
+def test_a_range_of_one_plain_parameter_is_read_in_place() -> None:
+    values = torch.arange(12.0)
+    parameters = {"plain": torch.nn.Parameter(values[:6].clone()), "half": values[6:8].half(), "turned": torch.eye(2).T}
+    (fragment,) = partition({name: value.numel() for name, value in parameters.items()}, 1)
+    buffer = torch.empty(12)
+    view = gathered(buffer[:4], fragment, 1, 5, parameters)
+    assert view.tolist() == [1, 2, 3, 4] and view.data_ptr() == parameters["plain"].data_ptr() + 4
+    for start, stop, expected in ((4, 8, [4, 5, 6, 7]), (6, 8, [6, 7]), (8, 12, [1, 0, 0, 1])):
+        out = gathered(buffer[: stop - start], fragment, start, stop, parameters)
+        assert out.tolist() == expected and out.data_ptr() == buffer.data_ptr()
+
+
+def test_a_range_outside_the_fragment_is_our_bug() -> None:
+    (fragment,) = partition({"w": 2}, 1)
+    with pytest.raises(AssertionError, match="outside"):
+        gather_(torch.empty(3), fragment, 0, 3, {"w": torch.zeros(2)})
+    with pytest.raises(AssertionError, match="elements"):
+        gather_(torch.empty(3), fragment, 0, 2, {"w": torch.zeros(2)})
+    with pytest.raises(AssertionError, match="elements"):
+        scatter_({"w": torch.zeros(2)}, fragment, 0, 2, torch.empty(1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_parameters_on_a_gpu_round_trip() -> None:
+    parameters = {"w": torch.arange(12.0, device="cuda").view(3, 4).t().to(torch.bfloat16)}
+    (fragment,) = partition({"w": 12}, 1)
+    out = torch.empty(12)
+    gather_(out, fragment, 0, 12, parameters)
+    scatter_(parameters, fragment, 0, 12, out + 1)
+    assert torch.equal(parameters["w"].cpu().float().reshape(-1), out + 1)

@@ -1,0 +1,181 @@
+"""Merge rules: the contract that each of them keeps, and what a new one takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.config import OuterConfig
+from diloco.config import groups as names
+from diloco.errors import PayloadError
+from diloco.outer.codecs import LIMIT
+from diloco.outer.fragments import CHUNK
+from diloco.outer.merging import AVERAGES, JUDGES, Average, Judge, MergeRule, Staged, Sum
+from diloco.outer.optimizer import OuterStep
+from diloco.outer.replica import Replica
+from diloco.outer.robust import Judgement
+from tests.support.outer import EXACT, merge, outer, payloads_of, syncer, take
+
+NUMELS = {"embed.weight": 1000, "layer.weight": CHUNK, "layer.bias": 77}  # two chunks, and elements in no piece
+NUMEL = sum(NUMELS.values())
+
+
+def settings_of(rule: str, **settings: object) -> OuterConfig:
+    """Settings that use the rule, a plain outer step, and codecs that are exact."""
+    fixed = {"lr": 1, "momentum": 0, "merge": "mean", "robust": "none", **EXACT}
+    key = "merge" if rule in AVERAGES else "robust"
+    return outer(**{**fixed, **settings}).model_copy(update={key: rule})
+
+
+def zeros(settings: OuterConfig) -> Replica:
+    return syncer({name: torch.zeros(numel) for name, numel in NUMELS.items()}, settings)
+
+
+def version(replica: Replica, found: Mapping[str, Tensor], weights: Mapping[str, float] | None = None) -> Tensor:
+    """How far a version moves the anchor back, of these contributions in this order of arrival."""
+    held, before = replica.held[0], replica.anchors[0].clone()
+    weights = {peer: weights[peer] if weights else 1.0 for peer in found}
+    for peer, values in found.items():
+        take(held, peer, payloads_of(held.up, values), weights[peer])
+    _, digest, _ = merge(held, OuterStep(0, len(found)), weights)
+    assert digest == replica.digest(0)
+    return before - replica.anchors[0]
+
+
+def merged(settings: OuterConfig, found: Mapping[str, Tensor], weights: Mapping[str, float] | None = None) -> Tensor:
+    return version(zeros(settings), found, weights)
+
+
+@cache
+def contributions(count: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(NUMEL, generator=generator)
+    return {f"p{i}": common + 0.5 * torch.randn(NUMEL, generator=generator) for i in range(count)}
+
+
+every_rule = pytest.mark.parametrize("rule", [*AVERAGES, *JUDGES])
+
+
+@every_rule
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_equal_contributions_merge_to_themselves(rule: str, count: int) -> None:
+    [values] = contributions(1).values()
+    found = {f"p{i}": values for i in range(count)}
+    result = merged(settings_of(rule), found, {peer: 1.0 + i for i, peer in enumerate(found)})
+    torch.testing.assert_close(result, values, rtol=1e-5, atol=1e-6)
+
+
+@every_rule
+def test_the_result_points_and_is_as_long_as_the_contributions(rule: str) -> None:
+    """About."""
+    found = contributions(6)
+    values = torch.stack(list(found.values()))
+    result = merged(settings_of(rule), found)
+    assert float(torch.nn.functional.cosine_similarity(result, values.mean(0), dim=0)) > 0.95
+    assert 0.8 < float(result.norm() / values.norm(dim=1).mean()) < 1.1
+
+
+@every_rule
+@pytest.mark.parametrize("codec_up", ["fp32", "int8"])
+def test_the_order_of_arrival_does_not_matter(rule: str, codec_up: str) -> None:
+    """Also where one lies."""
+    found = {**contributions(5), "p3": -10 * contributions(5)["p3"]}
+    settings, weights = settings_of(rule, codec_up=codec_up), {peer: 1.0 + i / 7 for i, peer in enumerate(found)}
+    orders = itertools.islice(itertools.permutations(found), 0, 120, 41)
+    results = [merged(settings, {peer: found[peer] for peer in order}, weights) for order in orders]
+    for result in results[1:]:
+        if rule in AVERAGES:  # whose sums round in the order of arrival
+            torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(result, results[0])
+
+
+@every_rule
+def test_a_power_of_two_before_all_is_before_the_result(rule: str) -> None:
+    small = contributions(5)
+    large = {peer: 2.0**20 * values for peer, values in small.items()}
+    results = [merged(settings_of(rule), found) for found in (small, large)]
+    torch.testing.assert_close(2.0**20 * results[0], results[1], rtol=1e-5, atol=0.5)
+
+
+@every_rule
+@pytest.mark.parametrize("value", [0.0, 2.0**-126, LIMIT])
+def test_extreme_contributions_merge_to_finite_values(rule: str, value: float) -> None:
+    found = {f"p{i}": torch.full((NUMEL,), value if i % 2 else -value) for i in range(5)}
+    assert merged(settings_of(rule), found, dict.fromkeys(found, 2.0**50)).isfinite().all()
+
+
+@every_rule
+@pytest.mark.parametrize("codec_up", ["fp32", "int8"])
+def test_an_invalid_payload_changes_nothing(rule: str, codec_up: str) -> None:
+    settings, found = settings_of(rule, codec_up=codec_up), contributions(4)
+    replica = zeros(settings)
+    invalid = torch.full((replica.up.nbytes(CHUNK),), 0x7F, dtype=torch.uint8)
+    for peer, broken in itertools.product(found, (invalid, invalid[:-1])):
+        with pytest.raises(PayloadError):
+            replica.held[0].take(0, peer, broken, 1.0)
+    assert torch.equal(version(replica, found), merged(settings, found))
+
+
+@every_rule
+def test_a_second_version_starts_from_nothing(rule: str) -> None:
+    replica = zeros(settings_of(rule))
+    one, two = (version(replica, contributions(5)) for _ in range(2))
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+def test_the_configuration_and_the_registry_have_the_same_names() -> None:
+    assert set(AVERAGES) == set(get_args(names.Average))
+    assert set(JUDGES) == set(get_args(names.Judge))
+    assert all(rule.name == name for name, rule in {**AVERAGES, **JUDGES}.items())
+
+
+@pytest.mark.parametrize("robust", ["auto", "none", *get_args(names.Judge)])
+@pytest.mark.parametrize("codec_up", ["fp32", "int8"])
+@pytest.mark.parametrize("quorum", [None, 2])
+def test_contributions_are_staged_where_they_are_judged(robust: str, codec_up: str, quorum: int | None) -> None:
+    """As the configuration says."""
+    if quorum and robust in get_args(names.OwnJudge):
+        return
+    held = zeros(settings := outer(robust=robust, codec_up=codec_up, quorum=quorum)).held[0]
+    assert (held.rule is not None) == (held.staged is not None) == settings.judged_together
+
+
+class Median(Judge):
+    name = "median"
+
+    def merge_(
+        self, into: Sum, staged: Staged, chunk: int, peers: Sequence[str], judged: Judgement, average: Average
+    ) -> None:
+        into.total.copy_(staged.decoded(peers, chunk).median(0).values)
+
+
+class Signs(Average):
+    """The majority's sign of each coordinate (signSGD with majority vote, arXiv 1810.05291)."""
+
+    name = "signs"
+
+    def add_(self, into: Sum, values: Tensor, weight: float, scale: float = 1.0) -> None:
+        into.total.add_(values.sign(), alpha=weight)
+
+    def average_(self, into: Sum) -> None:
+        into.total.sign_()
+
+
+@pytest.mark.parametrize("rule", [Median, Signs])
+def test_a_registered_class_is_a_rule(rule: type[MergeRule], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AVERAGES if issubclass(rule, Average) else JUDGES, rule.name, rule)
+    found = contributions(5)
+    values = torch.stack(list(found.values()))
+    expected = values.median(0).values if rule is Median else values.sign().sum(0).sign()
+    for codec_up in ("fp32", "int8"):
+        result = merged(settings_of(rule.name, codec_up=codec_up), found)
+        error = (result - expected).abs()
+        step = 0.1 if codec_up == "int8" else 0.0
+        assert float((error > step).float().mean()) < 0.02, "int8 may turn the sign of a value near zero"

@@ -1,0 +1,360 @@
+"""Robust merging: honest contributions merge as before, bit for bit, and one that lies does not get its way."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.config.compose import compose
+from diloco.errors import ConfigError, PayloadError
+from diloco.outer.bounds import FACTOR
+from diloco.outer.codecs import codec
+from diloco.outer.fragments import CHUNK
+from diloco.outer.merging import SKETCH, Staged
+from diloco.outer.optimizer import OuterStep
+from diloco.outer.replica import Replica
+from diloco.outer.robust import ABSURD, MIN_JUDGED, Norms, centered_clip, clip, opposed, trim_count, trimmed_mean
+from diloco.sim.adversary import Lying, parse
+from tests.support import outer as steps
+from tests.support.outer import merge, outer
+from tests.support.peers import json_lines
+from tests.support.simulated import simulated
+
+NUMEL = 5000
+INT8 = codec("int8")
+
+
+def pseudo_gradients(count: int, seed: int, agreement: float = 0.6) -> list[Tensor]:
+    """Honest ones of a round: a common direction, and noise of its own for each."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(NUMEL, generator=generator)
+    return [
+        agreement * common + (1 - agreement**2) ** 0.5 * torch.randn(NUMEL, generator=generator) for _ in range(count)
+    ]
+
+
+def encoded(x: Tensor, lie: float = 1.0) -> Tensor:
+    return steps.encoded(Lying(INT8, lie), x)
+
+
+def sent(deltas: list[Tensor], lies: dict[int, float] | None = None) -> dict[str, Tensor]:
+    """The payloads of peers, of whom these multiply theirs."""
+    return {f"p{i}": encoded(x, (lies or {}).get(i, 1.0)) for i, x in enumerate(deltas)}
+
+
+def as_fp32(deltas: list[Tensor], scale: float = 1.0) -> dict[str, Tensor]:
+    return {f"p{i}": (scale * x).view(torch.uint8) for i, x in enumerate(deltas)}
+
+
+def syncer(**settings: object) -> Replica:
+    fixed = {"codec_up": "int8", "codec_down": "fp32"}
+    return steps.syncer({"w": torch.zeros(NUMEL)}, outer(**{**fixed, **settings}))
+
+
+def step(replica: Replica, contributions: dict[str, Tensor]) -> list[str]:
+    """One version of these contributions; who is left out."""
+    held = replica.held[0]
+    for peer, payload in contributions.items():
+        held.take(0, peer, payload, 1.0)
+    _, _, judged = merge(held, OuterStep(0, len(contributions)))
+    return [] if judged is None else [judged[0][i] for i in judged[1].left_out]
+
+
+def assert_alike(one: Replica, other: Replica) -> None:
+    assert torch.equal(one.anchors[0], other.anchors[0])
+    assert torch.equal(one.held[0].state.momentum, other.held[0].state.momentum)
+
+
+def unit(values: Tensor) -> Tensor:
+    """The cosines of rows."""
+    rows = values / values.norm(dim=1, keepdim=True)
+    return (rows @ rows.T).double()
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0))
+
+
+# -- honest contributions ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2**31), count=st.integers(1, 9), merge=st.sampled_from(["mean", "rda"]))
+def test_a_version_of_honest_contributions_stays_as_it_is(seed: int, count: int, merge: str) -> None:
+    plain, robust = syncer(robust="none", merge=merge), syncer(merge=merge)
+    assert robust.settings.judged_together and not plain.settings.judged_together
+    for round_ in range(3):
+        found = sent(pseudo_gradients(count, seed + round_))
+        assert step(robust, found) == []
+        step(plain, found)
+        assert_alike(robust, plain)
+
+
+def test_norms_that_rise_in_a_warm_up_are_not_clipped() -> None:
+    """In that of the learning rate."""
+    plain, robust = syncer(robust="none", codec_up="fp32"), syncer(codec_up="fp32")
+    assert robust.settings.judging == "recent"
+    for scale in (0.1, 0.3, 0.5, 0.7, 0.2):  # the mean learning rate of rounds in a linear warm-up
+        found = as_fp32(pseudo_gradients(4, 3), scale)
+        step(plain, found)
+        step(robust, found)
+        assert_alike(robust, plain)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**31), count=st.integers(MIN_JUDGED, 9), agreement=st.floats(0.2, 0.95))
+def test_an_honest_contribution_is_not_left_out(seed: int, count: int, agreement: float) -> None:
+    assert opposed(unit(torch.stack(pseudo_gradients(count, seed, agreement))), NUMEL) == ()
+
+
+def test_contributions_of_pure_noise_are_not_left_out() -> None:
+    assert opposed(unit(torch.randn(8, 15, generator=torch.Generator().manual_seed(0))), 15) == ()
+
+
+@pytest.mark.parametrize("robust", ["auto", "none"])
+def test_a_version_in_the_making_is_finished_without_the_lease(robust: str) -> None:
+    undisturbed, disturbed = syncer(robust=robust, merge="rda"), syncer(robust=robust, merge="rda")
+    found = sent(pseudo_gradients(4, 0))
+    step(undisturbed, found)
+    held = disturbed.held[0]
+    for peer, payload in found.items():
+        held.take(0, peer, payload, 1.0)
+    disturbed.release(0)
+    disturbed.hold(0)  # and another lease won, whose contributions are others
+    merge(held, OuterStep(0, 4))
+    assert torch.equal(disturbed.anchors[0], undisturbed.anchors[0])
+
+
+# -- contributions that lie -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["auto", "trimmed_mean", "centered_clip"])
+@pytest.mark.parametrize("factor", [-10.0, -1.0, 10.0, 1e12])
+def test_one_of_eight_that_lies_hardly_turns_the_step(method: str, factor: float) -> None:
+    deltas = pseudo_gradients(8, 5)
+    honest = torch.stack(deltas[:3] + deltas[4:]).mean(0)
+    robust, plain, found = syncer(robust=method), syncer(robust="none"), sent(deltas, {3: factor})
+    assert step(robust, found) == (["p3"] if method == "auto" and factor < 0 else [])
+    assert cosine(-robust.anchors[0], honest) > 0.9
+    assert 0.4 < float(robust.anchors[0].norm() / (0.7 * 1.9 * honest.norm())) < 1.4
+    if factor == -10:
+        step(plain, found)
+        assert cosine(-plain.anchors[0], honest) < 0
+
+
+def test_three_reversed_of_eight_are_left_out_and_four_are_not() -> None:
+    deltas = pseudo_gradients(8, 5)
+    assert step(syncer(), sent(deltas, dict.fromkeys(range(3), -10.0))) == ["p0", "p1", "p2"]
+    assert step(syncer(), sent(deltas, dict.fromkeys(range(4), -10.0))) == [], "no majority to go by"
+
+
+def test_three_contributions_are_merged_as_they_are() -> None:
+    plain, robust, found = syncer(robust="none"), syncer(), sent(pseudo_gradients(3, 5), {0: -10.0})
+    step(plain, found)
+    assert step(robust, found) == []
+    assert torch.equal(plain.anchors[0], robust.anchors[0])
+
+
+def few(count: int, lie: float, replica: Replica, me: str, seed: int = 5) -> tuple[list[str], list[str]]:
+    """A version of so many contributions, of which p0's is multiplied; whose is scaled down, and whose left out."""
+    held, found = replica.held[0], sent(pseudo_gradients(count, seed), {0: lie})
+    for peer, payload in found.items():
+        held.take(0, peer, payload, 1.0)
+    _, _, judged = merge(held, held.state.step(count, 1), me=me)
+    assert judged is not None
+    return [judged[0][i] for i in judged[1].clipped], [judged[0][i] for i in judged[1].left_out]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("method", ["auto", "trimmed_mean", "centered_clip"])
+def test_of_few_one_is_left_out_that_opposes_the_syncers_own(count: int, method: str) -> None:
+    assert few(count, -10.0, syncer(robust=method), "p1") == ([], ["p0"])
+    assert few(count, -10.0, syncer(robust=method), "p0") == ([], [f"p{i}" for i in range(1, count)])
+
+
+def test_a_host_leaves_out_what_opposes_the_momentum() -> None:
+    replica = syncer()
+    assert few(3, 1.0, replica, "") == ([], [])
+    assert few(3, -10.0, replica, "") == ([], ["p0"])
+    assert few(2, -10.0, replica, "") == (["p0"], []), "the momentum may have to turn"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_contributions_are_as_long_as_is_usual(count: int) -> None:
+    replica = syncer()
+    for _ in range(4):
+        assert few(count, 1.0, replica, "") == ([], []), "honest ones are merged as they are"
+    before = replica.anchors[0].clone()
+    assert few(count, 100.0, replica, "") == (["p0"], [])
+    longest = max(replica.held[0].norms.whole)
+    assert longest == pytest.approx(4 * float(pseudo_gradients(1, 5)[0].norm()), rel=0.05)
+    assert float((replica.anchors[0] - before).norm()) < 10 * longest
+    assert few(count, 10.0, replica, "p0") == ([], []), "it is the syncer's own"
+
+
+def test_nobody_merges_a_version_that_others_would_refuse() -> None:
+    """The syncer's own contribution is not compared with earlier ones, but no peer believes any length."""
+    replica, longest = syncer(), FACTOR * float(pseudo_gradients(3, 5)[1].norm())
+    assert few(3, 100.0, replica, "p0") == (["p0"], [])
+    assert replica.held[0].moved.norm < 2 * longest / 3
+
+
+def test_a_chunk_against_the_momentum_is_as_long_as_is_usual() -> None:
+    norms = Norms()
+    assert norms.see(0, 100.0, 3.0, momentum=5.0) == 0.2, "nothing is known but the momentum: 20 is allowed"
+    norms = Norms()
+    for _ in range(MIN_JUDGED):
+        norms.see(0, 1.0, 3.0)
+    assert norms.see(0, 4.0, 3.0, opposes=True) == 0.25
+    assert norms.see(0, 4.0, 3.0, opposes=False) == 1.0
+
+
+def test_a_reversed_one_folded_in_is_no_longer_than_others() -> None:
+    deltas, replica = pseudo_gradients(6, 5), syncer(codec_up="fp32", lr=1.0, momentum=0.5)
+    step(replica, as_fp32(deltas[:5]))
+    replica.held[0].fold(0, (-4.0 * deltas[5]).view(torch.uint8), 1.0)
+    assert float(replica.held[0].sums[0].total.norm()) == pytest.approx(float(deltas[0].norm()), rel=0.05)
+
+
+def test_recent_norms_clip_long_ones_and_refuse_absurd_ones() -> None:
+    norms = Norms()
+    assert [norms.see(0, norm, 3.0) for norm in (1.0, 100.0, 1.0, 1.0)] == [1.0] * 4, "nothing is known yet"
+    assert norms.see(0, 10.0, 3.0) == 0.4, "1 is usual, and 4 is allowed"
+    assert norms.see(0, 3.0, 3.0) == 1.0
+    with pytest.raises(PayloadError, match="absurd where 3 is usual"):
+        norms.see(0, 3.01 * ABSURD, 2.0)
+    assert norms.see(1, 1e6, 2.0) == 1.0, "another chunk"
+
+
+def test_a_syncer_remembers_norms_until_it_releases_the_fragment() -> None:
+    replica = syncer(codec_up="fp32")
+    payload = torch.ones(NUMEL).view(torch.uint8)
+    for _ in range(MIN_JUDGED):
+        replica.held[0].fold(0, payload, 1.0)
+    absurd = (2 * ABSURD * torch.ones(NUMEL)).view(torch.uint8)
+    replica.hold(0, 0, torch.zeros(NUMEL))  # as after a split: with another history
+    with pytest.raises(PayloadError, match="absurd"):
+        replica.held[0].fold(0, absurd, 1.0)
+    replica.release(0)
+    replica.hold(0)
+    replica.held[0].fold(0, absurd, 1.0)
+
+
+def test_an_invalid_or_absurd_chunk_leaves_staged_ones_alone() -> None:
+    norms = Norms()
+    staged = Staged([NUMEL], INT8, norms)
+    for peer, payload in sent(pseudo_gradients(4, 0)).items():
+        staged.put(peer, 0, payload)
+    before = staged.decoded(["p0", "p1"], 0)
+    with pytest.raises(PayloadError, match="exponent"):
+        staged.put("p0", 0, torch.full((INT8.nbytes(NUMEL),), 0x7F, dtype=torch.uint8))
+    with pytest.raises(PayloadError, match="absurd"):
+        staged.put("p0", 0, encoded(pseudo_gradients(1, 0)[0], 1e5))
+    assert torch.equal(staged.decoded(["p0", "p1"], 0), before)
+
+
+def test_sketches_of_long_contributions_show_a_reversed_one() -> None:
+    numel = CHUNK + 3 * SKETCH  # a chunk of which a part is compared, and another
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(numel, generator=generator)
+    deltas = [common + 2 * torch.randn(numel, generator=generator) for _ in range(5)]
+    deltas[1] *= -1
+    staged = Staged([CHUNK, 3 * SKETCH], INT8, Norms(), random.Random(1))
+    for i, delta in enumerate(deltas):
+        for chunk, part in enumerate(delta.split(CHUNK)):
+            staged.put(f"p{i}", chunk, encoded(part))
+    peers = [f"p{i}" for i in range(5)]
+    gram, compared = staged.cosines(peers)
+    assert 2 * SKETCH <= compared < 2.2 * SKETCH
+    torch.testing.assert_close(gram, unit(torch.stack(deltas)), rtol=0, atol=5 * compared**-0.5)
+    assert clip(staged.norms(peers), gram, [1.0] * 5, 3.0, compared).left_out == (1,)
+
+
+def test_sketches_begin_elsewhere_in_each_version() -> None:
+    staged = Staged([CHUNK], INT8, Norms())
+    payload, begun = encoded(torch.randn(CHUNK)), set()
+    for _ in range(20):
+        staged.put("p", 0, payload)
+        begun.add(staged._begin[0])
+        staged.clear()
+    assert len(begun) > 5
+
+
+# -- the rules --------------------------------------------------------------------------------------------------------
+
+
+def test_centered_clip_in_coefficients_is_that_on_vectors() -> None:
+    x = torch.stack([delta * (10.0 if i == 2 else 1.0) for i, delta in enumerate(pseudo_gradients(6, 2))]).double()
+    judged = centered_clip(x.norm(dim=1).tolist(), unit(x), [1.0] * 6)
+    found = torch.tensor(judged.coefficients, dtype=torch.float64) @ x / sum(judged.weights)
+    between = torch.cdist(x, x)
+    start = int(between.median(1).values.argmin())
+    center, radius = x[start].clone(), between[start].median()
+    for _ in range(20):
+        away = x - center
+        center += (away * (radius / away.norm(dim=1).clamp_min(1e-300)).clamp_max(1.0).unsqueeze(1)).mean(0)
+    torch.testing.assert_close(found, center, rtol=1e-6, atol=1e-8)
+
+
+def test_clip_scales_to_the_median_norm_times_the_factor() -> None:
+    same = torch.ones(4, 4, dtype=torch.float64)
+    judged = clip([1.0, 1.0, 1.0, 8.0], same, [1.0, 2.0, 3.0, 4.0], 2.0, NUMEL)
+    assert judged.coefficients == (1.0, 2.0, 3.0, 1.0)
+    assert judged.weights == (1.0, 2.0, 3.0, 4.0) and judged.clipped == (3,)
+
+
+def test_the_trimmed_mean_leaves_out_extremes_by_coordinate() -> None:
+    values = torch.tensor([[1.0, 9.0], [2.0, -9.0], [3.0, 1.0], [100.0, 2.0]])
+    assert trimmed_mean(values, 0.25).tolist() == [2.5, 1.5]
+    assert [trim_count(count, 0.25) for count in (1, 3, 4, 8, 12)] == [0, 0, 1, 2, 3]
+    assert trim_count(5, 0.49) == 2
+
+
+def test_what_is_left_out_of_few_is_not_in_their_trimmed_mean() -> None:
+    found, anchors = sent(pseudo_gradients(3, 5), {0: -10.0}), []
+    for counted in (["p0", "p1", "p2"], ["p1", "p2"]):
+        replica = syncer(robust="trimmed_mean")
+        for peer in counted:
+            replica.held[0].take(0, peer, found[peer], 1.0)
+        merge(replica.held[0], OuterStep(0, 2), me="p1")
+        anchors.append(replica.anchors[0])
+    assert torch.equal(*anchors)
+
+
+def test_auto_and_clip_depend_on_codec_and_quorum() -> None:
+    def rule(**settings: object) -> str:
+        return outer(**settings).judging
+
+    assert rule() == "clip"
+    assert rule(codec_up="fp32") == rule(codec_up="fp16") == rule(quorum=2) == rule(quorum=2, robust="clip") == "recent"
+    assert rule(codec_up="fp32", robust="clip") == "clip"
+    assert rule(robust="none") == "none"
+
+
+def test_contradictions_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"outer\.robust=trimmed_mean needs all contributions"):
+        compose(["outer=async", "outer.robust=trimmed_mean"])
+    with pytest.raises(ConfigError, match=r"outer\.robust=centered_clip goes with outer\.merge=mean only"):
+        compose(["outer.merge=rda", "outer.robust=centered_clip"])
+    with pytest.raises(ConfigError, match=r"sim\.attack: flip:4x10, but the peers are 0 to 3"):
+        parse(["flip:4x10"], 4)
+    assert parse(["flip:3x10", "scale:0x2.5"], 4) == {3: -10.0, 0: 2.5}
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_simulated_liar_is_left_out_of_every_version(tmp_path: Path) -> None:
+    """Its tokens count as discarded."""
+    outcome = simulated(tmp_path, "sim.attack=[flip:2x10]", "outer.fragments=1", "eval.every=0")
+    left_out = [event for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "left_out"]
+    assert len(left_out) == 2 and all(event["peers"] == ["p2"] for event in left_out)
+    tokens = outcome.summary.tokens
+    assert tokens.applied == 3 * 2 * 4 * 2 * 32 and tokens.discarded == tokens.applied / 3
+    assert tokens.processed == tokens.applied + tokens.discarded + tokens.in_flight

@@ -1,0 +1,233 @@
+"""Golden trajectories: every merge rule and outer optimizer with constant gradients, worked out by hand.
+
+Unless it says otherwise, pseudo-gradients are 0.2, 0.4, 0.6 and 1.2 in every round, the outer learning rate and the
+momentum are 0.5, and all parameters start at 10. The mean is then 0.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.outer.codecs import codec
+from diloco.outer.optimizer import (
+    DelayedNesterov,
+    OuterStep,
+    delayed_nesterov,
+    eager_,
+    fedbuff,
+    lr_at,
+    mean_,
+    momentum_at,
+    nesterov_,
+)
+from diloco.outer.rda import add_directions_, radial_directional_
+from diloco.protocol.messages.bulk import Contribution
+from diloco.protocol.syncer import Syncer
+from tests.support.outer import EXACT, exchange, merge, outer, syncer, take
+
+DELTAS = [0.2, 0.4, 0.6, 1.2]
+NUMEL = 5
+
+
+def full(value: float) -> Tensor:
+    return torch.full((NUMEL,), value)
+
+
+def assert_all(vector: Tensor, value: float) -> None:
+    torch.testing.assert_close(vector, torch.full_like(vector, value), rtol=1e-6, atol=0)
+
+
+def merged(deltas: Sequence[float], weights: Sequence[float]) -> Tensor:
+    total = full(0.0)
+    for delta, weight in zip(deltas, weights, strict=True):
+        codec("fp32").accumulate_(total, full(delta).view(torch.uint8), weight)
+    mean_(total, sum(weights))
+    return total
+
+
+# FedAvg, lr 1:     10 - 0.6 = 9.4;  8.8;  8.2
+# SGD, lr 0.5:      10 - 0.3 = 9.7;  9.4;  9.1
+#
+# Warm-up of 2 versions: 1 / (1 - mu) is 1, 1.5, 2, 2, so mu is 0, 1/3, 1/2, 1/2.
+#   m = 0.6                    step 0.5 * (0.6 + 0)         = 0.3           9.7
+#   m = 0.6 / 3 + 0.6 = 0.8    step 0.5 * (0.6 + 0.8 / 3)   = 0.43333333    9.26666667
+#   m = 0.8 / 2 + 0.6 = 1.0    step 0.5 * (0.6 + 0.5)       = 0.55          8.71666667
+#   m = 1.0 / 2 + 0.6 = 1.1    step 0.5 * (0.6 + 0.55)      = 0.575         8.14166667
+#
+# 1, 2 and 4 peers with {1: 0.4, 4: 0.8}: lr 0.4, 0.6 (half-way in doublings), 0.8; steps 0.24, 0.36, 0.48.
+RATES: dict[str, tuple[Callable[[int], tuple[float, float]], list[float]]] = {
+    "fedavg": (lambda version: (1.0, 0.0), [9.4, 8.8, 8.2]),
+    "sgd": (lambda version: (0.5, 0.0), [9.7, 9.4, 9.1]),
+    "warm-up": (lambda version: (0.5, momentum_at(version, 0.5, 2)), [9.7, 9.26666667, 8.71666667, 8.14166667]),
+    "by peers": (lambda version: (lr_at(version, 2**version, 0.5, {1: 0.4, 4: 0.8}), 0.0), [9.76, 9.4, 8.92]),
+}
+
+
+@pytest.mark.parametrize(("rates", "golden"), RATES.values(), ids=RATES)
+def test_nesterov_by_rates(rates: Callable[[int], tuple[float, float]], golden: list[float]) -> None:
+    master, momentum = full(10.0), full(0.0)
+    for version, expected in enumerate(golden):
+        nesterov_(master, momentum, merged(DELTAS, [1.0] * 4), *rates(version))
+        assert_all(master, expected)
+
+
+# Equal tokens of 1000, in 2, 2, 1 and 1 steps. tokens, uniform: the mean is 0.6.
+#   m 0.6, 0.9, 1.05           steps 0.5 * (0.6 + m / 2) = 0.45, 0.525, 0.5625    9.55, 9.025, 8.4625
+# tokens2_per_step: weights 500000, 500000, 1000000, 1000000; mean (0.1 + 0.2 + 0.6 + 1.2) / 3 = 0.7.
+#   m 0.7, 1.05, 1.225         steps 0.5 * (0.7 + m / 2) = 0.525, 0.6125, 0.65625    9.475, 8.8625, 8.20625
+@pytest.mark.parametrize(
+    ("kind", "golden"),
+    [
+        ("tokens", [9.55, 9.025, 8.4625]),
+        ("uniform", [9.55, 9.025, 8.4625]),
+        ("tokens2_per_step", [9.475, 8.8625, 8.20625]),
+    ],
+)
+def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
+    sums = Syncer(0, 1, 0, outer(weights=kind))
+    digests = {"base_digest": "0" * 64, "manifest_hash": "0" * 64}
+    for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True):
+        header = Contribution(**digests, fragment=0, term=1, base_version=0, steps=steps, tokens=1000)
+        assert sums.offer(peer, header).accepted
+    master, momentum = full(10.0), full(0.0)
+    for expected in golden:
+        nesterov_(master, momentum, merged(DELTAS, [sums.weight(peer) for peer in "abcd"]), 0.5, 0.5)
+        assert_all(master, expected)
+
+
+# The same with real parameters in fragments. Equal weights: m 1.125 and a step of 0.58125 follow.
+# Tokens 1000, 1000, 1000 and 5000: the mean is (0.2 + 0.4 + 0.6 + 5 * 1.2) / 8 = 7.2 / 8 = 0.9, so 1.5 times the above.
+#   steps 0.675, 0.7875, 0.84375, 0.871875
+#   10 - 0.675 = 9.325; 9.325 - 0.7875 = 8.5375; 8.5375 - 0.84375 = 7.69375; 7.69375 - 0.871875 = 6.821875
+@pytest.mark.parametrize(
+    ("last", "golden"), [(1000.0, [9.55, 9.025, 8.4625, 7.88125]), (5000.0, [9.325, 8.5375, 7.69375, 6.821875])]
+)
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_nesterov_on_parameters(last: float, golden: list[float], fragments: int) -> None:
+    settings = outer(lr=0.5, momentum=0.5, momentum_warmup=0, robust="none", **EXACT)
+    starts = [{"w": torch.full((2, 3), 10.0).t(), "b": torch.full((4,), 10.0)} for _ in DELTAS]
+    peers = [syncer(parameters, settings, fragments) for parameters in starts]
+    for version, expected in enumerate(golden):
+        for peer, delta in zip(peers, DELTAS, strict=True):
+            for parameter in peer.parameters.values():
+                parameter -= delta
+        exchange(peers, (1000.0, 1000.0, 1000.0, last), version)
+        for peer in peers:
+            for parameter in peer.parameters.values():
+                assert_all(parameter, expected)
+
+
+# Two peers of equal weight. First piece: (2, 0) of norm 2 and (1.12, 3.84) of norm 4. The unit vectors (1, 0) and
+# (0.28, 0.96) add up to (1.28, 0.96) of norm 1.6, so the direction is (0.8, 0.6); the mean norm is 3; the average
+# (2.4, 1.8). Second piece: (1) and (-3) have opposite directions: 0. Outside of pieces: 1 and 3, the mean is 2.
+#   momentum 1, 1.5 times that: steps 0.5 * (1 + 0.5), 0.5 * (1 + 0.75) = 0.75, 0.875 times that
+#   10 - 0.75 * (2.4, 1.8, 0, 2)  = (8.2, 8.65, 10, 8.5)
+#      - 0.875 * (2.4, 1.8, 0, 2) = (6.1, 7.075, 10, 6.75)
+def test_nesterov_on_the_radial_directional_average() -> None:
+    contributions = [torch.tensor([2.0, 0.0, 1.0, 1.0]), torch.tensor([1.12, 3.84, -3.0, 3.0])]
+    pieces = [(0, 2), (2, 3)]
+    master, momentum = torch.full((4,), 10.0), torch.zeros(4)
+    for expected in ([8.2, 8.65, 10.0, 8.5], [6.1, 7.075, 10.0, 6.75]):
+        total, sums = torch.zeros(4), [0.0, 0.0]
+        for values in contributions:
+            norms = add_directions_(total, values, pieces, 4096.0)
+            sums = [one + other for one, other in zip(sums, norms, strict=True)]
+        radial_directional_(total, pieces, 8192.0, sums)
+        nesterov_(master, momentum, total, 0.5, 0.5)
+        torch.testing.assert_close(master, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+# SparseLoCo: one of three elements a round (ceil(3 / 64)), residual times 0.5, SGD with lr 1, delta (4, 3, -3.5).
+#   e = (4, 3, -3.5)                                sends   4     at 0    ( 6, 10,    10)
+#   e = (0, 1.5, -1.75)  + delta = (4, 4.5, -5.25)  sends  -5.25  at 2    ( 6, 10,    15.25)
+#   e = (2, 2.25, 0)     + delta = (6, 5.25, -3.5)  sends   6     at 0    ( 0, 10,    15.25)
+#   e = (0, 2.625, -1.75)+ delta = (4, 5.625,-5.25) sends   5.625 at 1    ( 0, 4.375, 15.25)
+def test_sparse_with_error_feedback() -> None:
+    settings = outer(codec_up="topk", error_feedback=0.5, momentum=0, lr=1, codec_down="fp32")
+    peer = syncer({"w": torch.full((3,), 10.0)}, settings)
+    for version, expected in enumerate(([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])):
+        peer.parameters["w"].sub_(torch.tensor([4.0, 3.0, -3.5]))
+        peer.capture(0)
+        take(peer.held[0], "peer", [peer.encode(0, 0)])
+        merge(peer.held[0], OuterStep(version, 1))
+        peer.release_capture(0)
+        peer.load_local_()
+        assert peer.anchors[0].tolist() == expected
+
+
+# Naive async: a whole Nesterov step with each contribution.
+#   m = 0.2                    step 0.5 * (0.2 + 0.1)    = 0.15       9.85
+#   m = 0.1   + 0.4 = 0.5      step 0.5 * (0.4 + 0.25)   = 0.325      9.525
+#   m = 0.25  + 0.6 = 0.85     step 0.5 * (0.6 + 0.425)  = 0.5125     9.0125
+#   m = 0.425 + 1.2 = 1.625    step 0.5 * (1.2 + 0.8125) = 1.00625    8.00625, where synchronous Nesterov is at 9.55
+#
+# Delayed Nesterov, windows of four; three contributions of 0.2, 0.4 and 0.6 move the master by 0.025, 0.05 and 0.075.
+#   c = 0     fourth: m = 2.4 / 4 = 0.6          step 0.5 * (0.3  + 0.3)       = 0.3       9.55
+#             fourth: m = 0.3 + 0.6 = 0.9        step 0.5 * (0.45 + 0.3)       = 0.375     9.025, as synchronous
+#   c = 0.1   fourth: share 1 - 0.4 + 0.1 = 0.7  step 0.5 * (0.7 * 0.3 + 0.3)  = 0.255     9.595
+#             each of the next three adds 0.5 * 0.1 * 0.5 * 0.6 = 0.015: 0.04, 0.065, 0.09
+#             fourth: m = 0.9                    step 0.5 * (0.7 * 0.45 + 0.3) = 0.3075    9.0925
+#
+# Windows of two, c = 0. The first contribution, 0.8, is 3 versions late and counts (1 + 3) ** -0.5 = 0.5.
+#   step 0.5 * 0.5/2 * 0.8 = 0.1                                      9.9
+#   m = (0.4 + 0.6) / 2 = 0.5    step 0.5 * (0.25 + 0.3) = 0.275      9.625
+#
+# FedBuff, buffers of two: means 0.3, 0.9, 0.3, 0.9.
+#   m = 0.3                    step 0.5 * (0.3 + 0.15)    = 0.225      9.775
+#   m = 0.15 + 0.9 = 1.05      step 0.5 * (0.9 + 0.525)   = 0.7125     9.0625
+#   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
+#   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
+PUSHES: dict[str, tuple[Callable[..., Any], int, list[float], list[float]]] = {
+    "naive async": (delayed_nesterov, 1, DELTAS, [9.85, 9.525, 9.0125, 8.00625]),
+    "delayed": (delayed_nesterov, 4, DELTAS * 2, [9.975, 9.925, 9.85, 9.55, 9.525, 9.475, 9.4, 9.025]),
+    "delayed c": (
+        partial(delayed_nesterov, c=0.1), 4, DELTAS * 2, [9.975, 9.925, 9.85, 9.595, 9.555, 9.49, 9.4, 9.0925]
+    ),
+    "late": (delayed_nesterov, 2, [0.8 * (1 + 3) ** -0.5, 0.6], [9.9, 9.625]),
+    "fedbuff": (fedbuff, 2, DELTAS * 2, [10.0, 9.775, 9.775, 9.0625, 9.0625, 8.70625, 8.70625, 7.928125]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "delay", "deltas", "golden"), PUSHES.values(), ids=PUSHES)
+def test_one_push_at_a_time(rule: Callable[..., Any], delay: int, deltas: list[float], golden: list[float]) -> None:
+    state = (full(10.0), full(0.0), full(0.0))
+    for push, (delta, expected) in enumerate(zip(deltas, golden, strict=True)):
+        state = rule(*state, full(delta), lr=0.5, beta=0.5, delay=delay, last=push % delay == delay - 1)
+        assert_all(state[0], expected)
+
+
+# The same window in two groups that came together, means 0.3 and 0.9:
+#   step 0.5 * 2/4 * 0.3 = 0.075                  9.925        then from 9.55: 0.075                  9.475
+#   m = (0.6 + 1.8) / 4 = 0.6
+#   step 0.5 * (0.5 * 0.6 + 2/4 * 0.9) = 0.375    9.55         m = 0.9: 0.5 * (0.45 + 0.45) = 0.45    9.025
+def test_delayed_nesterov_in_groups() -> None:
+    one = DelayedNesterov(outer(optimizer="delayed_nesterov", lr=0.5, momentum=0.5, momentum_warmup=0))
+    master, vectors = full(10.0), [full(0.0), full(0.0)]
+    for group, expected in enumerate([9.925, 9.55, 9.475, 9.025]):
+        transition, before = one.transition(OuterStep(group, 2, group % 2 * 2, 4)), master.clone()
+        transition.move_(master, full(0.9 if group % 2 else 0.3), vectors)
+        transition.follow_(vectors, master - before)
+        assert_all(master, expected)
+
+
+# Eager, two peers with 0.2 and 0.6, mean 0.4, which the anchor gets a round late.
+#   anchor     10;  m 0.4: 0.5 * (0.4 + 0.2) = 0.3, 9.7;  m 0.6: 0.5 * (0.4 + 0.3) = 0.35, 9.35
+#   own 1      0.1, 0.15, 0.175; ahead 0.5 * (0.1 + own / 2) = 0.075, 0.0875, 0.09375
+#   own 2      three times that
+#   peer 1     10 - 0.075, 9.7 - 0.0875, 9.35 - 0.09375;  peer 2: 10 - 0.225, 9.7 - 0.2625, 9.35 - 0.28125
+def test_eager_updates() -> None:
+    anchor, momentum, mean = full(10.0), full(0.0), full(0.0)
+    peers = [(delta, full(0.0)) for delta in (0.2, 0.6)]
+    for expected in ([9.925, 9.775], [9.6125, 9.4375], [9.25625, 9.06875]):
+        nesterov_(anchor, momentum, mean, 0.5, 0.5)
+        for (delta, own), place in zip(peers, expected, strict=True):
+            start = anchor.clone()
+            eager_(start, own, full(delta), peers=2, lr=0.5, beta=0.5)
+            assert_all(start, place)
+        mean = full(0.4)

@@ -1,0 +1,629 @@
+"""Peer: one peer's answers to single events; whole swarms of them are in `tests/sim`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.config import WIRE_VERSION, OuterConfig
+from diloco.protocol.actions import Action, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
+from diloco.protocol.messages import Message
+from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
+from diloco.protocol.messages.control import Claim, Published, Status, Vote
+from diloco.protocol.pace import HEARTBEATS_PER_S, STATUSES_PER_S, TICK_S
+from diloco.protocol.peer import Peer
+from diloco.protocol.rendezvous import assign, order
+from diloco.protocol.shares import Share
+from diloco.protocol.states import STATES, State, may_follow
+from diloco.protocol.succession import CLAIM_PATIENCE_S
+from tests.support import core
+from tests.support.certificates import MANIFEST, digest_of
+from tests.support.core import DIGESTS, FRAGMENTS, ME, OTHER, claim_of, hello_of, make, notes, of_type, said, status_of
+
+ONE = digest_of("one")
+
+
+def contribution(peer: Peer, fragment: int, **fields: object) -> Contribution:
+    known = {"base_digest": peer.digests[fragment], "fragment": fragment, "tokens": 9}
+    return core.contribution_of(peer.versions[fragment], **(known | fields))
+
+
+def news_of(fragment: int = 1, term: int = 1, version: int = 1, digest: str = ONE) -> Published:
+    told = {"fragment": fragment, "term": term, "version": version, "digest": digest}
+    return Published(**told, contributors=[], applied_tokens=0)  # type: ignore[arg-type]
+
+
+def alone(**settings: object) -> Peer:
+    """A peer that holds everything, being the only one."""
+    peer = make(**settings)
+    peer.tick(0.0)
+    return peer
+
+
+def pair(**settings: object) -> Peer:
+    """A peer that holds fragment 0; fragment 1 is held by the other peer."""
+    peer = make(min_peers=2, **settings)
+    peer.connected(OTHER, hello_of(claims=[claim_of(1)]), 0.0)
+    assert [lease.fragment for lease in peer.leases.held_by(ME)] == [0]
+    return peer
+
+
+def quick(sync_every: int = 1, **settings: object) -> OuterConfig:
+    return OuterConfig.parse({"method": "diloco", "sync_every": sync_every, "quorum": 1, **settings})
+
+
+def orphan(peer: Peer, **fields: object) -> list[Action]:
+    """The other peer dies with a version that nobody else has; `x`, which says these fields in its hello, lives."""
+    peer.connected("x", hello_of(**fields), 1.0)  # type: ignore[arg-type]
+    peer.heard(OTHER, news_of(), 2.0)
+    peer.catch_up_failed(1)
+    return peer.lost(OTHER, 3.0, "reset")
+
+
+# -- admission --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "objection"),
+    [
+        (
+            {"wire_version": 1},
+            f"wire version 1 there does not fit {WIRE_VERSION} here; install the same diloco version on both sides",
+        ),
+        ({"run_id": "other"}, "run.id=other is not the run here, which is run.id=run"),
+        ({"manifest_hash": "0" * 64}, f"the manifest 000000000000 differs from {MANIFEST[:12]} here"),
+        ({"status": status_of(versions=[0, 0, 0])}, "3 fragments there, 2 here"),
+        ({}, None),
+    ],
+    ids=["wire version", "run", "manifest", "fragments", "none"],
+)
+def test_a_hello_that_does_not_fit_is_objected_to(fields: dict[str, object], objection: str | None) -> None:
+    assert make().objection(hello_of(**fields)) == objection  # type: ignore[arg-type]
+
+
+def test_a_hello_says_who_is_known_and_what_is_held() -> None:
+    peer = pair()
+    hello = peer.hello()
+    assert (hello.peers, hello.claims) == ([OTHER], [claim_of(0)])
+    assert (hello.name, hello.trains, hello.holds, hello.status) == (ME, True, True, peer.status())
+    assert make().objection(hello) is None
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_peer_of_a_run_holds_everything_and_may_train() -> None:
+    peer = make()
+    actions = peer.tick(0.0)
+    assert of_type(Hold, actions) == [Hold(0, 1), Hold(1, 1)] and said(Claim, actions) == [claim_of(0), claim_of(1)]
+    assert peer.state == "ready" and peer.may_train() and peer.takeovers == 0
+
+    peer = make()
+    peer.leases.see_term(1, 41)
+    assert of_type(Hold, peer.tick(0.0)) == [Hold(0, 1), Hold(1, 42)], "a term that is known from elsewhere is passed"
+
+
+def test_nothing_is_claimed_before_enough_peers_are_connected() -> None:
+    peer = make(min_peers=3)
+    assert peer.tick(0.0) == [] and peer.connected("x", hello_of(), 1.0)[1:] == []
+    assert not peer.may_train()
+    actions = peer.connected("y", hello_of(), 2.0)
+    mine = [f for f, holder in assign(range(FRAGMENTS), [ME, "x", "y"], {}).items() if holder == ME]
+    assert [hold.fragment for hold in of_type(Hold, actions)] == mine
+
+    assert of_type(Hold, make(holds=False).tick(0.0)) == []
+    assert of_type(Hold, [*make().enter("leaving", 0.0), *make().enter("done", 0.0)]) == [], "nor by who leaves"
+
+
+def test_a_newcomer_hears_everybody_and_takes_what_nobody_holds() -> None:
+    peer = make(newcomer=True)
+    assert of_type(Hold, peer.tick(0.0)) == []
+    assert of_type(Hold, peer.connected(OTHER, hello_of(claims=[claim_of(0)]), 50.0)) == []
+    assert of_type(Hold, peer.connected("x", hello_of(claims=[claim_of(1)]), 99.0)) == []
+    assert of_type(Hold, peer.discovered(100.0)) == [] and peer.state == "ready"
+
+    peer = make(newcomer=True)
+    assert of_type(Hold, peer.connected(OTHER, hello_of(claims=[claim_of(1)]), 0.0)) == []
+    assert of_type(Hold, peer.discovered(1.0)) == [Hold(0, 1)]
+
+
+def test_the_next_peer_in_order_waits_for_the_one_before_it() -> None:
+    """So a peer that hears of a death first does not take everything."""
+    peer = make(OTHER, min_peers=2)
+    assert [hold.fragment for hold in of_type(Hold, peer.connected(ME, hello_of(), 5.0))] == [1]
+    turn_s = CLAIM_PATIENCE_S * order("ab", 0).index(OTHER)
+    assert of_type(Hold, peer.heard(ME, status_of(), 5.0 + CLAIM_PATIENCE_S + turn_s)) == []
+    assert of_type(Hold, peer.heard(ME, status_of(), 5.1 + CLAIM_PATIENCE_S + turn_s)) == [Hold(0, 1)]
+
+
+def test_patience_begins_anew_with_each_vacancy() -> None:
+    """The fragment was vacant at the start, was claimed, and becomes vacant again much later."""
+    peer = make(OTHER, min_peers=2, digests=[*DIGESTS, digest_of(2), digest_of(3)])
+    for name in (ME, "x"):
+        peer.connected(name, hello_of(status_of(versions=[0] * 4)), 0.0)
+    holders = assign(range(4), ["a", "b", "x"], {})
+    for fragment, holder in holders.items():
+        if holder != OTHER:
+            peer.heard(holder, Claim(fragment=fragment, term=1, version=0, digest=peer.digests[fragment]), 1.0)
+    vacant = [fragment for fragment, holder in holders.items() if holder == "x"]
+    load = {name: len(peer.leases.held_by(name)) for name in (ME, OTHER)}
+    actions = peer.heard(ME, status_of(versions=[0] * 4), 8.0) + peer.lost("x", 8.5, "reset")
+    mine = [fragment for fragment, holder in assign(vacant, [ME, OTHER], load).items() if holder == OTHER]
+    assert [hold.fragment for hold in of_type(Hold, actions)] == mine
+
+
+@pytest.mark.parametrize(("state", "note"), [("ready", "lost"), ("done", "leave")])
+def test_fragments_are_taken_over_when_their_peer_goes(state: State, note: str) -> None:
+    peer = pair()
+    assert of_type(Hold, peer.heard(OTHER, status_of(state), 1.0)) == []
+    actions = peer.lost(OTHER, 5.0, "connection reset")
+    assert notes(actions)[0] == note and peer.takeovers == 1
+    assert of_type(Hold, actions) == [Hold(1, 2)] and said(Claim, actions) == [claim_of(1, term=2)]
+
+
+def test_a_fragment_is_claimed_at_the_highest_version_anyone_has() -> None:
+    peer = make(min_peers=2)
+    peer.connected("x", hello_of(status_of(versions=[3, 0]), holds=False), 0.0)
+    actions = peer.connected(OTHER, hello_of(status_of(versions=[4, 0]), holds=False), 0.0)
+    assert of_type(CatchUp, actions) == [] and of_type(CatchUp, peer.tick(1.0)) == []  # asked for at the first hello
+    assert [lease.fragment for lease in peer.leases.held_by(ME)] == [1]
+    actions = peer.adopted(0, 4, digest_of("four"), 1.0, shares={"x": Share(4, 100, 1, 4)})
+    assert said(Claim, actions) == [claim_of(0, version=4, digest=digest_of("four"), applied_tokens=100)]
+    assert of_type(Hold, actions) == [Hold(0, 1)] and peer.applied_tokens == 100
+
+
+def test_donors_are_asked_latest_first_and_again() -> None:
+    peer, fetch = make(min_peers=3), CatchUp(0, (OTHER, "x"), outer=False)
+    peer.connected("x", hello_of(status_of(versions=[3, 0]), holds=False), 0.0)
+    assert of_type(CatchUp, peer.connected(OTHER, hello_of(status_of(versions=[4, 0]), holds=False), 0.0)) == [fetch]
+    assert of_type(CatchUp, peer.tick(1.0)) == []
+    peer.catch_up_failed(0)
+    assert of_type(CatchUp, peer.tick(2.0)) == [fetch]
+
+
+def test_a_syncer_steps_down_before_a_higher_term() -> None:
+    """At once, however short the time since the last tick."""
+    peer = alone()
+    peer.connected(OTHER, hello_of(), 0.0)
+    actions = peer.connected(OTHER, hello_of(claims=[claim_of(1, term=2)]), 0.0)  # it was cut off until now
+    assert of_type(Release, actions) == [Release(1)] and set(peer.syncers) == {0}
+    assert not peer.offer("x", contribution(peer, 1)).accepted and peer.offer("x", contribution(peer, 0)).accepted
+
+
+def test_a_syncer_that_caught_up_says_where_it_stands_now() -> None:
+    """Others take what the syncer said last for the version to agree with, and would wait for it for ever."""
+    peer = pair()
+    assert of_type(CatchUp, peer.heard(OTHER, status_of(versions=[7, 0]), 1.0)) == [CatchUp(0, (OTHER,), outer=False)]
+    actions = peer.adopted(0, 7, digest_of("seven"), 2.0)
+    assert said(Claim, actions) == [claim_of(0, version=7, digest=digest_of("seven"))]
+    assert peer.syncers[0].version == 7 and peer.fragments[0].agrees()
+
+
+def test_contributions_to_a_healed_anchor_are_forgotten() -> None:
+    """The owner clears the sum with it; a merge of what the syncer believed to be in there would divide by zero."""
+    peer = pair()
+    peer.connected("x", hello_of(status_of("training"), holds=False), 1.0)
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted
+    peer.arrived(OTHER, 0, 1.0)
+    peer.adopted(0, 0, digest_of("healed"), 2.0)
+    assert peer.leases.get(0).digest == digest_of("healed")
+    assert of_type(Merge, peer.lost("x", 3.0, "reset")) == []
+    assert peer.offer(OTHER, contribution(peer, 0)).first_chunk == 0
+
+
+def test_an_anchor_replaced_at_its_version_is_a_heal() -> None:
+    peer = pair(versions=[0, 3])
+    for version, digest, heals in ((3, DIGESTS[1], 0), (3, digest_of("right"), 1), (4, digest_of("next"), 1)):
+        peer.adopted(1, version, digest, 1.0)
+        assert peer.heals == heals
+
+
+def test_a_syncer_takes_nothing_that_is_in_what_it_fetched() -> None:
+    peer = pair(outer=quick(staleness_limit=2))
+    late = contribution(peer, 0)
+    peer.adopted(0, 1, ONE, 2.0, shares={OTHER: Share(1, 10, 1, 1)})
+    verdict = peer.offer(OTHER, late)
+    assert not verdict.accepted and verdict.merged
+
+
+def test_a_successor_takes_nothing_that_is_in_its_anchor() -> None:
+    peer = pair(outer=quick(staleness_limit=2))
+    peer.connected("x", hello_of(status_of("training"), holds=False), 1.0)
+    again = contribution(peer, 1, term=2)
+    peer.adopted(1, 1, ONE, 2.0, contributors={"x": 10, OTHER: 10})
+    peer.heard("x", status_of("training", versions=[0, 1]), 2.5)
+    assert of_type(Hold, peer.lost(OTHER, 3.0, "reset")) == [Hold(1, 2)]
+    verdict = peer.offer("x", again)
+    assert not verdict.accepted and verdict.merged
+
+
+def test_without_a_barrier_the_others_pace_pays_for_versions() -> None:
+    """One worker claimed a cycle of steps for each version, in no time, and made all versions."""
+    peer = pair(outer=quick(10, staleness_limit=10))
+    peer.connected("x", hello_of(status_of("training"), holds=False), 0.0)
+    for who, pace in (("x", 1.0), (OTHER, 1e12)):
+        peer.heard(who, status_of("training", inner_step=1).model_copy(update={"steps_per_s": pace}), 1.0)
+    counts_at = []
+    for version in range(4):
+        assert peer.offer(OTHER, contribution(peer, 0, steps=10), 1.0).accepted
+        counts_at.append(peer.syncers[0].counts_at(OTHER))
+        peer.syncers[0].folded(OTHER)
+        peer.arrived(OTHER, 0, 1.0)
+        peer.published(0, digest_of("version", version), {OTHER: 9}, 1.0)
+    assert counts_at == [1.0, 3.5, 6.0, 8.5]
+    assert peer.offer("x", contribution(peer, 0, steps=10), 1.0).accepted
+    assert peer.syncers[0].counts_at("x") == 1.0
+
+
+def test_nobody_claims_below_a_version_that_was_published() -> None:
+    """Not before all have said what they have."""
+    peer = pair()
+    assert of_type(Hold, orphan(peer, holds=False)) == []
+    actions = [*peer.heard("x", status_of("ready", versions=[0, 1]), 4.0), *peer.tick(5.0)]
+    assert of_type(CatchUp, actions) == [CatchUp(1, ("x",), outer=False)] and of_type(Hold, actions) == []
+
+
+def test_the_next_in_order_does_not_claim_with_the_right_holder() -> None:
+    """Both wait for a version that nobody has. Two syncers at once would make two versions of one number."""
+    peer = pair()
+    assert assign([1], [ME, "x"], {ME: 1, "x": 0})[1] == "x" and order([ME, "x"], 1)[0] == ME
+    orphan(peer)
+    claimed_at, now = None, 3.0
+    while claimed_at is None:
+        now += TICK_S
+        actions = [*peer.heard("x", status_of("ready"), now), *peer.tick(now)]
+        claimed_at = now if of_type(Hold, actions) else None
+    patience_s = CLAIM_PATIENCE_S + len(peer.members) / STATUSES_PER_S
+    assert claimed_at - 3.0 == pytest.approx(2 * patience_s, abs=2 * TICK_S)
+
+
+def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
+    peer = pair()
+    actions = peer.heard(OTHER, status_of("leaving"), 1.0)
+    assert of_type(CatchUp, actions) == [CatchUp(1, (OTHER,), outer=True)] and of_type(Hold, actions) == []
+    record = peer.adopted(1, 1, ONE, 2.0, contributors={OTHER: 10})
+    assert of_type(Hold, record) == [], "the leaver may make another version, until it has given its state"
+    assert of_type(Hold, peer.adopted(1, 1, ONE, 3.0, shares={OTHER: Share(1, 10, 1, 1)})) == [Hold(1, 2)]
+
+    peer = pair()
+    peer.heard(OTHER, status_of("leaving"), 1.0)
+    peer.catch_up_failed(1)
+    actions = peer.tick(2.0)
+    assert of_type(CatchUp, actions) == [] and of_type(Hold, actions) == [Hold(1, 2)]
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_a_leaver_that_gave_its_outer_state_makes_no_version(handed_over: bool) -> None:
+    """The heir would go on with a momentum that lacks that version."""
+    peer = pair()
+    peer.enter("leaving", 1.0)
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted
+    if handed_over:
+        peer.handed_over(0)
+    assert bool(of_type(Merge, peer.arrived(OTHER, 0, 2.0))) is not handed_over
+
+
+def test_who_restarted_does_not_hold_what_its_hello_leaves_out() -> None:
+    """Its new process knows nothing of the lease; everybody would send contributions to a syncer that refuses them."""
+    peer = pair()
+    assert of_type(Hold, peer.connected(OTHER, hello_of(claims=[claim_of(1)]), 1.0)) == []
+    assert peer.leases.get(1).holder == OTHER
+    peer.connected(OTHER, hello_of(status_of("starting")), 2.0)
+    assert peer.leases.get(1) is None and peer.leases.term(1) == 1
+    peer.heard(OTHER, claim_of(1), 3.0)
+    assert peer.leases.get(1).holder == OTHER
+    peer.connected(OTHER, hello_of(status_of("starting")), 4.0)
+    patience_s = CLAIM_PATIENCE_S * len("ab") + 0.1
+    assert of_type(Hold, peer.heard(OTHER, status_of("starting"), 4.0 + patience_s)) == [Hold(1, 2)]
+
+
+# -- members ----------------------------------------------------------------------------------------------------------
+
+
+def test_joining_and_losing_a_peer_are_noted() -> None:
+    peer = make(min_peers=9)
+    assert peer.connected(OTHER, hello_of(), 0.0) == [Note("join", {"peer": OTHER, "name": "other", "live": 2})]
+    assert peer.connected(OTHER, hello_of(), 1.0) == []
+    lost = Note("lost", {"peer": OTHER, "name": "other", "why": "reset", "live": 1})
+    assert peer.lost(OTHER, 2.0, "reset") == [lost] and peer.lost(OTHER, 3.0, "reset") == []
+
+
+def test_a_silent_peer_is_lost_and_its_streams_are_ended() -> None:
+    """Else neither side would ever say hello again, and a peer that was frozen would stay deaf."""
+    peer, now = pair(), 0.0
+    while now <= SILENCE_FLOOR_S:
+        assert of_type(Disconnect, peer.tick(now)) == []
+        now += 1.0
+    actions = peer.tick(now)
+    assert of_type(Disconnect, actions) == [Disconnect(OTHER)]
+    assert "lost" in notes(actions) and of_type(Hold, actions) == [Hold(1, 2)]
+
+    peer = pair()
+    peer.tick(1.0)
+    assert peer.tick(1000.0) == [] and OTHER in peer.members, "this peer was asleep"
+
+
+def test_messages_that_do_not_fit_change_nothing() -> None:
+    peer = pair()
+    assert peer.heard("stranger", status_of(), 0.0) == [Disconnect("stranger")], "it has to say hello"
+    before = (peer.hello(), [peer.leases.get(f) for f in range(FRAGMENTS)])
+    for message in [
+        status_of(versions=[9]),
+        Claim(fragment=FRAGMENTS, term=9, version=0, digest=ONE),
+        Vote(fragment=FRAGMENTS, term=9, holder=OTHER),
+        news_of(0),  # not the syncer
+        news_of(1, term=9),
+        news_of(1, version=0),
+        news_of(FRAGMENTS),
+        Receipt(),
+        Verdict(accepted=True),
+    ]:
+        assert peer.heard(OTHER, message, 1.0) in ([], [Wake(1.0 + TICK_S)]), message
+    assert (peer.hello(), [peer.leases.get(f) for f in range(FRAGMENTS)]) == before
+
+
+states, some_versions = st.sampled_from(list(STATES)), st.lists(core.versions, min_size=1, max_size=3)
+statuses = st.builds(status_of, states, some_versions, core.small)
+publications = st.builds(news_of, core.small, core.terms, core.versions, core.digests)
+
+
+@given(st.lists(st.tuples(st.sampled_from("xyz"), statuses | core.claims | publications | st.none()), max_size=25))
+def test_nothing_from_the_network_makes_a_peer_raise(events: list[tuple[str, Message | None]]) -> None:
+    peer = make(min_peers=2)
+    for now, (sender, message) in enumerate(events):
+        if message is not None and sender in peer.members:
+            actions = peer.heard(sender, message, float(now))
+        elif sender in peer.members:
+            actions = peer.lost(sender, float(now), "reset")
+        else:
+            actions = peer.connected(sender, hello_of(), float(now))
+        for fetch in of_type(CatchUp, actions):
+            assert fetch.donors and ME not in fetch.donors
+            peer.catch_up_failed(fetch.fragment)
+        assert sorted(peer.syncers) == [lease.fragment for lease in peer.leases.held_by(ME)]
+        assert peer.heirs() == peer._find_heirs(), "what is remembered is what would be found"
+
+
+# -- from starting to training ----------------------------------------------------------------------------------------
+
+
+def test_a_peer_is_ready_when_it_agrees_with_every_syncer() -> None:
+    peer = make(min_peers=2, digests=[DIGESTS[0], digest_of("mine")])
+    actions = peer.connected(OTHER, hello_of(claims=[claim_of(1)]), 0.0)
+    assert peer.state == "starting" and of_type(CatchUp, actions) == [CatchUp(1, (OTHER,), outer=False)]
+    actions = peer.adopted(1, 0, DIGESTS[1], 1.0)
+    assert peer.state == "ready" and peer.heals == 0
+    assert [status.state for status in said(Status, actions)] == ["starting", "ready"]
+
+
+def test_a_ready_peer_follows_publications_until_it_trains() -> None:
+    peer = pair()
+    peer.heard(OTHER, status_of(versions=[0, 1]), 1.0)
+    assert of_type(CatchUp, peer.heard(OTHER, news_of(), 1.1)) == [CatchUp(1, (OTHER,), outer=False)]
+    assert peer.state == "starting"
+    peer.adopted(1, 1, ONE, 2.0)
+    assert peer.state == "ready"
+
+    peer = pair()
+    peer.enter("training", 0.5)
+    assert of_type(CatchUp, peer.heard(OTHER, news_of(), 1.0)) == [] and peer.state == "training"
+
+    host = pair(trains=False)
+    assert of_type(CatchUp, host.heard(OTHER, news_of(digest=DIGESTS[0]), 1.0)) == [CatchUp(1, (OTHER,), outer=False)]
+    assert host.state == "ready", "it follows every publication"
+
+
+def test_training_begins_when_nobody_starts_or_others_train() -> None:
+    peer = pair()
+    assert peer.may_train()
+    peer.connected("x", hello_of(status_of("starting")), 1.0)
+    assert not peer.may_train()
+    peer.heard(OTHER, status_of("training"), 2.0)
+    assert peer.may_train()
+    peer.heard(OTHER, status_of("done"), 3.0)
+    peer.connected("x", hello_of(status_of("starting"), trains=False), 3.0)
+    assert peer.may_train()
+
+
+def test_nobody_begins_in_the_middle_of_a_publication() -> None:
+    """It would be early for one fragment and late for the other, and so in every round that follows."""
+    peer = pair(versions=[1, 0])
+    assert peer.state == "ready"
+    peer.heard(OTHER, status_of("training", [0, 0]), 1.0)
+    assert peer.state == "starting" and not peer.may_train()
+    peer.heard(OTHER, status_of("exchanging", [1, 0]), 2.0)
+    assert not peer.may_train()
+    peer.heard(OTHER, status_of("training", [1, 0]), 3.0)
+    assert peer.state == "ready" and peer.may_train()
+
+
+def test_the_first_round_is_as_short_as_the_others_are_ahead() -> None:
+    peer = make(min_peers=2, outer=OuterConfig(method="diloco", sync_every=10))
+    peer.connected(OTHER, hello_of(status_of("training", inner_step=3), [claim_of(1)]), 0.0)
+    assert peer.state == "ready" and peer.first_position() == 3
+    peer.heard(OTHER, status_of("training", inner_step=4), 1.0)
+    assert peer.first_position() == 4
+    peer.connected("x", hello_of(status_of("training", [1, 1], inner_step=9)), 2.0)  # in another round
+    peer.connected("y", hello_of(status_of("training", inner_step=9), trains=False), 2.0)
+    assert peer.first_position() == 4
+    peer.heard(OTHER, status_of("exchanging", inner_step=10), 3.0)
+    assert peer.first_position() == 9
+
+
+def test_a_peer_that_was_waited_for_makes_a_whole_round() -> None:
+    """However late it hears that the others began."""
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=10))
+    peer.connected("x", hello_of(status_of("starting")), 1.0)
+    assert peer.state == "ready" and not peer.may_train()
+    peer.heard("x", status_of("ready"), 2.0)
+    for other in (OTHER, "x"):
+        peer.heard(other, status_of("training"), 3.0)
+        peer.heard(other, status_of("training", inner_step=4), 4.0)
+    assert peer.may_train() and peer.first_position(4.0) == 0
+    peer.heard(OTHER, status_of("exchanging", inner_step=10), 5.0)
+    assert peer.first_position(5.0) == 0
+    peer.enter("starting", 6.0)  # it fetches the inner optimizer's state, say: now the others do not wait
+    assert peer.state == "ready" and peer.first_position(6.0) == 9
+
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=10, overlap=1))
+    peer.heard(OTHER, status_of("training"), 1.0)
+    peer.heard(OTHER, status_of("training", inner_step=4), 2.0)
+    assert peer.first_position() == 4, "there is no barrier at which it would be waited for"
+
+
+# -- how often --------------------------------------------------------------------------------------------------------
+
+
+def crowd(others: int) -> Peer:
+    """A peer that trains among many, of whom the first holds fragment 0 and the second fragment 1."""
+    peer = make(newcomer=True)
+    for number in range(others):
+        claims = [claim_of(number)] if number < FRAGMENTS else []
+        peer.connected(f"x{number:04d}", hello_of(status_of("training"), claims, holds=number < FRAGMENTS), 0.0)
+    peer.discovered(0.0)
+    peer.enter("training", 0.0)
+    return peer
+
+
+def test_messages_that_come_together_are_acted_upon_together() -> None:
+    peer, ahead = pair(), status_of(versions=[5, 0])
+    peer.tick(1.0)
+    assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 4) == [Wake(1.0 + TICK_S)]
+    assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 2) == []
+    assert of_type(CatchUp, peer.tick(1.0 + TICK_S)) == [CatchUp(0, (OTHER,), outer=False)]
+
+
+@pytest.mark.parametrize("ends", ["arrival", "loss"])
+def test_what_ends_a_wait_is_acted_upon_at_once(ends: str) -> None:
+    """However short the time since the last tick."""
+    peer = pair()
+    peer.heard(OTHER, status_of("exchanging"), 0.5)
+    peer.enter("exchanging", 1.0)
+    for name in (OTHER, ME):
+        assert (ends == "loss" and name == OTHER) or peer.offer(name, contribution(peer, 0)).accepted
+    assert of_type(Merge, peer.arrived(ME, 0, 1.0)) == []
+    actions = peer.arrived(OTHER, 0, 1.0) if ends == "arrival" else peer.lost(OTHER, 1.0, "connection reset")
+    assert len(of_type(Merge, actions)) == 1
+
+
+def test_a_large_swarm_is_told_changes_together() -> None:
+    peer = crowd(int(STATUSES_PER_S))  # a status a second
+    assert said(Status, peer.adopted(0, 1, ONE, 5.0)) == [peer.status()]
+    actions = peer.adopted(1, 1, ONE, 5.2) + peer.enter("exchanging", 5.4)
+    assert said(Status, actions) == [] and of_type(Wake, actions) == [Wake(6.0)]
+    assert said(Status, peer.tick(5.9)) == [] and said(Status, peer.tick(6.0)) == [peer.status()]
+    assert peer.status().versions == [1, 1] and said(Status, peer.tick(7.0)) == []
+    assert said(Status, peer.enter("leaving", 6.1)) == [peer.status()], "others act upon it"
+
+
+def test_in_a_large_swarm_heartbeats_are_rare() -> None:
+    peer = crowd(int(4 * HEARTBEATS_PER_S))
+    beats = [now for now in range(1, 10) if said(Status, peer.heartbeat(float(now), (now, 2 * now)))]
+    assert beats == [1, 5, 9]
+    figures = peer.status(figures=True).figures
+    assert (figures.bytes_sent, figures.bytes_received) == (9, 18)
+    assert all(said(Status, pair().heartbeat(now / 2)) for now in range(4)), "few peers: whenever the owner asks"
+
+
+@pytest.mark.parametrize("before", STATES)
+def test_a_state_is_entered_as_the_table_says(before: State) -> None:
+    for state in STATES:
+        peer = make(min_peers=9)
+        peer.state = before
+        if may_follow(state, before):
+            assert said(Status, peer.enter(state, 0.0))[0].state == state
+        else:
+            with pytest.raises(AssertionError, match=f"{state} does not follow {before}"):
+                peer.enter(state, 0.0)
+        if STATES[before].gone:
+            assert state == before or not may_follow(state, before), "who has left does not come back"
+        else:
+            assert not STATES[state].gone or may_follow(state, before), "anybody may leave"
+
+
+# -- the syncer's side ------------------------------------------------------------------------------------------------
+
+
+def test_a_contribution_is_refused_with_the_reason() -> None:
+    peer = pair()
+    for header, reason in (
+        (contribution(peer, 0, manifest_hash="0" * 64), "the manifest 000000000000 is not the one here"),
+        (contribution(peer, 0, base_digest=ONE), "version 0 of fragment 0 is another anchor here"),
+        (contribution(peer, 1), "not the syncer of fragment 1"),
+        (core.contribution_of(fragment=7), "not the syncer of fragment 7"),
+    ):
+        verdict = peer.offer(OTHER, header)
+        assert not verdict.accepted and reason in verdict.reason
+        assert header.fragment != 1 or verdict.term == 1
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted
+
+
+def test_a_round_is_merged_published_and_announced() -> None:
+    peer = pair()
+    for state in ("training", "exchanging"):
+        peer.heard(OTHER, status_of(state), 0.0)  # type: ignore[arg-type]
+        peer.enter(state, 0.0)  # type: ignore[arg-type]
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted and peer.offer(ME, contribution(peer, 0)).accepted
+    assert of_type(Merge, peer.arrived(OTHER, 0, 1.0)) == []
+    (merge,) = of_type(Merge, peer.arrived(ME, 0, 2.0))
+    assert list(merge.close.contributors) == sorted((ME, OTHER)) and merge.close.tokens == 18
+    assert peer.merging(0) and of_type(Merge, peer.tick(3.0)) == []
+    (message,) = said(Published, peer.published(0, ONE, merge.close.contributors, 4.0))
+    assert message == news_of(0).model_copy(update={"contributors": ["a", "b"], "applied_tokens": 18})
+    assert (peer.versions, peer.digests[0], peer.applied_tokens) == ([1, 0], ONE, 18)
+    assert not peer.merging(0) and peer.fragments[0].agrees()
+
+
+def test_only_the_control_fragment_moves_the_clock() -> None:
+    peer = alone()
+    for fragment in (0, 1):
+        assert peer.offer("x", contribution(peer, fragment)).accepted
+        peer.arrived("x", fragment, 1.0)
+        peer.published(fragment, digest_of(), {"x": 9}, 2.0)
+    assert peer.applied_tokens == 9
+    for fragment, clock in ((1, 9), (0, 500)):
+        peer.adopted(fragment, 5, digest_of(5), 3.0, shares={"x": Share(5, 500, 1, 5)})
+        assert peer.applied_tokens == clock
+
+
+def test_those_who_were_left_out_are_noted() -> None:
+    peer = alone(trains=False)
+    peer.connected(OTHER, hello_of(status_of("training")), 0.0)
+    peer.offer(OTHER, contribution(peer, 0))
+    assert peer.offer("x", contribution(peer, 0)).accepted
+    actions = peer.arrived(OTHER, 0, 1.0)
+    assert Note("missing", {"fragment": 0, "peers": ["x"]}) in actions and len(of_type(Merge, actions)) == 1
+
+
+def test_a_syncer_does_not_wait_for_its_own_hanging_training() -> None:
+    """Its node lives on and sends heartbeats; without this nobody would ever get its fragments' next version."""
+    peer = pair()
+    peer.enter("training", 0.0)
+    peer.progress(1, 10, 1.0, 0)
+    peer.heard(OTHER, status_of("exchanging"), 1.0)
+    peer.offer(OTHER, contribution(peer, 0))
+    assert of_type(Merge, peer.arrived(OTHER, 0, 1.0)) == []
+    for now in range(2, int(STALL_FLOOR_S) + 1):
+        assert of_type(Merge, peer.heard(OTHER, status_of("exchanging"), float(now))) == []
+    (merge,) = of_type(Merge, peer.heard(OTHER, status_of("exchanging"), STALL_FLOOR_S + 2))
+    assert list(merge.close.contributors) == [OTHER]
+
+
+def test_a_fragment_lost_during_its_merge_is_not_published() -> None:
+    peer = alone(trains=False)
+    peer.connected(OTHER, hello_of(), 0.0)
+    peer.offer("x", contribution(peer, 0))
+    peer.heard(OTHER, status_of("done"), 0.0)
+    assert len(of_type(Merge, peer.arrived("x", 0, 1.0))) == 1
+    peer.connected(OTHER, hello_of(claims=[claim_of(0, term=2), claim_of(1)]), 1.5)
+    assert peer.published(0, digest_of(), {"x": 9}, 2.0) == [] and peer.versions[0] == 0
+    assert not peer.merging(0)
+
+
+def test_the_time_to_deliver_rises_at_once_and_falls_slowly() -> None:
+    peer = pair(outer=quick(staleness_limit=2))
+    for seconds, expected in ((2.0, 2.0), (1.0, 1.8), (5.0, 5.0)):
+        peer.delivered(seconds)
+        assert peer.sync_s == pytest.approx(expected)

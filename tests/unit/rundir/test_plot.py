@@ -1,0 +1,117 @@
+"""The loss plot: what is read from damaged and resumed runs, and that it becomes a picture without a display."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib import image
+
+from diloco.errors import ConfigError
+from diloco.rundir.plot import Curve, _smooth, _spread, plot_losses, read_curves
+
+
+def write(path: Path, *records: Any, tail: str = "") -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    return path
+
+
+def train(peer: str, step: int, tokens: int | None, loss: Any) -> dict[str, Any]:
+    return {"peer": peer, "inner_step": step, "tokens": tokens, "loss": loss}
+
+
+def held_out(version: int, tokens: int | None, loss: Any, step: int = 0) -> dict[str, Any]:
+    return {"peer": "p0", "inner_step": step, "version": version, "tokens": tokens, "eval_loss": loss}
+
+
+def test_curves_are_per_peer_over_the_swarm_clock(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "m",
+        held_out(0, 0, 5.0),
+        *[train(peer, step, 0, 5.0 - step) for step in (1, 2) for peer in ("p1", "p0")],
+        held_out(1, 80, 4.0),
+        *[train(peer, step, 80, 5.0 - step) for step in (3, 4) for peer in ("p0", "p1")],
+    )
+    training, evaluated, unit = read_curves(path)
+    assert list(training) == ["p0", "p1"]
+    assert training["p0"] == Curve([20, 60, 100, 140], [4.0, 3.0, 2.0, 1.0])
+    assert evaluated == Curve([0, 80], [5.0, 4.0])
+    assert unit == "tokens"
+
+
+@pytest.mark.parametrize("tokens", [None, 0])
+def test_without_a_swarm_clock_the_axis_counts_steps(tmp_path: Path, tokens: int | None) -> None:
+    path = write(tmp_path / "m", train("p0", 1, 0, 5.0), train("p0", 2, 0, 4.0), held_out(1, tokens, 4.5, step=2))
+    training, evaluated, unit = read_curves(path)
+    assert (training["p0"].x, evaluated.x, unit) == ([1, 2], [2], "steps")
+
+
+def test_steps_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
+    """A peer that rejoins with nothing keeps its history."""
+    before = [train("p0", step, 10 * (step // 2), 9.0) for step in range(1, 6)]
+    after = [train("p0", step, 10 * (step // 2), 1.0) for step in range(2, 8)]
+    path = write(tmp_path / "m", *before, held_out(1, 10, 9.0), held_out(2, 20, 9.0), *after, held_out(2, 20, 1.0))
+    training, evaluated, _ = read_curves(path)
+    assert training["p0"].loss == [9.0] + [1.0] * 6
+    assert evaluated == Curve([10, 20], [9.0, 1.0])
+    path = write(tmp_path / "m", train("p0", 1, 10, 5.0), train("p0", 2, 20, 4.0), train("p0", 1, 90, 3.0))
+    assert read_curves(path)[0]["p0"].loss == [5.0, 4.0, 3.0]
+
+
+def test_torn_lines_and_absurd_fields_are_passed_over(tmp_path: Path) -> None:
+    absurd = [train("p0", step, 10 * step, loss) for step, loss in ((2, None), (3, "high"), (4, math.inf))]
+    path = write(
+        tmp_path / "m",
+        *({"event": "no loss"}, train("p0", 1, 10, 5.0), *absurd, {"peer": "p0", "loss": 1.0}),
+        *({"loss": 4.0, "inner_step": 5, "tokens": 50}, {"eval_loss": 3.0, "tokens": 50}),
+        tail='{"peer": "p0", "inner_step": 6, "los',
+    )
+    training, evaluated, _ = read_curves(path)
+    assert training == {"?": Curve([50], [4.0]), "p0": Curve([10], [5.0])}
+    assert evaluated == Curve([50], [3.0])
+
+
+@given(st.lists(st.integers(0, 5), max_size=30).map(sorted))
+def test_inner_steps_stay_in_order_and_within_their_round(x: list[float]) -> None:
+    spread, rounds = _spread(x), sorted(set(x))
+    assert len(spread) == len(x) and spread == sorted(spread)
+    for here, value in zip(spread, x, strict=True):
+        following = [other for other in rounds if other > value]
+        assert value <= here and (not following or here < following[0])
+    assert len(rounds) <= 1 or len(set(spread)) == len(x)
+
+
+def test_smoothing_takes_the_noise_and_leaves_the_line() -> None:
+    line = [5.0 - 0.01 * index for index in range(400)]
+    noisy = [value + 0.5 * (-1) ** index for index, value in enumerate(line)]
+    smooth = _smooth(noisy)
+    assert smooth[0] == noisy[0] and _smooth(line)[:-5] == pytest.approx(line[:-5])
+    assert max(abs(a - b) for a, b in zip(smooth[10:], line[10:], strict=True)) < 0.12
+    assert _smooth([1.0, 9.0]) == [1.0, 9.0] and _smooth([]) == []
+
+
+@pytest.mark.parametrize("peers", [0, 1, 9])
+def test_any_number_of_peers_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: int) -> None:
+    monkeypatch.delenv("DISPLAY", raising=False)
+    steps = [train(f"_p{peer}", step, 10 * step, 5.0 / step) for step in range(1, 100) for peer in range(peers)]
+    path = write(tmp_path / "m", *steps, *[held_out(version, 100 * version, 4.0) for version in range(peers)])
+    plot_losses(path, tmp_path / "loss.png", "no $\\formula$ and 100 %")
+    pixels = image.imread(tmp_path / "loss.png")  # (H, W, 4)
+    assert pixels.shape == (650, 1040, 4)
+    coloured = (pixels[..., :3].max(-1) - pixels[..., :3].min(-1) > 0.2).sum()
+    assert (coloured > 1000) == (peers > 0)
+    assert sorted(os.listdir(tmp_path)) == ["loss.png", "m"]
+
+
+def test_a_run_without_metrics_says_so_in_its_picture(tmp_path: Path) -> None:
+    plot_losses(tmp_path / "missing", tmp_path / "loss.png", "nothing")
+    middle = image.imread(tmp_path / "loss.png")[250:400, 400:700, 0]
+    assert (middle < 0.6).sum() > 200
+    with pytest.raises(ConfigError, match=r"^run\.dir: cannot write .*loss\.png: No such file or directory; choose"):
+        plot_losses(write(tmp_path / "m"), tmp_path / "missing" / "loss.png", "")

@@ -1,0 +1,374 @@
+"""Links by hand: bandwidth, latency, fair shares; and every way in which a stream ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from asyncio import sleep
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.admission import Admission, RunKey, issue
+from diloco.admission.keys import new_key
+from diloco.errors import SwarmError
+from diloco.sim.network import BACKLOG_BYTES, PIECE_BYTES, Link, Network, SimTransport
+from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.swarm.wire.transport import Reader, Transport, Writer
+
+MB = 1_000_000
+AGES_S = 1e4  # until everything has arrived
+
+
+async def ends_with(writer: Writer, *data: bytes) -> None:
+    """Write the last pieces of a stream."""
+    for piece in data:
+        writer.write(piece)
+        await writer.drain()
+    writer.close()
+
+
+class Town:
+    """A network, and peers that note when everything of a stream has arrived."""
+
+    def __init__(self, loop: VirtualLoop, **settings: Any) -> None:
+        self.loop, self.network = loop, Network(loop, **settings)
+        self.heard: dict[str, list[tuple[bytes, float]]] = {}
+        self.last_byte_at: dict[str, float] = {}
+
+    async def peer(self, name: str, **link: Any) -> SimTransport:
+        transport = self.network.join(name, [], Link(**link))
+
+        async def listen(peer: str, reader: Reader, writer: Writer) -> None:
+            told = b""
+            while piece := await reader.read(1 << 20):
+                told += piece
+                self.last_byte_at[name] = self.loop.time()
+            self.heard.setdefault(name, []).append((told, self.loop.time()))
+            writer.close()
+
+        await transport.handle("talk", listen)
+        return transport
+
+    async def peers(self, *names: str, **link: Any) -> list[SimTransport]:
+        return [await self.peer(name, **link) for name in names]
+
+    async def stream(self, source: Transport, target: str) -> Writer:
+        return (await source.open(target, "talk"))[1]
+
+    async def tell(self, source: Transport, target: str, *data: bytes) -> float:
+        """Open a stream, write, close; returns when the stream was open."""
+        writer = await self.stream(source, target)
+        opened_at = self.loop.time()
+        await ends_with(writer, *data)
+        return opened_at
+
+    def told(self, name: str) -> list[bytes]:
+        return [told for told, _ in self.heard.get(name, [])]
+
+
+@pytest.fixture
+def town(loop: VirtualLoop) -> Town:
+    return Town(loop)
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "seconds"),
+    [(None, None, 0.0), (1 * MB, None, 3.0), (None, 1 * MB, 3.0), (1 * MB, 1 * MB, 3.0), (2 * MB, 0.5 * MB, 6.0)],
+)
+async def test_bytes_take_their_number_over_the_bandwidth_and_latency(
+    town: Town, up: float | None, down: float | None, seconds: float
+) -> None:
+    one = await town.peer("one", up=up, latency_s=0.2)
+    await town.peer("two", down=down, latency_s=0.4)
+    data = (bytes(range(256)) * (3 * MB // 256 + 1))[: 3 * MB]
+    opened_at = await town.tell(one, "two", data)
+    assert opened_at == pytest.approx(2 * 0.3)  # a round trip
+    await sleep(AGES_S)
+    [(told, at)] = town.heard["two"]
+    assert told == data and at - opened_at == pytest.approx(seconds + 0.3)
+    assert town.last_byte_at["two"] == pytest.approx(at)
+
+
+async def test_streams_share_an_uplink_fairly(town: Town) -> None:
+    """A short one is soon through."""
+    one = await town.peer("one", up=1 * MB)
+    sizes = {"two": 4 * MB, "three": 2 * MB, "four": 1000}
+    await town.peers(*sizes)
+    await asyncio.gather(*(town.tell(one, name, bytes(size)) for name, size in sizes.items()))
+    await sleep(AGES_S)
+    arrival = {name: heard[0][1] for name, heard in town.heard.items()}
+    assert arrival["four"] < 0.4  # its byte and its end each wait for 64 KiB of the others, not for their megabytes
+    turns_s = 3 * PIECE_BYTES / MB
+    assert arrival["three"] == pytest.approx(4.0, abs=turns_s)  # half of the link, until it is done
+    assert arrival["two"] == pytest.approx(6.0, abs=turns_s)
+
+
+async def test_two_senders_share_a_downlink_fairly(town: Town) -> None:
+    one, two = await town.peers("one", "two")
+    await town.peer("three", down=1 * MB)
+    await asyncio.gather(town.tell(one, "three", bytes(1 * MB)), town.tell(two, "three", bytes(3 * MB)))
+    await sleep(AGES_S)
+    assert [at for _, at in town.heard["three"]] == pytest.approx([2.0, 4.0], abs=0.1)
+
+
+async def test_a_writer_waits_while_its_backlog_is_large(town: Town) -> None:
+    one = await town.peer("one", up=1 * MB)
+    await town.peer("two")
+    writer = await town.stream(one, "two")
+    writer.write(bytes(2 * MB))
+    await writer.drain()
+    assert town.loop.time() == pytest.approx((2 * MB - BACKLOG_BYTES) / MB, abs=0.07)
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=6), st.integers(1, 10), st.integers(1, 10))
+def test_every_byte_arrives_once_and_in_order(sizes: list[int], up: int, down: int) -> None:
+    data = [bytes([index + 1]) * size for index, size in enumerate(sizes)]
+
+    async def story() -> None:
+        one = await town.peer("one", up=up * 1e5, latency_s=0.01)
+        await town.peer("two", down=down * 1e5)
+        await town.tell(one, "two", *data)
+        await sleep(AGES_S)
+        assert town.told("two") == [b"".join(data)]
+
+    with virtual_time() as loop:
+        town = Town(loop)
+        loop.run_until_complete(story())
+
+
+async def test_nobody_there_is_a_connection_error_after_a_round_trip(town: Town) -> None:
+    one, _ = await town.peers("one", "two", latency_s=0.1)
+    town.network.crash("two")
+    with pytest.raises(ConnectionError, match="two cannot be reached"):
+        await one.open("two", "talk")
+    assert town.loop.time() == pytest.approx(0.2)
+    with pytest.raises(ConnectionError, match="nobody cannot be reached"):
+        await one.open("nobody", "talk")
+
+
+async def test_a_crash_ends_streams_and_what_was_queued_is_lost(town: Town) -> None:
+    """After the latency."""
+    one = await town.peer("one", up=1 * MB, latency_s=0.5)
+    await town.peer("two", latency_s=0.5)
+    talk = asyncio.ensure_future(town.tell(one, "two", bytes(5 * MB)))
+    await sleep(2.0)  # the stream is open since second 1
+    town.network.crash("one")
+    await sleep(AGES_S)
+    with pytest.raises(ConnectionResetError):
+        await talk
+    [(told, at)] = town.heard["two"]
+    assert at == pytest.approx(2.5) and len(told) == pytest.approx(1 * MB, abs=70_000)
+
+
+async def test_a_writer_hears_that_the_other_side_ended_the_stream(town: Town) -> None:
+    one, two = await town.peers("one", "two", latency_s=0.5)
+
+    async def hangs_up(peer: str, reader: Reader, writer: Writer) -> None:
+        writer.write(b"no")
+        writer.close()
+
+    await two.handle("talk", hangs_up)
+    reader, writer = await one.open("two", "talk")
+    assert await reader.read(10) == b"no" and await reader.read(10) == b""
+    writer.write(b"but")
+    with pytest.raises(ConnectionResetError):
+        await writer.drain()
+
+
+async def test_a_cut_is_silence_and_what_waited_goes_on_when_mended(town: Town) -> None:
+    one, _ = await town.peers("one", "two")
+    writer = await town.stream(one, "two")
+    town.network.cut("one", "two")
+    await ends_with(writer, b"hello")
+    await sleep(10)
+    assert "two" not in town.heard
+    with pytest.raises(TimeoutError):
+        await one.open("two", "talk")
+    await sleep(5)
+    town.network.mend("one", "two")
+    await sleep(1)
+    assert town.heard["two"] == [(b"hello", pytest.approx(10 + 30 + 5))]
+
+
+async def test_a_one_way_cut_stops_one_direction(town: Town) -> None:
+    """No stream opens in either."""
+    one, two = await town.peers("one", "two")
+    writers = [await town.stream(one, "two"), await town.stream(two, "one")]
+    town.network.cut("one", "two", one_way=True)
+    for writer in writers:
+        await ends_with(writer, b"hello")
+    await sleep(10)
+    assert town.told("two") == [] and town.told("one") == [b"hello"]
+    with pytest.raises(TimeoutError):
+        await two.open("one", "talk")
+    town.network.mend("two", "one")
+    await sleep(1)
+    assert town.told("two") == [b"hello"]
+
+
+async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) -> None:
+    one, two, three = await town.peers("one", "two", "three", latency_s=0.5)
+    doomed = [await town.stream(one, "two"), await town.stream(two, "one")]
+    lucky = [await town.stream(one, "three"), await town.stream(three, "two")]
+    town.network.reset("one", "two")
+    await sleep(1)
+    for writer in doomed:
+        writer.write(b"lost")
+        with pytest.raises(ConnectionResetError):
+            await writer.drain()
+    for writer in lucky:
+        await ends_with(writer, b"kept")
+    await town.tell(one, "two", b"again")
+    await sleep(10)
+    assert {name: sorted(town.told(name)) for name in town.heard} == {
+        "one": [b""], "two": [b"", b"again", b"kept"], "three": [b"kept"],
+    }  # fmt: skip
+
+
+async def test_noise_keeps_the_length_of_one_message_and_no_more(town: Town) -> None:
+    one, _ = await town.peers("one", "two")
+    writer = await town.stream(one, "two")
+    town.network.garble("one")
+    await ends_with(writer, b"\0\0\0\3abc", b"\0\0\0\3def")
+    await sleep(1)
+    assert town.told("two") == [b"\0\0\0\3\xff\xff\xff" + b"\0\0\0\3def"]
+
+
+async def test_what_others_begin_at_a_peer_dies_with_it(town: Town) -> None:
+    """It belongs to that peer."""
+    one, loop, served = await town.peer("one"), town.loop, list[str]()
+
+    async def hangs(peer: str, reader: Reader, writer: Writer) -> None:
+        try:
+            served.append(f"{loop.owner} serves {peer}")
+            await sleep(1e6)
+        finally:
+            served.append("ends")
+
+    async def begins() -> None:
+        await town.network.join("two", []).handle("talk", hangs)
+
+    with loop.owned_by("two.1"):
+        await loop.create_task(begins())
+    with loop.owned_by("one.1"):
+        await loop.create_task(one.open("two", "talk"))
+    await sleep(1)
+    loop.kill("one.1")
+    await sleep(1)
+    assert served == ["two.1 serves one"]
+    loop.kill("two.1")
+    await sleep(1)
+    assert served == ["two.1 serves one", "ends"]
+
+
+async def test_a_transport_closed_late_does_not_end_the_next_life(town: Town) -> None:
+    one, before = await town.peers("one", "two")
+    town.network.crash("two")
+    after = await town.peer("two")
+    writer = await town.stream(one, "two")
+    await before.close()
+    await ends_with(writer, b"hello")
+    await sleep(1)
+    assert town.told("two") == [b"hello"]
+    await after.close()
+    with pytest.raises(ConnectionError, match="two cannot be reached"):
+        await one.open("two", "talk")
+
+
+async def test_a_gate_lets_guests_in_and_strangers_not(town: Town) -> None:
+    """A guest greets once for all its streams; a stranger has another run's invitation, or none."""
+    key, served, refused = RunKey(new_key()), list[str](), list[str]()
+
+    def gate(key: RunKey) -> Gate:
+        return Gate(Admission(issue(key, "run", "worker", int(time.time()) + 1000)))
+
+    async def listen(peer: str, reader: Reader, writer: Writer) -> None:
+        served.append(peer)
+        writer.close()
+
+    gates = {"two": gate(key), "guest": gate(key), "other": gate(RunKey(new_key())), "none": Gate()}
+    peers = {name: town.network.join(name, [], Link(latency_s=0.1), its) for name, its in gates.items()}
+    gates["two"].on_refused = lambda peer, reason: refused.append(peer)
+    await peers["two"].handle("talk", listen)
+    for _ in range(2):
+        reader, _ = await peers["guest"].open("two", "talk")
+        assert await reader.read() == b""
+    assert served == ["guest", "guest"] and not refused
+    with pytest.raises(ConnectionError):
+        await peers["other"].open("two", "talk")
+    reader, _ = await peers["none"].open("two", "talk")
+    assert b"this run admits invited peers only" in await reader.read()
+    assert served == ["guest", "guest"] and refused == ["other", "none"]
+
+
+def test_a_doomed_stream_breaks_on_both_sides_as_seeds_decide() -> None:
+    async def story(town: Town) -> list[bool]:
+        broken = []
+        one, _ = await town.peers("one", "two")
+        for _ in range(20):
+            writer = await town.stream(one, "two")
+            try:
+                await ends_with(writer, *[b"x"] * 10)
+                broken.append(False)
+            except ConnectionResetError:
+                broken.append(True)
+            writer.close()
+            await sleep(1)
+        assert [len(told) < 10 for told in town.told("two")] == broken
+        return broken
+
+    def fates(seed: int) -> list[bool]:
+        with virtual_time() as loop:
+            return loop.run_until_complete(story(Town(loop, seed=seed, loss=0.5, lossy={"talk"})))
+
+    assert fates(1) == fates(1) != fates(2)
+    assert 4 <= sum(fates(1)) <= 16
+
+
+async def test_records_live_as_long_as_they_were_stored_for(town: Town) -> None:
+    one, two = await town.peer("one", latency_s=0.1), await town.peer("two")
+    await one.store("run/peers", "one", ["x", 1], 10)
+    assert await two.get("run/peers") == {"one": ["x", 1]}
+    await sleep(10)
+    assert await two.get("run/peers") == {} == await two.get("run/other")
+
+
+async def test_a_handler_that_fails_is_a_bug_that_its_peer_hears_of(town: Town) -> None:
+    one, two = await town.peers("one", "two")
+
+    async def buggy(peer: str, reader: Reader, writer: Writer) -> None:
+        raise ZeroDivisionError("oops")
+
+    await two.handle("talk", buggy)
+    await one.open("two", "talk")
+    with pytest.raises(SwarmError, match="a handler of two failed: ZeroDivisionError"):
+        await two.failed()
+
+
+class Trickle:
+    """A reader that brings a little every 13 seconds, and nothing any more after a while."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+
+    async def read(self, n: int = -1) -> bytes:
+        await sleep(13.0 - asyncio.get_running_loop().time() % 13.0 if self.left else 1e6)
+        taken = min(n, 100, self.left)
+        self.left -= taken
+        return bytes(taken)
+
+
+async def test_a_payload_may_take_long_but_not_stand_still(loop: VirtualLoop) -> None:
+    slow, stuck = (Stream("a", Trickle(nbytes), None, Traffic()) for nbytes in (1000, 500))  # type: ignore[arg-type]
+    payload = torch.empty(1000, dtype=torch.uint8)
+    await slow.receive_payload(payload)
+    assert loop.time() == pytest.approx(130.0)
+    with pytest.raises(asyncio.TimeoutError):
+        await stuck.receive_payload(payload)
+    assert 130.0 + 65.0 + 20.0 <= loop.time() <= 130.0 + 65.0 + 40.0

@@ -1,0 +1,300 @@
+"""Virtual time: jumps, order, deadlocks, owners, and threads in lockstep with it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import weakref
+from asyncio import sleep
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.sim.lockstep import Killed, Lockstep
+from diloco.sim.virtual_time import MANY_CANCELLED, POLL_EVERY, RESOLUTION_S, DeadlockError, VirtualLoop, virtual_time
+
+
+def starts(loop: VirtualLoop, owner: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task of this owner."""
+    with loop.owned_by(owner):
+        return loop.create_task(work)
+
+
+async def at_times(loop: VirtualLoop, *happenings: tuple[float, Callable[[], object]]) -> None:
+    """Let each happen at its second of the simulation; ends a while after the last."""
+    for second, happens in happenings:
+        loop.at(second, happens)
+    await sleep(happenings[-1][0] + 100.0 - loop.seconds)
+
+
+@given(st.lists(st.floats(0, 1e8), max_size=20))
+def test_sleepers_wake_in_the_order_of_their_times(delays: list[float]) -> None:
+    """And at once, after years."""
+    woken: list[tuple[float, float]] = []
+
+    async def sleeper(delay: float) -> None:
+        await sleep(delay)
+        woken.append((delay, asyncio.get_running_loop().time()))
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(sleeper, delays))
+
+    with virtual_time() as loop:
+        loop.run_until_complete(all_of_them())
+    assert [delay for delay, _ in woken] == pytest.approx(sorted(delays), abs=2 * RESOLUTION_S)
+    assert all(at == pytest.approx(delay, abs=2 * RESOLUTION_S) for delay, at in woken)
+
+
+async def test_time_limits_are_virtual(loop: VirtualLoop) -> None:
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(asyncio.Event().wait(), 1000)
+    assert loop.time() == pytest.approx(1000)
+
+
+def test_a_deadlock_names_who_waits(loop: VirtualLoop) -> None:
+    async def waits_for_nobody() -> None:
+        await sleep(2.5)
+        await asyncio.Event().wait()
+
+    with pytest.raises(DeadlockError, match=r"at 2.500 s .*waits_for_nobody"):
+        loop.run_until_complete(waits_for_nobody())
+
+
+async def test_sets_of_tasks_have_the_order_of_their_making(loop: VirtualLoop) -> None:
+    tasks = [asyncio.ensure_future(sleep(0)) for _ in range(50)]
+    numbers = [hash(task) for task in tasks]
+    await asyncio.wait(set(tasks))
+    assert numbers == list(range(numbers[0], numbers[0] + 50))
+
+
+async def test_an_owner_is_killed_with_all_that_it_started(loop: VirtualLoop) -> None:
+    ended: list[str] = []
+
+    async def lives(name: str) -> None:
+        try:
+            await sleep(10)
+            ended.append(f"{name} done")
+        except asyncio.CancelledError:
+            ended.append(f"{name} killed")
+            raise
+
+    async def parent(name: str) -> None:
+        child = asyncio.ensure_future(lives(f"child of {name}"))
+        await sleep(0)
+        await asyncio.gather(lives(name), child)
+
+    tasks = [starts(loop, owner, parent(owner)) for owner in ("a", "b")]
+    await at_times(loop, (1, lambda: loop.kill("a")))
+    assert all(task.done() for task in tasks)
+    assert sorted(ended) == ["a killed", "b done", "child of a killed", "child of b done"]
+
+
+async def test_every_turn_is_counted_and_told(loop: VirtualLoop) -> None:
+    told: list[int] = []
+    loop.on_turn = lambda: told.append(loop.turns)
+    await sleep(1)
+    assert told == list(range(1, loop.turns + 1)) and len(told) > 1
+
+
+async def test_cancelled_timers_are_dropped_and_move_no_time(loop: VirtualLoop) -> None:
+    first = [loop.call_later(0.5, pytest.fail) for _ in range(3)]
+    rest = [loop.call_later(1e6 + number, pytest.fail) for number in range(10 * MANY_CANCELLED)]
+    await sleep(0.1)
+    for timer in (*first, *rest):
+        timer.cancel()
+    await sleep(1.0)
+    assert loop.seconds == pytest.approx(1.1)
+    assert len(loop._scheduled) <= MANY_CANCELLED  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_signals_still_come_in(loop: VirtualLoop, busy: bool) -> None:
+    """While turns follow each other without a pause, and while nothing else is ever going to happen."""
+    came, turns = asyncio.Event(), 0
+    loop.add_signal_handler(signal.SIGUSR1, came.set)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while busy and not came.is_set():
+        turns += 1
+        await sleep(0)
+    await came.wait()
+    loop.remove_signal_handler(signal.SIGUSR1)
+    assert turns < 2 * POLL_EVERY
+
+
+async def test_work_of_a_thread_is_done_here(loop: VirtualLoop) -> None:
+    """In no time, or in some before and after it."""
+    assert await asyncio.to_thread(threading.get_ident) == threading.get_ident() and loop.time() == 0.0
+    with pytest.raises(ValueError, match="invalid literal"):
+        await asyncio.to_thread(int, "x")
+    seconds = iter([2.0, 1.0])
+    loop.executor_s = lambda: next(seconds)
+    assert (await asyncio.to_thread(lambda: loop.seconds), loop.seconds) == pytest.approx((2.0, 3.0))
+
+
+async def test_work_of_a_thread_goes_on_when_nobody_waits_for_it(loop: VirtualLoop) -> None:
+    loop.executor_s = lambda: 2.0
+    done: list[float] = []
+    waits = asyncio.ensure_future(asyncio.to_thread(lambda: done.append(loop.seconds)))
+    await at_times(loop, (1.0, waits.cancel), (1.5, lambda: done.append(waits.cancelled())))
+    assert done == [True, pytest.approx(2.0)]
+
+
+@pytest.mark.parametrize(("dies_at", "works"), [(1.0, False), (3.0, True)])
+async def test_a_killed_owner_loses_what_its_threads_do(loop: VirtualLoop, dies_at: float, works: bool) -> None:
+    """The work is done in the middle of the time that it takes; its result comes 2 s later."""
+    loop.executor_s = lambda: 2.0
+    done: list[str] = []
+
+    async def asks(name: str) -> None:
+        await asyncio.to_thread(done.append, f"{name} works")
+        done.append(f"{name} knows")
+
+    starts(loop, "a", asks("a")), starts(loop, "b", asks("b"))
+    await at_times(loop, (dies_at, lambda: loop.kill("a")))
+    assert done == (["a works"] if works else []) + ["b works", "b knows"]
+    assert loop.tasks_of("a") == []
+
+
+async def test_what_a_thread_was_given_is_free_once_its_work_is_done(loop: VirtualLoop) -> None:
+    """Without waiting for the garbage collection, whose moments differ from one version of Python to the next."""
+    large = type("Large", (), {})()
+    loop.executor_s, known = lambda: 0.5, weakref.ref(large)
+    gc.disable()
+    try:
+        await asyncio.to_thread(id, large)
+        del large
+        await sleep(1.0)
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_what_waited_for_a_frozen_owner_runs_in_its_order(loop: VirtualLoop, dies: bool) -> None:
+    """Nothing runs but its end, if it dies meanwhile. What its threads do waits, too."""
+    said: list[tuple[str, float]] = []
+    loop.executor_s = lambda: 1.0
+
+    async def says(name: str, at: float) -> None:
+        try:
+            await sleep(at)
+            await sleep(0)
+            said.append((name, round(loop.seconds, 3)))
+        except asyncio.CancelledError:
+            said.append((f"end of {name}", round(loop.seconds, 3)))
+
+    starts(loop, "a", asyncio.to_thread(lambda: said.append(("thread", round(loop.seconds, 3)))))
+    for name, second in (("a3", 3.0), ("a1", 1.0), ("a2", 2.0), ("a6", 6.0), ("b2", 2.0)):
+        starts(loop, name[0], says(name, second))
+    await at_times(loop, (0.5, lambda: loop.freeze("a")), (5.0, lambda: loop.kill("a") if dies else loop.thaw("a")))
+    if dies:
+        assert said[0] == ("b2", 2.0) and sorted(said[1:]) == [(f"end of a{number}", 5.0) for number in (1, 2, 3, 6)]
+    else:
+        assert said[0] == ("b2", 2.0) and said[-1] == ("a6", 6.0)
+        assert said[1:-1] == [("thread", 5.0), ("a1", 5.0), ("a2", 5.0), ("a3", 5.0)]
+
+
+def test_what_is_left_of_a_frozen_owner_ends_with_the_loop() -> None:
+    with virtual_time() as loop:
+        task = starts(loop, "a", sleep(1e6))
+        loop.run_until_complete(at_times(loop, (0.5, lambda: loop.freeze("a"))))
+    assert task.cancelled()
+
+
+async def test_an_owner_reads_and_sleeps_by_its_own_clock(loop: VirtualLoop) -> None:
+    """What the simulation does at a second knows no owner's clock."""
+    seen: dict[str | None, tuple[float, float]] = {}
+
+    def look() -> None:
+        seen[loop.owner] = loop.seconds, loop.time()
+
+    async def sleeps() -> None:
+        loop.at(7.0, look)
+        await sleep(10.0)
+        look()
+
+    loop.set_clock("fast", 2.0, 1000.0)
+    for name in ("fast", "true"):
+        starts(loop, name, sleeps())
+    await at_times(loop, (20.0, lambda: None))
+    expected = {"fast": (5.0, 1010.0), None: (7.0, 7.0), "true": (10.0, 10.0)}
+    assert seen == {owner: pytest.approx(times) for owner, times in expected.items()}
+    assert loop.time() == loop.seconds
+
+
+@pytest.mark.parametrize("rate", [1.0, 2.0])
+async def test_a_clock_that_stood_still_lacks_those_seconds(loop: VirtualLoop, rate: float) -> None:
+    """A suspended machine: timers that were set before do not notice, what reads the clock does."""
+    seen: list[tuple[float, float]] = []
+    loop.set_clock("a", rate, 50.0)
+
+    async def looks() -> None:
+        for _ in range(2):
+            await sleep(4.0 * rate)
+            seen.append((loop.seconds, loop.time()))
+
+    def opens_the_lid() -> None:
+        loop.set_back("a", 10.0)
+        loop.thaw("a")
+
+    starts(loop, "a", looks())
+    await at_times(loop, (1.0, lambda: loop.freeze("a")), (11.0, opens_the_lid))
+    assert seen == [pytest.approx((11.0, 50.0 + rate * 1.0)), pytest.approx((15.0, 50.0 + rate * 5.0))]
+
+
+async def test_threads_take_turns_in_virtual_time(loop: VirtualLoop) -> None:
+    said: list[tuple[str, float]] = []
+
+    def trainer(name: str, step_s: float) -> str:
+        for _ in range(3):
+            steps[name].call(sleep(step_s))
+            said.append((name, loop.time()))
+        return name.upper()
+
+    seconds = {"slow": 3.0, "fast": 1.0}
+    steps = {name: Lockstep(partial(trainer, name, step_s), name) for name, step_s in seconds.items()}
+    assert await asyncio.gather(*(step.run() for step in steps.values())) == ["SLOW", "FAST"]
+    assert said[:2] == [("fast", 1.0), ("fast", 2.0)]
+    assert sorted(said[2:4]) == [("fast", 3.0), ("slow", 3.0)]
+    assert said[4:] == [("slow", 6.0), ("slow", 9.0)]
+
+
+async def test_errors_cross_between_thread_and_loop(loop: VirtualLoop) -> None:
+    async def fails() -> None:
+        raise ValueError("in the loop")
+
+    def trainer() -> None:
+        with pytest.raises(ValueError, match="in the loop"):
+            step.call(fails())
+        raise KeyError("in the thread")
+
+    step = Lockstep(trainer, "one")
+    with pytest.raises(KeyError, match="in the thread"):
+        await step.run()
+
+
+async def test_a_killed_thread_unwinds_and_gets_nothing_more(loop: VirtualLoop) -> None:
+    seen: list[str] = []
+
+    def trainer() -> None:
+        for what in ("killed", "and again"):
+            with pytest.raises(Killed):
+                step.call(sleep(100))
+            seen.append(what)
+        raise Killed
+
+    step = Lockstep(trainer, "one")
+    task = asyncio.ensure_future(step.run())
+    await sleep(5)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and seen == ["killed", "and again"]
+    assert loop.time() == pytest.approx(5)
+    assert not any(thread.name == "one" for thread in threading.enumerate())

@@ -1,0 +1,198 @@
+"""The control mesh with a stub in place of the network: what is heard, what is an offence, and what is none."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.protocol.fragment import LEAP
+from diloco.protocol.messages import Message, Refusal
+from diloco.protocol.messages.bulk import Receipt
+from diloco.protocol.messages.control import Claim, Published, Revocations, Status
+from diloco.protocol.penalties import Penalties
+from diloco.sim.virtual_time import VirtualLoop
+from diloco.swarm.node.mesh import DIAL_TIMEOUT_S, FLUSH_BYTES, _Outgoing
+from diloco.swarm.wire.streams import Stream, Traffic
+from tests.support.listener import DIGEST, OTHER, Listener, hello, status
+from tests.support.stub_wire import Pipe, contribution, framed
+
+
+class Blocked(Pipe):
+    """Says its status, and then takes nothing that it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(b"")
+        self.reader = asyncio.StreamReader()
+        self.reader.feed_data(framed(status()))
+        self.blocked = asyncio.Event()
+        self.closed = False
+
+    async def drain(self) -> None:
+        if len(self.written) > FLUSH_BYTES:
+            self.blocked.set()
+            await asyncio.Event().wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def claim(fragment: int = 0, term: int = 1, version: int = 0) -> Claim:
+    return Claim(fragment=fragment, term=term, version=version, digest=DIGEST)
+
+
+def published(**fields: int) -> Published:
+    known = {"fragment": 0, "term": 1, "version": 1, "digest": DIGEST, "contributors": [OTHER], "applied_tokens": 1}
+    return Published(**{**known, **fields})
+
+
+def packed(**fields: object) -> bytes:
+    """A frame whose fields need not fit."""
+    frame = msgpack.packb(fields)
+    return len(frame).to_bytes(4, "big") + frame
+
+
+def hello_with(**fields: object) -> bytes:
+    return packed(**{"kind": "hello", **hello().model_dump(), **fields})
+
+
+CONTRIBUTION = contribution(torch.zeros(6))
+GARBAGE, ENDLESS = b"\x00\x00\x00\x02hi", b"\xff\xff\xff\xff"
+
+
+async def test_a_peer_that_takes_nothing_is_dropped_in_time(loop: VirtualLoop) -> None:
+    """Until then it costs little memory."""
+    listener, pipe = Listener(), Blocked()
+
+    async def opened(peer: str, protocol: str) -> tuple[asyncio.StreamReader, Blocked]:
+        return pipe.reader, pipe
+
+    listener.transport.open = opened  # type: ignore[method-assign]
+    assert await listener.mesh.dial(OTHER)
+    message = listener.protocol.status()
+    while not pipe.blocked.is_set():
+        listener.mesh.broadcast(message)
+        await asyncio.sleep(0)
+    assert len(pipe.written) < FLUSH_BYTES + 1000
+    begun_at = loop.seconds
+    while not pipe.closed:
+        await asyncio.sleep(0.5)
+    assert loop.seconds - begun_at == pytest.approx(DIAL_TIMEOUT_S, abs=1)
+    assert OTHER not in listener.mesh._outgoing
+
+
+async def test_a_refusal_counts_until_another_peer_lets_this_one_in(loop: VirtualLoop) -> None:
+    async def opened(peer: str, protocol: str) -> tuple[asyncio.StreamReader, Pipe]:
+        pipe = Blocked() if peer == OTHER else Pipe(framed(Refusal(reason="refused for 9 s more: noise")))
+        return pipe.reader, pipe
+
+    listener = Listener()
+    listener.transport.open = opened  # type: ignore[method-assign]
+    listener.transport.seeds, listener.mesh._started = ["seed"], True
+    assert not await listener.mesh.dial("seed")
+    assert listener.mesh.refusal == "the swarm refused this peer: refused for 9 s more: noise"
+    assert await listener.mesh.dial(OTHER)
+    assert listener.mesh.refusal is None
+    assert not await listener.mesh.dial("seed")
+    assert listener.mesh.refusal is None and len(listener.said("refused_us")) == 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (GARBAGE, "a frame is not valid msgpack"),
+        (ENDLESS, "a frame of 4294967295 bytes is over the limit"),
+        (framed(status(fragments=1)), "a status of 1 fragments, and the run has 2"),
+        (framed(status().model_copy(update={"disputed": [2]})), "a status of 3 fragments, and the run has 2"),
+        (framed(claim(fragment=2)), "a message about fragment 2, and the run has 2"),
+        (framed(published(fragment=7)), "a message about fragment 7, and the run has 2"),
+        (CONTRIBUTION, "a control stream does not carry Contribution"),
+    ],
+    ids=["schema", "length", "status", "dispute", "claim", "published", "kind"],
+)
+async def test_an_offence_puts_its_peer_out_for_a_while(sent: bytes, why: str, loop: VirtualLoop) -> None:
+    listener = Listener()
+    ours = listener.mesh._outgoing[OTHER] = _Outgoing(Stream(OTHER, *[Pipe(b"")] * 2, Traffic()))  # type: ignore[arg-type]
+    [answer] = await listener.hear(framed(hello()), framed(status()), sent, framed(status()))
+    assert isinstance(answer, Status)
+    [penalty] = listener.said("penalty")
+    assert penalty["peer"] == OTHER and str(penalty["why"]).startswith(why)
+    assert [event["why"] for event in listener.said("lost")] == [penalty["why"]]
+    assert OTHER not in listener.protocol.members
+    assert OTHER not in listener.mesh._outgoing and ours.over, "our stream to it ends"
+    [refusal] = await listener.hear(framed(hello()))
+    assert isinstance(refusal, Refusal) and refusal.reason.startswith(f"refused for 10 s more: {why}")
+    assert not await listener.mesh.dial(OTHER) and listener.transport.called == []
+    listener.protocol.penalties = Penalties()  # the time is over
+    assert isinstance((await listener.hear(framed(hello())))[0], Status)
+    assert len(listener.said("penalty")) == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "why", "is_offence"),
+    [
+        (GARBAGE, "a frame is not valid msgpack", True),
+        (framed(status()), "expected Hello, got Status", True),
+        (framed(Receipt()), "expected Hello, got Receipt", True),
+        (framed(hello(claim(fragment=2))), "a message about fragment 2, and the run has 2", True),
+        (hello_with(wire_version=1, claims=[claim(fragment=9).model_dump()]), "wire version 1 there does not", False),
+        (hello_with(wire_version=1, status=5, unknown=1), "wire version 1 there does not fit", False),
+        (hello_with(run_id="another"), "run.id=another is not the run here", False),
+        (hello_with(manifest_hash="f" * 64), "the manifest ffffffffffff differs", False),
+    ],
+    ids=["schema", "status", "kind", "claim", "wire", "form", "run", "manifest"],
+)
+async def test_who_does_not_begin_with_a_fitting_hello_is_refused(sent: bytes, why: str, is_offence: bool) -> None:
+    """Who is of another version or run is not punished for it."""
+    listener = Listener()
+    [refusal] = await listener.hear(sent)
+    assert isinstance(refusal, Refusal) and refusal.reason.startswith(why)
+    assert [event["peer"] for event in listener.said("penalty")] == [OTHER] * is_offence
+    assert (listener.protocol.penalties.refusal(OTHER, listener.context.now()) is not None) == is_offence
+    assert OTHER not in listener.protocol.members
+
+
+async def test_a_kind_that_only_a_newer_peer_knows_is_skipped() -> None:
+    listener = Listener()
+    await listener.hear(framed(hello()), packed(kind="trumpet", loud=True), framed(claim(term=3)))
+    lease = listener.protocol.leases.get(0)
+    assert lease is not None and lease.term > 3, "what came after it was heard"
+    assert listener.said("penalty") == []
+
+
+HONEST: list[Message] = [
+    status("starting"),
+    status("leaving"),
+    claim(term=3, version=2),
+    claim(term=1),  # overtaken
+    claim(term=1 + 2 * LEAP),  # of one who believed a liar
+    published(term=9),  # by one who does not know that it is syncer no more
+    published(version=2**40),
+    Revocations(number=1, token_ids=[], peer_ids=[], signature="0" * 128),
+]
+
+
+@pytest.mark.parametrize("message", HONEST, ids=lambda message: message.kind)
+async def test_what_an_honest_peer_says_late_or_wrong_is_no_offence(message: Message) -> None:
+    listener = Listener()
+    await listener.hear(framed(hello(claim(term=2))), framed(claim(fragment=1)), framed(message), framed(message))
+    assert listener.said("penalty") == []
+    why = "said goodbye" if message == status("leaving") else "connection reset"
+    assert [event["why"] for event in listener.said("lost") + listener.said("leave")] == [why]
+
+
+@settings(max_examples=30)
+@given(messages=st.lists(st.sampled_from(HONEST), max_size=5), cuts=st.lists(st.integers(0, 1500), max_size=8))
+def test_a_control_stream_that_breaks_anywhere_is_no_offence(messages: list[Message], cuts: list[int]) -> None:
+    async def scene() -> None:
+        listener, whole = Listener(), b"".join(map(framed, (hello(claim()), *messages)))
+        for cut in cuts:
+            await listener.hear(whole[:cut])
+        assert isinstance((await listener.hear(whole))[0], Status)
+        assert listener.said("penalty") == []
+
+    asyncio.run(scene())

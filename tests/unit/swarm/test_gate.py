@@ -1,0 +1,212 @@
+"""The gate of a peer without a network: settings, what is noted, what is said."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hivemind.p2p import PeerID
+
+from diloco.admission import Admission, Revoked, RunKey, issue
+from diloco.admission.keys import MAX_REVOKED, new_key
+from diloco.errors import ConfigError
+from diloco.protocol.limits import REFUSALS
+from diloco.protocol.messages import Message, Refusal, encode
+from diloco.protocol.messages.base import MAX_FRAME_BYTES
+from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting
+from diloco.protocol.messages.watching import ManifestRequest
+from diloco.swarm.wire.gate import Gate, GuardedP2P, gate_for, watching
+from diloco.swarm.wire.transport import Disbelieved, Refused
+from tests.support.gates import SOON, Wire, gate, meet
+from tests.support.listener import hello
+
+
+async def greet(one: Gate, peer: str, *said: Message, wire: Wire | None = None, **options: Any) -> Wire:
+    """A gate greets a peer that says this; returns what it wrote."""
+    wire = wire or Wire(*said)
+
+    async def opener() -> Any:
+        return wire.reader, wire
+
+    await one.greet(peer, opener, **options)
+    return wire
+
+
+async def test_two_gates_of_a_run_know_each_other_after_a_greeting(key: RunKey) -> None:
+    alice, bob = gate(key, "QmAlice"), gate(key, "QmBob")
+    for error, why, said in (
+        (Refused, "go away", Refusal(reason="go away")),
+        (ConnectionError, "does not greet as a peer of a run does: expected Greeting, got Manif", ManifestRequest()),
+        (Disbelieved, "QmBob is not believed: the credential belongs to another identity", alice._greeting()),
+        (Disbelieved, "QmBob is not believed: this run admits invited peers only", Greeting()),
+    ):
+        with pytest.raises(error, match=why):
+            await greet(alice, "QmBob", said)
+        assert not alice.believes("QmBob")
+    assert (await greet(alice, "QmBob", bob._greeting())).closed
+    assert alice.believes("QmBob") and alice.role_of("QmBob") == "worker"
+    assert not (await greet(alice, "QmBob")).written  # nothing is said twice
+    with pytest.raises(asyncio.IncompleteReadError):
+        await greet(alice, "QmBob", again=True)
+
+
+def test_an_open_gate_lets_everybody_in_and_says_nothing() -> None:
+    one = Gate()
+    assert one.believes("QmAnybody") and one.call_objection("QmAnybody") is None
+    assert one.objection("QmAnybody", ManifestRequest()) is None
+    assert one._greeting() == Greeting() and one.evidence() == [] and one.run_key is None
+    assert one.expel() == {} and one.lapsed() is None and one.revocations is None
+
+
+async def test_a_host_that_says_it_trains_is_refused(key: RunKey) -> None:
+    door, host = gate(key, "QmDoor"), gate(key, "QmHost", "host")
+    await greet(door, "QmHost", host._greeting())
+    assert door.objection("QmHost", hello(trains=False)) is None
+    assert "role host does not allow training" in str(door.objection("QmHost", hello()))
+
+
+def test_strangers_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[tuple[str, str]] = []
+    one, now = Gate(), 1000.0
+    one.on_refused = lambda peer, why: noted.append((peer, why))
+    monkeypatch.setattr("diloco.swarm.wire.gate.time.time", lambda: now)
+    for _ in range(100):
+        one.refused("QmSame", "why")
+    assert noted == [("QmSame", "why")]
+    for number in range(1000):
+        one.refused(f"Qm{number}", "why")
+    assert len(noted) == REFUSALS
+    one.refused("QmOther", "the invitation expired 3 days ago")
+    assert noted[-1] == ("QmOther", "the invitation expired 3 days ago"), "another reason is not hidden by that"
+    now += 61.0
+    one.refused("QmSame", "why")
+    assert noted[-1] == ("QmSame", "why (981 more were not noted)")
+
+
+async def test_the_settings_of_a_peer_make_its_gate(key: RunKey, tmp_path: Path) -> None:
+    path, public, token = str(tmp_path / "run.key"), key.public.hex(), issue(key, "run", "worker", SOON)
+    assert gate_for("run", None, None, None).admission is None
+    for made in (gate_for("run", public, token.to_text(), None), gate_for("run", None, None, path)):
+        assert made.run_key == public and made._greeting().credential
+    for trains, role in ((True, "worker"), (False, "host")):
+        for credential in ((token.to_text(), None), (None, path)):
+            made, door = gate_for("run", public, *credential, trains), gate(key, "QmDoor")
+            made.me = "QmMe"
+            await greet(door, "QmMe", made._greeting())
+            assert door.role_of("QmMe") == role
+    for wrong, complaint in (
+        (("run", public, None, None), f"^run.key={public} is the key of a run that admits invited peers only; give"),
+        (("other", None, token.to_text(), None), "^swarm.token is for run.id=run, and this is run.id=other"),
+        (("run", "ab" * 32, token.to_text(), None), f"^run.key={'ab' * 32} is not the key that signed swarm.token"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            gate_for(*wrong)
+
+
+async def test_the_owner_s_peers_begin_with_what_is_revoked_already(key: RunKey, tmp_path: Path) -> None:
+    Revoked.sign(key, "run", 4, ["0" * 16], []).remember(tmp_path / "run.key", "run")
+    made, door = gate_for("run", None, None, str(tmp_path / "run.key")), gate(key, "QmDoor")
+    assert made.revocations is not None and made.revocations.number == 4
+    made.me, heard = "QmMe", list[int]()
+    door.on_revoked = lambda said: heard.append(said.number)
+    await meet(door, made)
+    assert heard == [4] and door.revocations == made.revocations
+
+
+@pytest.mark.parametrize("caller_knows", [True, False])
+async def test_the_longest_list_of_what_is_revoked_is_sent_once(key: RunKey, caller_knows: bool) -> None:
+    """From whoever has it to the other."""
+    caller, callee = gate(key, "QmCaller"), gate(key, "QmCallee")
+    knows, hears = (caller, callee) if caller_knows else (callee, caller)
+    tokens, peers = ([f"{number:0{digits}x}" for number in range(MAX_REVOKED)] for digits in (16, 52))
+    assert knows.admission is not None and knows.admission.revoke(Revoked.sign(key, "run", 7, tokens, peers))
+    nbytes = await meet(caller, callee)
+    assert hears.revocations == knows.revocations and hears.revocations is not None
+    assert nbytes > len(encode(hears.revocations)) > 10 * MAX_GREETING_BYTES
+    assert await meet(caller, callee) < 2 * MAX_GREETING_BYTES
+
+
+async def test_a_peer_hears_from_who_calls_it_that_it_is_revoked(key: RunKey) -> None:
+    caller, callee = gate(key, "QmCaller"), gate(key, "QmCallee")
+    assert caller.admission is not None and caller.admission.revoke(Revoked.sign(key, "run", 1, [], ["QmCallee"]))
+    with pytest.raises(Disbelieved, match="the owner of the run has revoked the invitation of this peer"):
+        await meet(caller, callee)
+    assert "revoked the invitation of this peer" in str(callee.lapsed())
+
+
+class Sending(Wire):
+    """Has sent these bytes; its end has not come."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self.reader = asyncio.StreamReader()
+        self.reader.feed_data(data)
+
+
+@pytest.mark.parametrize("nbytes", [MAX_GREETING_BYTES + 1, MAX_FRAME_BYTES, 2**32 - 1])
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_greeting_that_is_too_long_is_refused_unread(key: RunKey, nbytes: int, is_open: bool) -> None:
+    """It says only how long its frame would be."""
+    one, noted = Gate() if is_open else gate(key, "QmOne"), list[str]()
+    one.on_refused = lambda peer, why: noted.append(why)
+    calling, answering = (Sending(nbytes.to_bytes(4, "big")) for _ in range(2))
+    await one.welcome("QmStranger", calling.reader, calling)
+    assert noted == [f"a frame of {nbytes} bytes is over the limit of {MAX_GREETING_BYTES}"]
+    assert calling.closed and not calling.written
+    with pytest.raises(ConnectionError, match="over the limit of"):
+        await greet(one, "QmStranger", wire=answering)
+    assert answering.closed
+
+
+async def test_a_stream_of_a_stranger_ends_after_a_refusal(key: RunKey) -> None:
+    """However much comes on it."""
+    one, wire = gate(key, "QmOne"), Sending(bytes(1000 * MAX_GREETING_BYTES))
+
+    async def handler(*arguments: Any) -> None:
+        raise AssertionError("a stranger has a stream")
+
+    await one.serve("QmStranger", wire.reader, wire, handler)
+    assert wire.closed and b"invited peers only" in wire.written
+    wire.reader.feed_eof()
+    assert len(await wire.reader.read()) > 998 * MAX_GREETING_BYTES
+
+
+async def test_a_dht_call_of_a_stranger_is_not_even_parsed(key: RunKey, tmp_path: Path) -> None:
+    handlers, parsed = dict[str, Any](), list[bytes]()
+
+    async def add(name: str, handler: Any, balanced: bool) -> None:
+        handlers[name] = handler
+
+    class Request:
+        @classmethod
+        def FromString(cls, request: bytes) -> bytes:
+            parsed.append(request)
+            return request
+
+    async def handler(request: bytes, context: Any) -> Any:
+        return SimpleNamespace(SerializeToString=request.upper)
+
+    p2p, member = GuardedP2P(), PeerID(b"member")
+    p2p._client = SimpleNamespace(add_unary_handler=add, close=lambda: None)
+    p2p.gate, p2p._client_listen_maddr = gate(key, "QmOne"), {"unix": tmp_path / "none"}
+    await p2p.add_protobuf_handler("find", handler, Request, stream_input=False, stream_output=False)
+    with pytest.raises(PermissionError, match="invited peers only"):
+        await handlers["find"](b"what", PeerID(b"stranger"))
+    assert parsed == []
+    await greet(p2p.gate, member.to_base58(), gate(key, member.to_base58())._greeting())
+    assert await handlers["find"](b"what", member) == b"WHAT"
+
+
+async def test_a_visitor_is_an_observer_whatever_it_was_given(key: RunKey, tmp_path: Path) -> None:
+    door, token = gate(key, "QmDoor"), issue(key, "run", "worker", SOON).to_text()
+    for visitor in (watching("", token), watching("run", None, str(tmp_path / "run.key"))):
+        visitor.me = f"Qm{id(visitor)}"
+        await meet(visitor, door)
+        assert door.role_of(visitor.me) == "observer" and door.call_objection(visitor.me) is not None
+    assert watching("run", None).admission is None
+    stranger = Gate(Admission(issue(RunKey(new_key()), "run", "worker", SOON)))
+    with pytest.raises(Disbelieved, match="signed by another key"):
+        await greet(door, "QmC", stranger._greeting())

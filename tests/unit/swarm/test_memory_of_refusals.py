@@ -1,0 +1,168 @@
+"""What survives a restart: revocations, first users, proved liars, the seal of the manifest. Also: who is believed."""
+
+from __future__ import annotations
+
+import json
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.admission import Admission, Memory, Revoked, RunKey, Token, issue
+from diloco.admission.keys import is_sealed, new_key
+from diloco.admission.memory import MAX_OFFENDERS
+from diloco.errors import ConfigError
+from diloco.protocol.messages.watching import ManifestRequest
+from diloco.swarm.wire.gate import Gate, gate_for, watching
+from diloco.swarm.wire.transport import Disbelieved, Refused
+from tests.support.gates import gate, meet
+
+NOW = int(time.time())
+SOON = NOW + 3600
+HASH = "5e" * 32
+ALICE, BOB = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51", "QmZXuaYC6UBKw1mwPzS7mVVDDqY1mWxzkRhxDjsVMRDfdj"
+KEY = RunKey(new_key())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "refusals" / "me.json"
+
+
+def invitation(role: Any = "worker", key: RunKey = KEY) -> Token:
+    return issue(key, "run", role, SOON)
+
+
+def door(path: Path, key: RunKey = KEY) -> Admission:
+    """A peer of the run that is started, perhaps again."""
+    return Admission(invitation(key=key), Memory(path, f"run/{key.public.hex()}"))
+
+
+def test_the_revoked_and_copied_links_stay_out_after_a_restart(path: Path) -> None:
+    first, link, other = door(path), invitation(), invitation()
+    assert first.admit(ALICE, link.credential(ALICE), NOW) is None
+    assert first.revoke(Revoked.sign(KEY, "run", 3, [other.grant.token_id], []))
+    again = door(path)
+    assert "in use by another identity" in str(again.admit(BOB, link.credential(BOB), NOW))
+    assert "has revoked the invitation" in str(again.admit(BOB, other.credential(BOB), NOW))
+    assert again.admit(ALICE, link.credential(ALICE), NOW) is None and again.revoked.number == 3
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_list_in_the_file_counts_only_if_its_owner_signed_it(path: Path) -> None:
+    assert door(path).revoke(Revoked.sign(KEY, "run", 3, [], [ALICE]))
+    content = json.loads(path.read_text())
+    content["revoked"]["peer_ids"] = [BOB]
+    path.write_text(json.dumps(content))
+    assert door(path).revoked.number == 0
+
+
+def test_the_memory_of_another_run_of_that_name_is_left_out(path: Path) -> None:
+    one = door(path)
+    one.memory.condemn(ALICE, "why")
+    assert door(path).memory.offenders == {ALICE: "why"}
+    assert door(path, RunKey(new_key())).memory.offenders == {}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"scope": "run/x", "revoked": 1}'])
+def test_a_damaged_memory_is_named_before_anybody_is_let_in(path: Path, content: str) -> None:
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"me\.json keeps whom this peer refuses, and is damaged"):
+        Memory(path, "run/x")
+
+
+def test_offenders_are_few_and_a_full_disk_ends_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.write_text("no directory")
+    memory = Memory(path, "run")
+    memory.offenders = {f"Qm{number}": "why" for number in range(MAX_OFFENDERS)}
+    memory.condemn(ALICE, "x" * 10_000)
+    assert len(memory.offenders) == MAX_OFFENDERS and "Qm0" not in memory.offenders
+    assert len(memory.offenders[ALICE]) == 500
+    assert "the next start forgets whom it refused" in caplog.text
+
+
+@pytest.mark.parametrize("closed", [True, False])
+async def test_a_proved_liar_is_out_at_once_and_after_a_restart(path: Path, tmp_path: Path, closed: bool) -> None:
+    key = RunKey.create(tmp_path / "run.key")
+
+    def start() -> Gate:
+        key_path = str(tmp_path / "run.key") if closed else None
+        made = gate_for("run", None, None, key_path, manifest_hash=HASH, memory_path=path)
+        made.me = ALICE
+        return made
+
+    one = start()
+    if closed:
+        await meet(gate(key, BOB), one)
+    assert one.expel() == {} and one._stranger(BOB) is None
+    one.condemn(BOB, "signed two heads for version 3")
+    assert one.expel() == {BOB: "signed two heads for version 3"} and one.expel() == {}
+    for now in (one, start()):
+        assert not now.believes(BOB)
+        assert now._stranger(BOB) == now.call_objection(BOB) == "signed two heads for version 3"
+        if closed:
+            with pytest.raises(Refused, match="signed two heads"):
+                await meet(gate(key, BOB), now)
+
+
+def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) -> None:
+    key = RunKey.create(tmp_path / "run.key")
+    owner = gate_for("run", None, None, str(tmp_path / "run.key"), manifest_hash=HASH)
+    seal = owner.memory.seal
+    assert is_sealed(key.public, "run", HASH, seal)
+    for wrong in ((HASH[::-1], seal), (HASH, seal[::-1]), (HASH, ""), (HASH, "no hex"), (HASH, KEY.seal("run", HASH))):
+        assert not owner.sealed(*wrong)
+    assert not is_sealed(key.public, "other", HASH, seal)
+    token = invitation(key=key).to_text()
+
+    def guest(manifest_hash: str = HASH) -> Gate:
+        return gate_for("run", None, token, None, manifest_hash=manifest_hash, memory_path=tmp_path / "guest.json")
+
+    one = guest()
+    one.learn_seal(HASH, KEY.seal("run", HASH))
+    assert one.memory.seal == guest().memory.seal == ""
+    one.learn_seal(HASH, seal)
+    assert one.memory.seal == guest().memory.seal == seal and guest("00" * 32).memory.seal == ""
+    assert Gate().sealed(HASH, "") and Gate().memory.seal == ""
+
+
+def test_the_copy_of_a_link_in_use_does_not_watch_either() -> None:
+    one, link, watch = Admission(invitation()), invitation(), invitation("observer")
+    for peer in (ALICE, BOB):  # to look on before anybody has joined is allowed, and uses nothing up
+        assert one.admit(peer, link.credential(peer, "observer"), NOW) is None
+    assert one.admit(ALICE, link.credential(ALICE), NOW) is None
+    assert one.role_of(BOB, NOW) is None
+    assert "in use by another identity" in str(one.admit(BOB, link.credential(BOB, "observer"), NOW))
+    assert one.admit(ALICE, link.credential(ALICE, "observer"), NOW) is None
+    for peer in (ALICE, BOB):
+        assert one.admit(peer, watch.credential(peer), NOW) is None
+
+
+async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
+    liar, joiner = gate(KEY, "QmLiar", "observer"), watching("", invitation().to_text())
+    joiner.me = "QmJoiner"
+    with pytest.raises(Disbelieved, match="its invitation allows to watch only"):
+        await meet(joiner, liar)
+    assert not joiner.believes("QmLiar")
+    member = gate(KEY, "QmMember")
+    await meet(joiner, member)
+    assert joiner.believes("QmMember")
+    assert member.objection("QmJoiner", ManifestRequest()) is None
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_key_or_token_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    RunKey.create(tmp_path / "run.key")
+    (tmp_path / "token").write_text(invitation().to_text())
+    for name, setting, given in (
+        ("run.key", "swarm.key_path", (None, f"{tmp_path}/run.key")),
+        ("token", "swarm.token", (f"@{tmp_path}/token", None)),
+    ):
+        path = tmp_path / name
+        path.chmod(mode)
+        why = f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}$"
+        with pytest.raises(ConfigError, match=why):
+            gate_for("run", None, *given)

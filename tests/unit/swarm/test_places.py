@@ -1,0 +1,63 @@
+"""Where peers can be called: what hellos say of it, and that it is enough where libp2p knows nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from diloco.protocol.membership import MAX_ADDRESSES, MAX_PEERS, AddressBook
+from diloco.protocol.peer import Peer
+from diloco.swarm.visit.visitor import Visitor
+from diloco.swarm.wire.transport import Transport
+from tests.support.fake_swarm import snapshot
+
+A, B, C = (f"Qm{letter * 44}" for letter in "ABC")
+
+
+def at(peer: str, host: str = "192.0.2.7") -> str:
+    return f"/ip4/{host}/tcp/4100/p2p/{peer}"
+
+
+def test_a_newcomer_learns_from_one_peer_where_the_others_are() -> None:
+    first, second, third = (Peer(me, me[-1], "run", "0" * 64, ["1" * 64]) for me in (A, B, C))
+    for one in (first, second, third):
+        one.address_book.hear(one.me, {one.me: [at(one.me)]})
+    first.connected(B, second.hello(), 0.0)
+    second.connected(A, first.hello(), 0.0)
+    assert first.hello().addresses == {A: [at(A)], B: [at(B)]}
+    third.connected(A, first.hello(), 1.0)
+    assert third.address_book.of(B) == (at(B),)
+
+
+def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
+    places, hearsay = AddressBook(), at(B, "198.51.100.1")
+    for teller, place, believed in ((A, hearsay, hearsay), (B, at(B), at(B)), (A, hearsay, at(B))):
+        places.hear(teller, {B: [place]})
+        assert places.of(B) == (believed,)
+
+
+def test_what_is_no_address_of_that_peer_is_left_out() -> None:
+    places = AddressBook()
+    places.hear(A, {A: [at(B), "nowhere", f"/ip4/0.0.0.0/tcp/1/p2p/{A}", *[at(A)] * 9], C: []})
+    assert places.of(A) == (at(A),) * MAX_ADDRESSES
+    assert places.all([A, B, C]) == {A: [at(A)] * MAX_ADDRESSES}
+
+
+def test_who_names_peers_without_end_is_remembered_to_a_limit() -> None:
+    places = AddressBook()
+    places.hear(A, {A: [at(A)]})
+    places.hear(B, {f"Qm{index:044d}".replace("0", "z"): [] for index in range(MAX_PEERS + 10)})
+    assert len(places._hearsay) == MAX_PEERS and places.of(A) == (at(A),)
+
+
+def test_a_watcher_calls_no_file_that_a_peer_names() -> None:
+    seen = snapshot(2)
+    rows = [row.model_copy(update={"addresses": ["@secret", f"@secret/p2p/{row.peer_id}"]}) for row in seen.peers]
+
+    class Nowhere:
+        async def open(self, peer: str, protocol: str) -> None:
+            raise ConnectionError
+
+    visitor = Visitor([at(A)])
+    asyncio.run(visitor._get_acquainted(cast(Transport, Nowhere()), seen.model_copy(update={"peers": rows})))
+    assert visitor._known and visitor._places.all(visitor._known) == {}

@@ -1,0 +1,488 @@
+"""The conversations of a node with a stub in place of the network: what moves anchors when things do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.errors import PayloadError
+from diloco.outer.digest import digest_of
+from diloco.protocol.exchange import Exchange
+from diloco.protocol.fragment import Busy, Lease
+from diloco.protocol.heads import wrong_record
+from diloco.protocol.messages.bulk import Contribution, StateHeader, Verdict
+from diloco.protocol.messages.control import Published
+from diloco.protocol.numbers import MAX_COUNT
+from diloco.protocol.shares import Share
+from diloco.protocol.syncer import Syncer
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.conversations.contribution import Answered, fold_whole
+from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
+from diloco.swarm.conversations.parts import copy_state
+from diloco.testing.fuzz.crowd import small_pieces
+from tests.support.certificates import MANIFEST, RUN, Keys, line_of, record_of
+from tests.support.coroutines import Slow, turns, until
+from tests.support.stub_host import ME, OTHER, StubHost
+
+CONTRIBUTE = "diloco.swarm.node.rounds.contribute"
+
+
+def full(value: float) -> Tensor:
+    return torch.full((6,), float(value))
+
+
+@pytest.mark.parametrize("wrong", ["before", "update"])
+async def test_a_record_that_leads_elsewhere_is_replaced_by_the_state(wrong: str) -> None:
+    host, target = StubHost(OTHER), full(3)
+    record = host.record(1, target, before="f" * 64 if wrong == "before" else None)
+    if wrong == "update":
+        record.update[0] ^= 1
+    await host.catch_up({0: [record], -1: host.state(1, target)})
+    assert host.client.asked == [0, -1] and torch.equal(host.replica.anchors[0], target)
+    assert host.protocol.versions == [1] and host.protocol.digests == [digest_of(target)] == host.replica.digests()
+    assert host.protocol.heals == ("digest_mismatch" in host.notes) == (wrong == "update")
+
+
+async def test_an_heir_that_gets_no_outer_state_goes_on() -> None:
+    host = StubHost(OTHER)
+    state = host.state(1, full(3))
+    await host.anchors.adopt_state(state)
+    host.protocol.fragments[0].busy = Busy.INHERITING
+    await host.catch_up({1: state}, outer=True)
+    assert host.protocol.fragments[0].busy is Busy.NO
+
+
+def three(host: StubHost) -> list[UpdateRecord]:
+    """Records in a row, to anchors that are ones, twos and threes."""
+    anchors = [host.replica.anchors[0].clone(), full(1), full(2), full(3)]
+    return [
+        host.record(version, anchor, before=digest_of(anchors[version - 1]))
+        for version, anchor in enumerate(anchors[1:], 1)
+    ]
+
+
+async def test_records_in_a_row_are_applied_one_by_one() -> None:
+    """Without those that came meanwhile."""
+    host = StubHost(OTHER)
+    records = three(host)
+    await host.anchors.adopt_record(records[0])
+    assert await host.anchors.adopt_records(records)
+    assert host.protocol.versions == [3] and torch.equal(host.replica.anchors[0], full(3))
+    assert host.protocol.accounts.shares(0)[OTHER].contributions == 3
+    assert not await host.anchors.adopt_records(records), "all of them are here"
+    await host.catch_up({3: records})
+    assert host.protocol.versions == [3] and "fetch_failed" not in host.notes
+
+
+async def test_records_with_a_gap_change_nothing_after_it() -> None:
+    host = StubHost(OTHER)
+    first, _, third = three(host)
+    with pytest.raises(PayloadError, match="a record to version 3 of fragment 0 does not follow version 1"):
+        await host.anchors.adopt_records([first, third])
+    with pytest.raises(PayloadError, match="a record to version 1 does not follow version 1"):
+        await host.anchors.adopt_records([host.record(1, full(0), before="f" * 64)])
+    assert host.protocol.versions == [1] and host.protocol.digests == host.replica.digests()
+
+
+@pytest.mark.parametrize(("codec", "kept"), [("fp32", 1), ("fp16", 1), ("int8", 3), ("e3m0", 7)])
+async def test_records_are_kept_while_they_are_smaller_than_the_state(codec: str, kept: int) -> None:
+    host = StubHost(ME, numel=9000, codec_down=codec)
+    digests = [host.protocol.digests[0], *(f"{number:064x}" for number in range(9))]
+    update = torch.zeros(host.replica.update_nbytes(0), dtype=torch.uint8)
+    for version, (before, digest) in enumerate(pairwise(digests), 1):
+        host.context.keep_record(UpdateRecord(record_of(version, before, digest, {ME: 1}), update))
+        host.protocol.fragments[0].move(version, digest, 0.0)
+    for base in range(-1, 10):
+        found = [record.header.version for record in host.context.records_since(0, base)]
+        assert found == (list(range(base + 1, 10)) if 9 - kept <= base else []), base
+    assert kept * update.numel() < 4 * 9000 or kept == 1
+    host.context.keep_record(UpdateRecord(record_of(12, "f" * 64, "d" * 64, {ME: 1}), update))
+    assert len(host.context.records[0]) == 1, "the anchor before it came from elsewhere"
+    host.protocol.fragments[0].move(12, "e" * 64, 0.0)
+    assert host.context.records_since(0, 11) == [], "what is here now came from elsewhere too"
+
+
+async def test_a_peer_that_always_comes_too_late_is_told() -> None:
+    host = StubHost(ME)
+    await host.anchors.load()
+    for version in range(1, 7):
+        shares = {OTHER: Share(version, 100 * version, 1, version)}
+        await host.catch_up({version - 1: host.state(version, full(version), **shares)})
+        assert (await host.exchange())[0] == 10
+    assert host.notes.count("always_late") == 2
+
+
+async def test_a_donor_that_is_gone_is_asked_once_and_then_the_next() -> None:
+    host = StubHost(OTHER)
+    host.client.answers = {0: ConnectionError("gone")}
+    await host.anchors.catch_up(0, [OTHER, "third"])
+    assert host.client.asked == [0, 0] and host.notes.count("fetch_failed") == 2
+
+
+async def test_a_higher_number_moves_no_anchor() -> None:
+    """Nor what is learned from it."""
+    host, follower = StubHost(ME), StubHost(OTHER)
+    await follower.anchors.load()
+    await host.learn()
+    await host.anchors.renumber(0, 5)
+    here = host.protocol.fragments[0]
+    assert (here.version, here.steps, here.digest) == (6, 0, follower.protocol.digests[0])
+    assert wrong_record(Keys(OTHER), RUN, here.record) is None and here.record.head.author == ME
+    header = StateHeader(fragment=0, digest=here.digest, record=here.record, outer=False)
+    await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
+    assert follower.protocol.versions == [6] and follower.protocol.steps == 0
+    shares = {OTHER: Share(1, 10, 1, 7)}
+    record = record_of(7, here.digest, here.digest, {}, shares=shares, author=ME)
+    header = StateHeader(fragment=0, digest=here.digest, record=record, shares=shares, outer=False)
+    await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
+    assert follower.protocol.fragments[0].shares == shares, "of the same anchor, made in another way"
+    assert await host.exchange() == (0, 7), "a contribution from the anchor that has the number 6 now"
+    assert host.protocol.steps == 1
+
+
+async def test_what_was_learned_from_a_replaced_anchor_is_discarded() -> None:
+    host = StubHost(ME)
+    await host.learn()
+    await host.catch_up({0: host.state(1, full(3), **{OTHER: Share(1, 10, 1, 1)})})
+    assert await host.exchange() == (10, 1)
+    assert torch.equal(host.replica.anchors[0], full(3))
+    assert torch.equal(host.replica.held[0].master, host.replica.anchors[0])
+    await host.learn()
+    assert await host.exchange() == (0, 2)
+    assert host.replica.anchors[0].unique().tolist() == [2.0]
+
+
+def offered(host: StubHost) -> tuple[Syncer, Contribution]:
+    """The syncer here, and what another peer begins to contribute to it."""
+    host.join()
+    lease, syncer = Lease(0, ME, 1, 0, host.protocol.digests[0]), host.protocol.syncers[0]
+    header = Exchange(0, 0, lease.digest, 1, 10, MANIFEST).header(lease)
+    assert syncer.offer(OTHER, header).accepted
+    return syncer, header
+
+
+async def test_an_own_contribution_that_was_left_out_is_discarded() -> None:
+    host = StubHost(ME)
+    await host.anchors.load()
+    syncer, header = offered(host)
+    host.replica.held[0].fold(0, host.replica.encode(0, 0), 1.0)
+    syncer.folded(OTHER)
+    exchanging = asyncio.ensure_future(host.exchange())
+    syncer.wants = lambda peer, chunk, base: False  # type: ignore[method-assign]  # closed before the first chunk
+    await until(lambda: syncer._offers.get(ME))
+    host.protocol.state = "done"  # so that it is not waited for
+    host.do(host.protocol.arrived(OTHER, 0, host.now(), line_of(OTHER, 0, header.base_digest)))
+    assert await exchanging == (10, 1)
+
+
+async def test_of_two_histories_the_one_with_more_work_goes_on() -> None:
+    """Under a number above both."""
+    host = StubHost(ME)
+    host.join()
+    for version, tokens, skipped, goes_on, number, steps in [
+        (5, 50, 0, True, 5, 5),
+        (2, 100, 0, True, 6, 2),
+        (9, 60, 0, False, 10, 2),
+        (9, 100, 0, False, 10, 2),
+        (9, 110, MAX_COUNT, True, 11, 0),
+    ]:
+        shares = {OTHER: Share(version, tokens, 1, version)}
+        state = host.state(version, full(100 * version + tokens), skipped, **shares)
+        await host.anchors.adopt_state(state)
+        host.do(host.protocol.tick(host.now()))
+        assert torch.equal(host.replica.anchors[0], state.anchor) == goes_on
+        await host.context.tasks.until(lambda number=number: host.protocol.versions == [number])
+        assert host.protocol.steps == steps
+        lease = host.protocol.leases.get(0)
+        assert lease is not None and (lease.version, lease.steps) == (number, steps)
+
+
+async def test_an_anchor_that_is_being_merged_is_not_replaced() -> None:
+    host = StubHost(ME)
+    await host.learn()
+    async with host.context.locks[0].writing():  # the merge has to wait for this
+        exchanging = asyncio.ensure_future(host.exchange())
+        await until(lambda: host.protocol.merging(0))
+        host.client.answers = {0: host.state(1, full(9)), -1: host.state(1, full(9))}
+        catching_up = asyncio.ensure_future(host.anchors.catch_up(0, [OTHER]))
+    await catching_up
+    await exchanging
+    assert host.protocol.steps == 1 and torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1)
+
+
+async def test_tokens_of_a_lost_half_may_be_applied_after_all() -> None:
+    """What was learned in another history is not sent, and a history that has it nevertheless wins later."""
+    host, theirs = StubHost(OTHER), full(3)
+    await host.anchors.load()
+    host.claimed(0, theirs)
+    host.client.answers = {-1: host.state(0, theirs)}
+    assert await host.exchange() == (10, 0)
+    assert torch.equal(host.replica.anchors[0], theirs) and "another_history" in host.notes
+    assert host.rounds.out_of_step(), "it begins anew where the others are"
+    host.rounds.in_step()
+    assert not host.rounds.out_of_step()
+    won = host.state(5, full(4), **{ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)})
+    host.claimed(5, won.anchor)
+    await host.catch_up({0: won})
+    assert host.notes.count("applied_after_all") == 1
+    assert host.own_tokens.take_lost() == -10
+
+
+async def test_what_the_adopted_anchor_holds_is_not_discarded() -> None:
+    """It was learned in another history; a thread of this peer, syncer until now, has merged it meanwhile."""
+    host = StubHost(OTHER)
+    await host.anchors.load()
+    host.claimed(0, full(3))
+    host.client.answers = {-1: host.state(1, full(4), **{ME: Share(1, 10, 1, 1)})}
+    assert await host.exchange() == (0, 1)
+
+
+async def test_a_failed_fetch_waits_for_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is an event itself: two flights that fail would wake each other without end."""
+
+    async def refused(context: Context, lease: Lease, header: Contribution) -> Answered:
+        return Answered(Verdict(accepted=False, reason="late", late=True, version=5, term=1), None)
+
+    monkeypatch.setattr(CONTRIBUTE, refused)
+    host = StubHost(OTHER)
+    await host.anchors.load()
+    news = Published(fragment=0, term=1, version=5, digest="5" * 64, contributors=[], applied_tokens=0)
+    for heard in (news, host.hello(claims=False).status.model_copy(update={"versions": [5]})):
+        host.do(host.protocol.heard(OTHER, heard, host.now()))
+    host.client.answers = {0: ConnectionError("nobody has it")}
+    exchanging = asyncio.ensure_future(host.exchange())
+    await until(lambda: "fetch_failed" in host.notes)
+    asked = len(host.client.asked)
+    for _ in range(100):
+        host.context.tasks.notify()
+        await asyncio.sleep(0)
+    assert len(host.client.asked) == asked
+    exchanging.cancel()
+    await host.rounds.cancel()
+
+
+async def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
+    host = StubHost(ME)
+    for version in (1, 2):
+        await host.learn()
+        assert await host.exchange() == (0, version)
+    await host.anchors.load()
+    # It has this peer's contribution from version 0, not the one from 1.
+    won = host.state(5, full(3), **{ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)})
+    host.join()
+    host.claimed(5, won.anchor)
+    await host.catch_up({2: won})
+    assert host.notes.count("discarded") == 1
+    assert await host.exchange() == (10 + 10, 5), "the lost one, and one that is too late"
+    assert host.own_tokens.take_lost() == 0
+
+
+async def test_tokens_that_arrived_are_discarded_when_another_wins() -> None:
+    """The exchange is over and not yet taken when another history wins."""
+    host = StubHost(ME)
+    await host.learn()
+    await host.rounds.send({0: (1, 10)})
+    await host.context.tasks.until(lambda: host.rounds.arrived([0]))
+    won = host.state(5, full(3))
+    host.join()
+    host.claimed(5, won.anchor)
+    await host.catch_up({1: won})
+    assert host.rounds.take([0])[0] == 10
+    assert host.own_tokens.applied == {}
+
+
+@pytest.mark.parametrize(("merged", "discarded"), [(1, 0), (0, 10)])
+async def test_after_a_broken_stream_the_anchor_says_what_was_merged(
+    merged: int, discarded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = StubHost(OTHER)
+    await host.anchors.load()
+    own = {ME: Share(1, 10, 1, 1)} if merged else {}
+    state = host.state(2, full(3), **{OTHER: Share(2, 20, 1, 2)}, **own)
+
+    async def breaks(context: Context, lease: Lease, header: Contribution) -> Answered:
+        await host.anchors.adopt_state(state)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(CONTRIBUTE, breaks)
+    assert await host.exchange() == (discarded, 2)
+
+
+# -- what is interrupted, and what changes while something is awaited -------------------------------------------------
+
+
+async def test_a_cancelled_exchange_sends_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters move on once it is cancelled, and what was captured is released."""
+    sent: list[float] = []
+
+    async def slowly(context: Context, lease: Lease, header: Contribution) -> Answered:
+        for chunk in range(len(context.replica.chunks[0])):
+            sent.append(float(context.replica.encode(0, chunk).view(torch.float32)[0]))
+            await asyncio.sleep(0)
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    monkeypatch.setattr(CONTRIBUTE, slowly)
+    with small_pieces(chunk=2):
+        host = StubHost(OTHER, overlap=1)
+    await host.learn()
+    await host.rounds.send({0: (1, 10)})
+    await until(lambda: sent)
+    host.parameters["w"].sub_(41.0)
+    await host.rounds.cancel()
+    assert asyncio.all_tasks() == {asyncio.current_task()} and host.rounds.flying == []
+    assert sent == [1.0] * len(sent) and len(sent) < len(host.replica.chunks[0])
+
+
+async def test_an_exchange_that_never_ran_releases_what_it_captured() -> None:
+    host = StubHost(OTHER, overlap=1)
+    await host.learn()
+    await host.rounds.send({0: (1, 10)})
+    await host.rounds.cancel()
+    host.parameters["w"].sub_(1.0)
+    assert float(host.replica.encode(0, 0).view(torch.float32)[0]) == 2.0, "as the parameters are now"
+
+
+async def test_a_moving_anchor_arrives_though_its_exchange_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. The update is applied, in a thread. 2. Ctrl+C cancels the exchange. 3. A checkpoint is written: the version
+    and the digest that it names are those of the anchor in it.
+    """
+    host, target = StubHost(OTHER), full(3)
+    record, apply = host.record(1, target), Slow(host.replica.apply_update_)
+
+    async def answer(context: Context, lease: Lease, header: Contribution) -> Answered:
+        return Answered(Verdict(accepted=True), [record])
+
+    monkeypatch.setattr(host.replica, "apply_update_", apply)
+    monkeypatch.setattr(CONTRIBUTE, answer)
+    await host.rounds.send({0: (1, 10)})
+    await until(apply.began.is_set)
+    cancelling = asyncio.ensure_future(host.rounds.cancel())
+    await asyncio.sleep(0)
+    assert not cancelling.done()
+    apply.go_on.set()
+    await cancelling
+    saved = await host.anchors.snapshot(copies=True)
+    assert list(saved.versions) == [1] and torch.equal(saved.anchors[0], target)
+    assert host.protocol.digests == host.replica.digests()
+
+
+async def test_a_lease_lost_between_own_chunks_leaves_the_rest_over() -> None:
+    """To the next syncer."""
+    with small_pieces(chunk=2):
+        host = StubHost(ME)
+    await host.learn()
+    host.join()
+    await host.rounds.send({0: (1, 10)})
+    offers = host.protocol.syncers[0]._offers
+    await until(lambda: offers and offers[ME].chunks)
+    assert offers[ME].chunks < len(host.replica.chunks[0])
+    host.claimed(0, host.replica.anchors[0])
+    assert 0 not in host.replica.held
+    await turns(10)
+    assert host.rounds.flying == [0] and not host.rounds.arrived([0]), "it goes on, and has not failed"
+    assert "contribution_broke" in host.notes, "the next syncer is tried, which nobody can reach here"
+    await host.rounds.cancel()
+
+
+def quorum_host() -> StubHost:
+    return StubHost(ME, quorum=1, staleness_limit=4)
+
+
+async def test_what_is_folded_in_while_a_version_closes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = quorum_host()
+    await host.anchors.load()
+    fold = Slow(host.replica.held[0].fold)
+    monkeypatch.setattr(host.replica.held[0], "fold", fold)
+    syncer, header = offered(host)
+    host.parameters["w"].sub_(1.0)
+    payloads = [host.replica.encode(0, 0)]
+
+    async def arrive() -> int | None:
+        async with host.context.locks[0].writing():
+            return await fold_whole(host.context, syncer, OTHER, header, payloads)
+
+    arriving = asyncio.ensure_future(arrive())
+    await until(fold.began.is_set)
+    host.do(host.protocol.tick(host.now()))
+    assert host.protocol.merging(0), "the quorum is there"
+    fold.go_on.set()
+    assert await arriving == 0
+    await host.context.tasks.until(lambda: host.protocol.versions[0] == 1)
+    assert host.protocol.accounts.merged(0) == {OTHER: 0}
+    assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1.0), "and it is in the version"
+    assert threading.main_thread() not in fold.threads
+
+
+async def test_a_version_of_forgotten_contributions_is_not_made() -> None:
+    """An anchor of another history, of the same version, is adopted while the merge waits for the lock."""
+    host = quorum_host()
+    await host.anchors.load()
+    syncer, header = offered(host)
+    host.parameters["w"].sub_(1.0)
+    async with host.context.locks[0].writing():
+        others = asyncio.all_tasks()
+        await fold_whole(host.context, syncer, OTHER, header, [host.replica.encode(0, 0)])
+        host.do(host.protocol.tick(host.now()))
+        assert host.protocol.merging(0)
+        merging = asyncio.all_tasks() - others
+        await asyncio.sleep(0)  # it waits for the lock
+        host.replica.anchors[0].fill_(7.0)
+        host.anchors.moved(0, 0, host.replica.digest(0))
+    assert await asyncio.wait(merging)
+    assert host.protocol.versions[0] == 0 and not any(task.exception() for task in merging)
+    assert torch.equal(host.replica.anchors[0], full(7))
+
+
+async def test_a_lease_lost_during_a_fold_takes_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = quorum_host()
+    await host.anchors.load()
+    host.join()
+    fold, offers = Slow(host.replica.held[0].fold), host.protocol.syncers[0]._offers
+    monkeypatch.setattr(host.replica.held[0], "fold", fold)
+    await host.rounds.send({0: (1, 10)})
+    await until(lambda: offers and offers[ME].whole)
+    host.claimed(0, host.replica.anchors[0])
+    fold.go_on.set()
+    await until(lambda: "contribution_broke" in host.notes)
+    assert not host.rounds.arrived([0]) and host.protocol.versions == [0]
+    await host.rounds.cancel()
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+async def test_nothing_moves_under_a_checkpoint_that_is_written() -> None:
+    """A syncer that saves for long goes on without itself; the version it makes must not be in the checkpoint."""
+    host = StubHost(ME)
+    await host.anchors.load()
+    saved = await host.anchors.snapshot(copies=False)
+    assert saved.anchors[0] is host.replica.anchors[0], "no memory for copies"
+    master, state = saved.outer[0]
+    live = [saved.anchors[0], master, *state.vectors]
+    before = [vector.clone() for vector in live]
+    host.parameters["w"].sub_(1.0)
+    exchanging = asyncio.ensure_future(host.exchange())
+    await until(lambda: host.protocol.merging(0))
+    await host.anchors.show()  # evaluating the anchors meanwhile is no problem
+    served = (await copy_state(host.context, 0)).anchor
+    await turns(100)
+    assert all(map(torch.equal, before, live)) and torch.equal(served, before[0])
+    host.anchors.end_snapshot()
+    assert await exchanging == (0, 1)
+    assert not torch.equal(before[0], host.replica.anchors[0])
+
+
+async def test_a_checkpoint_is_copied_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    clones = Slow(lambda tensors: [tensor.clone() for tensor in tensors])
+    clones.go_on.set()
+    monkeypatch.setattr("diloco.swarm.node.anchors._clones", clones)
+    host = StubHost(ME)
+    saved = await host.anchors.snapshot(copies=True)
+    assert torch.equal(saved.anchors[0], host.replica.anchors[0])
+    assert clones.threads and threading.main_thread() not in clones.threads and not host.context.locks[0]._readers

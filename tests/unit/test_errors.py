@@ -1,0 +1,81 @@
+"""The exception tree, and how an error becomes one line and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import re
+import subprocess
+import sys
+
+import pytest
+
+from diloco import errors
+from diloco.errors import DilocoError, SwarmError, guard
+from diloco.protocol.messages import Refusal, decode, encode
+
+EXIT_CODES = {
+    "DilocoError": 1, "ConfigError": 2, "DataError": 2, "CheckpointError": 2, "SwarmError": 3, "JoinError": 3,
+    "DivergedError": 4, "UnsavedError": 5, "PayloadError": 1,
+}  # fmt: skip
+
+
+def failing(error: BaseException) -> int:
+    def function() -> int:
+        raise error
+
+    return guard(function)
+
+
+CASES = [
+    (getattr(errors, name)("outer.lr=-1\n  is bad"), code, "outer.lr=-1 is bad") for name, code in EXIT_CODES.items()
+]
+
+
+@pytest.mark.parametrize(("error", "code", "line"), [*CASES, (KeyboardInterrupt(), 5, "interrupted")])
+def test_every_error_ends_in_its_exit_code_and_one_line(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl+C that nobody handled is unsaved work."""
+    assert failing(error) == code
+    assert capsys.readouterr().err == f"diloco: error: {line}\n"
+
+
+def test_all_errors_are_in_the_table_and_drawn_in_the_docstring() -> None:
+    kinds = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, DilocoError)}
+    assert kinds == set(EXIT_CODES)
+    drawn = re.findall(r"(?m)^ +[├└│─ ]*(\w+) +(\d) ", str(errors.__doc__))
+    assert {name: int(code) for name, code in drawn} == EXIT_CODES
+
+
+def test_success_is_zero_with_or_without_a_value() -> None:
+    assert [guard(lambda value=value: value) for value in (None, 0, 4)] == [0, 0, 4]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
+def test_an_unusable_directory_is_a_mistake_and_not_a_bug(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(OSError(number, "No space left on device", "runs/x/model")) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("diloco: error: runs/x/model: No space left on device;")
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("bug", [ValueError("x"), AssertionError("x"), OSError(errno.EBADF, "Bad file descriptor")])
+def test_a_bug_prints_its_traceback_and_ends_in_one(bug: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(bug) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_the_module_imports_nothing_but_the_standard_library() -> None:
+    code = "import sys, diloco.errors; print({'torch', 'click', 'pydantic', 'hydra', 'rich'} & {*sys.modules})"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "set()\n"
+
+
+def test_what_a_peer_said_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\u202emil|hs"
+    refusal = decode(encode(Refusal(reason=hostile)))
+    assert isinstance(refusal, Refusal)
+    for said in (refusal.reason, hostile):
+        assert failing(SwarmError(f"the swarm refused this peer: {said}")) == 3
+        assert capsys.readouterr().err == "diloco: error: the swarm refused this peer: ]0;owned [2J mil|hs\n"
+    assert refusal.reason.isprintable()

@@ -1,0 +1,354 @@
+"""Schedules of faults, figures from logs written by hand, links in virtual time; and one real pair of namespaces."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.testing.bench.readme import put, rows_of
+from diloco.testing.chaos.peers import Happened
+from diloco.testing.chaos.report import (
+    Account,
+    Log,
+    Stay,
+    accounts_of,
+    detection_s,
+    digests,
+    longest_gap,
+    rejoin,
+    report,
+)
+from diloco.testing.chaos.schedule import Fault, ScheduleError, joins, parse, shuffled
+from diloco.testing.chaos.table import MEASUREMENTS, Row, regenerate, table
+from diloco.testing.chaos.text import judge, lines_of
+from diloco.testing.links.links import Emulated, Loopback, networks, unavailable, unemulated
+from diloco.testing.links.pipe import Pipe, Shape, delay_s, rate_bytes, share
+
+PLAN = "30:kill 2, 35:join, 60:stop 1, 65:cont 1, 80:partition 0,1|3,4, 90:heal, 100:slow 1 2mbit,104:restart 2"
+
+
+def test_a_schedule_is_read_as_it_was_written() -> None:
+    faults = parse(PLAN, 4)
+    assert [str(fault) for fault in faults] == [
+        "kill 2", "join", "stop 1", "cont 1", "partition 0,1|3,4", "heal", "slow 1 2mbit", "restart 2",
+    ]  # fmt: skip
+    assert [fault.at for fault in faults] == [30, 35, 60, 65, 80, 90, 100, 104]
+    assert faults[4].groups == ((0, 1), (3, 4)) and faults[4].named == (0, 1, 3, 4)
+    assert joins(faults) == 1 and parse("", 4) == []
+    assert [fault.at for fault in parse("9.5:join, 2:kill 0", 2)] == [2, 9.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kill 2", "is no fault"),
+        ("3:explode 1", "is no fault"),
+        ("3:kill", "expected 3:kill 1"),
+        ("3:slow 1", "expected 3:slow 1 2mbit"),
+        ("3:slow 1 fast", "'fast' is not a rate such as 2mbit"),
+        ("3:slow 1 0mbit", "'0mbit' is not a rate such as 2mbit"),
+        ("3:delay 1 50", "'50' is not a time such as 50ms"),
+        ("3:loss 1 100%", "expected less than 100%"),
+        ("3:kill 9", "there is no peer 9 then"),
+        ("3:kill 4, 5:join", "there is no peer 4 then"),
+        ("3:kill 1, 5:stop 1", "peer 1 is ended then"),
+        ("3:cont 1", "peer 1 is runs then"),
+        ("3:restart 1", "peer 1 is runs then"),
+        ("3:join 4", "too much"),
+        ("3:partition 0,1", "needs the sides"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_in_one_line(text: str, said: str) -> None:
+    with pytest.raises(ScheduleError, match=rf"\A--schedule: .*{said}.*\Z"):  # one line, as . is no end of one
+        parse(text, 4)
+
+
+def test_a_seed_draws_the_same_faults_and_they_can_be_done() -> None:
+    kinds = ["kill", "stop", "term", "partition", "slow", "delay", "loss"]
+    for seed in range(30):
+        faults = shuffled(seed, 4, 10, 300, kinds)
+        assert faults == shuffled(seed, 4, 10, 300, kinds)
+        text = ", ".join(f"{fault.at}:{fault}" for fault in faults)
+        assert [str(fault) for fault in parse(text, 4)] == [str(fault) for fault in faults]
+    assert shuffled(1, 4, 10, 300, kinds) != shuffled(2, 4, 10, 300, kinds)
+    with pytest.raises(ScheduleError, match="heal cannot be drawn"):
+        shuffled(0, 4, 10, 300, ["heal"])
+
+
+def test_the_longest_gap_is_from_before_a_fault_to_the_next() -> None:
+    steps = [0.0, 1.0, 2.0, 5.0, 6.0, 16.0]
+    assert longest_gap(steps, 2.5, 5.5, 16.0) == 3.0
+    assert longest_gap(steps, 2.5, 10.0, 16.0) == 4.0
+    assert longest_gap(steps, 5.5, 5.6, 16.0) == pytest.approx(0.6)
+    assert longest_gap(steps, 17.0, 30.0, 19.0) == 3.0, "it never took a step again"
+    assert longest_gap([], 0.0, 1.0, 1.0) == 0.0
+
+
+def stay(peer: int, steps: list[float], outer: list[float], digest: str = "a", **more: Any) -> Stay:
+    """A process that ran from 0 to 100, with an outer step at each of the given times."""
+    accounts = [
+        Account(at, sum(one <= at for one in steps), 100 * number, {"0": f"{number}:{digest}"})
+        for number, at in enumerate(outer, 1)
+    ]
+    summary: Mapping[str, Any] = {"anchor_digest": digest, "outer_steps": len(outer), "eval": {"loss": 2.0}}
+    known = {"started_at": 0.0, "ended_at": 100.0, "summary": summary, **more}
+    return Stay(peer, **known, steps=steps, accounts=accounts)
+
+
+def event(by: int, time: float, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"by": by, "time": time, "kind": kind, **fields}
+
+
+def log_of(*stays: Stay, events: Sequence[dict[str, Any]] = ()) -> Log:
+    return Log(list(stays), list(events), {one.peer: {f"id{one.peer}"} for one in stays}, 10, begun_at=1.0)
+
+
+def test_a_fault_is_detected_when_another_peer_names_the_victim() -> None:
+    before = [(0, 4.0, "lost", "id2"), (2, 5.1, "lost", "id2"), (0, 5.2, "claim", "id2"), (0, 5.3, "lost", "id1")]
+    events = [event(by, at, kind, subject=subject) for by, at, kind, subject in before]
+    events += [event(1, 5.9, "missing", peers=["id2"]), event(0, 6.5, "lost", subject="id2")]
+    log = log_of(*(stay(peer, [], []) for peer in range(3)), events=events)
+    assert detection_s(log, Fault(5, "kill", (2,)), 5.0) == (pytest.approx(0.9), "missing")
+    assert detection_s(log, Fault(7, "kill", (2,)), 7.0) == (None, "")
+    assert detection_s(log, Fault(5, "stop", (2,)), 5.0, until=5.5) == (None, "")
+    assert detection_s(log, Fault(5, "partition", groups=((0, 1), (2,))), 5.0)[1] == "lost"
+
+
+def test_tokens_end_applied_discarded_or_in_flight_and_some_die() -> None:
+    killed = stay(1, [1.0, 2.0, 3.0, 4.0, 5.0], [2.5], fate="kill", ended_at=5.5)
+    log = log_of(stay(0, [1.0, 2.0, 3.0], [2.5]), killed, events=(event(0, 2.5, "discarded", tokens=7),))
+    assert accounts_of(log) == {"processed": 80, "applied": 100, "discarded": 7, "in_flight": -27, "lost": 30}
+
+
+def test_a_joiner_has_joined_when_its_contribution_was_merged() -> None:
+    marks = {"imports": 13.0, "built": 14.0, "ready": 14.5}
+    joiner = stay(1, [16.0, 17.0], [16.5, 18.0], started_at=10.0, marks=marks)
+    log = log_of(stay(0, [], []), joiner)
+    expected = {"total": 6.5, "imports": 3.0, "built": 1.0, "ready": 0.5, "first step": 1.5, "to merged": 0.5}
+    assert rejoin(log, joiner) == expected
+    found = rejoin(log_of(stay(0, [], []), joiner, events=(event(1, 16.4, "discarded", tokens=1),)), joiner)
+    assert found is not None and found["total"] == 8.0
+    assert rejoin(log, stay(1, [16.0], [], started_at=10.0)) is None
+
+
+def test_digests_are_compared_at_equal_versions() -> None:
+    assert digests([stay(0, [], [1, 2]), stay(1, [], [1, 2, 3])]) == (2, {}, [])
+    other = digests([stay(0, [], [1]), stay(1, [], [1, 2], digest="b")])
+    assert other == (1, {"0:1": {"a": [0], "b": [1]}}, [])
+    killed = stay(1, [], [1, 60], digest="b", fate="kill", ended_at=61.0)
+    assert digests([stay(0, [], [1, 2], digest="b"), killed]) == (1, {}, [])
+    assert digests([stay(0, [], [50, 62]), killed])[2] == ["0:2"], "it reached nobody"
+
+
+def test_the_report_of_a_kill_names_what_it_cost() -> None:
+    steps = [1.0, 2.0, 3.0, 4.0, 7.0, 8.0, 9.0]
+    survivor, killed = stay(0, steps, [3.5, 9.5]), stay(1, steps[:4], [3.5], fate="kill", ended_at=4.5, exit=-9)
+    log = log_of(survivor, killed, events=(event(0, 4.7, "lost", subject="id1"), event(0, 4.8, "takeover")))
+    happened = [Happened(Fault(3.5, "kill", (1,)), 4.5), Happened(Fault(7.5, "slow", (0,), value="1mbit"), 8.5, "no")]
+    figures = report(log, happened)
+    kill, slow = figures["faults"]
+    assert kill["detect_s"] == pytest.approx(0.2) and (kill["gap_s"], kill["gap_of"]) == (3.0, 0)
+    assert slow["skipped"] == "no" and "gap_s" not in slow
+    assert (figures["takeovers"], figures["step_s"], figures["calm_gap_s"]) == (1, 1.0, 1.0)
+    assert figures["final_digests"] == ["a"] and figures["versions_unequal"] == {}
+    assert judge(figures, None) == []
+    assert judge(figures, 2.0) == ["kill 1: p0 paused 3.0 s, over 2.0 s"]
+    assert any("skipped: no" in line for line in lines_of(figures, figures))
+
+
+def test_what_is_wrong_is_said() -> None:
+    figures = report(log_of(stay(0, [1.0], [2.0]), stay(1, [1.0], [2.0], digest="b", exit=1)), [])
+    assert judge({**figures, "leftovers": [12], "tracebacks": ["p0/session-0.err"]}, 1.0) == [
+        "1 fragment versions have different digests: 0:1", "2 different anchors at the end", "p1 ended with 1",
+        "traceback in p0/session-0.err", "processes are left: [12]",
+    ]  # fmt: skip
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_packet_leaves_after_the_delay_and_not_before() -> None:
+    pipe = Pipe(0, Shape(delay_s=0.05))
+    pipe.push(1.0, b"a")
+    pipe.push(1.02, b"b")
+    assert pipe.next_at == pytest.approx(1.05)
+    assert [pipe.pull(at) for at in (1.049, 1.051, 2.0)] == [[], [b"a"], [b"b"]] and pipe.next_at is None
+
+
+def test_a_rate_sends_packets_in_turn_and_drops_what_is_too_late() -> None:
+    pipe = Pipe(0, Shape(delay_s=0.5, rate=1e6))
+    for name in b"abcdefghij":
+        pipe.push(0.0, bytes([name]) * 100_000)
+    assert pipe.dropped == 5, "four tenths of a second wait, and one is on its way"
+    assert [len(pipe.pull(0.5 + 0.1 * number + 0.001)) for number in range(7)] == [0, 1, 1, 1, 1, 1, 0]
+    pipe.push(9.0, b"x" * 100_000)
+    assert pipe.next_at == pytest.approx(9.6), "the link was idle"
+    slow = Pipe(0, Shape(rate=rate_bytes("1mbit")))
+    for _ in range(8):
+        slow.push(0.0, bytes(65000))
+    assert (len(slow.pull(10.0)), slow.dropped) == (5, 3), "it still carries large packets"
+
+
+def test_the_same_seed_loses_the_same_packets_as_many_as_asked() -> None:
+    def fates(seed: int) -> list[bytes]:
+        pipe = Pipe(seed, Shape(loss=0.02))
+        for number in range(20_000):
+            pipe.push(0.0, number.to_bytes(4, "big"))
+        assert pipe.lost + len(pipe._queue) == 20_000
+        return pipe.pull(0.0)
+
+    assert fates(1) == fates(1) != fates(2)
+    assert 20_000 - len(fates(1)) == pytest.approx(400, abs=60), "three standard deviations"
+
+
+@given(
+    gaps=st.lists(st.floats(0, 0.1), min_size=1, max_size=40),
+    jitter_s=st.floats(0, 0.05),
+    rate=st.none() | st.floats(1e3, 1e9),
+)
+def test_packets_keep_their_order_and_none_comes_early(gaps: list[float], jitter_s: float, rate: float | None) -> None:
+    shape, now, sent = Shape(0.05, jitter_s, 0.0, rate), 0.0, []
+    pipe = Pipe(3, shape)
+    for number, gap in enumerate(gaps):
+        now += gap
+        sent.append(now)
+        pipe.push(now, bytes([number]))
+    came = []
+    while (at := pipe.next_at) is not None:
+        for packet in pipe.pull(at):
+            came.append(packet[0])
+            assert at >= sent[packet[0]] + 0.05 - jitter_s - 1e-12, "sums of seconds are rounded"
+    assert came == sorted(came) and len(came) + pipe.dropped == len(gaps)
+
+
+def test_shapes_in_a_row_are_one_and_written_as_for_tc() -> None:
+    both = Shape(0.01, 0.001, 0.5, 8.0).then(Shape(0.02, 0.0, 0.5, 4.0))
+    assert both == Shape(pytest.approx(0.03), 0.001, 0.75, 4.0)
+    assert Shape().then(Shape(rate=1.0)) == Shape(rate=1.0)
+    assert (rate_bytes("2mbit"), rate_bytes("8bit"), delay_s("50ms"), delay_s("0.5s")) == (250_000, 1, 0.05, 0.5)
+    assert share("2.5%") == pytest.approx(0.025)
+
+
+def test_without_namespaces_faults_of_links_say_why_not() -> None:
+    with networks("not root") as network:
+        assert isinstance(network, Loopback) and network.command(0) == []
+        said = {network.partition([[0], [1]]), network.heal(), network.worsen(0, "loss", "2%"), network.fast(0)}
+    assert said == {"peers share the loopback (not root)"}
+
+
+ECHO = """
+import socket, sys
+far = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+far.bind((sys.argv[1], 5001))
+print("ready", flush=True)
+while True:
+    far.sendto(*far.recvfrom(100))
+"""
+PING = """
+import socket, sys, time
+near = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+near.settimeout(float(sys.argv[2]))
+near.connect((sys.argv[1], 5001))
+for _ in range(5):
+    begun_at = time.monotonic()
+    near.send(b"x")
+    near.recv(100)
+    print(time.monotonic() - begun_at)
+"""
+
+
+@pytest.mark.skipif((unavailable() or unemulated()) is not None, reason=f"{unavailable() or unemulated()}")
+def test_an_emulated_link_delays_cuts_heals_and_leaves_nothing() -> None:
+    def trips(patience_s: float) -> list[float]:
+        command = [*links.command(0), sys.executable, "-c", PING, links.address(1), str(patience_s)]
+        return [float(line) for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines()]
+
+    with closing(Emulated(os.getpid(), Shape(delay_s=0.02))) as links:
+        links.add(0)
+        links.add(1)
+        echo = [*links.command(1), sys.executable, "-c", ECHO, links.address(1)]
+        with subprocess.Popen(echo, stdout=subprocess.PIPE, text=True) as far:
+            try:
+                assert far.stdout is not None and far.stdout.readline() == "ready\n"
+                assert len(calm := trips(60)) == 5 and min(calm) >= 0.04
+                assert links.worsen(1, "delay", "30ms") is None
+                assert len(late := trips(60)) == 5 and min(late) >= 0.1
+                assert links.fast(1) is None
+                links.partition([[0], [1]])
+                assert trips(0.05) == []
+                links.heal()
+                assert len(trips(60)) == 5
+            finally:
+                far.kill()
+    assert f"-{os.getpid()}-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def run_of(**more: Any) -> dict[str, Any]:
+    """Figures of a run in which peer 1 was killed."""
+    kill = {"fault": "kill 1", "skipped": None, "at": 8.0, "gap_s": 0.3, "detect_s": 0.1}
+    one = {"faults": [kill], "step_s": 0.2, "calm_gap_s": 0.25, "final_digests": ["a"], "versions_unequal": {}}
+    return {**one, "versions_shared": 7, "joins": [{"parts": {"total": 8.0, "imports": 3.0}}], **more}
+
+
+def filed(figures: dict[str, Any]) -> dict[str, Any]:
+    return {"date": "2026-01-02", "machine": {"cores": 2, "cpu": "X", "torch": "2", "load": 0.5}, "took_s": 60.0,
+            "figures": figures}  # fmt: skip
+
+
+def test_the_table_says_what_was_reached_and_if_it_is_enough() -> None:
+    slow = run_of(joins=[{"parts": {"total": 12.0, "imports": 3.0}}])
+    good = run_of(
+        tokens_per_s=91.0, eval_loss=2.05, takeovers=3, momentum_restarted=1, tokens={"applied": 10, "lost": 4},
+        calm=run_of(tokens_per_s=100.0, eval_loss=2.0, tokens={"applied": 11}),
+    )  # fmt: skip
+    measured = {"sync": run_of(), "streaming": run_of(), "rejoin": slow, "goodput": good}
+    lines = table({name: filed(figures) for name, figures in measured.items()})
+    found = {line.split(" | ")[0][2:18]: [cell.strip() for cell in line.split("|")[3:5]] for line in lines[2:-4]}
+    assert found["one of 4 killed,"] == ["0.30 s", "yes"]
+    assert found["the same, stream"] == ["0.10 s", "yes"]
+    assert found["start of a joine"] == ["12.00 s", "**no**"]
+    assert found["goodput, one of "] == ["91.0%", "yes"]
+    assert found["held-out loss of"] == ["+2.5%", "**no**"]
+    assert found["versions of frag"] == ["35 of 35", "yes"]
+    assert "2026-01-02, 2 cores X, torch 2; 4 minutes" in lines[-3]
+    assert lines[-1] == "Not measured: decoupled, rejoin-busy, links, momentum, download."
+    lines = table({"sync": filed(run_of(final_digests=["a", "b"]))})
+    assert any("| 7 of 7 | **no** | 0 of 1 runs" in line for line in lines), "one run with two anchors at its end"
+
+
+def test_a_row_is_measured_once_unless_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme, calls = tmp_path / "README.md", []
+    readme.write_text("before\n<!-- faults -->\nold\n<!-- end of faults -->\nafter\n")
+    monkeypatch.setattr("diloco.testing.chaos.table.put", lambda name, lines: put(name, lines, readme))
+
+    def measure() -> dict[str, Any]:
+        calls.append("sync")
+        return run_of()
+
+    def fail() -> dict[str, Any]:
+        raise OSError("chaos ended with 1")
+
+    for name, made in (("sync", measure), ("links", fail)):
+        monkeypatch.setitem(MEASUREMENTS, name, Row(made, MEASUREMENTS[name].lines))
+    said: list[str] = []
+    for again in (False, False, True):
+        assert regenerate(["sync"], tmp_path, again, tmp_path / "all.json", said.append) == 0
+    assert calls == ["sync", "sync"]
+    assert regenerate(["links", "sync"], tmp_path, False, None, said.append) == 1
+    assert "links: error: chaos ended with 1" in said
+    assert rows_of("faults", readme)[1].startswith("| figure |")
+    assert readme.read_text().startswith("before\n") and readme.read_text().endswith("\nafter\n")
+    with pytest.raises(ValueError, match="has no <!-- other -->"):
+        put("other", [], readme)

@@ -1,0 +1,111 @@
+"""The swarm clock: equal learning rates at equal versions, and one moment at which all stop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.config import BudgetConfig, InnerConfig
+from diloco.train.loop import finished, learning_rate
+
+
+@dataclass
+class Time:
+    version: int = 0
+    inner_step: int = 0
+    applied_tokens: int = 0
+    unsent_tokens: int = 0
+
+
+def inner(**settings: Any) -> InnerConfig:
+    return InnerConfig(**{"lr": 2.0, "batch_size": 1, "final_lr_ratio": 0.1, **settings})
+
+
+def budget(outer_steps: int | None = None, tokens: int | None = None) -> BudgetConfig:
+    return BudgetConfig(outer_steps=outer_steps, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("limits", "time", "over"),
+    [
+        (budget(3), Time(2, 99, 10**9), False), (budget(3), Time(3), True), (budget(3), Time(4), True),
+        (budget(tokens=100), Time(10**6, 0, 99), False), (budget(tokens=100), Time(0, 0, 100), True),
+        (budget(3, 100), Time(3, 0, 0), True), (budget(3, 100), Time(0, 0, 100), True),
+        (budget(3, 100), Time(2, 0, 99), False),
+    ],
+)  # fmt: skip
+def test_a_run_ends_with_the_first_limit_that_is_reached(limits: BudgetConfig, time: Time, over: bool) -> None:
+    assert finished(time, limits) is over
+
+
+COSINE = [2.0, 0.2 + 1.8 * 0.5 * (1 + math.sqrt(0.5)), 1.1, 0.2 + 1.8 * 0.5 * (1 - math.sqrt(0.5)), 0.2, 0.2]
+RATES: dict[str, tuple[InnerConfig, BudgetConfig, int, list[Time], list[float]]] = {
+    "a warm-up is linear, and its last step has the peak": (
+        inner(warmup_steps=4), budget(10), 3, [Time(step // 3, step % 3) for step in range(5)], [0.5, 1, 1.5, 2, 2],
+    ),
+    "a part of a budget of tokens follows those applied, and between exchanges the own ones": (
+        inner(warmup_steps=0.5, schedule="constant"), budget(tokens=80), 4,
+        [Time(0, 0, 0, 1), Time(0, 1, 0, 2), Time(1, 0, 8, 1), Time(1, 3, 8, 4), Time(5, 0, 40, 0)],
+        [0.05, 0.1, 0.45, 0.6, 2.0],
+    ),
+    "after a warm-up over a part of the tokens the cosine begins at its peak": (
+        inner(warmup_steps=0.5), budget(tokens=80), 4, [Time(0, 0, tokens) for tokens in (40, 60, 80)], [2.0, 1.1, 0.2],
+    ),
+    "with Muon inside the peak is its own": (
+        inner(optimizer="muon", muon_lr_ratio=4.0, warmup_steps=4), budget(1), 8, [Time(0, step) for step in range(5)],
+        [2, 4, 6, 8, 8],
+    ),
+    "the cosine goes from the peak to its last part, and stays there past the end": (
+        inner(warmup_steps=10), budget(11), 10, [Time(step // 10, step % 10) for step in (10, 35, 60, 85, 110, 150)],
+        COSINE,
+    ),
+    "a constant schedule is constant after its warm-up": (
+        inner(schedule="constant", warmup_steps=2), budget(1), 9, [Time(0, step) for step in range(4)], [1, 2, 2, 2],
+    ),
+    "with a budget of tokens the rate follows what was applied": (
+        inner(), budget(tokens=1000), 10, [Time(7, 3, 500), Time(7, 9, 500), Time(7, 3, 1000)], [1.1, 1.1, 0.2],
+    ),
+    "of two limits the nearer one counts": (
+        inner(), budget(10, 1000), 10, [Time(5, 0, 100), Time(1, 0, 500)], [1.1, 1.1],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RATES)
+def test_the_rate_is_that_of_the_swarm_clock(rule: str) -> None:
+    settings, limits, sync_every, times, rates = RATES[rule]
+    assert [learning_rate(time, settings, limits, sync_every) for time in times] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_a_part_of_the_run_is_so_many_of_its_steps(schedule: str) -> None:
+    times = [Time(step // 5, step % 5) for step in range(45)]
+    part, steps = inner(warmup_steps=0.25, schedule=schedule), inner(warmup_steps=10, schedule=schedule)
+    rates = [learning_rate(time, part, budget(8), 5) for time in times]
+    assert rates == pytest.approx([learning_rate(time, steps, budget(8), 5) for time in times])
+    assert rates[9] == 2.0, "the tenth of forty steps"
+
+
+def test_who_joins_late_has_the_rate_of_the_others() -> None:
+    settings, limits = inner(warmup_steps=30), budget(10)
+    assert learning_rate(Time(4, 2), settings, limits, 10) == learning_rate(Time(4, 2, 999), settings, limits, 10)
+    assert learning_rate(Time(4, 0), settings, limits, 10) < settings.lr, "its warm-up is over with that of the others"
+
+
+@given(
+    version=st.integers(0, 200),
+    step=st.integers(0, 19),
+    tokens=st.integers(0, 10**7),
+    warmup=st.integers(0, 3000) | st.floats(0.001, 0.999),
+    limits=st.tuples(st.integers(1, 100) | st.none(), st.integers(1, 10**6) | st.none()).filter(any),
+)
+def test_the_rate_is_positive_and_never_above_the_peak(
+    version: int, step: int, tokens: int, warmup: float, limits: tuple[int | None, int | None]
+) -> None:
+    rate = learning_rate(Time(version, step, tokens), inner(warmup_steps=warmup), budget(*limits), 20)
+    assert 0 < rate <= 2.0

@@ -1,0 +1,168 @@
+"""Evaluation and generation: exact figures, nothing left behind, and the texts of what goes wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco import model as models
+from diloco.data import load_tokenizer
+from diloco.data.tokenizers import ByteTokenizer
+from diloco.errors import ConfigError, DivergedError
+from diloco.train.evaluate import evaluate, generate
+from tests.support.models import small_model
+
+BYTES = load_tokenizer("bytes")
+
+
+class Table(nn.Module):
+    """A causal model whose next token depends on the last one only, through a table of logits."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(logits)  # (V, V)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.dropout(self.table)[input_ids])
+
+
+@pytest.fixture(scope="module")
+def small() -> nn.Module:
+    return small_model(vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def alphabet() -> nn.Module:
+    """A model that has learned, by training, to write the alphabet over and over."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.tensor([[97 + (start + place) % 26 for place in range(40)] for start in range(26)])
+    for _ in range(60):
+        optimizer.zero_grad()
+        models.loss(model, tokens).backward()
+        optimizer.step()
+    return model
+
+
+def test_the_loss_is_exact_over_batches_of_unequal_size() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = Table(torch.randn(11, 11, generator=generator))
+    holdout = torch.randint(11, (7, 5), generator=generator)
+    each = -model.table.detach().double().log_softmax(-1)[holdout[:, :-1], holdout[:, 1:]]
+    for batch_size in (1, 3, 7, 100):
+        result = evaluate(model, holdout, batch_size, "cpu")
+        assert result.loss == pytest.approx(each.mean().item(), rel=1e-6)
+        assert result.perplexity == pytest.approx(math.exp(result.loss))
+        assert result.tokens == 7 * 4
+        assert result.bits_per_byte is None
+
+
+def test_bits_per_byte_count_the_bytes_that_a_token_stands_for() -> None:
+    """A uniform model of bytes needs eight."""
+    result = evaluate(Table(torch.zeros(256, 256)), torch.randint(256, (2, 9)), 2, "cpu", BYTES)
+    assert result.bits_per_byte == pytest.approx(8)
+    assert result.perplexity == pytest.approx(256)
+
+    class FourBytes:
+        def num_bytes(self, tokens: list[int]) -> int:
+            return 4 * len(tokens)
+
+    holdout = torch.randint(16, (2, 9))
+    tokenizer: Any = FourBytes()
+    assert evaluate(Table(torch.zeros(16, 16)), holdout, 2, "cpu", tokenizer).bits_per_byte == pytest.approx(1)
+
+
+def test_evaluating_leaves_everything_as_it_was() -> None:
+    """Also when it fails."""
+    model = Table(torch.randn(11, 11))
+    model.train()
+    model.dropout.eval()
+    before, random_state = model.table.detach().clone(), torch.random.get_rng_state()
+    evaluate(model, torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(0)), 2, "cpu")
+    assert (model.training, model.dropout.training) == (True, False)
+    assert torch.equal(model.table, before)
+    assert model.table.grad is None
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    model = Table(torch.randn(4, 4))
+    with pytest.raises(IndexError):
+        evaluate(model, torch.full((1, 3), 9), 1, "cpu")
+    assert model.training and model.dropout.training
+    with pytest.raises(DivergedError, match=r"the held-out loss is nan; lower inner\.lr or outer\.lr and resume from"):
+        evaluate(Table(torch.full((4, 4), math.nan)), torch.zeros(1, 3, dtype=torch.int64), 1, "cpu")
+
+
+def test_a_model_that_was_evaluated_trains_on(small: nn.Module) -> None:
+    """And it is deterministic, though a model that trains drops out."""
+    holdout = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(0))
+    assert evaluate(small, holdout, 2, "cpu") == evaluate(small, holdout, 2, "cpu")
+    assert small.training
+    models.loss(small, holdout).backward()
+    small.zero_grad()
+
+
+def test_what_a_model_caches_meanwhile_can_be_trained_with() -> None:
+    class Caching(Table):
+        cache: Tensor | None = None
+
+        def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+            if self.cache is None:
+                self.cache = torch.ones(11)
+            return SimpleNamespace(logits=super().forward(input_ids).logits * self.cache)
+
+    model = Caching(torch.randn(11, 11))
+    evaluate(model, torch.zeros(2, 3, dtype=torch.int64), 1, "cpu")
+    models.loss(model, torch.zeros(2, 3, dtype=torch.int64)).backward()
+
+
+def test_a_trained_model_continues_the_text(alphabet: nn.Module, tmp_path: Path) -> None:
+    assert generate(alphabet, BYTES, "abcdefgh", max_new_tokens=12, temperature=0) == "ijklmnopqrst"
+    models.save(alphabet, tmp_path / "model", BYTES)
+    loaded, tokenizer = models.load(tmp_path / "model"), load_tokenizer(str(tmp_path / "model"))
+    assert generate(loaded, tokenizer, "wxyz", max_new_tokens=6, temperature=0) == "abcdef"
+
+
+def test_sampling_depends_on_its_seed_alone(small: nn.Module) -> None:
+    def sampled(seed: int) -> str:
+        return generate(small, BYTES, "import ", max_new_tokens=10, temperature=1.0, seed=seed)
+
+    first = sampled(1)
+    torch.manual_seed(77)
+    before = torch.random.get_rng_state()
+    assert sampled(1) == first
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert sampled(2) != first and small.training
+    assert isinstance(generate(small, BYTES, "", max_new_tokens=4, temperature=0.8), str), "no prompt begins a document"
+
+
+def test_sampling_reaches_every_token(alphabet: nn.Module) -> None:
+    class Numbers(ByteTokenizer):
+        def decode(self, tokens: Sequence[int]) -> str:
+            return str(tokens)
+
+    # transformers samples among the 50 likeliest tokens unless told otherwise; 150 of 256 draws differ in about 113.
+    drawn = {generate(alphabet, Numbers(), "a", max_new_tokens=1, temperature=1e6, seed=seed) for seed in range(150)}
+    assert len(drawn) > 80
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": 60}, "60 and 10 tokens of prompt exceed the model's 64 positions; expected at most 54"),
+        ({"max_new_tokens": 0}, "max_new_tokens: 0 is too small; expected at least 1"),
+        ({"temperature": -1.0}, "temperature: -1.0 is out of range; expected 0 (likeliest token) or more"),
+        ({"temperature": math.nan}, "temperature: nan is out of range"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_one_line(small: nn.Module, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        generate(small, BYTES, "0123456789", **{"max_new_tokens": 200, "temperature": 0.8, **values})
+    assert "\n" not in str(caught.value)

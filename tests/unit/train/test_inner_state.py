@@ -1,0 +1,373 @@
+"""A joiner's inner optimizer state: a donor's, checked before it is taken; or none, and then its first round is left
+out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco.config import compose
+from diloco.errors import PayloadError
+from diloco.outer.fragments import CHUNK
+from diloco.protocol.messages.bulk import InnerHeader
+from diloco.protocol.messages.control import Status
+from diloco.protocol.states import State
+from diloco.sim.run import Simulated
+from diloco.swarm.conversations import inner_state
+from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, receive_inner
+from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.train import attachment as attachment_module
+from diloco.train import inner
+from diloco.train.api import Attachment
+from diloco.train.inner import InnerStart, bound_moments_, inner_optimizer, layout_of, load_moments_, snapshot
+from diloco.train.island import Island
+from tests.support.inner_states import anchors, said
+from tests.support.peers import DEADLINE_S
+from tests.support.simulated import digests
+from tests.support.simulated import simulated as simulated_with
+from tests.support.stub_wire import Pipe
+
+LATE = ("local.peers=3", "budget.outer_steps=4", "sim.events=[join:3@6.5]")
+
+
+def simulated(run_dir: Path, *overrides: str) -> Simulated:
+    return simulated_with(run_dir, "sim.latency_s=0.01", *overrides)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(8.0).view(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+MAKERS: dict[str, Make] = {
+    "adamw": lambda m: inner_optimizer(m, compose(["inner.lr=0.05"]).inner),
+    "muon": lambda m: inner_optimizer(m, compose(["inner.lr=0.05", "inner.optimizer=muon"]).inner),
+    "amsgrad": lambda m: torch.optim.Adam(m.parameters(), lr=0.05, amsgrad=True),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, fused=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+}
+
+
+def taken(optimizer: torch.optim.Optimizer) -> InnerState:
+    state = snapshot(optimizer)
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_that_was_taken_over_steps_as_the_donor_s(name: str) -> None:
+    """To the bit."""
+    donor, joiner = net(), net()
+    there, here = MAKERS[name](donor), MAKERS[name](joiner)
+    assert snapshot(there) is None, "before the first step"
+    for _ in range(3):
+        step(donor, there)
+    state = taken(there)
+    assert state.layout == layout_of(here)
+    load_moments_(here, state)
+    joiner.load_state_dict(donor.state_dict())
+    state.values.fill_(math.nan)  # it is the optimizer's own now
+    for _ in range(2):
+        step(donor, there)
+        step(joiner, here)
+    assert all(map(torch.equal, donor.parameters(), joiner.parameters()))
+    assert there.state_dict().keys() == here.state_dict().keys()
+
+
+def test_what_keeps_no_state_or_is_frozen_is_left_out() -> None:
+    plain = layout_of(torch.optim.SGD(net().parameters(), lr=0.1))
+    assert plain is not None and plain.names == () and plain.num_steps == 0
+    assert layout_of(torch.optim.Adagrad(net().parameters(), lr=0.1)) is None, "what is unknown has no layout"
+    model = net()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    state = taken(optimizer)
+    assert state.layout.numels == (12, 12, 2, 2) and state.steps == (1, 1)
+
+
+def stepped(name: str = "adamw") -> InnerState:
+    model = net()
+    optimizer = MAKERS[name](model)
+    step(model, optimizer)
+    return taken(optimizer)
+
+
+def test_every_rank_of_an_island_has_what_its_first_has() -> None:
+    """Rank 0's figures and tensors come by broadcast."""
+    state = stepped()
+
+    class Ranks:
+        def agree(self, values: Sequence[float]) -> list[float]:
+            assert len(values) == len(state.steps)
+            return list(map(float, state.steps))
+
+        def share_(self, tensors: Iterable[Tensor]) -> None:
+            [values] = tensors
+            values.copy_(state.values)
+
+    optimizer = MAKERS["adamw"](net())
+    InnerStart(optimizer, Ranks(), lambda kind, fields: None).take_over_(None)  # type: ignore[arg-type]
+    assert taken(optimizer).steps == state.steps and torch.equal(taken(optimizer).values, state.values)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.5), (0.0, 0.9)])
+def test_first_moments_that_no_adam_has_are_clamped(betas: tuple[float, float]) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=betas)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(50):
+        for parameter in model.parameters():
+            scale = 1e3 if number % 17 == 0 else 1.0  # a spike moves the first moment most
+            parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        honest = taken(optimizer)
+        kept = honest.values.clone()
+        bound_moments_(optimizer, honest)
+        assert torch.equal(honest.values, kept), "honest ones stay"
+    joiner = net()
+    fresh = torch.optim.AdamW(joiner.parameters(), lr=1e-3, betas=betas)
+    before = [parameter.detach().clone() for parameter in joiner.parameters()]
+    tensors = torch.split(honest.values, list(honest.layout.numels))
+    for name, values in zip(honest.layout.names, tensors, strict=True):
+        values.fill_(0.0 if name.endswith("_sq") else 1e6)
+    bound_moments_(fresh, honest)
+    load_moments_(fresh, honest)
+    for parameter in joiner.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fresh.step()
+    moved = max(float((now - then).detach().abs().max()) for now, then in zip(joiner.parameters(), before, strict=True))
+    assert moved < 0.02, "one step, at a learning rate of 0.001"
+
+
+def member(peer: str, state: State, pace: float, trains: bool = True) -> Any:
+    return SimpleNamespace(peer=peer, trains=trains, status=Status(state=state, versions=[0], steps_per_s=pace))
+
+
+def test_three_that_train_are_asked_and_then_nobody() -> None:
+    """Whatever pace they claim."""
+    members = [
+        member("slow", "training", 0.5), member("host", "ready", 0.0, trains=False), member("new", "ready", 0.0),
+        member("gone", "leaving", 9.0), member("fast", "exchanging", 3.0), member("begun", "starting", 9.0),
+        member("other", "training", 1.0), member("liar", "training", 1e6),
+    ]  # fmt: skip
+    asked: list[str] = []
+    notes: list[tuple[str, dict[str, object]]] = []
+    layout, first = layout_of(MAKERS["adamw"](net())), set()
+    assert layout is not None
+
+    @asynccontextmanager
+    async def open_(donor: str) -> AsyncIterator[Stream]:
+        asked.append(donor)
+        raise ConnectionResetError(donor)
+        yield
+
+    context: Any = SimpleNamespace(
+        open=open_, now=lambda: 0.0, note=lambda kind, **fields: notes.append((kind, fields)),
+        protocol=SimpleNamespace(members=SimpleNamespace(all=lambda: members), manifest_hash="0" * 64),
+    )  # fmt: skip
+    for seed in range(8):
+        context.replica = SimpleNamespace(rng=Random(seed))
+        assert asyncio.run(fetch_inner(context, layout)) is None
+        assert len(asked) == 3 and set(asked) <= {"slow", "fast", "other", "liar"}
+        assert notes == [("inner_state_failed", {"donor": donor, "why": donor}) for donor in asked]
+        first.add(asked[0])
+        asked.clear()
+        notes.clear()
+    assert len(first) > 2, "the draw decides"
+
+
+def spoiled(state: InnerState, at: int, value: float) -> InnerState:
+    values = state.values.clone()
+    values[at] = value
+    return replace(state, values=values)
+
+
+async def send_anything(stream: Stream, state: InnerState, **spoil: Any) -> None:
+    """As `send_inner`, which would refuse some values itself."""
+    layout = state.layout
+    header = InnerHeader(names=list(layout.names), numels=list(layout.numels), steps=list(state.steps))
+    await stream.send(header.model_copy(update=spoil))
+    for piece in state.values.split(CHUNK):
+        await stream.send_payload(piece.view(torch.uint8))
+
+
+def test_a_state_that_cannot_be_is_refused() -> None:
+    state = stepped()
+    layout, square = state.layout, sum(state.layout.numels[: state.layout.names.index("0.3.exp_avg_sq")])
+
+    async def received(state: InnerState, **spoil: Any) -> InnerState:
+        pipe: Any = Pipe(b"")
+        await send_anything(Stream("donor", pipe.reader, pipe, Traffic()), state, **spoil)
+        there: Any = Pipe(bytes(pipe.written))
+        return await receive_inner(Stream("donor", there.reader, there, Traffic()), layout)
+
+    assert torch.equal(asyncio.run(received(state)).values, state.values)
+    for why, (sent, spoil) in {
+        "the inner state there has .* expected": (state, {"numels": [2**40] * len(layout.numels)}),
+        "in the order of the parameters here": (state, {"names": list(layout.names[::-1])}),
+        "step counters; expected": (state, {"steps": list(state.steps[1:])}),
+        "holds nan": (spoiled(state, -1, math.nan), {}),
+        r"0\.3\.exp_avg_sq, a second moment, holds -1e-06": (spoiled(state, square, -1e-6), {}),
+    }.items():
+        with pytest.raises(PayloadError, match=why):
+            asyncio.run(received(sent, **spoil))
+
+
+def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
+    made: list[int] = []
+
+    def make() -> InnerState | None:
+        made.append(1)
+        return stepped()
+
+    async def scene() -> None:
+        shared = InnerDonor(make)
+        one, two = await asyncio.gather(shared.get(), shared.get())
+        assert one is two and len(made) == 1
+        del one, two
+        deadline = time.monotonic() + DEADLINE_S
+        while shared._kept is not None and shared._kept() is not None:  # a worker thread lets go a moment later
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.001)
+        await shared.get()
+        assert len(made) == 2
+        with pytest.raises(PayloadError, match="no inner optimizer state is here"):
+            await InnerDonor(lambda: None).get()
+
+    asyncio.run(scene())
+
+
+@pytest.fixture
+def p0_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donors are asked in the order of their names."""
+    monkeypatch.setattr(inner_state, "_donors", lambda protocol, rng: sorted(m.peer for m in protocol.members.all()))
+
+
+@pytest.mark.usefixtures("p0_first")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_joiner_has_a_donor_s_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    history: dict[str, list[InnerState]] = {"p0": [], "p3": []}
+    found: list[InnerState] = []
+    after_step = Attachment._after_step
+
+    def watched(attachment: Attachment) -> None:
+        if attachment.node is not None and attachment.node.protocol.name in history:
+            history[attachment.node.protocol.name].append(taken(attachment._optimizer))
+        after_step(attachment)
+
+    def load(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
+        load_moments_(optimizer, state)
+        found.append(taken(optimizer))
+
+    monkeypatch.setattr(Attachment, "_after_step", watched)
+    monkeypatch.setattr(inner, "load_moments_", load)
+    simulated(tmp_path, *LATE, f"inner.optimizer={optimizer}")
+    [event], [state] = said(tmp_path, "inner_state"), found
+    assert (event["peer"], event["from"], event["bytes"]) == ("p3", "p0", 4 * state.values.numel())
+    assert 0 < event["seconds"] < 1
+    same = [one for one in history["p0"] if torch.equal(one.values, state.values) and one.steps == state.steps]
+    assert len(same) == 1 and set(state.steps) == {6}, "of the step that the donor had taken"
+    assert set(history["p3"][0].steps) == {7}
+    assert not said(tmp_path, "cold_start") and not said(tmp_path, "discarded")
+
+
+@pytest.mark.usefixtures("p0_first")
+def test_after_diverged_and_lying_donors_another_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[InnerState] = []
+    sent: list[InnerState] = []
+
+    def diverged(optimizer: torch.optim.Optimizer) -> InnerState:
+        given.append(taken(optimizer))
+        return spoiled(given[-1], 0, math.inf) if len(given) == 1 else given[-1]
+
+    async def lying(stream: Stream, state: InnerState) -> None:
+        sent.append(state)
+        await send_anything(stream, spoiled(state, -1, math.nan) if len(sent) == 1 else state)
+
+    monkeypatch.setattr(attachment_module, "snapshot", diverged)
+    monkeypatch.setattr("diloco.swarm.conversations.answer.send_inner", lying)
+    outcome = simulated(tmp_path, *LATE)
+    [first, second], [event] = said(tmp_path, "inner_state_failed"), said(tmp_path, "inner_state")
+    assert [first["donor"], second["donor"], event["from"]] == ["p0", "p1", "p2"]
+    assert "refused: the inner state's 0.0.exp_avg holds" in first["why"] and "holds nan" in second["why"]
+    assert len(digests(outcome)) == 1
+
+
+def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
+    """Nobody waits for it: until it takes part, every anchor is the one of a run without it."""
+    cold = ("swarm.inner_state=cold", "budget.outer_steps=6", "sim.step_s=[1,1,1,1.7]", "sim.latency_s=0")
+    without = simulated(tmp_path / "without", *LATE, *cold, "sim.events=[join:3@6.5,crash:3@6.6]")
+    outcome = simulated(tmp_path / "with", *LATE, *cold)
+    [event] = said(tmp_path / "with", "cold_start")
+    [discarded] = said(tmp_path / "with", "discarded")
+    assert (event["peer"], event["why"]) == ("p3", "swarm.inner_state=cold")
+    assert discarded["peer"] == "p3" and discarded["tokens"] == outcome.summary.tokens.discarded == 4 * 64
+    assert 6.5 + 4 * 1.7 == pytest.approx(discarded["time"], abs=0.1)
+    alone, joined = anchors(tmp_path / "without", "p0"), anchors(tmp_path / "with", "p0")
+    assert [alone[version] == joined[version] for version in range(1, 7)] == [True] * 3 + [False] * 3
+    assert not said(tmp_path / "with", "missing") and not said(tmp_path / "with", "inner_state")
+    assert len(digests(outcome)) == 1
+    tokens = outcome.summary.tokens
+    assert tokens.processed == tokens.applied + tokens.discarded
+    assert outcome.virtual_s > without.virtual_s
+
+
+@pytest.mark.parametrize("outer", ["streaming", "async"])
+def test_a_cold_joiner_comes_to_take_part_without_a_barrier(tmp_path: Path, outer: str) -> None:
+    small = ["outer.overlap=1", "outer.fragments=2"] if outer == "streaming" else []
+    every = ("outer.sync_every=4", "budget.outer_steps=12", "swarm.inner_state=cold")
+    outcome = simulated(tmp_path, *LATE, f"outer={outer}", *every, *small)
+    assert [event["peer"] for event in said(tmp_path, "cold_start")] == ["p3"]
+    [first, *_] = said(tmp_path, "discarded")
+    assert first["peer"] == "p3" and first["tokens"] == 4 * 64
+    joiner = next(peer for peer in outcome.summary.peers if peer.name == "p3")
+    assert joiner.steps > 4 and len({peer.anchor_digest for peer in outcome.summary.peers}) == 1
+
+
+def test_without_a_donor_a_joiner_starts_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachment_module, "snapshot", lambda optimizer: None)
+    outcome = simulated(tmp_path, *LATE)
+    failed = [event["why"] for event in said(tmp_path, "inner_state_failed")]
+    assert failed == ["refused: no inner optimizer state is here"] * 3
+    [event] = said(tmp_path, "cold_start")
+    assert event["why"] == "no donor has any"
+    assert outcome.summary.tokens.discarded == 4 * 64
+
+
+def test_a_cold_joiner_may_leave_in_its_first_round(tmp_path: Path) -> None:
+    leaves = "sim.events=[join:3@6.5,leave:3@8.5]"
+    outcome = simulated(tmp_path, *LATE[:2], "swarm.inner_state=cold", leaves)
+    peers = {peer.name: peer for peer in outcome.summary.peers}
+    assert peers["p3"].steps in (2, 3) and outcome.summary.tokens.discarded == 0
+    assert len({peers[name].anchor_digest for name in ("p0", "p1", "p2")}) == 1
+
+
+def test_who_resumes_or_comes_at_the_start_asks_nobody() -> None:
+    for source, asked in (("own", []), ("donor", ["joins_late"])):
+        called: list[str] = []  # it does not join late
+        node: Any = SimpleNamespace(joins_late=lambda: "joins_late")
+        start = InnerStart(MAKERS["adamw"](net()), Island(torch.device("cpu")), lambda kind, fields: None)
+        start.source = source  # type: ignore[assignment]
+        runtime: Any = SimpleNamespace(call=called.append)
+        assert start.fetch(node, runtime, lambda: False) == (None, False) and called == asked

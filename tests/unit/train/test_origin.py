@@ -1,0 +1,209 @@
+"""A run that starts from a checkpoint: what of it is in the manifest, and what a peer builds that has the manifest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import model as models
+from diloco.config import Config, Manifest, compose
+from diloco.config.foreign import check_foreign, sources_of
+from diloco.data import load_tokenizer
+from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError
+from diloco.rundir.files import files_of, origin_of
+from diloco.swarm.visit.look import parse_manifest
+from diloco.train import origin
+from diloco.train.run import run
+from tests.support.models import small_model
+from tests.support.origins import BIAS, config_of, experts, lines, started
+from tests.support.stub_hub import COMMIT, go_online, stub_hub
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+
+def test_a_run_from_a_directory_has_a_manifest_without_it(saved: Path, tmp_path: Path) -> None:
+    config = started(saved)
+    text = config.manifest().to_json()
+    assert str(saved) not in text and str(saved) in config.to_yaml() and not config.names_files
+    manifest = parse_manifest(text)
+    assert (manifest.model.path, manifest.model.model_type) == (None, "glm4_moe")
+    assert [source.what for source in sources_of(manifest)] == ["model", "tokenizer"]
+    assert manifest.model.generation["eos_token_id"] == [0, 9] and manifest.model.generation["top_k"] == 5
+    assert list(manifest.model.frozen) == [BIAS]
+    assert {"tokenizer.json", "chat_template.jinja"} <= manifest.data.tokenizer_files.keys()
+    shutil.copytree(saved, tmp_path / "copy")
+    assert started(tmp_path / "copy").manifest().hash() == manifest.hash()
+    assert origin.resolved(config) == config  # a saved configuration is not looked up again
+
+
+def trained() -> nn.Module:
+    model = experts()
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    return model
+
+
+def test_what_another_checkpoint_differs_in_is_named(saved: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(saved, tmp_path / "other")
+    for model, what in ((experts(shift=1.0), f"model.frozen.{BIAS}: "), (trained(), "model.weights: ")):
+        models.save(model, tmp_path / "again")
+        shutil.copy(tmp_path / "again" / "model.safetensors", other)
+        [difference] = started(saved).manifest().differences(started(other).manifest())
+        assert difference.startswith(what)
+
+
+def test_a_run_from_the_hub_names_it(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And needs it no more."""
+    with stub_hub(saved) as hub:
+        go_online(monkeypatch, hub.url, tmp_path / "cache")
+        config = started(f"org/model@{COMMIT}")
+    manifest = parse_manifest(config.manifest().to_json())
+    assert (manifest.model.path, manifest.model.revision) == ("org/model", COMMIT)
+    assert (manifest.data.tokenizer, manifest.data.tokenizer_revision) == ("org/model", COMMIT)
+    here = started(saved).manifest()
+    assert manifest.model.weights == here.model.weights and manifest.model.config == here.model.config
+    assert manifest.data.tokenizer_files == here.data.tokenizer_files
+    models.outline(joiner(manifest, tmp_path).model)  # the hub is gone
+
+
+def test_another_model_replaces_that_of_a_saved_configuration(saved: Path, tmp_path: Path) -> None:
+    models.save(small_model(), tmp_path / "model", load_tokenizer("bytes"))
+    own = started(tmp_path / "model").data
+    assert own.tokenizer == "bytes" and not own.tokenizer_files, "bytes in a saved model stay bytes"
+    base = tmp_path / "config.yaml"
+    base.write_text(started(saved).to_yaml())
+    assert compose([], base=base) == started(saved)
+    again = origin.resolved(compose([f"model.path={tmp_path / 'model'}", "data.tokenizer=bytes"], base=base))
+    other = origin.resolved(config_of(tmp_path / "model", "bytes"))
+    assert again.manifest() == other.manifest() and again.model == other.model
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"../../.bashrc": "ab" * 32}, "is not valid"),
+        ({"run.py": "ab" * 32}, "data.tokenizer_files.run.py of the run is no file of a tokenizer"),
+        ({"tokenizer.json": "../x"}, "data.tokenizer_files.tokenizer.json=../x is not valid"),
+        ({f"vocab.{n}": "ab" * 32 for n in range(33)}, "is not valid"),
+        ({}, "data.tokenizer=files is what a run says of a directory; give the directory"),
+    ],
+)
+def test_a_manifest_that_names_other_files_is_refused(saved: Path, files: dict[str, str], why: str) -> None:
+    content = json.loads(started(saved).manifest().to_json())
+    content["data"]["tokenizer_files"] = files
+    with pytest.raises(ConfigError, match=why) as caught:
+        check_foreign(Manifest.from_json(json.dumps(content)))
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_no_run_can_start_from_are_one_line(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        DataError, match=r"^data\.tokenizer=.*empty has no tokenizer; set it to bytes, or to a director"
+    ):
+        origin.resolved(config_of(saved, tmp_path / "empty"))
+    with pytest.raises(CheckpointError, match=r"^model\.path: .*nowhere is no directory; give a directory"):
+        origin.resolved(config_of(tmp_path / "nowhere", "bytes"))
+    with pytest.raises(ConfigError, match=r"^data\.sequence_length=128 is longer than model\.config\.max_position_emb"):
+        origin.resolved(config_of(saved, None, "data.sequence_length=128"))
+
+
+def joiner(manifest: Manifest, directory: Path, given: dict[str, Path] | None = None) -> Config:
+    """The configuration of a volunteer that has the manifest, and the files `given` by digest."""
+    config = compose([f"run.dir={directory / 'run'}"]).adopt(manifest)
+    for digest, place in (given or {}).items():
+        to = files_of(config)[digest]
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(place, to)
+    return origin.with_origin(config)
+
+
+def test_a_peer_without_the_files_builds_the_same_model(saved: Path, tmp_path: Path) -> None:
+    config = started(saved, f"run.dir={tmp_path / 'first'}")
+    model: Any = models.build(config.model, config.run.seed)
+    origin.keep(config, model)
+    kept = files_of(config)
+    next(iter(kept.values())).write_bytes(b"of another run that was here")
+    origin.keep(config, model)
+    assert all(sha256(file.read_bytes()).hexdigest() == digest for digest, file in kept.items())
+    other = joiner(config.manifest(), tmp_path, kept)
+    built: Any = models.build(other.model, other.run.seed)
+    origin.keep(other, built)
+    assert torch.equal(built.get_buffer(BIAS), torch.arange(4.0))
+    about = ("architectures", "_name_or_path", "dtype")
+    settings = [{k: v for k, v in one.config.to_dict().items() if k not in about} for one in (built, model)]
+    assert settings[0] == settings[1]
+    assert built.generation_config.to_dict() == model.generation_config.to_dict()
+    assert load_tokenizer(*other.data.tokenizer_place).digest == load_tokenizer(str(saved)).digest
+    origin.check_start(other, model)
+    with pytest.raises(SwarmError, match=r"^the run starts from weights [0-9a-f]{12}, and the swarm sent others; join"):
+        origin.check_start(other, built)
+    built.load_state_dict(model.state_dict())
+    for place, one in (("a", model), ("b", built)):
+        models.save(one, tmp_path / place, load_tokenizer(str(saved)))
+    for name in ("model.safetensors", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "b" / name).read_text())["eos_token_id"] == [0, 9]
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["pad_token_id"] == 7
+
+
+def test_a_tensor_or_a_file_that_is_not_the_runs_is_named(saved: Path, tmp_path: Path) -> None:
+    config = started(saved, f"run.dir={tmp_path / 'first'}")
+    shifted: Any = models.build(config.model, 0)
+    shifted.get_buffer(BIAS).add_(1)
+    with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS} is not what the run starts from; use the f"):
+        origin.keep(config, shifted)
+    with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS} is here or in the run, and not in both"):
+        origin.keep(origin.with_origin(config), small_model())
+    with pytest.raises(CheckpointError, match=r"^model\.directory=.* has other weights than [0-9a-f]{12}, from which"):
+        origin.keep(config, trained())
+    words = shutil.copytree(saved, tmp_path / "words")
+    (words / "chat_template.jinja").write_text("another")
+    changed = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer_directory": str(words)})})
+    with pytest.raises(CheckpointError, match=r"^data\.tokenizer_files\.chat_template\.jinja is not what the run star"):
+        origin.keep(changed, models.build(config.model, 0))
+    assert not (origin_of(config) / "tokenizer" / "chat_template.jinja").exists()
+
+
+def test_a_wrong_file_of_a_frozen_tensor_is_refused(saved: Path, tmp_path: Path) -> None:
+    config = started(saved)
+    [digest] = config.model.frozen.values()
+    other = joiner(config.manifest(), tmp_path)
+    place = files_of(other)[digest]
+    with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS}: .* does not have it"):
+        models.build(other.model, 0)
+    place.parent.mkdir(parents=True)
+    for content, why in (
+        (models.pack("x", torch.zeros(4)), "its file holds something else"),
+        (b"nonsense", "its file holds no tensor"),
+        (models.pack(BIAS, torch.zeros(5)), r"the model has no such tensor of \[5\]"),
+    ):
+        place.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"^model\.frozen\.{BIAS}: {why}"):
+            models.build(other.model, 0)
+
+
+def test_an_export_needs_neither_the_directory_nor_the_hub(saved: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from diloco.cli.model import export
+
+    source = shutil.copytree(saved, tmp_path / "source")
+    short = ["budget.outer_steps=1", "outer.sync_every=2", "inner.batch_size=2", "inner.warmup_steps=0"]
+    short += ["data=json", f"data.path={lines(tmp_path)}", "eval.sequences=2", "data.holdout=0.5"]
+    config = origin.resolved(config_of(source, None, f"run.dir={tmp_path / 'run'}", *short))
+    run(config, lambda message: None)
+    shutil.rmtree(source)
+    export(tmp_path / "run", tmp_path / "out")
+    final, written = (load_file(tmp_path / place / "model.safetensors") for place in ("run/model", "out"))
+    assert final.keys() == written.keys() and all(torch.equal(final[name], written[name]) for name in final)
+    assert torch.equal(written[BIAS], torch.arange(4.0))
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == (saved / "chat_template.jinja").read_text()

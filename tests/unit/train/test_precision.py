@@ -1,0 +1,167 @@
+"""The arithmetic of inner steps: what is chosen for a device, and the scale of the loss in fp16."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import model as models
+from diloco.config import compose
+from diloco.errors import ConfigError, DivergedError
+from diloco.rundir.summary import PhaseTimer
+from diloco.train import precision
+from diloco.train.baseline import DataParallel
+from diloco.train.inner import inner_optimizer
+from diloco.train.island import Island
+from diloco.train.precision import LossScale, autocast, precision_of, prepare_
+from diloco.train.run import run
+from tests.support.inner_states import said
+from tests.support.models import small_model
+from tests.support.peers import json_lines
+from tests.support.simulated import digests, simulated
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def scale_of(*overrides: str, island: Any = None) -> LossScale:
+    return LossScale(compose(["train.precision=fp16", *overrides]), island or Island(CPU))
+
+
+@pytest.mark.parametrize(("native", "chosen"), [(True, "bf16"), (False, "fp16")])
+def test_auto_is_what_the_device_computes_natively(native: bool, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
+    assert precision_of(compose(), CUDA) == chosen
+    assert precision_of(compose(["train.precision=fp32"]), CUDA) == "fp32"
+    assert precision_of(compose(), CPU) == "fp32"
+
+
+def test_products_are_computed_in_the_precision() -> None:
+    for typed, dtype in {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.items():
+        with autocast(compose([f"train.precision={typed}"]), CPU):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("against", [None, "train.tf32=false", "train.precision=bf16", "outer.spot_check=0.1"])
+def test_fp32_on_cuda_uses_tf32_unless_told_otherwise(against: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(["train.precision=fp32", *([against] if against else [])])
+    said: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
+    chosen = prepare_(small_model(), config, CUDA)
+    assert said == ["highest" if against else "high"]
+    assert chosen["tf32"] == (against is None) and chosen["attention"] == "sdpa"
+    prepare_(small_model(), config, CPU)
+    assert len(said) == 1, "a CPU has no TF32"
+
+
+def test_flash_attention_needs_cuda_and_a_narrow_precision() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"train\.attention=flash_attention_2 computes in bf16 or fp16 on CUDA"):
+        prepare_(model, compose(["train.attention=flash_attention_2"]), CPU)
+    with pytest.raises(ConfigError, match="this is fp32 on cuda; use sdpa"):
+        prepare_(model, compose(["train.attention=flash_attention_2", "train.precision=fp32"]), CUDA)
+
+
+def test_the_scale_moves_like_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    model, ours = nn.Linear(1, 1, bias=False), scale_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for good in [True, True, False, True, True, True, True, False, False, True, True, True, True]:
+        loss = model(torch.ones(1, 1)).sum() * (1.0 if good else float("inf"))
+        theirs.scale(loss)  # which makes its scale
+        [weight] = model.parameters()
+        weight.grad = torch.full_like(weight, 1.0 if good else float("nan"))
+        skips = ours.skips(weight.grad.norm())
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert skips == (not good)
+        assert ours.scale == theirs.get_scale()
+    assert ours.skipped_steps == 3
+
+
+def test_gradients_of_the_scaled_loss_become_those_of_the_loss() -> None:
+    """Other precisions are not scaled."""
+    model, scale = nn.Linear(3, 2), scale_of()
+    scale.scaled(model(torch.ones(1, 3)).sum()).backward()  # type: ignore[no-untyped-call]
+    assert float(model.weight.grad[0, 0]) == 2.0**16  # type: ignore[index]
+    scale.unscale_(model)
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))  # type: ignore[arg-type]
+    scale = LossScale(compose(["train.precision=bf16"]), Island(CPU))
+    loss = torch.ones(())
+    assert scale.scaled(loss) is loss
+    assert not scale.skips(torch.empty((), device="meta")), "nobody waits for the norm: to read this value would raise"
+
+
+def test_gradients_that_overflow_unscaled_end_the_run() -> None:
+    scale, infinite = scale_of(), torch.tensor(float("inf"))
+    assert all(scale.skips(infinite) for _ in range(16)) and scale.scale == 1
+    with pytest.raises(DivergedError, match=r"use train\.precision=fp32, or lower inner\.lr"):
+        scale.skips(infinite)
+    another_rank: Any = SimpleNamespace(device=CPU, least=lambda finite: 0)
+    assert scale_of(island=another_rank).skips(torch.ones(())), "a step is skipped when those of another rank overflow"
+
+
+def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
+    bad, good = torch.tensor(float("nan")), torch.ones(())
+    before, after, plain = scale_of(), scale_of(), LossScale(compose(), Island(CPU))
+    for norm in (bad, bad, good, good):
+        before.skips(norm)
+    after.restore(json.loads(json.dumps(before.state)))
+    for scale in (before, after):
+        scale.skips(good)
+        assert scale.scale == 2.0**15, "halved twice, doubled after three"
+    plain.restore(before.state)
+    assert plain.scale == 1 and plain.state == ()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_without_gradients_changes_nothing_and_counts(name: str) -> None:
+    config = compose(["experiment=smoke", f"inner.optimizer={name}"])
+    model = models.build(config.model, 0)
+    optimizer = inner_optimizer(model, config.inner)
+    with DataParallel(model, optimizer, Island(CPU), 3, PhaseTimer()) as sync:
+        models.loss(model, torch.ones(1, 4, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        assert sync.steps == 2
+    assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
+
+
+@pytest.fixture
+def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At this scale the gradients of some first steps overflow; whatever is above 65504 is infinite in fp16."""
+    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**24)
+
+
+@pytest.mark.usefixtures("overflowing")
+def test_peers_in_fp16_skip_steps_and_still_exchange(tmp_path: Path) -> None:
+    outcome = simulated(tmp_path, "local.peers=2", "outer.sync_every=6", "train.precision=fp16")
+    skipped = said(tmp_path, "step_skipped")
+    assert {event["peer"] for event in skipped} == {"p0", "p1"}
+    assert next(event["scale"] for event in skipped if event["peer"] == "p0") == 2.0**23
+    assert len(digests(outcome)) == 1
+    assert [peer.steps for peer in outcome.summary.peers] == [12, 12], "a skipped step counts"
+    losses = [line["eval_loss"] for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.usefixtures("overflowing")
+def test_a_run_that_is_resumed_does_not_look_for_its_scale(tmp_path: Path) -> None:
+    settings = ("experiment=smoke", "outer=data_parallel", "outer.sync_every=8", "train.precision=fp16")
+    for outer_steps in (1, 2):
+        run(compose([*settings, f"run.dir={tmp_path}", f"budget.outer_steps={outer_steps}"]), lambda message: None)
+    scales = [event["scale"] for event in said(tmp_path, "step_skipped")]
+    assert scales[:2] == [2.0**23, 2.0**22], "the scale had to be found"
+    assert len(set(scales)) == len(scales), "and only once"

@@ -36,7 +36,7 @@ LIBRARIES = (
     "torch", "transformers", "transformers.trainer", "hivemind", "datasets", "accelerate", "matplotlib.pyplot",
     "diloco.cli.local", "diloco.cli.join", "diloco.train.run", "diloco.sim.run", "diloco.integrations",
 )  # fmt: skip
-MODULES = ("diloco", "diloco.train")  # that a warm process may become; any script as well
+MODULES = ("diloco", "diloco.train", "torch.distributed.run")  # that a warm process may become; any script as well
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]

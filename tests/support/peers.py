@@ -288,7 +288,8 @@ class Command:
 def arguments_of(process: int) -> list[str]:
     """What a living process was started with; nothing of one that has ended."""
     for file in Path(os.environ[warm.MARKS]).glob(f"{process}.*"):
-        return warm.marked(file.suffix[1:]).get(process, [])
+        found = warm.marked(file.suffix[1:]).get(process)
+        return found.arguments if found else []
     try:
         return Path(f"/proc/{process}/cmdline").read_text().split("\0")
     except OSError:
@@ -362,6 +363,13 @@ def diloco(*arguments: str, directory: Path) -> Command:
     with command("-m", "diloco", *arguments, directory=directory) as started:
         started.wait()
     return started
+
+
+def program(code: str, *arguments: str, directory: Path) -> Command:
+    """Python code, written to a file of `directory` and run to its good end."""
+    (directory / "program.py").write_text(code)
+    with command("program.py", *arguments, directory=directory) as started:
+        return started.done()
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +97,7 @@ os.execvp("sbatch", ["sbatch", script])
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file to which a scheduler, which is in PATH, writes `SCRIPT TASK PROCESS` for each task that it starts."""
-    tools, tasks, mark = tmp_path / "tools", tmp_path / "tasks", f"{tmp_path}"
+    tools, tasks, mark = tmp_path / "tools", tmp_path / "tasks", uuid.uuid4().hex
     tools.mkdir()
     for name, program in (("sbatch", SBATCH), ("scontrol", SCONTROL)):
         (tools / name).write_text(f"#!{sys.executable}\n{program}")

@@ -25,18 +25,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 SERVER = "DILOCO_TEST_SERVER"  # the server's socket, for what a warm process starts
 MARKS = (
     "DILOCO_TEST_MARKS"  # a folder with a file PID.MARK for each warm process: its environment in /proc is the server's
 )
 MARK = "DILOCO_TEST_MARK"
-LIBRARIES = (
-    "torch", "transformers", "transformers.trainer", "hivemind", "datasets", "accelerate", "matplotlib.pyplot",
-    "diloco.cli.local", "diloco.cli.join", "diloco.train.run", "diloco.sim.run", "diloco.integrations",
-)  # fmt: skip
 MODULES = ("diloco", "diloco.train", "torch.distributed.run")  # that a warm process may become; any script as well
+RANKS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+POPEN = ("subprocess", RANKS)  # where the name stands by which a warm process starts others
+LIBRARIES = (
+    "torch", RANKS, "torch.distributed.run", "transformers", "transformers.trainer", "hivemind", "datasets",
+    "accelerate", "matplotlib.pyplot", "diloco.cli.local", "diloco.cli.join", "diloco.train.run", "diloco.sim.run",
+    "diloco.integrations",
+)  # fmt: skip
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
@@ -54,7 +58,7 @@ def becomes(arguments: list[str]) -> list[str]:
     rest = [one for one in arguments[1:] if one != "-u"]
     if rest[:1] == ["-m"] and rest[1] in MODULES:
         return rest
-    return rest if rest and rest[0].endswith(".py") else []
+    return rest if rest and (rest[0].endswith(".py") or Path(rest[0]).parent == SCRIPTS) else []
 
 
 class Warm:
@@ -110,7 +114,11 @@ class Warm:
         """Of at most one pipe, which is read to its end."""
         if self.stdin is not None:
             self.stdin.close()
-        said = [None if pipe is None else pipe.read() for pipe in (self.stdout, self.stderr)]
+        said: list[Any] = [None, None]
+        for number, pipe in enumerate((self.stdout, self.stderr)):
+            if pipe is not None:
+                with pipe:
+                    said[number] = pipe.read()
         self.wait(timeout)
         return said[0], said[1]
 
@@ -178,13 +186,20 @@ def start_server() -> None:
     atexit.register(end)
 
 
-def marked(mark: str) -> dict[int, list[str]]:
-    """The warm processes that live and have that mark in their environment: their ids, and what each became."""
+class Became(NamedTuple):
+    """What a warm process is: RANK in its environment, and its arguments."""
+
+    rank: str | None
+    arguments: list[str]
+
+
+def marked(mark: str) -> dict[int, Became]:
+    """The warm processes that live and have that mark in their environment, by their ids."""
     found = {}
     for file in Path(os.environ[MARKS]).glob(f"*.{mark}") if MARKS in os.environ else ():
-        process, (begun, *arguments) = int(file.name.partition(".")[0]), json.loads(file.read_text())
+        process, (begun, rank, *arguments) = int(file.name.partition(".")[0]), json.loads(file.read_text())
         if begun == _begun(process):
-            found[process] = arguments
+            found[process] = Became(rank, arguments)
     return found
 
 
@@ -259,12 +274,14 @@ def become(request: dict[str, Any]) -> None:
     if MARK in os.environ:
         own = Path(os.environ[MARKS]) / f"{os.getpid()}.{os.environ[MARK]}"
         draft = own.with_name(f".{own.name}")
-        draft.write_text(json.dumps([_begun(os.getpid()), *request["arguments"]]))
+        rank = os.environ.get("RANK")
+        draft.write_text(json.dumps([_begun(os.getpid()), rank, *request["arguments"]]))
         draft.rename(own)  # a reader sees all of it or none
     for module in ("random", "numpy.random"):
         sys.modules[module].seed()
     assert random is sys.modules["random"]
-    subprocess.Popen = Popen  # type: ignore[misc]
+    for module in POPEN:
+        sys.modules[module].Popen = Popen  # type: ignore[attr-defined]
     path = [one for one in os.environ.get("PYTHONPATH", "").split(":") if one]
     arguments = request["arguments"]
     own_place = os.getcwd() if arguments[0] == "-m" else str(Path(arguments[0]).parent)
@@ -287,7 +304,17 @@ def _exactly(line: socket.socket, length: int) -> bytes:
     return content
 
 
+def stand_in(arguments: list[str]) -> int:
+    """A process that cannot be forked stands for one that is: it passes its signals on, and ends as that does."""
+    process = Popen([sys.executable, *arguments])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    return int(process.wait())
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        sys.exit(stand_in(sys.argv[2:]))
     for library in LIBRARIES:
         importlib.import_module(library)
     become(serve(Path(sys.argv[1])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,16 @@ HERE = Path(__file__).parent
 LIMIT_S = 3 * DEADLINE_S  # of a test, whatever else the machine does
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist share a server, which the process that starts them has started before."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        warm.start_server()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def warm_processes() -> None:
-    warm.start_server()
+    if warm.SERVER not in os.environ:
+        warm.start_server()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

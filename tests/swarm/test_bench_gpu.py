@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
+from tests.support.peers import command
 from tests.support.places import SCRIPTS
 
 SCRIPT = SCRIPTS / "bench_gpu"
 
 
-def test_it_measures_a_row_on_the_cpu() -> None:
+def test_it_measures_a_row_on_the_cpu(tmp_path: Path) -> None:
     arguments = ["--cpu", "--quick", "--modes", "streaming", "--devices", "1", "3"]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=True)
+    with command(str(SCRIPT), *arguments, directory=tmp_path) as started:
+        done = started.done()
     [row] = [line for line in done.stdout.splitlines() if line.startswith("| smoke | streaming | 1 | 2 |")]
     assert "- smoke, streaming on 3: this machine has 2" in done.stdout
     assert float(row.split("|")[9]) > 0, "steps beside an exchange"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.pages import code
-from tests.support.peers import DEADLINE_S
+from tests.support.peers import program
 
 
 def test_the_adapter_of_a_page_is_all_that_its_peer_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,5 +33,5 @@ def test_the_adapter_of_a_page_is_all_that_its_peer_sends(tmp_path: Path, monkey
 trained = [name for name, one in trainer.model.named_parameters() if one.requires_grad]
 print("version", own.attachment.version, all("lora_" in name for name in trained), len(trained) > 0)
 """
-    done = subprocess.run([sys.executable, "-c", typed_in], capture_output=True, text=True, timeout=DEADLINE_S)
+    done = program(typed_in, directory=tmp_path)
     assert done.stdout.rstrip().endswith("version 2 True True"), done.stderr

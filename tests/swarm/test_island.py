@@ -15,7 +15,8 @@ from torch import Tensor
 
 from diloco.config import compose
 from diloco.train.run import run
-from tests.support.peers import SMOKE, command, eventually, free_port, json_lines, together
+from tests.support import warm
+from tests.support.peers import SMOKE, command, eventually, json_lines, together
 from tests.support.places import ROOT
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
@@ -24,7 +25,7 @@ EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.s
 
 def torchrun(run_dir: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> Any:
     """The ranks of an island, started."""
-    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}")
+    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone")
     arguments = (
         *launcher,
         f"--max-restarts={restarts}",
@@ -78,7 +79,7 @@ def test_ranks_that_were_started_with_other_settings_are_refused(differs: str, s
         f"import os, runpy, sys\nfirst = os.environ['RANK'] == '0'\n{differs}\n"
         "runpy.run_module('diloco.train', run_name='__main__')\n"
     )
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script))
     with command(*launcher, *SMOKE, f"run.dir={tmp_path / 'run'}", directory=tmp_path) as started:
         assert started.wait() != 0
         assert started.family() == []
@@ -97,7 +98,7 @@ def test_all_ranks_halve_the_micro_batch_when_one_runs_out_of_memory(tmp_path: P
         "models.loss = loss\nrunpy.run_module('diloco.train', run_name='__main__')\n"
     )
     settings = (*EXACT, "inner.batch_size=4")
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script))
     with command(*launcher, *SMOKE, *settings, f"run.dir={two}", directory=tmp_path) as started:
         assert started.wait() == 0, started.stderr
     halved = [line["sequences"] for line in json_lines(two / "events.jsonl") if line["kind"] == "micro_batch"]
@@ -115,7 +116,7 @@ def test_ranks_hear_integers_of_rank_0_however_many_they_are(tmp_path: Path) -> 
         "    assert island.share_integers(sent if island.leads else [7]) == sent, length\n"
         "island.close()\nos._exit(0)\n"
     )
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script))
     with command(*launcher, directory=tmp_path) as started:
         assert started.wait() == 0, started.stderr
 
@@ -149,7 +150,7 @@ def test_a_chunked_head_and_compiled_recomputed_layers_train_like_plain_ones(par
     )
     tied = "model.config.tie_word_embeddings=true"
     settings = (*EXACT, tied, f"train.parallel={parallel}", "train.compile=true", "train.checkpointing=true")
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script))
     with command(*launcher, *SMOKE, *settings, f"run.dir={two}", directory=tmp_path) as started:
         together(lambda: train(one, *EXACT, tied), started.done)
     [said] = [line for line in json_lines(two / "events.jsonl") if line["kind"] == "computes"]
@@ -192,13 +193,6 @@ def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) 
     assert "diloco: error" not in started.stderr and "RuntimeError" not in started.stderr
 
 
-def rank_of(process: int) -> str | None:
-    """The rank of a process that trains; None for any other."""
-    place = Path("/proc") / str(process)
-    variables = dict(one.partition(b"=")[::2] for one in (place / "environ").read_bytes().split(b"\0"))
-    return variables.get(b"RANK", b"").decode() if b"diloco.train" in (place / "cmdline").read_bytes() else None
-
-
 def test_an_island_that_loses_a_rank_comes_back_as_the_same_peer_and_goes_on(tmp_path: Path) -> None:
     place, run_dir = tmp_path / "host", tmp_path / "run"
     host = ("-m", "diloco", "host", "--new", *SMOKE, f"run.dir={place}", "budget.outer_steps=6")
@@ -207,7 +201,7 @@ def test_an_island_that_loses_a_rank_comes_back_as_the_same_peer_and_goes_on(tmp
         with torchrun(run_dir, *joining, "train.step_delay_s=0.05", restarts=1) as started:
             lines = run_dir / "metrics.jsonl"
             eventually(lambda: any(line["version"] >= 2 for line in json_lines(lines)), "outer step 2")
-            [lost] = [process for process in started.family() if rank_of(process) == "1"]
+            [lost] = [process for process, became in warm.marked(started.mark).items() if became.rank == "1"]
             os.kill(lost, signal.SIGKILL)
             assert started.wait() == 0, started.stderr
             assert started.family() == []

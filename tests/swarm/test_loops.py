@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.peers import command, free_port
+from tests.support.peers import command
 from tests.support.places import ROOT
 
 LOOPS = str(ROOT / "tests" / "support" / "loops_of_others.py")
@@ -89,7 +89,7 @@ def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(peers: list[Found]) -> N
 
 
 def test_the_ranks_of_torchrun_are_one_peer(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "--tee=3")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--tee=3")
     with command(*launcher, LOOPS, "ranks", str(tmp_path), "ranks", directory=tmp_path) as started:
         started.done()
     lines = [re.sub(r"^\[\w+\]:", "", line) for line in started.stdout.splitlines()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.peers import command, free_port
+from tests.support.peers import command
 
 RANKS = """
 import os, sys, torch
@@ -42,7 +42,7 @@ os._exit(0)  # as ranks of `diloco.train` do: the usual end of a process now and
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_all_ranks_skip_the_step_of_which_one_has_bad_gradients(parallel: str, tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
     with command(*launcher, "ranks.py", parallel, directory=tmp_path) as started:
         assert started.wait() == 0, started.stderr
     found = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]

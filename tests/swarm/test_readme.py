@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 from tests.support.pages import block
-from tests.support.peers import DEADLINE_S
+from tests.support.peers import program
 
 
-def test_the_swarm_loop_runs_and_learns() -> None:
+def test_the_swarm_loop_runs_and_learns(tmp_path: Path) -> None:
     code = block("swarm loop") + "\nprint('exchanges', swarm.attachment.version, 'loss', float(loss))\n"
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S, capture_output=True, text=True)
-    assert "exchanges 3 " in done.stdout
+    assert "exchanges 3 " in program(code, directory=tmp_path).stdout

@@ -19,7 +19,7 @@ from diloco.outer.replica import Replica
 from diloco.train.island import Island
 from diloco.train.parameters import Trained
 from diloco.train.rows import Rows, is_rows, kept, own_rows, rows_of, sharded_like, whole
-from tests.support.peers import command, free_port
+from tests.support.peers import command
 from tests.support.stub_device import at_once
 
 SHAPES = {"even": (8, 3), "uneven": (3, 5), "one": (1, 3), "cut": (7, 4099), "long": (300, 1000), "vector": (6,)}
@@ -109,7 +109,7 @@ def rank(kind: str, place: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "size"), [("ddp", 2), ("staged", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)])
 def test_an_island_of_any_size_sends_and_takes_the_same_bits(kind: str, size: int, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={size}", f"--master-port={free_port()}")
+    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone")
     with command(
         *launcher, "-m", "tests.swarm.test_rows", kind, str(tmp_path / "found"), directory=tmp_path
     ) as started:

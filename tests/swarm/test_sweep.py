@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import members
+from tests.support import warm
 from tests.support.exit_codes import exit_code
 from tests.support.peers import DEADLINE_S
 from tests.support.sweeps import SMOKE, outcome, states
@@ -23,6 +24,7 @@ def test_a_sweep_of_simulations_ends_in_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(members, "PROGRAM", (sys.executable, "-m", "diloco"))
+    monkeypatch.setattr(members.subprocess, "Popen", warm.Popen)
     arguments = ("sweep", "simulate", SMOKE, "outer.lr=0.5,0.9", "--dir", "s")
     assert exit_code(*arguments) == 0
     shown = capsys.readouterr().out

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import warm
 from tests.support.pages import DOCS, typed
 from tests.support.peers import DEADLINE_S
 
@@ -32,7 +33,7 @@ class Machine:
     def start(self, line: str) -> subprocess.Popen[str]:
         arguments = [sys.executable, "-m", *shlex.split(line)]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(arguments, cwd=self.place, env=self.environment, text=True, **streams)
+        return warm.Popen(arguments, cwd=self.place, env=self.environment, text=True, **streams)
 
     def run(self, line: str) -> str:
         process = self.start(line)

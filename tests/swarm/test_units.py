@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.protocol.ledger import count, intersection, union
-from tests.support.peers import SMOKE, command, eventually, free_port, json_lines
+from tests.support.peers import SMOKE, command, eventually, json_lines
 
 
 def starting(ranks: int) -> tuple[str, ...]:
@@ -18,7 +18,7 @@ def starting(ranks: int) -> tuple[str, ...]:
         "-m",
         "torch.distributed.run",
         f"--nproc-per-node={ranks}",
-        f"--master-port={free_port()}",
+        "--standalone",
         "-m",
         "diloco.train",
     )

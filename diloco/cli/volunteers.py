@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diloco.cli.children import Child, Words, follow, forwarding, free_port, started
+from diloco.cli.children import Child, Words, follow, forwarding, started
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.fit.volunteer import PeerDirectory, lock_peer_directory, move_aside, with_settings
@@ -74,8 +74,8 @@ def _command(config: Config, layout: Layout, number: int) -> tuple[list[str], di
     peer = ["-m", "diloco.train", "--config", str(base), *_token(config, config.run.dir / "token")]
     if ranks == 1:
         return peer, {}
-    where = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}", *where]
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]  # which binds a port and then tells the ranks
+    torchrun += [f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}"]
     return [*torchrun, *peer], only(layout.devices)
 
 

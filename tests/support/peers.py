@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +40,16 @@ NETWORK = SwarmConfig.model_fields.keys() - {"identity_path"}
 SMOKE = ("experiment=smoke", "swarm.heartbeat_s=0.2")
 
 T = TypeVar("T")
+
+
+_held: list[socket.socket] = []
+
+
+def dead_port() -> int:
+    """A port on which nobody listens, as long as this process lives: it is bound here."""
+    _held.append(socket.socket())
+    _held[-1].bind(("127.0.0.1", 0))
+    return int(_held[-1].getsockname()[1])
 
 
 def eventually(condition: Callable[[], T], what: str, timeout_s: float = DEADLINE_S) -> T:

@@ -14,7 +14,7 @@ from diloco.config import SwarmConfig
 from diloco.swarm.wire.dialing import mute
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
-from tests.support.peers import SMOKE, command, free_port
+from tests.support.peers import SMOKE, command, dead_port
 from tests.support.printing import printed_of
 
 NOBODY = "QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
@@ -73,7 +73,7 @@ def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(monkeypatch: p
     ids=lambda arguments: arguments[-1],
 )
 def test_whom_nobody_answers_reads_one_line_of_ours(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    address = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{NOBODY}"
+    address = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{NOBODY}"
     typed = (*arguments[:-1], arguments[-1] + address) if arguments[-1].endswith("=") else (*arguments, address)
     with command("-m", *typed, directory=tmp_path) as started:
         started.done(3)

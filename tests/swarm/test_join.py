@@ -14,7 +14,7 @@ from diloco.admission.keys import RunKey
 from diloco.errors import SwarmError
 from diloco.swarm.visit.look import look, parse_manifest
 from tests.support.joining import OTHER
-from tests.support.peers import SMOKE, Crowd, command, diloco, eventually, free_port, together
+from tests.support.peers import SMOKE, Crowd, command, dead_port, diloco, eventually, together
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -30,7 +30,7 @@ def crowd(tmp_path: Path) -> Any:
 
 def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_others(crowd: Crowd) -> None:
     first, second = crowd.start(2)
-    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{OTHER}"
+    dead = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{OTHER}"
     other = first.address.replace(first.peer_id, OTHER)
     answered: list[int] = []
     seen = look([dead, other, first.address], None, 2**18, lambda number, _: answered.append(number))
@@ -47,7 +47,7 @@ def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_othe
 
 def test_a_peer_that_nobody_can_call_trains_and_holds_nothing(crowd: Crowd) -> None:
     first = crowd.peer(min_peers=3).start()
-    dead = f"/ip4/127.0.0.1/tcp/{free_port()}"
+    dead = f"/ip4/127.0.0.1/tcp/{dead_port()}"
     mute = crowd.peer(first.address, reachable="no")  # and these two do not meet, or they would wait for three, too
     wrong = crowd.peer(first.address, announce=[dead])
     together(mute.start, wrong.start)

@@ -22,7 +22,7 @@ from diloco.config import compose
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.train.api import Swarm
 from diloco.train.run import run
-from tests.support.peers import SMOKE, Command, arguments_of, command, eventually, free_port, json_lines
+from tests.support.peers import SMOKE, Command, arguments_of, command, dead_port, eventually, free_port, json_lines
 
 ENDLESS = ("budget.outer_steps=100000", "local.peers=2", "local.step_delay_s=[0.02,0.02]")
 
@@ -387,7 +387,7 @@ def test_a_swarm_that_cannot_be_joined_ends_with_exit_code_three(
     address: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port, peer = address.split("/")[4], address.rsplit("/", 1)[1]
-    nobody = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{peer}"
+    nobody = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{peer}"
     join = f"swarm.initial_peers={address}"
     assert refused(capfd, tmp_path / "nobody", f"swarm.initial_peers={nobody}") == (
         3,

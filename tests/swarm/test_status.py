@@ -13,7 +13,7 @@ from diloco.config.address import Address
 from diloco.errors import SwarmError
 from diloco.protocol.snapshot import Snapshot
 from diloco.swarm.visit.visitor import Visitor
-from tests.support.peers import Crowd, command, diloco, eventually, free_port
+from tests.support.peers import Crowd, command, dead_port, diloco, eventually
 
 
 def test_a_visitor_sees_a_swarm_and_finds_another_peer_when_the_first_dies(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_status_prints_one_object_with_the_documented_lists_and_exits_with_three
         assert table.read_text().startswith("peer_id,name,outer_steps,tokens,bytes,")
         tables = diloco("status", peer.address, directory=tmp_path).done()
         assert "fragments" in tables.stdout
-        nobody = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{peer.peer_id}"
+        nobody = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{peer.peer_id}"
         dead = diloco("status", nobody, directory=tmp_path).done(3)
         assert dead.stderr.startswith(f"diloco: error: {nobody} cannot be reached") and dead.stderr.count("\n") == 1
     finally:

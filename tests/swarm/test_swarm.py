@@ -23,7 +23,7 @@ from diloco.swarm.conversations import parts
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
-from tests.support.peers import Crowd, Trainee, eventually, free_port, seeded, together
+from tests.support.peers import Crowd, Trainee, dead_port, eventually, seeded, together
 
 SHAPES = {"embed": (300, 1000), "layer": (37, 13), "norm": (5,), "head": (1000, 300)}  # two of them over one chunk
 SMALL = {"embed": (60, 100), "layer": (37, 13), "norm": (5,)}
@@ -388,7 +388,7 @@ def test_addresses_that_cannot_be_used_are_named(crowds: Any, tmp_path: Path) ->
     crowd = crowds()
     [first] = crowd.start(1)
     port, own_key = first.address.split("/")[4], first.node._options.identity_path
-    nobody = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first.peer_id}"
+    nobody = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{first.peer_id}"
     taken = f"/ip4/127.0.0.1/tcp/{port}"
     for addresses, options, start in (
         ([nobody], {}, f"swarm.initial_peers={nobody} cannot be reached; check that a peer is running there"),

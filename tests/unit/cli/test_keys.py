@@ -21,7 +21,7 @@ from diloco.config.address import Address
 from diloco.errors import ConfigError
 from diloco.rundir.reporting import log_lines
 from tests.support.command_line import Typed
-from tests.support.peers import free_port
+from tests.support.peers import dead_port
 
 PEER = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{PEER}"
@@ -116,7 +116,7 @@ def test_what_is_revoked_is_kept_also_if_no_peer_is_left(place: Path, link: str,
     assert [keys._token_id(what) for what in (link, token, token_id, PEER)] == [*[token_id] * 3, None]
     said = "1 token and 0 peers revoked in mine (list 1); peers that start with k have it\n"
     assert typed(*REVOKE.split(), token_id) == said
-    typed(*REVOKE.split(), f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{PEER}", "0" * 16, PEER, code=3)
+    typed(*REVOKE.split(), f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{PEER}", "0" * 16, PEER, code=3)
     assert "cannot be reached" in typed.err
     assert "; list 2 is kept beside k, and peers that start" in typed.err
     revoked = Revoked.remembered(RunKey.read(place / "k"), place / "k", "mine")

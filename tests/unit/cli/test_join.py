@@ -330,7 +330,7 @@ def test_peers_are_started_on_their_devices(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "token").stat().st_mode & 0o77 == 0 and (tmp_path / "token").read_text() == f"{token}\n"
     config = compose([f"run.dir={tmp_path}", "run.name=me", "train.parallel=fsdp"])
     arguments, environment = start_of(config, several(1, Split(2, sharded=True)), 0)
-    assert arguments[:3] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert arguments[:4] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert "--max-restarts=3" in arguments and environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
     started = compose([], base=tmp_path / "config.yaml")
     assert (started.train.device, started.train.parallel) == ("cuda", "fsdp")

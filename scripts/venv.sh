@@ -1,14 +1,14 @@
-# Sourced by quickstart and test: makes .venv in the repository root and installs diloco into it.
+# Sourced by quickstart, test and nightly: makes .venv in the repository root and installs diloco into it.
 #
 #   install_diloco ''        what a run needs
 #   install_diloco '[test]'  and what the tests need, with every library that diloco works with
 #
 # PYTHON names the interpreter for a new .venv (default: the first suitable one found). TORCH_INDEX_URL names an index for
 # torch alone, such as one with CPU builds. Nothing is done when .venv holds exactly what pyproject.toml and
-# constraints.txt ask for. If VENV is set after sourcing, the environment is made there.
+# constraints.txt ask for. VENV names another folder for the environment.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-VENV=$ROOT/.venv
+VENV=${VENV:-$ROOT/.venv}
 
 say() { printf 'diloco: %s\n' "$*" >&2; }
 
@@ -61,10 +61,9 @@ run_pip() {
   fi
 }
 
-# What is installed depends on these; the place too, because the installation refers to it. An environment that several
-# checkouts share (PLACE is empty) is used with PYTHONPATH.
+# What is installed depends on these; the place too, because the installation refers to it.
 wanted() {
-  printf '%s\n' "${PLACE-$ROOT}" | cat - "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" |
+  printf '%s\n' "$ROOT" | cat - "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" |
     "$VENV/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
@@ -89,4 +88,16 @@ install_diloco() {
       "when the network failed, run this again"
   fi
   printf '%s\n' "$stamp" >"$VENV/installed$extras"
+}
+
+# The rest of scripts/test and scripts/nightly. Their first comment is their --help, which needs no environment.
+play_stages() {
+  if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    exit
+  fi
+  cd "$ROOT"
+  install_diloco '[test]'
+  export PATH=$VENV/bin:$PATH INSTALL_S=$SECONDS
+  exec "$VENV/bin/python" scripts/stages "$(basename "$0")" "$@"
 }

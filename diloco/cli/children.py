@@ -1,7 +1,8 @@
 """Peers in processes of their own, watched by one: `diloco local`, and `diloco join` on several accelerators.
 
-Their JSON lines become the live table. The first Ctrl+C makes each peer leave cleanly, the second kills them. A peer's
-standard input is a pipe from here: if this process is killed, the pipe closes and the peer leaves by itself.
+Their JSON lines become the live table. The first Ctrl+C makes each peer leave cleanly, or kills it if it is not ready
+and has nothing to lose; the second kills all. A peer's standard input is a pipe from here: if this process is killed,
+the pipe closes and the peer leaves by itself.
 """
 
 from __future__ import annotations
@@ -36,14 +37,19 @@ class Child:
     process: subprocess.Popen[str]
     log: Path
     log_start: int  # bytes that earlier sessions wrote
-    spoke: bool = False
     ready: bool = False
+    begun: bool = False  # it or another one trains: ranks of data parallel say nothing of themselves
     summary: Summary | None = None
 
     @property
     def exit(self) -> int:
         """Exit code: what the peer itself says, because torchrun calls it a failure when Ctrl+C has ended a peer."""
         return self.process.returncode if self.summary is None else self.summary.exit
+
+    def stop(self) -> None:
+        """Make it leave, or end it at once if it is not ready: then it may wait for others, and hears no signal."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT if self.ready or self.begun else signal.SIGKILL)
 
     def complaint(self) -> str | None:
         """The one-line error that the peer ended with."""
@@ -110,19 +116,16 @@ def _wait(child: Child, listening: threading.Thread, words: Words) -> None:
     words.put((child, None))
 
 
-def follow(children: list[Child], words: Words, view: LiveView, stop: Sequence[int]) -> None:
-    """Show what the peers say until all have ended; a peer that fails before it trains ends the others.
-
-    A peer that says its first words after Ctrl+C is told again: an interpreter that starts may lose a signal.
-    """
+def follow(children: list[Child], words: Words, view: LiveView) -> None:
+    """Show what the peers say until all have ended; a peer that fails before it is ready ends the others."""
     running = {child.name for child in children}
     while running:
         child, message = words.get()
         if message is not None:
-            if stop and not child.spoke:
-                child.process.send_signal(signal.SIGINT)
-            child.spoke = True
-            child.ready = child.ready or isinstance(message, Ready)
+            child.ready |= isinstance(message, Ready)
+            if isinstance(message, Status) and message.state == "training":
+                for one in children:
+                    one.begun = True
             if isinstance(message, Finished):
                 child.summary = message.summary
             view.update(message)
@@ -137,7 +140,7 @@ def follow(children: list[Child], words: Words, view: LiveView, stop: Sequence[i
         view.note(f"{child.name} {state}: {child.complaint() if code > 0 else signal.Signals(-code).name}")
         if code > 0 and not child.ready:
             for other in children:
-                other.process.terminate()
+                other.stop()
 
 
 @contextlib.contextmanager
@@ -151,8 +154,10 @@ def forwarding(children: list[Child]) -> Iterator[list[int]]:
         received.append(number)
         killing = received.count(signal.SIGINT) > 1
         for child in children:
-            if child.process.poll() is None and (killing or len(received) == 1):
-                child.process.send_signal(signal.SIGKILL if killing else signal.SIGINT)
+            if killing:
+                child.process.kill()
+            elif len(received) == 1:
+                child.stop()
         if killing:
             os._exit(UnsavedError.exit_code)
 

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import queue
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,10 +56,10 @@ def _run(config: Config) -> int:
         for index in range(len(names)):
             children.append(stack.enter_context(_peer(config, base, index, names, words)))
             if stop:
-                children[-1].process.send_signal(signal.SIGINT)
+                children[-1].stop()
                 break
         with LiveView(console, names, config.budget.outer_steps, title) as view:
-            follow(children, words, view, stop)
+            follow(children, words, view)
         return _conclude(config, children, bool(stop), time.monotonic() - began_at, console)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,11 +47,11 @@ def train_on_all(config: Config, layout: Layout, typed: Collection[str], stack: 
         log = one.run.dir / "logs" / f"{one.run.name}.log"
         children.append(stack.enter_context(started(str(one.run.name), arguments, log, environment, words)))
         if stop:
-            children[-1].process.send_signal(signal.SIGINT)
+            children[-1].stop()
             break
     title = f"{config.run.id}: {config.model.name} on {config.data.source}; {layout.text}"
     with LiveView(console, [child.name for child in children], config.budget.outer_steps, title) as view:
-        follow(children, words, view, stop)
+        follow(children, words, view)
     return _conclude(config, children, bool(stop), console)
 
 

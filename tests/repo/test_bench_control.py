@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from diloco.protocol.pace import HEARTBEATS_PER_S, STATUSES_PER_S, TICK_S
 from tests.support.places import SCRIPTS
 
 SCRIPT = SCRIPTS / "bench_control"
 
 
+@pytest.mark.slow
 def test_what_a_node_hears_and_does_is_bounded_in_a_large_swarm(tmp_path: Path) -> None:
     """Counts, and no seconds: those depend on the machine."""
     out = tmp_path / "rows.json"

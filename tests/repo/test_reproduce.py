@@ -52,6 +52,7 @@ def test_an_order_is_judged_once_all_its_arms_have_ended(reproduce: ModuleType) 
     assert order({**losses, updates: 2.7}) == f"{diloco} < {updates} < {batch} < {worker}"
 
 
+@pytest.mark.slow
 def test_an_arm_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--size", "tiny", "--dir", str(tmp_path), "--only", "DiLoCo, 2"]
     first = subprocess.run(command, check=True, capture_output=True, text=True)

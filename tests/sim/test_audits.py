@@ -32,6 +32,7 @@ from diloco.swarm.node.auditor import Auditor
 from diloco.swarm.node.node import Node
 from diloco.swarm.wire.streams import Stream
 from tests.support.certificates import digest_of, record_of
+from tests.support.slow import slow
 from tests.support.stories import Story, agreed, story
 
 EVERYTHING = {"audit": 1.0, "momentum": 0.5}
@@ -99,7 +100,7 @@ class Deaf(list[str]):
 # -- honest syncers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode if mode == "barrier" else slow(mode) for mode in MODES])
 def test_no_honest_syncer_is_accused_not_even_by_a_joiner(mode: str, evidence: list[Evidence]) -> None:
     with story(1, fragments=1, outer_steps=None, outer={**EVERYTHING, **MODES[mode]}) as swarm:
         swarm.begin("abc")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from diloco.protocol import peer as peer_module
+from tests.support.slow import slow
 from tests.support.stories import TOKENS_PER_ROUND, Story, agreed, story
 
 MODES: dict[str, dict[str, Any]] = {
@@ -31,7 +32,7 @@ def split_and_meet(swarm: Story, one: str, other: str) -> tuple[dict[str, int], 
     return before, {name: node.protocol.applied_tokens for name, node in swarm.nodes().items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode if mode == "barrier" else slow(mode) for mode in MODES])
 def test_a_peer_that_waited_for_nobody_overwrites_nothing(mode: str) -> None:
     """Nor does the budget of the others shrink by the numbers of versions, of which it makes many alone."""
     with story(1, fragments=2, outer_steps=None, outer=MODES[mode]) as swarm:

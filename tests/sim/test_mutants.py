@@ -27,7 +27,7 @@ def found() -> dict[str, str | None]:
     return dict(map(json.loads, ended.stdout.splitlines()))
 
 
-@pytest.mark.mutants
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
 def test_a_known_bug_is_found(mutant: Mutant, found: dict[str, str | None]) -> None:

@@ -31,6 +31,7 @@ from diloco.outer.fragments import gather_
 from diloco.testing.fuzz.crowd import Life
 from diloco.train.loop import learning_rate
 from diloco.train.progress import DYLU_FLOOR
+from tests.support.slow import slow
 from tests.support.stories import Story, agreed, story
 
 H = 6
@@ -273,7 +274,8 @@ ONCE_WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "seed", "changes", "units"), [*ONCE_WRONG, *((mode, 1, CHANGES, True) for mode in MODES)]
+    ("mode", "seed", "changes", "units"),
+    [*(slow(*one) for one in ONCE_WRONG), *((mode, 1, CHANGES, True) for mode in MODES)],
 )
 def test_nothing_is_stale_in_these_stories(mode: str, seed: int, changes: Sequence[str], units: bool) -> None:
     tell(mode, seed, changes, units)

@@ -9,6 +9,7 @@ import pytest
 from diloco.config import compose
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.testing.fuzz.crowd import Member
+from tests.support.slow import slow
 from tests.support.stories import story
 
 STEP_S = 0.5
@@ -39,7 +40,7 @@ def out_of_phase(preset: str, sync_every: int, paces: list[float], rounds: int) 
 
 @pytest.mark.parametrize(
     ("preset", "sync_every", "paces"),
-    [("decoupled", 24, [0.5 + 0.24 / 7 * number for number in range(8)]), ("async", 12, [STEP_S] * 16)],
+    [slow("decoupled", 24, [0.5 + 0.24 / 7 * number for number in range(8)]), ("async", 12, [STEP_S] * 16)],
 )
 def test_peers_out_of_phase_are_all_merged(preset: str, sync_every: int, paces: list[float]) -> None:
     merged, discarded = out_of_phase(preset, sync_every, paces, rounds=2)

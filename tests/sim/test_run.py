@@ -15,6 +15,7 @@ from diloco.protocol.view import View
 from diloco.swarm.node import node
 from tests.support.peers import json_lines
 from tests.support.simulated import digests, simulated
+from tests.support.slow import slow
 
 
 def said(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -119,7 +120,7 @@ def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
         simulated(tmp_path, "inner.lr=10", "inner.clip=1e6", "outer.lr=10", "budget.outer_steps=40")
 
 
-@pytest.mark.parametrize(("fragments", "sync_every", "joins_at"), [(4, 8, 17), (4, 8, 18), (1, 16, 23)])
+@pytest.mark.parametrize(("fragments", "sync_every", "joins_at"), [(4, 8, 17), slow(4, 8, 18), slow(1, 16, 23)])
 def test_a_joiner_that_begins_behind_the_others_gets_in_step(
     fragments: int, sync_every: int, joins_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

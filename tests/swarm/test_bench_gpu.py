@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.peers import command
 from tests.support.places import SCRIPTS
 
 SCRIPT = SCRIPTS / "bench_gpu"
 
 
+@pytest.mark.slow
 def test_it_measures_a_row_on_the_cpu(tmp_path: Path) -> None:
     arguments = ["--cpu", "--quick", "--modes", "streaming", "--devices", "1", "3"]
     with command(str(SCRIPT), *arguments, directory=tmp_path) as started:

@@ -20,6 +20,7 @@ from tests.support.printing import printed_of
 NOBODY = "QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
 
 
+@pytest.mark.slow
 def test_who_loses_its_daemon_prints_nothing_of_what_was_still_to_be_said(tmp_path: Path) -> None:
     async def scene() -> None:
         listen = ["/ip4/127.0.0.1/tcp/0"]
@@ -64,6 +65,7 @@ def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(monkeypatch: p
     assert printed_of(scene) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -11,6 +11,7 @@ from tests.support.pages import code
 from tests.support.peers import program
 
 
+@pytest.mark.slow
 def test_the_adapter_of_a_page_is_all_that_its_peer_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a small model and a conversation in place of the names on the page."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.examples import ADDRESS, FOLDER, NAMES
 from tests.support.peers import Command, command, eventually
+from tests.support.slow import slow
 
 SLOW_S = 280.0  # a busy machine; a laptop takes a tenth of it
 
@@ -40,7 +41,8 @@ def anchors(output: str, directory: Path) -> str:
     return str(json.loads(summary.read_text())["peers"][0]["anchor_digest"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+# One loop of its own and one of a library; the others are played each night.
+@pytest.mark.parametrize("name", [one if one in ("plain_torch", "trainer") else slow(one) for one in NAMES])
 def test_two_peers_of_an_example_have_different_data_and_end_with_the_same_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +59,7 @@ def test_two_peers_of_an_example_have_different_data_and_end_with_the_same_model
     assert one != other
 
 
+@pytest.mark.slow
 def test_the_model_of_an_example_is_read_by_transformers_and_a_directory_is_as_good_as_a_name(tmp_path: Path) -> None:
     file, steps = str(FOLDER / "hub_model.py"), ("--steps", "10", "--model")
     (tmp_path / "notes").mkdir()

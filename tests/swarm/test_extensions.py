@@ -12,6 +12,7 @@ from tests.support.extensions import MISSING, installed
 from tests.support.peers import SMOKE, command, eventually
 
 
+@pytest.mark.slow
 def test_who_joins_a_run_whose_optimizer_is_not_installed_here_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

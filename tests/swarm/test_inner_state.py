@@ -6,10 +6,13 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.support.inner_states import anchors, said
 from tests.support.peers import SMOKE, command, eventually
 
 
+@pytest.mark.slow
 def test_a_real_joiner_gets_the_state_from_a_peer_that_trains(tmp_path: Path) -> None:
     run = (*SMOKE, "outer.sync_every=10", "budget.outer_steps=40000", "train.step_delay_s=0.02", "eval.every=0")
     one, two = (tmp_path / name for name in ("one", "two"))

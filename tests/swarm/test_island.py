@@ -18,6 +18,7 @@ from diloco.train.run import run
 from tests.support import warm
 from tests.support.peers import SMOKE, command, eventually, json_lines, together
 from tests.support.places import ROOT
+from tests.support.slow import slow
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
 EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.shards=1", "train.threads=1")
@@ -66,7 +67,7 @@ def losses(run_dir: Path, kind: str) -> list[float]:
             "sys.argv += ['inner.batch_size=' + ('4' if first else '8')]",
             "inner.batch_size=8 on rank 1, and 4 on rank 0",
         ),
-        (  # what `auto` finds on another GPU
+        slow(  # what `auto` finds on another GPU
             "import diloco.train.precision as found; found.native_precision = lambda _: 'bf16' if first else 'fp16'",
             "train.precision=fp16 on rank 1, and bf16 on rank 0",
         ),
@@ -87,6 +88,7 @@ def test_ranks_that_were_started_with_other_settings_are_refused(differs: str, s
     assert lines == [f"diloco: error: {said}; start all ranks alike"]
 
 
+@pytest.mark.slow
 def test_all_ranks_halve_the_micro_batch_when_one_runs_out_of_memory(tmp_path: Path) -> None:
     one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "start.py"
     script.write_text(
@@ -107,6 +109,7 @@ def test_all_ranks_halve_the_micro_batch_when_one_runs_out_of_memory(tmp_path: P
     assert losses(two, "loss") == pytest.approx(losses(one, "loss"), rel=0, abs=5e-6)
 
 
+@pytest.mark.slow
 def test_ranks_hear_integers_of_rank_0_however_many_they_are(tmp_path: Path) -> None:
     script = tmp_path / "share.py"
     script.write_text(
@@ -121,7 +124,7 @@ def test_ranks_hear_integers_of_rank_0_however_many_they_are(tmp_path: Path) -> 
         assert started.wait() == 0, started.stderr
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [slow("ddp"), "fsdp"])
 def test_two_ranks_train_like_one_process_of_the_same_batch(parallel: str, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     with torchrun(two, *EXACT, f"train.parallel={parallel}") as started:
@@ -139,6 +142,7 @@ def test_two_ranks_train_like_one_process_of_the_same_batch(parallel: str, tmp_p
     assert [peer["steps"] for peer in there["peers"]] == [12], "two ranks are one peer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_chunked_head_and_compiled_recomputed_layers_train_like_plain_ones(parallel: str, tmp_path: Path) -> None:
     one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "start.py"
@@ -193,6 +197,7 @@ def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) 
     assert "diloco: error" not in started.stderr and "RuntimeError" not in started.stderr
 
 
+@pytest.mark.slow
 def test_an_island_that_loses_a_rank_comes_back_as_the_same_peer_and_goes_on(tmp_path: Path) -> None:
     place, run_dir = tmp_path / "host", tmp_path / "run"
     host = ("-m", "diloco", "host", "--new", *SMOKE, f"run.dir={place}", "budget.outer_steps=6")
@@ -231,6 +236,7 @@ def test_a_machine_that_will_be_taken_away_is_left_with_a_checkpoint(tmp_path: P
     assert newest == f"step-{steps:08d}" and started.stderr.count("diloco: leaving the swarm") == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     settings = (*EXACT, "inner.batch_size=4", "inner.schedule=constant", "inner.warmup_steps=0", "outer.rounds=4")
@@ -252,7 +258,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     ("override", "error"),
     [
         ("inner.batch_size=3", "inner.batch_size=3 cannot be shared evenly by 2 processes; use a multiple of 2"),
-        (f"swarm.initial_peers={NOBODY}", f"swarm.initial_peers={NOBODY} cannot be reached; check that a peer is"),
+        slow(f"swarm.initial_peers={NOBODY}", f"swarm.initial_peers={NOBODY} cannot be reached; check that a peer is"),
     ],
     ids=["batch", "address"],
 )

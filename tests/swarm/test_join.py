@@ -120,6 +120,7 @@ main(["join", *sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 def test_a_volunteer_with_two_devices_joins_as_two_peers_or_as_one_on_both(tmp_path: Path) -> None:
     (tmp_path / "join.py").write_text(STUBS)
     begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=40000", "eval.every=0"]

@@ -19,6 +19,7 @@ from tests.support.peers import MARK, SMOKE, eventually, json_lines, marked
 from tests.support.slurm import started
 
 
+@pytest.mark.slow
 def test_tasks_of_slurm_train_leave_at_the_end_of_their_time_and_go_on(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

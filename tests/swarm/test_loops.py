@@ -88,6 +88,7 @@ def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(peers: list[Found]) -> N
         assert second["rate"] == pytest.approx(0.5e-2 * (1 + math.cos(math.pi * 99 / 60)))
 
 
+@pytest.mark.slow
 def test_the_ranks_of_torchrun_are_one_peer(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--tee=3")
     with command(*launcher, LOOPS, "ranks", str(tmp_path), "ranks", directory=tmp_path) as started:

@@ -34,6 +34,7 @@ def test_a_blank_peer_holds_nothing_before_it_has_the_anchors(tmp_path: Path) ->
         crowd.close()
 
 
+@pytest.mark.slow
 def test_a_run_from_a_directory_is_joined_where_there_is_none(saved: Path, tmp_path: Path) -> None:
     model, text = shutil.copytree(saved, tmp_path / "model"), lines(tmp_path)
     begin = ["-m", "diloco", "train", "model=pretrained", f"model.path={model}", f"data.tokenizer={model}", "data=json"]

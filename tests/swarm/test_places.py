@@ -14,6 +14,7 @@ from diloco.swarm.wire.streams import BULK
 from tests.support.peers import Crowd
 
 
+@pytest.mark.slow
 def test_a_peer_that_libp2p_cannot_find_is_called_where_it_said_that_it_is(tmp_path: Path) -> None:
     crowds = [Crowd(tmp_path / name, {"w": (8, 8)}, fragments=2) for name in ("one", "two")]
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.peers import command
+from tests.support.slow import slow
 
 RANKS = """
 import os, sys, torch
@@ -39,7 +40,7 @@ os._exit(0)  # as ranks of `diloco.train` do: the usual end of a process now and
 """
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [slow("ddp"), "fsdp"])
 def test_all_ranks_skip_the_step_of_which_one_has_bad_gradients(parallel: str, tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")

@@ -11,7 +11,7 @@ from tests.support.peers import SMOKE, diloco
 from tests.support.presets import RUNS, name_of
 
 # Those that ask something of the swarm that no other does. Other tests run diloco; streaming is between the two.
-REAL = [run for run in RUNS if name_of(run) in ("async", "decoupled", "eager")]
+REAL = [run for run in RUNS if name_of(run) in ("async", "decoupled")]
 
 
 @pytest.mark.parametrize("run", REAL, ids=name_of)

@@ -21,6 +21,7 @@ from diloco.rundir.checkpoint import CheckpointStore
 from diloco.train.baseline import DataParallel
 from diloco.train.run import run
 from tests.support.peers import SMOKE, command, eventually, json_lines
+from tests.support.slow import slow
 
 # One peer, whose order of the data does not depend on its identity; a constant learning rate, so that a longer budget
 # is the same training.
@@ -84,6 +85,7 @@ def test_a_peer_that_was_killed_at_a_boundary_ends_bit_equal_to_one_that_was_not
     assert resumed["seconds"]["compute"] >= state["seconds"]["compute"] > 4 * 0.02, "it slept in its first session"
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +104,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     assert sorted(path.name for path in (run_dir / "checkpoints" / "peer").iterdir())[-1] == "step-00000006"
 
 
-@pytest.mark.parametrize("stopped_at", [4, 7, 10, 11])
+@pytest.mark.parametrize("stopped_at", [slow(4), 7, slow(10), slow(11)])
 def test_data_parallel_goes_on_from_the_middle_of_a_cycle_whether_or_not_its_boundary_got_a_checkpoint(
     stopped_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +149,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(
     assert kept(first) == kept(second)
 
 
+@pytest.mark.slow
 def test_without_any_usable_checkpoint_a_run_ends_instead_of_starting_over(
     uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

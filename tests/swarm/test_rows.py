@@ -20,6 +20,7 @@ from diloco.train.island import Island
 from diloco.train.parameters import Trained
 from diloco.train.rows import Rows, is_rows, kept, own_rows, rows_of, sharded_like, whole
 from tests.support.peers import command
+from tests.support.slow import slow
 from tests.support.stub_device import at_once
 
 SHAPES = {"even": (8, 3), "uneven": (3, 5), "one": (1, 3), "cut": (7, 4099), "long": (300, 1000), "vector": (6,)}
@@ -107,7 +108,9 @@ def rank(kind: str, place: Path) -> None:
     island.close()
 
 
-@pytest.mark.parametrize(("kind", "size"), [("ddp", 2), ("staged", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [slow("ddp", 2), slow("staged", 2), slow("fsdp", 2), ("fsdp", 3), slow("fsdp", 4)]
+)
 def test_an_island_of_any_size_sends_and_takes_the_same_bits(kind: str, size: int, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone")
     with command(

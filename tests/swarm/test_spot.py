@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.peers import SMOKE, command, eventually
 from tests.support.spots import checked
 
 
+@pytest.mark.slow
 def test_real_peers_are_checked_on_the_units_that_were_leased_to_them(tmp_path: Path) -> None:
     both = ("-m", "diloco", "train", *SMOKE, "outer.sync_every=10", "outer.spot_check=1", "swarm.min_peers=2")
     with command(*both, "run.dir=a", "run.name=a", directory=tmp_path) as first:

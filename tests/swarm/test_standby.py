@@ -14,6 +14,7 @@ from diloco.rundir.here import runs_here
 from tests.support.peers import SMOKE, command, eventually, json_lines
 
 
+@pytest.mark.slow
 def test_a_volunteer_that_pauses_comes_back_as_the_same_peer_and_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

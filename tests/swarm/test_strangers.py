@@ -29,6 +29,7 @@ from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
 from tests.support.peers import Crowd, Trainee, eventually, together
+from tests.support.slow import slow
 
 SHAPES = {"embed": (60, 100), "norm": (5,)}
 RUN = "crowd"
@@ -84,11 +85,13 @@ def test_invited_peers_train_together(club: Club, members: list[Trainee]) -> Non
     [
         (lambda club: None, "admits invited peers only; ask its owner for a link"),
         (lambda club: club.token(life_s=-HOUR), "the invitation expired 60 minutes ago"),
-        (lambda club: club.token(run="another"), "the invitation is for run.id=another"),
-        (lambda club: club.members[0].node.context.gate.admission.token, "is in use by another identity"),
-        (lambda club: club.token(peer=club.members[0].peer_id), "the invitation is bound to peer"),
-        (lambda club: issue(RunKey.create(club.directory / "other"), RUN, "worker", 2**40), "signed by another key"),
-        (lambda club: club.token("observer"), "allows to watch only"),
+        slow(lambda club: club.token(run="another"), "the invitation is for run.id=another"),
+        slow(lambda club: club.members[0].node.context.gate.admission.token, "is in use by another identity"),
+        slow(lambda club: club.token(peer=club.members[0].peer_id), "the invitation is bound to peer"),
+        slow(
+            lambda club: issue(RunKey.create(club.directory / "other"), RUN, "worker", 2**40), "signed by another key"
+        ),
+        slow(lambda club: club.token("observer"), "allows to watch only"),
         (lambda club: club.token("host"), "role host does not allow training"),
     ],
     ids=["none", "expired", "run", "in-use", "bound", "key", "observer", "host"],

@@ -20,6 +20,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_simulations_ends_in_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,6 +37,7 @@ def test_a_sweep_of_simulations_ends_in_a_table(
     assert "2 of 2 members have ended before" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_optuna_chooses_and_submitit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = """# @package _global_
 defaults: [smoke, {override /hydra/sweeper: optuna}, {override /hydra/launcher: submitit_local}, _self_]

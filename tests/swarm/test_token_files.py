@@ -18,6 +18,7 @@ def documents_of(number: int) -> Iterator[bytes]:
     return (f"w{index} w{index % 7} ".encode() * (1 + index % 3) for index in range(number))
 
 
+@pytest.mark.slow
 def test_processes_make_the_same_tokens_in_the_same_order(word_tokenizer: str) -> None:
     settings = config("text", Path("x"), tokenizer=word_tokenizer)
     tokenizer = HubTokenizer(word_tokenizer)

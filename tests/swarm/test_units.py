@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from diloco.protocol.ledger import count, intersection, union
 from tests.support.peers import SMOKE, command, eventually, json_lines
 
@@ -37,6 +39,7 @@ def train_two(directory: Path, outer_steps: int, ranks: Sequence[int]) -> None:
             second.done()
 
 
+@pytest.mark.slow
 def test_two_real_peers_learn_from_different_units_and_so_they_do_after_a_restart(tmp_path: Path) -> None:
     for outer_steps, sizes in ((4, (2, 1)), (8, (1, 2))):  # an island and a single process, each once as the other
         train_two(tmp_path, outer_steps, sizes)

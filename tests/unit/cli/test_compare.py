@@ -131,6 +131,7 @@ def names(tmp_path: Path, *overrides: Sequence[str]) -> list[str]:
     return [run.name for run in read_runs([make(tmp_path / f"r{i}", *one) for i, one in enumerate(overrides)])]
 
 
+@pytest.mark.slow
 def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
     seed, other = ["run.seed=1"], ["run.seed=1", "run.id=other"]
     two = names(tmp_path / "a", ["outer.lr=0.5", *seed], ["outer.lr=0.75", *other])
@@ -141,6 +142,7 @@ def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
     assert models == ["model.name=a", "model.name=b"]
 
 
+@pytest.mark.slow
 def test_runs_of_one_setting_are_told_apart_by_directory(tmp_path: Path) -> None:
     assert names(tmp_path, [], []) == ["r0", "r1"]
     three = names(tmp_path / "x", ["outer.lr=0.7"], [], [])

@@ -48,6 +48,7 @@ def verdicts(doctor: Doctor) -> dict[str, Check]:
     return {check.name: check for check in doctor.checks()}
 
 
+@pytest.mark.slow
 def test_a_healthy_machine_and_swarm_are_all_ok(healthy: Doctor) -> None:
     """There are figures for a plan; without an address nothing is asked of a swarm."""
     found = verdicts(healthy)

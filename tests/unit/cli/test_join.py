@@ -281,6 +281,7 @@ def trainer(micro_batch: int | None) -> Trainer:
 ROWS = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
     whole = trainer(None)
     loss = float(whole._gradients(ROWS[:7]))

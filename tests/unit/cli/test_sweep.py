@@ -234,6 +234,7 @@ def test_hydra_hands_over_the_values_and_leaves_the_command_line(tmp_path: Path)
     assert sys.argv == before and "HYDRA_FULL_ERROR" not in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The ..declarative_base")  # of SQLAlchemy, for Optuna
 def test_optuna_looks_for_several_objectives(capsys: pytest.CaptureFixture[str]) -> None:
     """The result has our names."""
@@ -245,6 +246,7 @@ def test_optuna_looks_for_several_objectives(capsys: pytest.CaptureFixture[str])
     assert "what optuna found best by loss, wall_s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The ..declarative_base")
 @pytest.mark.parametrize(("seed", "code"), [(3, 3), (4, 0)])
 @pytest.mark.parametrize("objective", ["loss", "[loss,wall_s]"])

@@ -93,6 +93,7 @@ def test_every_setting_declares_where_it_has_an_effect() -> None:
     assert set(LETTERS.values()) == set(COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", EFFECT)
 def test_commands_and_modes_refuse_what_they_do_not_read(key: str) -> None:
     typed, *needed = CHANGES[key]
@@ -106,6 +107,7 @@ def test_commands_and_modes_refuse_what_they_do_not_read(key: str) -> None:
     assert f"{commands} {modes}" == EFFECT[key]
 
 
+@pytest.mark.slow
 def test_a_simulation_reads_just_the_settings_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from diloco.sim.run import simulate
 

@@ -149,6 +149,7 @@ def test_torchrun_takes_the_same_options() -> None:
 
 
 # --- Where files are looked for ---------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_the_working_directory_comes_before_folder_and_package(own: Path) -> None:
     write("configs/outer/diloco.yaml", "method: diloco\nsync_every: 11\n")
     write("shared/outer/diloco.yaml", "method: diloco\nsync_every: 12\n")

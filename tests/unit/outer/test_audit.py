@@ -25,6 +25,8 @@ from diloco.outer.recompute import Counted, Seen
 from tests.support.audits import Syncer
 from tests.support.outer import outer
 
+pytestmark = pytest.mark.slow
+
 NUMELS = {"embed.weight": 700, "layer.weight": LEAF + BLOCK, "layer.bias": 77}
 QUORUM = {"quorum": 1, "staleness_limit": 5}
 MODES: dict[str, dict[str, Any]] = {

@@ -25,6 +25,7 @@ def test_it_runs_in_the_simulator_to_one_anchor(run: tuple[str, ...], tmp_path: 
     assert spent.processed == spent.applied + spent.discarded + spent.in_flight and spent.in_flight >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in choices()["experiment"] if name.endswith("-mini")])
 def test_the_small_twin_of_a_paper_learns(name: str, tmp_path: Path) -> None:
     tiny = ["model.config.hidden_size=32", "model.config.num_hidden_layers=2", "model.config.intermediate_size=64"]

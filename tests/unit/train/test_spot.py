@@ -34,6 +34,8 @@ from tests.support.inner_states import said
 from tests.support.simulated import digests, simulated
 from tests.support.spots import checked
 
+pytestmark = pytest.mark.slow
+
 ME = "me"
 NUMEL = 8192  # in two fragments
 TARGET = torch.cat([torch.full((4096,), 1.0), torch.full((4096,), 2.0)])

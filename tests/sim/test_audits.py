@@ -370,6 +370,7 @@ def drive(work: Coroutine[Any, Any, None]) -> None:
         work.send(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins", [1, 60])
 def test_a_bias_in_one_of_100_parts_is_audited_in_time(begins: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the stated versions, with the default of `outer.audit`, in 200 runs of a syncer and three others.

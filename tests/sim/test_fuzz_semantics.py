@@ -52,6 +52,7 @@ def test_a_sum_over_its_bound_would_be_found(monkeypatch: pytest.MonkeyPatch) ->
     assert "1 validation error for LedgerTotals" in str(play_lie(lie).violation)
 
 
+@pytest.mark.slow
 def test_a_publication_that_nobody_can_fetch_starts_no_storm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each failed fetch woke the others: two honest peers opened hundreds of streams a second to each other."""
     monkeypatch.setattr("diloco.protocol.limits.EventLines.suppressed", lambda self, kind, peer, now: 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.testing.fuzz.crowd import Member
+from tests.support.slow import slow
 from tests.support.stories import STEP_S, TOKENS_PER_ROUND, Story, story
 
 SECONDS = 200.0  # two and a half rounds of the slow one
@@ -20,7 +21,7 @@ def train(swarm: Story, names: str, seconds: float, *slow: Member) -> int:
     return swarm.node("a").protocol.applied_tokens
 
 
-@pytest.mark.parametrize("robust", ["auto", "none"])  # kept until the version closes, or folded in on arrival
+@pytest.mark.parametrize("robust", ["auto", slow("none")])  # kept until the version closes, or folded in on arrival
 def test_a_peer_forty_times_slower_costs_little_and_is_merged(robust: str) -> None:
     outer = {"robust": robust, "codec_up": "int8"}
     with story(0, fragments=1, outer_steps=None, outer=outer) as swarm:

@@ -180,6 +180,17 @@ class Trainee:
         return sorted(self.replica.held)
 
 
+def begin(*peers: Trainee) -> None:
+    """All of them begin, and hear of each other that they train.
+
+    A round of these tests takes no time. A syncer that had heard of one peer that it trains, and not yet of another one
+    that it is ready, would make the first version without that one.
+    """
+    together(*(peer.begin for peer in peers))
+    pairs = list(permutations(peers, 2))
+    eventually(lambda: all(one.sees(other, "training") for one, other in pairs), "everybody to hear of everybody")
+
+
 class Crowd:
     """The nodes of one swarm; they differ in what they are made of and agree on what the run is."""
 
@@ -209,18 +220,12 @@ class Crowd:
         return self.members[-1]
 
     def start(self, count: int, **options: Any) -> list[Trainee]:
-        """That many peers, started, agreed, and heard by each other to train.
-
-        A round of these tests takes no time. A syncer that had heard of one peer that it trains, and not yet of another
-        one that it is ready, would make the first version without that one.
-        """
+        """That many peers, started, agreed, and heard by each other to train."""
         first = self.peer(min_peers=count, **options).start()
         others = [self.peer(first.address, min_peers=count, **options) for _ in range(count - 1)]
         together(*(other.start for other in others))
         peers = [first, *others]
-        together(*(peer.begin for peer in peers))
-        pairs = list(permutations(peers, 2))
-        eventually(lambda: all(one.sees(other, "training") for one, other in pairs), "everybody to hear of everybody")
+        begin(*peers)
         return peers
 
     def finish(self, *peers: Trainee) -> None:

@@ -193,6 +193,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_seeds_are_one_row_and_the_lowest_loss_comes_first(seeds: Path, tmp_path: Path, typed: Typed) -> None:
     file, places = tmp_path / "table.csv", sorted(map(str, seeds.iterdir()))
     assert table(typed("compare", *places, "--csv", str(file)))[:3] == [

@@ -100,6 +100,7 @@ def test_who_starts_a_run_that_nobody_can_join_is_told() -> None:
         assert not any("nobody can join" in line for line in compose(fine).warnings())
 
 
+@pytest.mark.slow
 def test_a_batch_that_fits_no_memory_is_refused_beforehand() -> None:
     machine = inspect_machine("cpu")
     sizes = ("inner.batch_size", "data.sequence_length", "model.config.max_position_embeddings")

@@ -116,6 +116,7 @@ def test_a_large_model_has_logits_in_chunks_and_keeps_inputs() -> None:
     assert inputs < recomputed < kept / 2, "one of three layers exists whole at a time"
 
 
+@pytest.mark.slow
 def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def machine(free: float) -> Machine:
         found = Machine(torch.device("cpu"), "CPU", 2, 2, free, free, "fp32")

@@ -86,6 +86,7 @@ def test_a_machine_is_used_whole_unless_one_device_is_named(monkeypatch: pytest.
     assert layout_of(config, (), 1, None, ()) is None
 
 
+@pytest.mark.slow
 def test_model_invitation_and_link_decide_on_an_island(monkeypatch: pytest.MonkeyPatch) -> None:
     def laid(config: Config, typed: Collection[str] = (), link: Link | None = None) -> Layout:
         found = layout_of(config, typed, 1, link, [10.0] if link else ())

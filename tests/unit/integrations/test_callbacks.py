@@ -19,6 +19,7 @@ from diloco.swarm.node.rounds import Exchanged
 from diloco.train.api import Swarm
 from diloco.train.wrapped import paced, plain_model, plain_optimizer
 from tests.support.loops import Direct, LastFlight, made
+from tests.support.slow import slow
 
 # Of the libraries, about themselves and this machine.
 pytestmark = [
@@ -288,7 +289,7 @@ WAYS: dict[str, tuple[Callable[..., list[int]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [slow(way) if "without" in way else way for way in WAYS])
 def test_peers_of_one_seed_train_on_other_batches(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And each says so."""
     seen, settings = WAYS[way]

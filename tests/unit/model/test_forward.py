@@ -73,6 +73,7 @@ def test_models_that_cannot_recompute_or_compile_are_refused(monkeypatch: pytest
         compile_layers_(nn.Linear(1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's own tracing, which hides it
 def test_compiled_layers_keep_names_and_gradients() -> None:
     plain, compiled = small(), small()

@@ -17,6 +17,7 @@ from diloco.outer.state import OuterState
 from tests.support.outer import merge, outer, relative_error
 from tests.support.peers import json_lines
 from tests.support.simulated import simulated
+from tests.support.slow import slow
 
 NUMEL = 4096
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
@@ -155,10 +156,10 @@ def test_a_window_that_is_not_full_moves_no_anchor() -> None:
 @pytest.mark.parametrize(
     ("event", "mode"),
     [
-        ("crash:1@9.5,join:4@11,crash:2@21.5", ["budget.outer_steps=8"]),
+        slow("crash:1@9.5,join:4@11,crash:2@21.5", ["budget.outer_steps=8"]),
         ("crash:1@9.5", ["outer=async"]),
-        ("crash:1@9.5", ["outer=fedbuff", "outer.codec_down=e3m0"]),
-        ("crash:1@9.5", ["outer=decoupled", "outer.codec_down=fp16"]),
+        slow("crash:1@9.5", ["outer=fedbuff", "outer.codec_down=e3m0"]),
+        slow("crash:1@9.5", ["outer=decoupled", "outer.codec_down=fp16"]),
     ],
     ids=["all wait, two deaths", "async", "fedbuff, e3m0", "decoupled, fp16"],
 )

@@ -38,6 +38,7 @@ from tests.support.inner_states import anchors, said
 from tests.support.peers import DEADLINE_S
 from tests.support.simulated import digests
 from tests.support.simulated import simulated as simulated_with
+from tests.support.slow import slow
 from tests.support.stub_wire import Pipe
 
 LATE = ("local.peers=3", "budget.outer_steps=4", "sim.events=[join:3@6.5]")
@@ -333,7 +334,7 @@ def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
     assert outcome.virtual_s > without.virtual_s
 
 
-@pytest.mark.parametrize("outer", ["streaming", "async"])
+@pytest.mark.parametrize("outer", [slow("streaming"), "async"])
 def test_a_cold_joiner_comes_to_take_part_without_a_barrier(tmp_path: Path, outer: str) -> None:
     small = ["outer.overlap=1", "outer.fragments=2"] if outer == "streaming" else []
     every = ("outer.sync_every=4", "budget.outer_steps=12", "swarm.inner_state=cold")

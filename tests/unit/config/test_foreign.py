@@ -164,7 +164,7 @@ def test_a_question_pauses_the_stages() -> None:
 
 
 def test_files_of_a_commit_are_weighed_before_they_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
+    import huggingface_hub.constants
 
     sizes = {"config.json": 700, "a.safetensors": 10**18}
     info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()])

@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -180,15 +180,18 @@ class Trainee:
         return sorted(self.replica.held)
 
 
-def begin(*peers: Trainee) -> None:
-    """All of them begin, and hear of each other that they train.
+def begin_together(*peers: Trainee, syncers: Sequence[Trainee] = ()) -> None:
+    """All of them begin, and the syncers (default: all) hear of each that it trains.
 
     A round of these tests takes no time. A syncer that had heard of one peer that it trains, and not yet of another one
     that it is ready, would make the first version without that one.
     """
     together(*(peer.begin for peer in peers))
-    pairs = list(permutations(peers, 2))
-    eventually(lambda: all(one.sees(other, "training") for one, other in pairs), "everybody to hear of everybody")
+    for syncer, peer in product(syncers or peers, peers):
+        if syncer is not peer:
+            eventually(
+                lambda pair=(syncer, peer): pair[0].sees(pair[1], "training"), "the syncers to hear of everybody"
+            )
 
 
 class Crowd:
@@ -225,7 +228,7 @@ class Crowd:
         others = [self.peer(first.address, min_peers=count, **options) for _ in range(count - 1)]
         together(*(other.start for other in others))
         peers = [first, *others]
-        begin(*peers)
+        begin_together(*peers)
         return peers
 
     def finish(self, *peers: Trainee) -> None:

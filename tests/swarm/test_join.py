@@ -14,7 +14,7 @@ from diloco.admission.keys import RunKey
 from diloco.errors import SwarmError
 from diloco.swarm.visit.look import look, parse_manifest
 from tests.support.joining import OTHER
-from tests.support.peers import SMOKE, Crowd, command, dead_port, diloco, eventually, together
+from tests.support.peers import SMOKE, Crowd, begin_together, command, dead_port, diloco, eventually, together
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -55,8 +55,7 @@ def test_a_peer_that_nobody_can_call_trains_and_holds_nothing(crowd: Crowd) -> N
     [said] = wrong.said("unreachable")
     assert f"{dead}: nobody listens on that port" in said["advice"]
     assert "'swarm.announce=[/ip4/127.0.0.1" in said["advice"]
-    together(first.begin, mute.begin, wrong.begin)
-    eventually(lambda: first.sees(mute, "training") and first.sees(wrong, "training"), "the syncer to expect both")
+    begin_together(first, mute, wrong, syncers=[first])
     together(*(lambda peer=peer: peer.round(0.1) for peer in (first, mute, wrong)))
     assert first.holds() == [0, 1, 2, 3] and mute.holds() == wrong.holds() == []
     assert first.digest == mute.digest == wrong.digest and first.node.protocol.num_merged() == 3

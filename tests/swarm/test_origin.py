@@ -11,7 +11,7 @@ import torch
 
 from diloco import model as models
 from tests.support.origins import BIAS, lines
-from tests.support.peers import Crowd, begin, command, eventually, together
+from tests.support.peers import Crowd, begin_together, command, eventually, together
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -22,7 +22,7 @@ def test_a_blank_peer_holds_nothing_before_it_has_the_anchors(tmp_path: Path) ->
         first = crowd.peer(min_peers=2).start()
         before = first.digest
         blank = crowd.peer(first.address, seed=5, blank=True, min_peers=2).start()
-        begin(first, blank)
+        begin_together(first, blank)
         assert first.digest == blank.digest == before
         assert not blank.node.protocol.blank and blank.node.protocol.holds
         together(lambda: first.round(0.1), lambda: blank.round(0.1))

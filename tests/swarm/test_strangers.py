@@ -28,7 +28,7 @@ from diloco.swarm.visit.revoke import revoke
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
-from tests.support.peers import Crowd, Trainee, begin, eventually, together
+from tests.support.peers import Crowd, Trainee, begin_together, eventually, together
 from tests.support.slow import slow
 
 SHAPES = {"embed": (60, 100), "norm": (5,)}
@@ -63,7 +63,7 @@ def members(club: Club) -> list[Trainee]:
     """Two peers of a closed run that train."""
     first = club.member(min_peers=2).start()
     second = club.member(first.address, min_peers=2).start()
-    begin(first, second)
+    begin_together(first, second)
     return [first, second]
 
 

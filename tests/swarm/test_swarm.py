@@ -23,7 +23,7 @@ from diloco.swarm.conversations import parts
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
-from tests.support.peers import Crowd, Trainee, dead_port, eventually, seeded, together
+from tests.support.peers import Crowd, Trainee, begin_together, dead_port, eventually, seeded, together
 from tests.support.slow import slow
 
 SHAPES = {"embed": (300, 1000), "layer": (37, 13), "norm": (5,), "head": (1000, 300)}  # two of them over one chunk
@@ -237,7 +237,7 @@ def test_a_peer_without_accelerator_holds_the_fragments_and_follows(crowds: Any)
     eventually(lambda: host.node.protocol.state == "ready", "the host to hold the model")
     trainers = [crowd.peer(host.address, seed=seed, min_peers=3) for seed in (1, 2)]
     together(*(trainer.start for trainer in trainers))
-    together(*(trainer.begin for trainer in trainers))
+    begin_together(*trainers, syncers=[host])
     assert host.digest == trainers[0].digest == trainers[1].digest
     train(crowd, trainers, range(ROUNDS))
     assert host.holds() == [0, 1, 2, 3] and not trainers[0].holds()

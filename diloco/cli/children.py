@@ -46,10 +46,13 @@ class Child:
         """Exit code: what the peer itself says, because torchrun calls it a failure when Ctrl+C has ended a peer."""
         return self.process.returncode if self.summary is None else self.summary.exit
 
-    def stop(self) -> None:
-        """Make it leave, or end it at once if it is not ready: then it may wait for others, and hears no signal."""
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """Make it leave, or end it at once if it is not ready: then it may wait for others, and hears no signal.
+
+        A second SIGINT ends a peer at once; another signal may come several times.
+        """
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT if self.ready or self.begun else signal.SIGKILL)
+            self.process.send_signal(number if self.ready or self.begun else signal.SIGKILL)
 
     def complaint(self) -> str | None:
         """The one-line error that the peer ended with."""
@@ -140,7 +143,7 @@ def follow(children: list[Child], words: Words, view: LiveView) -> None:
         view.note(f"{child.name} {state}: {child.complaint() if code > 0 else signal.Signals(-code).name}")
         if code > 0 and not child.ready:
             for other in children:
-                other.stop()
+                other.stop(signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from diloco.config import compose
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.train.api import Swarm
 from diloco.train.run import run
-from tests.support.peers import SMOKE, Command, arguments_of, command, dead_port, eventually, json_lines
+from tests.support.peers import SMOKE, Command, arguments_of, command, dead_port, eventually, free_port, json_lines
 from tests.support.slow import slow
 
 ENDLESS = ("budget.outer_steps=100000", "local.peers=2", "local.step_delay_s=[0.02,0.02]")
@@ -405,6 +405,15 @@ def test_a_peer_that_cannot_start_ends_all_and_leaves_nothing_that_looks_like_a_
     left = {place.name for place in (tmp_path / "run").iterdir()}
     assert not left & {"summary.json", "model", "loss.png"}
     assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_peers_that_fail_one_after_the_other_let_a_ready_one_leave_cleanly(tmp_path: Path) -> None:
+    """To be told so twice is not Ctrl+C twice, which ends a peer at once."""
+    with local(tmp_path / "run", "local.peers=4", f"swarm.listen=/ip4/127.0.0.1/tcp/{free_port()}") as started:
+        assert started.wait() == 3, started.stderr
+        assert started.family() == []
+    [line] = started.stderr.splitlines()
+    assert not line.startswith("diloco: error: p0: ") and "Address already in use" in line
 
 
 def test_data_and_directories_that_cannot_be_used_end_with_exit_code_two(

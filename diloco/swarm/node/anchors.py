@@ -134,9 +134,10 @@ class Anchors:
             if copies:
                 self.end_snapshot()
         terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
+        if copies:
+            await self._context.tasks.until(lambda: not replica.capturing)  # which makes and changes them
         residuals = dict(replica.residuals)
         if copies:
-            await self._context.tasks.until(lambda: not replica.capturing)  # which changes them
             residuals = dict(zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True))
         applied = self.own_tokens.applied
         named = protocol.address_book.all(member.peer for member in protocol.members.all())

@@ -1,4 +1,4 @@
-"""The documents: generated pages are current, links lead somewhere, recipes can be typed, a wheel has none of them."""
+"""The documents: links lead somewhere, recipes can be typed, a wheel has none of them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,18 @@ import pytest
 
 import diloco
 from diloco.cli.main import cli
+from diloco.config.explain import leaves
+from diloco.config.schema import Config
 from diloco.testing.bench.readme import rows_of
 from tests.support.exit_codes import exit_code
 from tests.support.pages import DOCS, code, docs, typed
 from tests.support.places import ROOT
 
 
-@pytest.mark.parametrize("name", docs.PAGES)
-def test_a_generated_page_is_what_the_code_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where no configs/ adds choices
-    assert (docs.FOLDER / name).read_text() == docs.PAGES[name](), "run: scripts/docs --write"
-
-
-def test_every_module_of_the_package_is_in_the_list_of_files() -> None:
-    listed = {line.split()[0] for line in docs.files().splitlines() if line.strip()}
-    modules = {path.name for path in (ROOT / "diloco").rglob("*.py")} - {"__init__.py"}
-    assert modules <= listed
-    assert docs.first_sentence(ROOT / "diloco" / "atomic.py") == "Replaces a file as a whole"
-
-
-def test_a_module_without_a_docstring_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docs, "ROOT", tmp_path)
-    (tmp_path / "bare.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match=r"^bare.py has no docstring$"):
-        docs.first_sentence(tmp_path / "bare.py")
+def test_the_site_has_a_line_for_every_setting_and_a_heading_for_every_command() -> None:
+    settings, commands = docs.settings(), docs.commands()
+    assert [key for key, _ in leaves(Config) if f"\n- `{key}=" not in settings] == []
+    assert [name for name in cli.commands if f"\n## diloco {name}\n" not in commands] == []
 
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
@@ -56,9 +44,9 @@ def test_pages_become_html_whose_headings_have_the_names_that_links_use(
     (tmp_path / "folder" / "two.md").write_text("# Two\n\n## What is `it`?\n\n![x](image.png) [no](#nothing)\n")
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     for page in (tmp_path / "README.md", tmp_path / "folder" / "two.md"):
-        docs._render(page, tmp_path / "site")
-    missing = {link for link in docs.broken(tmp_path / "site") if "reference.html" not in link and "api/" not in link}
-    assert missing == {"folder/two.html: #nothing"}
+        docs._render(page, page.read_text(), tmp_path / "site")
+    frame = re.compile(r"(reference|settings|commands|diloco)\.html$")
+    assert [link for link in docs.broken(tmp_path / "site") if not frame.search(link)] == ["folder/two.html: #nothing"]
     assert (tmp_path / "site" / "folder" / "image.png").read_bytes() == b"png"
 
 
@@ -160,16 +148,16 @@ def test_the_front_page_leads_to_every_page_of_the_documents() -> None:
 
 
 def test_there_is_no_more_to_read_than_somebody_reads() -> None:
-    """Words by hand: without the log, the pages that are made from the code, and the tables that scripts write."""
+    """Without the log, and the tables that scripts write."""
     made = {ROOT / "scripts" / "LOG.md", ROOT / "scripts" / "TABLES.md"}
-    pages = [page for page in docs.pages() if page not in made and page.parent not in (docs.FOLDER, ROOT / ".github")]
+    pages = [page for page in docs.pages() if page not in made and page.parent != ROOT / ".github"]
     table = re.compile(r"<!-- ([a-z0-9 ]+) -->.*?<!-- end of \1 -->", re.DOTALL)
     words = {str(page.relative_to(ROOT)): len(table.sub("", page.read_text()).split()) for page in pages}
     assert words["diloco/docs/tutorial.md"] <= 1500
     assert sum(words.values()) <= 16_000, words
 
 
-@pytest.mark.parametrize("page", [page for page in docs.pages() if page.parent != docs.FOLDER], ids=str)
+@pytest.mark.parametrize("page", docs.pages(), ids=str)
 def test_a_page_that_starts_another_peer_says_how_its_data_differs(page: Path) -> None:
     text = page.read_text()
     if re.search(r"(?m)^diloco join |[Tt]he next peer", text):
@@ -180,8 +168,9 @@ def test_the_reference_names_everything_that_a_user_imports_and_what_a_swarm_has
     text = (DOCS / "reference.md").read_text()
     members = {name for name in dir(diloco.Swarm) if not name.startswith("_")} | {"state"}
     named = set(re.findall(r"`(\w+)", text))
+    inside = {"of", "options", "runtime"}  # the command's own ways
     assert set(diloco.__all__) - {"__version__"} <= named
-    assert members - docs.INSIDE <= named | {"open", "close"}, members - docs.INSIDE - named
+    assert members - inside <= named | {"open", "close"}, members - inside - named
 
 
 def test_the_optimizer_of_a_page_can_be_registered_and_chosen() -> None:

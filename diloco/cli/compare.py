@@ -16,7 +16,6 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from diloco.config.prices import Machine
 from diloco.errors import ConfigError
 from diloco.rundir.arms import Arm
 from diloco.rundir.compare import Run, time_to_loss, worst_loss
@@ -33,9 +32,8 @@ def run(
     out: Path | None,
     table: Path | None,
     as_json: bool,
-    priced: tuple[str, Machine] | None = None,
 ) -> int:
-    """Print the table or its JSON, with costs if a machine is priced; write the curves where there is a place."""
+    """Print the table or its JSON; write the curves where there is a place."""
     if loss is not None and not math.isfinite(loss):
         raise ConfigError(f"--loss={loss} is no loss; give nats per token, such as 2.5")
     found = compare(*runs)
@@ -50,12 +48,12 @@ def run(
         content = {
             "loss": reached,
             "arms": [_arm(one) for one in found.arms],
-            "runs": [_record(one, reached, priced) for arm in found.arms for one in arm.runs],
+            "runs": [_record(one, reached) for arm in found.arms for one in arm.runs],
             "gaps": [asdict(gap) | {"mean": gap.mean, "spread": gap.spread} for gap in found.gaps],
         }
         click.echo(json.dumps(finite(content), indent=2))
     else:
-        show(found, Console(), loss, priced)
+        show(found, Console(), loss)
     if out is not None:
         pictures = found.plot(out)
         if not as_json:
@@ -63,9 +61,7 @@ def run(
     return 0
 
 
-def show(
-    found: Comparison, console: Console, loss: float | None = None, priced: tuple[str, Machine] | None = None
-) -> None:
+def show(found: Comparison, console: Console, loss: float | None = None) -> None:
     """A row per arm on the console; elsewhere than on a terminal the table is as wide as it needs to be."""
     reached, arms = worst_loss(found.runs) if loss is None else loss, found.arms
     columns: dict[str, list[str]] = {
@@ -79,10 +75,8 @@ def show(
         "sent": [human_bytes(arm.mean("bytes_sent")) for arm in arms],
         "busy": [_number(arm.mean("utilization"), ".1%") for arm in arms],
         f"to {reached:.4f}" if reached is not None else "to loss": [_time(_time_to(arm, reached)) for arm in arms],
+        "exit": [_exits(arm) for arm in arms],
     }
-    if priced is not None:
-        columns |= {f"on {priced[0]}": [_dollars(arm, priced[1]) for arm in arms]}
-    columns["exit"] = [_exits(arm) for arm in arms]
     if all(len(arm.runs) == 1 for arm in arms):
         del columns["seeds"]
     table = Table(box=None, padding=(0, 1), pad_edge=False)
@@ -103,15 +97,11 @@ def _arm(arm: Arm) -> dict[str, Any]:
     return {"name": arm.name, "loss": arm.mean("loss"), "spread": arm.spread("loss"), "seeds": arm.seeds, "runs": names}
 
 
-def _record(one: Run, loss: float | None, priced: tuple[str, Machine] | None) -> dict[str, Any]:
+def _record(one: Run, loss: float | None) -> dict[str, Any]:
     names = ("name", "loss", "perplexity", "tokens", "virtual_s", "wall_s", "bytes_sent", "utilization", "exit")
     reached_s = None if loss is None else time_to_loss(one, loss)
     record = {name: getattr(one, name) for name in names}
-    record |= {"directory": str(one.directory), "time_to_loss_s": reached_s}
-    if priced is not None:
-        cost = one.cost(priced[1])
-        record |= {"machine": priced[0], "usd": None if cost is None else cost.total}
-    return record
+    return record | {"directory": str(one.directory), "time_to_loss_s": reached_s}
 
 
 def _time_to(arm: Arm, loss: float | None) -> float | None:
@@ -119,13 +109,6 @@ def _time_to(arm: Arm, loss: float | None) -> float | None:
     times = [None if loss is None else time_to_loss(one, loss) for one in arm.counted]
     known = [time for time in times if time is not None]
     return sum(known) / len(known) if len(known) == len(times) else None
-
-
-def _dollars(arm: Arm, machine: Machine) -> str:
-    """The costs of all its runs."""
-    costs = [one.cost(machine) for one in arm.runs]
-    known = [cost.total for cost in costs if cost is not None]
-    return f"${sum(known):,.2f}" if len(known) == len(costs) else "-"
 
 
 def _exits(arm: Arm) -> str:

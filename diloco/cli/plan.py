@@ -10,41 +10,30 @@ from typing import Any
 import click
 
 from diloco.config import Config
-from diloco.config.prices import Machine
-from diloco.errors import ConfigError
 from diloco.fit.speed import step_seconds
 from diloco.outer.codecs import codec
-from diloco.text import human_bytes, human_count, human_seconds
 from diloco.train import planning
-from diloco.train.forecast import Forecast, forecast
 from diloco.train.machine import GIB
 from diloco.train.memory import memory_rows, parameters_of, sequence_bytes
 from diloco.train.planning import Exchange, Link, Recommendation, arithmetic, needed_bits_per_s, predict
 
 __all__ = ["run"]
 
-GIVEN, MEASURED = "as given", "measured here"
-
 
 def run(
     config: Config,
     step_s: float | None,
-    known_step_s: float | None,
     bits_per_s: float,
     latency_ms: float,
     target: float,
     as_json: bool,
-    priced: tuple[str, Machine] | None = None,
 ) -> int:
-    """Print the plan, with the costs on a machine that is priced.
-
-    `step_s` is what the user gave. Otherwise the price file says the seconds of an inner step, then `known_step_s`; if
-    nobody knows them, they are measured on this machine. Raises ConfigError if another machine would have to be timed.
-    """
+    """Print the plan. The seconds of an inner step that nobody gave are measured on this machine."""
     link = Link(bits_per_s, latency_ms / 1000)
     outer = config.outer
     numel = parameters_of(config.model)
-    step_s, source = _step(config, numel, step_s, known_step_s, priced)
+    measured = step_s is None
+    step_s = step_seconds(config) if step_s is None else step_s
     parallel = outer.method == "data_parallel"
     codecs = ("fp32", "fp32") if parallel else (str(outer.codec_up), str(outer.codec_down))
     exchange = Exchange.of(outer, numel, config.local.peers)
@@ -55,54 +44,15 @@ def run(
     rows = memory_rows(config, exchange.peers)
     report: dict[str, Any] = {
         "model": config.model.name, "parameters": numel, "peers": exchange.peers,
-        "step_s": step_s, "step_measured": source == MEASURED, "step_source": source,
+        "step_s": step_s, "step_measured": measured,
         "link": asdict(link), "target": target,
         "exchange": asdict(exchange), "predicted": asdict(predict(exchange, link, step_s)),
         "needed_bits_per_s": needed if math.isfinite(needed) else None,
         "memory": [row._asdict() for row in rows], "sequence_bytes": sequence_bytes(config),
         "recommended": None if advice is None else {"settings": _settings(advice), **asdict(advice)},
     }  # fmt: skip
-    if priced is not None:
-        report["costs"] = _costs(forecast(config, exchange, link, step_s), *priced)
-        if advice is not None:
-            report["recommended"]["costs"] = _costs(forecast(config, advice.exchange, link, step_s), *priced)
     click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_text(report, codecs, exchange, link)))
     return 0
-
-
-def _step(
-    config: Config, numel: int, typed_s: float | None, known_s: float | None, priced: tuple[str, Machine] | None
-) -> tuple[float, str]:
-    """Seconds of an inner step, and in words where they are from."""
-    if typed_s is not None:
-        return typed_s, GIVEN
-    if priced is not None:
-        name, machine = priced
-        found_s = machine.step_s(numel, config.inner.batch_size * config.data.sequence_length)
-        if found_s is not None:
-            return found_s, f"as the price file says of {name}"
-        if known_s is None:
-            raise ConfigError(f"--machine={name} has neither tokens_per_s nor flops_per_s; add one, or give --step-s")
-    return (step_seconds(config), MEASURED) if known_s is None else (known_s, GIVEN)
-
-
-def _costs(run: Forecast, name: str, machine: Machine) -> dict[str, Any]:
-    cost = run.cost(machine)
-    usd = {"compute_usd": cost.compute, "traffic_usd": cost.traffic, "usd": cost.total}
-    return {"machine": name, **machine.model_dump(), **run._asdict(), **usd}
-
-
-def _bill(costs: dict[str, Any]) -> list[tuple[str, str]]:
-    """The costs as pairs of a name and a formula with its numbers."""
-    peers, per_hour, per_gb = costs["peers"], costs["usd_per_hour"], costs["egress_usd_per_gb"]
-    machines = f"{peers} x {costs['wall_s'] / 3600:.4g} h x ${per_hour:g} = ${costs['compute_usd']:,.2f}"
-    traffic = f"{peers} x {costs['bytes_sent'] / 1e9:.4g} GB x ${per_gb:g} = ${costs['traffic_usd']:,.2f}"
-    return [
-        ("the run", f"{human_count(costs['tokens'])} tokens in {human_seconds(costs['wall_s'])} on {costs['machine']}"),
-        ("machines", machines),
-        ("traffic", f"{human_bytes(costs['bytes_sent'])} sent per peer: {traffic}"),
-        ("in all", f"${costs['usd']:,.2f}"),
-    ]
 
 
 def _settings(advice: Recommendation) -> list[str]:
@@ -137,7 +87,7 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
     head = [
         ("model", f"{report['model']}, {numel:,} parameters"),
         ("peers", f"{exchange.peers}, exchanging every {exchange.sync_every} inner steps"),
-        ("inner step", f"{step_s:.4g} s, {report['step_source']}"),
+        ("inner step", f"{step_s:.4g} s, {'measured here' if report['step_measured'] else 'as given'}"),
         ("up, down", " and ".join(f"{name} {size:,} B ({size / numel:.4g} per parameter)" for name, size in sizes)),
     ]
     if exchange.versions > 1:
@@ -146,8 +96,6 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
         head.append(("back", back))
     lines = [*head, *arithmetic(exchange, link, step_s, target)]
     width = max(len(name) for name, _ in lines)
-    if "costs" in report:
-        lines += _bill(report["costs"])
     text = [f"{name:<{width}}  {value}" for name, value in lines]
     reached = report["predicted"]["utilization"] >= target
     advice = report["recommended"]
@@ -155,9 +103,7 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
         after = advice["prediction"]["utilization"]
         text += ["", f"for {target:.4g} use  {' '.join(advice['settings'])}", f"which predicts {after:.1%}:"]
         chosen = Exchange(**advice["exchange"])
-        after_lines = arithmetic(chosen, link, step_s, target)
-        after_lines += _bill(advice["costs"]) if "costs" in advice else []
-        text += [f"  {name:<{width}}  {value}" for name, value in after_lines]
+        text += [f"  {name:<{width}}  {value}" for name, value in arithmetic(chosen, link, step_s, target)]
         if chosen.overlap > exchange.overlap:
             text.append("with overlap, outer.mixing=0.5 and outer.lr=0.4 are what Streaming DiLoCo uses")
         if chosen.sync_every > max(planning.HIGHEST_H, exchange.sync_every):

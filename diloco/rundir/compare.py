@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config import compose, flatten
-from diloco.config.prices import Cost, Machine
 from diloco.errors import ConfigError
 from diloco.rundir.files import number, read_json_lines
 
@@ -42,7 +41,7 @@ class Point:
 
 @dataclass
 class Run:
-    """One run, as far as it is known. `bytes_sent` is the sum over the `peers`, `utilization` the mean."""
+    """One run, as far as it is known. `bytes_sent` is the sum over the peers, `utilization` the mean."""
 
     directory: Path
     settings: dict[str, Any]
@@ -56,14 +55,6 @@ class Run:
     bytes_sent: int | None = None
     utilization: float | None = None
     exit: int | None = None
-    peers: int | None = None
-
-    def cost(self, machine: Machine) -> Cost | None:
-        """Dollars, with such a machine for every peer all the time; None if seconds, peers or bytes are not known."""
-        seconds = self.wall_s if self.virtual_s is None else self.virtual_s
-        if seconds is None or self.peers is None or self.bytes_sent is None:
-            return None
-        return machine.cost(self.peers * seconds, self.bytes_sent)
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
@@ -128,7 +119,6 @@ def _read(directory: Path) -> Run:
     peers = [peer for peer in peers if isinstance(peer, Mapping)] if isinstance(peers, list) else []
     sent = [value for peer in peers if (value := number(peer.get("bytes_sent"))) is not None]
     busy = [value for peer in peers if (value := number(peer.get("utilization"))) is not None]
-    run.peers = len(peers) or None
     run.bytes_sent = int(sum(sent)) if sent else None
     run.utilization = sum(busy) / len(busy) if busy else None
     records = read_json_lines(directory / "metrics.jsonl")

@@ -4,38 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from diloco.cli.commands.common import PATH, Asked, Command, Function, configured, implementation, run, sweepable
+from diloco.cli.commands.common import PATH, Asked, Command, configured, implementation, run, sweepable
 from diloco.errors import ConfigError
 
-if TYPE_CHECKING:  # a help text does not wait for pydantic
-    from diloco.config.prices import Machine
-
 __all__ = ["compare", "evaluate", "export", "generate", "plan", "simulate", "sweep"]
-
-
-def _priced(function: Function) -> Function:
-    """Adds what every command has that says what a run costs."""
-    function = click.option("--machine", metavar="NAME", help="Which one of the price file.  [default: the only one]")(
-        function
-    )
-    return click.option(
-        "--prices", type=PATH, metavar="FILE", help="YAML with prices of machines: say the costs, too."
-    )(function)
-
-
-def _machine(prices: Path | None, name: str | None) -> tuple[str, Machine] | None:
-    """The machine of a price file, with its name; `ConfigError` where one was named without a file."""
-    from diloco.config.prices import read_machine
-
-    if prices is not None:
-        return read_machine(prices, name)
-    if name is not None:
-        raise ConfigError(f"--machine={name} needs a price file; add --prices FILE, such as configs/launch/prices.yaml")
-    return None
 
 
 @click.command(name="eval", cls=Command)
@@ -143,21 +119,18 @@ def sweep(overrides: tuple[str, ...], asked: Asked, **arguments: Any) -> int:
 @click.option("--loss", type=float, help="Held-out loss to reach.  [default: the worst final loss of all]")
 @click.option("--out", type=PATH, help="Directory of the curves.  [default: that of a sweep]")
 @click.option("--csv", "table", type=PATH, metavar="FILE", help="Write a line per run to FILE, with what differs.")
-@_priced
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def compare(prices: Path | None, machine: str | None, **arguments: Any) -> int:
+def compare(**arguments: Any) -> int:
     """Compare runs: a table, and curves by tokens, time and bytes.
 
     \b
     diloco compare runs/quickstart runs/baseline
     diloco compare runs/seeds --loss 2.1 --csv seeds.csv
-    diloco compare runs/one runs/two --prices prices.yaml --machine h100
 
     RUN is a run directory or the directory of a sweep. Runs that differ in their seed only are one row: mean ± standard
-    deviation. The lowest loss comes first. Without --out, several RUNs leave no curves. With --prices, what each row's
-    runs cost with a machine of that kind for every peer, by its wall time and the bytes sent.
+    deviation. The lowest loss comes first. Without --out, several RUNs leave no curves.
     """
-    return implementation("compare")(priced=_machine(prices, machine), **arguments)
+    return implementation("compare")(**arguments)
 
 
 @click.command(cls=Command)
@@ -172,28 +145,22 @@ def compare(prices: Path | None, machine: str | None, **arguments: Any) -> int:
 @click.option(
     "--target", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.95, help="Utilization to plan for."
 )
-@_priced
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def plan(
-    bandwidth: str | None, latency_ms: float | None, figures: Path | None, prices: Path | None, machine: str | None,
-    **arguments: Any,
+    step_s: float | None, bandwidth: str | None, latency_ms: float | None, figures: Path | None, **arguments: Any
 ) -> int:  # fmt: skip
     """Predict utilization, bytes and bandwidth, with the arithmetic.
 
     \b
     diloco plan model=150m local.peers=8 --step-s 1 --bandwidth 100Mbit
     diloco plan experiment=quickstart --target 0.99
-    diloco plan model=1b local.peers=8 --bandwidth 1Gbit --prices configs/launch/prices.yaml --machine h100-spot
 
     local.peers is the size of the swarm. Where the target is missed, the mildest settings that reach it are printed.
-    With --prices, what the run costs; a machine's speed is in that file, or --step-s says it.
     """
     from diloco.train.planning import Figures, parse_bandwidth, read_figures
 
     known = Figures() if figures is None else read_figures(figures)
     bits_per_s = known.bits_per_s if bandwidth is None else parse_bandwidth(bandwidth)
     latency_ms = known.latency_ms if latency_ms is None else latency_ms
-    priced = _machine(prices, machine)
-    return run(
-        "plan", known_step_s=known.step_s, bits_per_s=bits_per_s, latency_ms=latency_ms, priced=priced, **arguments
-    )
+    step_s = known.step_s if step_s is None else step_s
+    return run("plan", step_s=step_s, bits_per_s=bits_per_s, latency_ms=latency_ms, **arguments)

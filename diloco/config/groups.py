@@ -143,8 +143,6 @@ class OuterConfig(RunOwned):
     """Times the median norm that a contribution may have (robust: auto, clip)."""
     trim: float = Field(0.25, gt=0, lt=0.5)
     """Part of the values left out at each end (robust: trimmed_mean)."""
-    spot_check: float = Field(0.0, ge=0, le=1)
-    """Part of the contributions whose loss is computed before and after; what raises it is left out."""
     audit: float = Field(0.02, ge=0, le=1)
     """Part of each version that the others recompute; 0: none. Contributions have to be judged together (robust)."""
     optimizer: OptimizerName = "nesterov"
@@ -292,13 +290,6 @@ def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
             )
         if outer.merge != "mean":
             yield f"outer.robust={outer.robust} goes with outer.merge=mean only; choose outer.robust=clip"
-    if outer.spot_check and not outer.judged_together:
-        remedy = "outer.robust=clip" if outer.barrier else "outer.quorum=null"
-        yield (
-            f"outer.spot_check={outer.spot_check} needs all contributions of a version together, and outer.robust="
-            f"{outer.robust}, outer.codec_up={outer.codec_up}, outer.quorum={outer.quorum} fold them in as they come; "
-            f"choose {remedy}, or set outer.spot_check=0"
-        )
     if outer.error_feedback and outer.codec_up == "fp32":
         yield f"outer.error_feedback={outer.error_feedback} has no effect with outer.codec_up=fp32; set it to 0"
     if outer.delay is not None and outer.delay_c * outer.delay > 1:

@@ -16,7 +16,6 @@ A sequence counts as T tokens everywhere, although the model reads its first tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -82,12 +81,6 @@ class Dataset(Protocol):
         """Training batches of the ranges that are leased, from the numbered list that all peers of the run share.
 
         A source without numbered sequences (a hub stream) behaves like `batches` with `shards=None`.
-        """
-
-    def sequences(self, numbers: Sequence[int]) -> Tensor | None:
-        """Training sequences by their numbers in the list that all peers of the run share: (N, T) int64.
-
-        None if the source has no numbered sequences (a hub stream).
         """
 
     def holdout(self, sequences: int) -> Tensor:

@@ -5,7 +5,7 @@ Little text is tokenised at every start, and its tokens are in memory. More has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,6 @@ class LocalDataset:
         self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)
     ) -> LeasedStream:
         return LeasedStream(self.training, batch_size, self._seed, shard, leases, rows)
-
-    def sequences(self, numbers: Sequence[int]) -> Tensor:
-        found = self.training.read(np.asarray(numbers, dtype=np.int64), f"{self._seed}")
-        return torch.from_numpy(found.astype(np.int64))
 
     def holdout(self, sequences: int) -> Tensor:
         # In file order they would come from one or two documents. The order does not depend on the seed.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,6 @@ class HubDataset:
 
     def leased(self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)) -> HubStream:
         return self.batches(batch_size, shard=shard, shards=None, rows=rows)
-
-    def sequences(self, numbers: Sequence[int]) -> None:
-        return None
 
     def holdout(self, sequences: int) -> Tensor:
         # Reads 1 / data.holdout times the text that it returns, once per run.

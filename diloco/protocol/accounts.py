@@ -134,11 +134,6 @@ class Accounts:
         member = peer == self._me or peer in self._members
         return self.dealer.lease(peer, wanted, has) if member else None
 
-    def leased_to(self, peer: str) -> Units | None:
-        """Sequences that are leased to a peer; None when another peer deals them out."""
-        ledger = self.dealer.ledger
-        return None if ledger is None else ledger.leased.get(peer, [])
-
     def data_cursor(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
         """Fields `cursor` and `open` of a message about the version of a fragment here, or about the next version,
         which these contributors make. Only the control fragment has any.

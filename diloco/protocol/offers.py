@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from diloco.protocol.ledger import Units
 from diloco.protocol.messages.heads import Line
 from diloco.protocol.patience import Arrival
 
@@ -52,4 +51,3 @@ class Offer:
     progress_at: float = 0.0
     taken_at: float = 0.0  # when the peer took its pseudo-gradient
     arrival: Arrival | None = None
-    units: Units = field(default_factory=list)

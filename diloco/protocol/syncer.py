@@ -23,7 +23,6 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from diloco.config import OuterConfig
-from diloco.protocol.ledger import Units, union
 from diloco.protocol.membership import Member
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.heads import MAX_LINES, Line
@@ -141,7 +140,7 @@ class Syncer:
             known = self._offers[peer] = Offer(header.base_version, header.tokens, header.steps)
         # Other numbers come from a peer that restarted; each chunk has a weight of its own.
         known.base_version, known.tokens, known.steps = header.base_version, header.tokens, header.steps
-        known.units, known.taken_at = union(header.units), now - header.age_s
+        known.taken_at = now - header.age_s
         known.late = header.base_version < self.version
         known.counts_at = self._credit.counts_at(peer, header.base_version, header.steps, rate, now)
         known.collects = known.collects or (not known.chunks and self._to_collect(peer, header, known.counts_at > now))
@@ -183,14 +182,8 @@ class Syncer:
         counts = {peer: (self._offers[peer].tokens, self._offers[peer].steps) for peer in peers}
         return self._weights.together(counts), {peer: self.discount(peer) for peer in peers}
 
-    def units(self, peer: str) -> Units:
-        """Sequences from which this peer says it learned its contribution."""
-        return self._offers[peer].units
-
     def leave_out(self, close: Close, peers: Collection[str]) -> Close:
-        """Make the version without these whole contributions after all: they oppose the others (`outer.robust`), or
-        raise the loss (`outer.spot_check`).
-        """
+        """Make the version without these whole contributions after all: they oppose the others (`outer.robust`)."""
         for peer in peers:
             self._offers[peer].whole = False
             self._spent[peer] = self._offers[peer].base_version

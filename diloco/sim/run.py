@@ -35,7 +35,7 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment, Swarm
-from diloco.train.evaluate import EvalResult, loss_of
+from diloco.train.evaluate import EvalResult
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.outcome import summary_of
@@ -245,8 +245,6 @@ class _Simulation:
             paced = PacedStream(batches, step_s, config.sim.jitter, seed, peer.lockstep)
             swarm = self._swarm(peer, config, log)
             peer.sync = sync = swarm.attach(model, optimizer, island=self.island, phases=phases)
-            if config.outer.spot_check:
-                sync.check_contributions(loss_of(model, self.dataset, self.holdout))
             trainer = SimTrainer(
                 config, self.island, model, model, optimizer, paced, self.holdout,
                 sync, Session(config), phases, log, lambda message: self.listen(self._message(peer, message)),

@@ -30,7 +30,6 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.node.spot import Loss
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
@@ -255,13 +254,6 @@ class Attachment:
         """
         self._sequences_per_round = sequences_per_round
         return IslandLeases(self.island, lambda: None if self.node is None else self.node.leased, batches_ahead)
-
-    def check_contributions(self, loss: Loss) -> None:
-        """As syncer, compute this loss before and after others' contributions (`outer.spot_check`); without it they are
-        not checked against data. Call it before entering.
-        """
-        if self._options is not None:
-            self._options = replace(self._options, loss=loss)
 
     def count(self, tokens: int) -> None:
         """Tell how many tokens the coming inner step is made of (of the whole island), by which it is weighted. A loop

@@ -1,26 +1,23 @@
-"""How good parameters are: the loss on held-out text, text that the model writes, and the loss of a contribution."""
+"""How good parameters are: the loss on held-out text, and text that the model writes."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from diloco import model as models
-from diloco.data import Dataset, Tokenizer
+from diloco.data import Tokenizer
 from diloco.errors import ConfigError, DivergedError
-from diloco.swarm.node.spot import SEQUENCES, Loss
 from diloco.train.devices import forked_random, seed_random
 from diloco.train.island import Island
 
-__all__ = ["EvalResult", "evaluate", "generate", "loss_of"]
+__all__ = ["EvalResult", "evaluate", "generate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +106,6 @@ def generate(
             **(sampling if temperature > 0 else {"do_sample": False}),
         )
     return tokenizer.decode(output[0, len(tokens) :].tolist())
-
-
-def loss_of(model: nn.Module, dataset: Dataset, holdout: Tensor, *, numbered: bool = True) -> Loss:
-    """The loss of parameters other than the model's, with which a syncer checks contributions (`outer.spot_check`).
-
-    It is computed in evaluation mode, beside a model that trains: modules and buffers are copied, so `model` does not
-    change; parameters are not copied. Sequences are computed one at a time, which takes the least memory, and in fp32
-    whatever `train.precision` is: bf16 would round away the difference of two losses.
-
-    Peers name sequences of `dataset` by number, if these are `numbered` alike everywhere. If a peer names none, the
-    first sequences of `holdout`, (N, T) int64, are used.
-    """
-    modules = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
-    device = next(model.parameters()).device
-
-    def loss(parameters: Mapping[str, Tensor], numbers: Sequence[int]) -> list[float]:
-        def forward(**inputs: object) -> object:
-            return functional_call(modules, dict(parameters), (), inputs)
-
-        found = dataset.sequences(numbers) if numbers and numbered else None
-        tokens = holdout[:SEQUENCES] if found is None else found  # (N, T)
-        with torch.inference_mode():
-            return [float(models.loss(forward, row.to(device))) for row in torch.split(tokens, 1)]
-
-    return loss
 
 
 @contextlib.contextmanager

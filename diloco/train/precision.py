@@ -51,8 +51,7 @@ def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str
         )
     chosen: dict[str, object] = {"precision": precision, "attention": choose_attention_(model, settings.attention)}
     if device.type == "cuda":
-        # The difference of two losses, which a spot check looks at, would drown in TF32.
-        tf32 = chosen["tf32"] = settings.tf32 and precision == "fp32" and not config.outer.spot_check
+        tf32 = chosen["tf32"] = settings.tf32 and precision == "fp32"
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     never_wait_for_masks()
     if settings.checkpointing:

@@ -46,9 +46,8 @@ from diloco.rundir.summary import (
 )
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train import devices, origin
-from diloco.train.api import Attachment, Swarm
+from diloco.train.api import Swarm
 from diloco.train.baseline import DataParallel
-from diloco.train.evaluate import loss_of
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
@@ -166,11 +165,6 @@ def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at:
         _log_start(log, island, session, standby, chosen)
         phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, island.device))
         sync = _sync(config, island, model, optimizer, session, phases, log, tell, standby)
-        if config.outer.spot_check and island.sharded:
-            log.event("spot_checks_left_out", why="train.parallel=fsdp: no process has the whole model; ddp checks")
-        elif config.outer.spot_check and isinstance(sync, Attachment):
-            # A peer with a shard of its own may number its sequences differently than the others do.
-            sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
         stream = _stream(config, dataset, shard, island, sync)
         if wandb is not None:
             wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())

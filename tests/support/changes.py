@@ -94,7 +94,6 @@ CHANGES: dict[str, list[str]] = {
     "outer.lr_by_peers": ["outer.lr_by_peers={1:0.4,8:0.8}"],
     "outer.robust": ["outer.robust=centered_clip"],
     "outer.clip_factor": ["outer.clip_factor=2"],
-    "outer.spot_check": ["outer.spot_check=0.1"],
     "outer.audit": ["outer.audit=0.1"],
     "outer.trim": ["outer.trim=0.1", "outer.robust=trimmed_mean"],
     "outer.momentum_warmup": ["outer.momentum_warmup=20"],

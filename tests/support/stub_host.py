@@ -28,7 +28,6 @@ from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.rounds import Rounds
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from tests.support.certificates import MANIFEST, Keys, line_of, record_of
@@ -95,7 +94,7 @@ class StubHost:
         self.anchors = Anchors(self.context, self.own_tokens, Auditor(self.context, "0"))
         self.client = self.anchors.fetcher = StubFetcher()  # type: ignore[assignment]
         self.rounds = Rounds(self.context, self.anchors, UnitSupply(self.context))
-        self.merging = Merging(self.context, self.anchors, SpotChecks(self.replica))
+        self.merging = Merging(self.context, self.anchors)
         self.context.carry_out = self.carry_out
         self.context.now = self.now  # type: ignore[method-assign]
         if holder == OTHER:

@@ -62,9 +62,9 @@ class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORK
     """Header of a contribution; the encoded pseudo-gradient follows once the syncer has accepted it.
 
     `base_digest` names the anchor that it was learned from: after a split, two anchors may have one version. `units`
-    names the leased data that it was learned from. Only contributions to the control fragment name it; with
-    `outer.spot_check` all do. `age_s` are the seconds since the pseudo-gradient was taken. `total` are the
-    contributor's tokens in this history of the fragment, with these; its line has to say them.
+    names the leased data that it was learned from. Only contributions to the control fragment name it. `age_s` are the
+    seconds since the pseudo-gradient was taken. `total` are the contributor's tokens in this history of the fragment,
+    with these; its line has to say them.
     """
 
     manifest_hash: Digest

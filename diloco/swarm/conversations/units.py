@@ -105,12 +105,6 @@ class LeasedData:
             return union(self._ahead, self._used, self._sent)
 
     @property
-    def trained_on(self) -> Units:
-        """What this peer learned from and that is not in the model, as far as it knows."""
-        with self._lock:
-            return union(self._used, self._sent)
-
-    @property
     def missing(self) -> int:
         """Sequences to ask for; 0 where the training loop takes none, or enough are there."""
         with self._lock:

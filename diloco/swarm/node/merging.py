@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco.outer.held import Held, Judged
-from diloco.outer.merging import Staged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.robust import Judgement
 from diloco.protocol.audits import counts
@@ -20,7 +19,6 @@ from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import UpdateRecord
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.anchors import Anchors
-from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.malloc import short_lived
 
 __all__ = ["Merging"]
@@ -55,12 +53,11 @@ class Merging:
     and the fragment is fetched from its new syncer.
     """
 
-    def __init__(self, context: Context, anchors: Anchors, checks: SpotChecks) -> None:
+    def __init__(self, context: Context, anchors: Anchors) -> None:
         self._context = context
         self._protocol = context.protocol
         self._replica = context.replica
         self._anchors = anchors
-        self._checks = checks
         self._same: set[tuple[str, str]] = set()  # pairs of peers that were named
 
     async def merge(self, close: Close) -> None:
@@ -81,7 +78,7 @@ class Merging:
         judged = None
         await self._anchors.about_to_move(fragment.index, close.contributors)
         if held.staged is not None and self._context.holds(syncer):
-            close, judged = await self._judge(close, syncer, held, held.staged)
+            close, judged = await self._judge(close, syncer, held)
         if not self._context.holds(syncer):
             return False
         update = short_lived(self._replica.update_nbytes(fragment.index))
@@ -125,18 +122,10 @@ class Merging:
         )  # fmt: skip
         return Record(head=sign_head(protocol.signer, protocol.run_id, head), lines=lines)
 
-    async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
+    async def _judge(self, close: Close, syncer: Syncer, held: Held) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""
         judged, pairs = await in_thread(_compare, held, *syncer.counted(close.contributors), self._protocol.me)
         self._note_same(close, pairs)
-        close = self._without_opposed(close, syncer, *judged)
-        if not self._replica.settings.spot_check:
-            return close, judged
-        failing = await self._checks.failing(self._context, close, syncer, staged, judged)
-        if not failing or not self._context.holds(syncer):
-            return close, judged
-        close = syncer.leave_out(close, failing)  # and the others are judged as if these had not come
-        judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
         return self._without_opposed(close, syncer, *judged), judged
 
     def _note_same(self, close: Close, pairs: Sequence[tuple[str, str, float]]) -> None:

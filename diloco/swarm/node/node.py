@@ -35,7 +35,6 @@ from diloco.swarm.node.options import NodeOptions, make_context
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.rounds import Count, Exchanged, Rounds, Seconds
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
@@ -67,14 +66,13 @@ class Node:
         self.protocol, self.replica, self.traffic = context.protocol, context.replica, context.traffic
         self.addresses = context.transport.addresses
         self.advice = context.transport.advice  # what would let others connect to this peer, where they cannot
-        self.checks = SpotChecks(context.replica, options.seed, options.loss)
         self._options = replace(options, saved=None)  # it may be as large as the model, and mapped from a file
         self._units = UnitSupply(context)
         self.auditor = Auditor(context, options.seed)
         self._server = BulkServer(context, options.inner_state, self.auditor.hear)
         self._mesh = ControlMesh(context, options.run)
         self._anchors = Anchors(context, OwnTokens(saved.applied if saved else None), self.auditor)
-        merging = Merging(context, self._anchors, self.checks)
+        merging = Merging(context, self._anchors)
         self._actions = Actions(context, self._mesh, self._anchors, merging, self._server)
         self.rounds = Rounds(context, self._anchors, self._units)
         self._backups = Backups(context, self._anchors)
@@ -107,8 +105,6 @@ class Node:
         context, transport = self.context, self.context.transport
         if not transport.reachable:
             context.note("unreachable", advice=transport.advice or "swarm.reachable=no")
-        if self.replica.settings.spot_check and self.checks.loss is None:
-            context.note("unchecked", why="outer.spot_check: no data is here, so what this peer merges is not checked")
         await learn_terms(context)
         await transport.handle(BULK, self._server.serve)
         answered = await self._mesh.start()

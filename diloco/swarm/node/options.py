@@ -20,7 +20,6 @@ from diloco.swarm.conversations.context import Context, OnEvent
 from diloco.swarm.conversations.inner_state import Snapshot
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.node.spot import Loss
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Traffic
 from diloco.swarm.wire.transport import Transport
@@ -80,7 +79,6 @@ class NodeOptions:
     trains: bool = True  # False: this peer only holds fragments
     device: str = ""  # shown to watchers
     inner_state: Snapshot = lambda: None  # what a joiner gets of the inner optimizer; called in other threads
-    loss: Loss | None = None  # for spot checks; without it this peer's contributors are not checked against data
     blank: bool = False  # it has not got what the run starts from
     files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
     seed: str | None = None  # for choices that no other peer may foresee; None takes the operating system's randomness

@@ -171,8 +171,6 @@ class Rounds:
         )  # fmt: skip
         if fragment == CONTROL_FRAGMENT:
             exchange.units = self._units.data.send()
-        elif self._settings.spot_check:
-            exchange.units = self._units.data.trained_on
         self._flights[fragment] = self._context.tasks.start(self._fly(exchange, captures))
 
     async def _fly(self, exchange: Exchange, captures: bool) -> Flight:

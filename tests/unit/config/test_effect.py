@@ -46,7 +46,7 @@ ROWS = {
     "lt.hspd. ...": "outer.pattern outer.eager outer.grace_slack outer.staleness_exponent outer.trim outer.delay "
     "outer.delay_c",
     "lt.hspd. .q.": "outer.grace_s outer.staleness_limit outer.dylu",
-    "lt.hspd. b..": "outer.robust outer.spot_check outer.audit",
+    "lt.hspd. b..": "outer.robust outer.audit",
     "lt...... bq.": "swarm.initial_peers",
     "ltjh..d. bq.": "swarm.listen swarm.announce swarm.token swarm.key_path",
     "ltjh.... bq.": "swarm.reachable swarm.min_peers",

@@ -284,7 +284,7 @@ def test_all_ranks_of_an_island_take_the_units_of_rank_0(steps: list[tuple[str, 
         coming = [] if expected is None else alone.ahead(3 * size)
         assert leads.ahead(3 * size) == coming == follows.ahead(3 * size)
         assert count(follows.ahead(size)) <= size
-    assert data.trained_on == alone.trained_on
+    assert data.send() == alone.send()
 
 
 def test_before_and_after_the_swarm_an_island_has_no_units() -> None:

@@ -19,6 +19,7 @@ from diloco.swarm.conversations.inner_state import InnerState, Layout
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.train.island import Island
+from diloco.train.muon import Muon
 from diloco.train.rows import is_sharded, load_rows_
 
 __all__ = [
@@ -37,9 +38,7 @@ def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimiz
     hidden = _hidden(named)
     if inner.optimizer == "muon" and hidden:
         ids = {id(p) for p in hidden}
-        muon = torch.optim.Muon(
-            hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-        )
+        muon = Muon(hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay)
         return Pair(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
     return _adamw([p for _, p in named], inner)
 
@@ -236,6 +235,8 @@ def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
 _KEYS: dict[type, tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
-    torch.optim.Muon: ("momentum_buffer",),
     torch.optim.SGD: ("momentum_buffer",),
+    Muon: ("momentum_buffer",),
 }
+if hasattr(torch.optim, "Muon"):  # since torch 2.9
+    _KEYS[torch.optim.Muon] = ("momentum_buffer",)

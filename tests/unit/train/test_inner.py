@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from diloco.config import compose
-from diloco.train import inner
+from diloco.train import inner, muon
 from diloco.train.flat import flatten_optimizer, restore_optimizer
 from diloco.train.inner import Pair, inner_optimizer, load_moments_, snapshot
 
@@ -110,3 +110,26 @@ def test_a_fused_optimizer_takes_over_the_state_of_another(fused: bool) -> None:
     assert resumed[1].param_groups[0]["fused"] is fused, "kernels are this device's own"
     losses = [[step(*both) for _ in range(3)] for both in ((net, optimizer), moved, resumed)]
     assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-5)  # one kernel rounds unlike several
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
+def test_muon_steps_along_all_directions_of_a_matrix(
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the iteration computes in: all singular values of a step are alike."""
+    monkeypatch.setattr(muon, "iteration_dtype", lambda device: dtype)
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.zeros(shape))
+    optimizer = muon.Muon([matrix], lr=0.5, weight_decay=0.0)
+    matrix.grad = torch.randn(shape) @ torch.diag(torch.logspace(-2, 0, shape[1]))
+    u, _, v = torch.linalg.svd(matrix.grad, full_matrices=False)
+    optimizer.step()
+    sizes = torch.diag(-u.T @ matrix.detach() @ v.T) / (0.5 * 0.2 * 48**0.5)
+    assert sizes.min() > 0.6 and sizes.max() < 1.3
+
+
+def test_muon_iterates_in_bfloat16_only_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, dtype in (({"avx2": True}, torch.float32), ({"avx2": True, "avx512_bf16": True}, torch.bfloat16)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known, raising=False)
+        assert muon.iteration_dtype.__wrapped__(torch.device("cpu")) == dtype

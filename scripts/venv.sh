@@ -17,23 +17,23 @@ fail() {
   exit 2
 }
 
-is_suitable() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
+is_suitable() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
 find_python() {
   local candidate
-  for candidate in "${PYTHON:-python3}" ${PYTHON:-python3.13 python3.12 python3.11 python3.10 python}; do
+  for candidate in "${PYTHON:-python3}" ${PYTHON:-python3.13 python3.12 python3.11 python}; do
     if is_suitable "$candidate"; then
       printf '%s' "$candidate"
       return
     fi
   done
-  fail "${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>&1 | tail -n 1 || true); install Python 3.10 or later," \
+  fail "${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>&1 | tail -n 1 || true); install Python 3.11 or later," \
     "or name one: PYTHON=/path/to/python3"
 }
 
 make_venv() {
   if [[ -e $VENV ]]; then
-    is_suitable "$VENV/bin/python" || fail "$VENV has no working Python 3.10 or later; remove it and run this again"
+    is_suitable "$VENV/bin/python" || fail "$VENV has no working Python 3.11 or later; remove it and run this again"
     return
   fi
   local python

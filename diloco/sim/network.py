@@ -268,7 +268,7 @@ class Network:
         if cut := self._cuts.get((source, target)) or self._cuts.get((target, source)):
             try:
                 await within(UNANSWERED_S, cut.wait())
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise TimeoutError(f"{target} does not answer") from None
         trip_s = self.latency_s(source, target) if target in self._links else 0.0
         await asyncio.sleep(trip_s)

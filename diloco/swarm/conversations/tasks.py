@@ -134,7 +134,7 @@ class Tasks:
         self._waiting[woken] = lambda: True
         try:
             await within(timeout_s, woken)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return
         finally:
             self._waiting.pop(woken, None)

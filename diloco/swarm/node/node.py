@@ -161,7 +161,7 @@ class Node:
     async def _until_or(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         try:
             await within(timeout_s, self.context.tasks.until(condition))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             peers = [member.name for member in self.protocol.members.all()]
             self.context.note("gave_up_waiting", what=what, timeout_s=round(timeout_s, 1), peers=peers)
 

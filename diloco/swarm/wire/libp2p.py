@@ -70,7 +70,7 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
             path = Path(entry[1:])
             try:
                 lines = await within(timeout_s, _appears(path))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s") from None
             if not lines:
                 raise ConfigError(f"{entry} is empty; put the address of a peer, or the link of an invitation, into it")

@@ -112,7 +112,7 @@ class Stream:
         while self._filled < out.numel():
             try:
                 await within(self._patience_s(), self._fill(out.numpy().data))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 if self._filled == filled:
                     raise
                 filled = self._filled

@@ -316,7 +316,6 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
     assert sparkline([], 10) == sparkline([1.0], 0) == ""
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Ctrl+C cancels no task there")
 def test_watching_ends_when_an_answer_takes_the_cancellation() -> None:
     seen, asked = snapshot(2), asyncio.Event()
 

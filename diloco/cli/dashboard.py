@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from diloco.cli.runs import only_address
+from diloco.cli.status import address_here
 from diloco.config.address import Address, scope
 from diloco.errors import ConfigError
 from diloco.protocol.snapshot import Snapshot
@@ -24,12 +24,12 @@ NEEDS = {"nicegui": "nicegui", "prometheus_client": "prometheus-client"}
 
 
 def run(address: str | None, host: str, port: int, beside: Sequence[Path] = ()) -> int:
-    """Serve the page until Ctrl+C, which ends in 0. Without an address it shows the one living run of this machine.
+    """Serve the page until Ctrl+C, which ends in 0. Without an address it shows the one run of which a peer runs here.
 
     Raises ConfigError if the extra is missing, a place in `beside` holds no run or nobody can listen there, SwarmError
     if nobody answers at the address.
     """
-    place = only_address() if address is None else Address.read(address)
+    place = address_here() if address is None else Address.read(address)
     missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ConfigError(f"diloco dashboard needs {' and '.join(missing)}; pip install 'diloco[dashboard]'")

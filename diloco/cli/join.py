@@ -253,8 +253,6 @@ class _Arrival:
         if self._stages.name is not None and isinstance(message, Status):
             if message.state in ("training", "leaving", "done", "left"):
                 self._contribute(message)
-            elif message.state == "paused":
-                self._stages.show(f"paused: {message.why}")
             return
         self._view.update(message)
 

@@ -12,15 +12,14 @@ from rich.console import Console
 from rich.live import Live
 
 from diloco.cli.panels import render
-from diloco.cli.runs import address_here, listed, only_address
 from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.snapshot import Snapshot
+from diloco.rundir.files import data_home, in_use
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.visit.visitor import Visitor, light_hivemind
-from diloco.text import plain
 
-__all__ = ["run"]
+__all__ = ["address_here", "run"]
 
 EVERY_S = 1.0
 AROUND = 26  # lines of `render` beside the rows of peers, fragments and contributions
@@ -29,14 +28,11 @@ AROUND = 26  # lines of `render` beside the rows of peers, fragments and contrib
 def run(address: str | None, watch: bool, as_json: bool, table: Path | None) -> int:
     """Print the tables or one JSON object; with `watch` every second until Ctrl+C, which ends in 0.
 
-    Without an address the runs of this machine are listed, and if one of them lives, its swarm follows. With `watch` or
-    a `table` that one is meant.
+    Without an address the one run is meant of which a peer runs on this machine.
     """
     if watch and as_json:
         raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
-    if address is None and not watch and table is None:
-        return _machine(as_json)
-    place = only_address() if address is None else Address.read(address)
+    place = address_here() if address is None else Address.read(address)
     light_hivemind()
     try:
         return asyncio.run(_status(place, watch, as_json, table))
@@ -46,18 +42,17 @@ def run(address: str | None, watch: bool, as_json: bool, table: Path | None) -> 
         raise
 
 
-def _machine(as_json: bool) -> int:
-    """The runs of this machine; a swarm that does not answer is one more line, and no failure."""
-    code, place = listed(as_json), address_here()
-    if as_json or place is None:
-        return code
-    light_hivemind()
-    click.echo()
-    try:
-        return asyncio.run(_status(place, False, False, None))
-    except SwarmError as error:
-        click.echo(plain(error))
-        return code
+def address_here() -> Address:
+    """Where the swarm is of the one run in ./runs, or joined by this user, of which a peer runs on this machine.
+
+    Raises `ConfigError` if there is none, or if there are several.
+    """
+    files = [file for place in (Path("runs"), *data_home().glob("peer-*/runs")) for file in place.glob("*/address")]
+    living = [file for file in files if any(map(in_use, file.parent.glob("checkpoints/*")))]
+    if len({file.parent.name for file in living}) == 1:
+        return Address.read(f"@{living[0]}")
+    found = ", ".join(f"@{file}" for file in living) or f"of no run in ./runs or {data_home()} a peer runs here"
+    raise ConfigError(f"give the ADDRESS of a peer, as it prints it: {found}")
 
 
 async def _status(place: Address, watch: bool, as_json: bool, table: Path | None) -> int:

@@ -38,7 +38,7 @@ _DISPENSABLE = ("received", "step", "sent", "tok/s", "state")  # the first goes 
 
 STATE_STYLES = {
     "starting": "dim", "waiting": "yellow", "training": "green", "exchanging": "cyan", "evaluating": "magenta",
-    "paused": "yellow", "leaving": "yellow", "left": "dim", "done": "bold green", "failed": "bold red",
+    "leaving": "yellow", "left": "dim", "done": "bold green", "failed": "bold red",
     "killed": "bold red",
 }  # fmt: skip
 _FROM = {
@@ -104,8 +104,6 @@ class LiveView:
             peer = plain(message.peer)
             row = self._rows.setdefault(peer, _Row(peer, self._clock()))
             if isinstance(message, Status):
-                if message.why:
-                    self.note(f"{peer} {message.state}: {message.why}")
                 self._fill(row, message)
             else:
                 self._finish(row, message.summary)

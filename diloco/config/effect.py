@@ -59,8 +59,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         _ONE_PEER,
         Ignored("swarm.initial_peers", "which is given the ADDRESS or --new"),
         Ignored(
-            f"train checkpoint eval wandb volunteer run.lead run.report {_SHARDS} data.cache swarm.inner_state "
-            "swarm.upload_per_day",
+            f"train checkpoint eval wandb run.lead run.report {_SHARDS} data.cache swarm.inner_state",
             "which trains nothing",
             "drop it, or use diloco train",
         ),
@@ -71,7 +70,6 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         Ignored(f"train.parallel {_LAYERS}", "whose peers are in one process"),
         Ignored("checkpoint", "which writes no checkpoints"),
         Ignored("wandb", "which logs to run.dir only"),
-        Ignored("volunteer swarm.upload_per_day", "whose machine nobody else needs"),
         Ignored(f"{_NAMED} {_SHARDS} swarm.min_peers", "which gives each peer its own"),
         Ignored(
             "run.key swarm.initial_peers swarm.listen swarm.announce swarm.reachable swarm.identity_path swarm.token "
@@ -84,7 +82,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         Ignored("sim", "which only computes", "give --step-s, --bandwidth and --latency-ms"),
         Ignored(
             f"run.dir {_NAMED} {_SHARDS} data.cache local.step_delay_s train.parallel train.micro_batch {_LAYERS} "
-            "train.step_delay_s train.log_every swarm volunteer checkpoint eval wandb",
+            "train.step_delay_s train.log_every swarm checkpoint eval wandb",
             "which runs nothing",
         ),
     ),
@@ -95,8 +93,8 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         Ignored(
             f"{_NAMED} {_SHARDS} data.cache train.parallel train.micro_batch train.precision {_LAYERS} "
             "train.step_delay_s train.log_every checkpoint.every checkpoint.background eval wandb swarm.initial_peers "
-            "swarm.reachable swarm.min_peers swarm.upload_limit swarm.upload_per_day swarm.heartbeat_s "
-            "swarm.inner_state volunteer",
+            "swarm.reachable swarm.min_peers swarm.upload_limit swarm.heartbeat_s "
+            "swarm.inner_state",
             "which takes part in no run",
         ),
     ),
@@ -106,7 +104,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         Ignored(
             f"run.id run.key run.dir {_NAMED} budget local {_SHARDS} inner.optimizer inner.lr inner.muon_lr_ratio "
             "inner.betas inner.weight_decay inner.clip inner.schedule inner.warmup_steps inner.final_lr_ratio outer "
-            f"swarm volunteer sim train.parallel train.micro_batch train.threads {_LAYERS} train.step_delay_s "
+            f"swarm sim train.parallel train.micro_batch train.threads {_LAYERS} train.step_delay_s "
             "train.log_every checkpoint eval.every wandb",
             "which trains nothing",
         ),
@@ -160,7 +158,7 @@ def _beside(config: Config) -> Iterator[Ignored]:
     if config.outer.method == "data_parallel":
         outer = " ".join(f"outer.{name}" for name in OuterConfig.model_fields if name not in ("method", "sync_every"))
         yield Ignored(
-            f"{outer} swarm volunteer run.key wandb.aggregate",
+            f"{outer} swarm run.key wandb.aggregate",
             "with outer.method=data_parallel, which has no outer steps and no swarm",
             "drop it, or choose another outer",
         )
@@ -177,12 +175,6 @@ def _beside(config: Config) -> Iterator[Ignored]:
         yield Ignored("model.model_type", "with model.path, whose directory says it")
     if swarm.key_path is not None:
         yield Ignored("swarm.token", "with swarm.key_path, by which a peer invites itself")
-    if "busy" not in config.volunteer.pause_when:
-        remedy = "drop it, or set volunteer.pause_when=[busy]"
-        yield Ignored("volunteer.busy_load volunteer.idle_s", "unless volunteer.pause_when has busy", remedy)
-    if not config.volunteer.pause_when:
-        remedy = "drop it, or set volunteer.pause_when"
-        yield Ignored("volunteer.settle_s", "with volunteer.pause_when=[]", remedy)
     if swarm.reachable == "no":
         yield Ignored("swarm.listen swarm.announce", "with swarm.reachable=no, which listens nowhere")
     if config.wandb.mode == "disabled":

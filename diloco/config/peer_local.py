@@ -14,7 +14,7 @@ from diloco.config.explain import Expected
 
 __all__ = [
     "CheckpointConfig", "DataPlace", "EvalConfig", "LocalConfig", "RunPlace", "SimConfig", "SwarmConfig", "SweepConfig",
-    "TrainConfig", "VolunteerConfig", "WandbConfig",
+    "TrainConfig", "WandbConfig",
 ]  # fmt: skip
 
 Seconds = Annotated[float, Field(ge=0, le=86400)]
@@ -119,8 +119,6 @@ class SwarmConfig(PeerLocal):
     """Peers, this one included, that must be there before inner step 1."""
     upload_limit: float | None = Field(None, gt=0, le=1e12)
     """Bytes per second that this peer sends of payload; null is no limit."""
-    upload_per_day: float | None = Field(None, gt=0, le=1e15)
-    """Bytes that this peer sends on one day, of local time; then it pauses until midnight. null is no limit."""
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between signs of life.")
     inner_state: Literal["donor", "cold"] = "donor"
     """A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."""
@@ -129,19 +127,6 @@ class SwarmConfig(PeerLocal):
     def _keep_secret(self, token: str | None) -> str | None:
         """config.yaml and logs name the file of a token, never the token itself."""
         return token if token is not None and token.startswith("@") else None
-
-
-class VolunteerConfig(PeerLocal):
-    """When this peer pauses by itself, because its machine is needed for something else."""
-
-    pause_when: Annotated[tuple[Literal["busy", "battery", "metered"], ...], Tuple] = ()
-    """busy: others compute here, or somebody uses keyboard or mouse; battery: no mains; metered: the link costs."""
-    busy_load: float = Field(0.25, gt=0, le=1)
-    """Part of all CPU cores, or of a GPU, that other programs use on a busy machine."""
-    idle_s: float = Field(300.0, ge=0, le=86400)
-    """Seconds without keyboard and mouse after which nobody uses the machine."""
-    settle_s: float = Field(60.0, ge=0, le=86400)
-    """Seconds that a peer trains at least before it pauses, and that a reason is gone before it goes on."""
 
 
 class TrainConfig(PeerLocal):

@@ -38,7 +38,6 @@ class Config(Settings):
     outer: groups.OuterConfig
     swarm: peer_local.SwarmConfig = Field(default_factory=peer_local.SwarmConfig)
     sim: peer_local.SimConfig = Field(default_factory=peer_local.SimConfig)
-    volunteer: peer_local.VolunteerConfig = Field(default_factory=peer_local.VolunteerConfig)
     train: peer_local.TrainConfig = Field(default_factory=peer_local.TrainConfig)
     checkpoint: peer_local.CheckpointConfig = Field(default_factory=peer_local.CheckpointConfig)
     eval: peer_local.EvalConfig = Field(default_factory=peer_local.EvalConfig)

@@ -20,8 +20,7 @@ from pathlib import Path
 from diloco.config import Config, Manifest
 from diloco.config.address import scope
 from diloco.errors import ConfigError
-from diloco.rundir.files import exclusive, write_atomic
-from diloco.rundir.presence import data_home
+from diloco.rundir.files import data_home, exclusive, write_atomic
 from diloco.swarm.wire.libp2p import own_id, peer_id_of
 from diloco.train.machine import Machine
 from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need

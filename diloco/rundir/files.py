@@ -24,9 +24,11 @@ from diloco.errors import CheckpointError, ConfigError
 __all__ = [
     "JsonLines",
     "check_same_run",
+    "data_home",
     "exclusive",
     "files_of",
     "finite",
+    "in_use",
     "number",
     "origin_of",
     "prepare_run_directory",
@@ -35,6 +37,12 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def data_home() -> Path:
+    """Where this user's peers keep their keys and the runs that they joined."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "diloco"
 
 
 def prepare_run_directory(path: Path) -> None:
@@ -98,6 +106,15 @@ def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def in_use(directory: Path) -> bool:
+    """Whether a process has locked that directory."""
+    try:
+        with exclusive(directory):
+            return False
+    except ConfigError:
+        return True
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:

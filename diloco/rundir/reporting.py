@@ -83,7 +83,7 @@ class Ready(Message):
 class Status(Message):
     """The state of a peer twice a second: losses in nats per token, `outer_steps` of the budget, counts of this peer.
 
-    `why` it pauses, in words. A value that is None is not known, and a display keeps the one before.
+    A value that is None is not known, and a display keeps the one before.
     """
 
     t = "status"
@@ -101,7 +101,6 @@ class Status(Message):
     bytes_sent: int | None = None
     bytes_received: int | None = None
     peers: int | None = None
-    why: str | None = None
 
     def over(self, before: Status) -> Status:
         """This status, with values of the one before where they are not known."""
@@ -207,8 +206,6 @@ class log_lines:
         message = read_message(said)
         if isinstance(message, Ready):
             self._ready(message)
-        elif isinstance(message, Status) and message.why:
-            logger.info("%s: %s", message.state, message.why)
         elif isinstance(message, Status):
             self._status(message)
         elif isinstance(message, Finished):

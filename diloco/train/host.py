@@ -12,10 +12,9 @@ from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.rundir.files import prepare_run_directory, write_atomic
+from diloco.rundir.files import exclusive, prepare_run_directory
 from diloco.rundir.metrics import RunLog
-from diloco.rundir.presence import Presence
-from diloco.rundir.reporting import Ready, Status
+from diloco.rundir.reporting import Status
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.visit.look import check_clock, look, parse_manifest
@@ -23,8 +22,7 @@ from diloco.swarm.wire.gate import watching
 from diloco.train import origin
 from diloco.train.api import Swarm
 from diloco.train.parameters import Trained
-from diloco.train.session import identity_path
-from diloco.train.standby import joins_by
+from diloco.train.session import identity_path, write_address
 from diloco.train.swarm_link import NodeView
 
 __all__ = ["Host"]
@@ -38,7 +36,7 @@ class Host:
 
     def __init__(self, config: Config, name: str) -> None:
         prepare_run_directory(config.run.dir)
-        self._config = config
+        self._config, self._name = config, name
         self._log = RunLog(config.run.dir, name)
         manifest = config.manifest()
         if config.swarm.initial_peers:
@@ -50,8 +48,6 @@ class Host:
                 origin.with_manifest(config, manifest), found.addresses, gate, identity_path(config, name)
             )
         self.manifest = manifest
-        why, seeds = "it is a host, on which others rely", config.swarm.initial_peers
-        self._presence = Presence(config.run.dir, name, manifest.run.id, why, seeds, config.swarm.token)
         model = models.build(config.model, manifest.run.seed)
         origin.keep(config, model)
         parameters = Trained(model)
@@ -68,16 +64,13 @@ class Host:
 
     def __enter__(self) -> Host:
         with ExitStack() as stack:
-            stack.enter_context(self._presence)
+            stack.enter_context(exclusive(self._config.run.dir / "checkpoints" / self._name))  # it lives
             stack.callback(self._log.close)
             stack.callback(self._runtime.close)
             self.node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
             self._view = NodeView(self.node, self._runtime)
             stack.callback(self._view.close)
-            if self.address and not joins_by(self._config, self._config.run.dir / "address"):
-                write_atomic(self._config.run.dir / "address", self.address + "\n")
-            self._presence.hear(Ready(address=self.address))
-            self._presence.hear(Status(state="holding"))
+            write_address(self._config, self.address)
             self._open = stack.pop_all()
         return self
 

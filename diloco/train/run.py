@@ -20,11 +20,10 @@ from torch import nn
 from diloco import data
 from diloco import model as models
 from diloco.config import Config, flatten
-from diloco.errors import CheckpointError, SwarmError, UnsavedError, on_signals
+from diloco.errors import CheckpointError, UnsavedError, on_signals
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.presence import Presence
 from diloco.rundir.reporting import (
     Finished,
     Happened,
@@ -32,7 +31,6 @@ from diloco.rundir.reporting import (
     Message,
     Ready,
     Stage,
-    Status,
     read_fields,
     swarm_figures,
     to_wire,
@@ -55,8 +53,7 @@ from diloco.train.memory import fitted
 from diloco.train.outcome import summary_of
 from diloco.train.precision import precision_of, prepare_
 from diloco.train.rows import whole
-from diloco.train.session import Session, Sync, checkpoints_name, identity_path
-from diloco.train.standby import Standby, joins_by, unpausable
+from diloco.train.session import Session, Sync, checkpoints_name, identity_path, write_address
 
 __all__ = ["run"]
 
@@ -86,60 +83,21 @@ def run(config: Config, listen: Listener) -> Summary:
             if config.outer.method == "diloco":
                 island.check_batch_size(config.inner.batch_size)
             name = config.run.name or "peer"
-            if island.leads:
-                prepare_run_directory(config.run.dir)
-            standby = Standby(config, identity_path(config, name), island.leads, island.device.type == "cuda")
             if not island.leads:
-                return _sessions(config, island, lambda message: None, standby)
-            presence = Presence(
-                config.run.dir, name, config.run.id, unpausable(config), config.swarm.initial_peers, config.swarm.token
-            )
+                return _run(config, island, lambda message: None)
+            prepare_run_directory(config.run.dir)
 
             def tell(message: Message) -> None:
-                presence.hear(message)
                 listen(to_wire(replace(message, peer=name, time=time.time())))
 
-            with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)), presence:
-                return _sessions(config, island, tell, standby)
+            with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
+                return _run(config, island, tell)
     finally:
         island.close()
 
 
-def _sessions(config: Config, island: Island, tell: Tell, standby: Standby) -> Summary:
-    """All ranks: train, and pause and go on as often as `standby` says; the summary counts all sessions."""
+def _run(config: Config, island: Island, tell: Tell) -> Summary:
     began_at = time.monotonic()
-    summary: Summary | None = None
-    while True:
-        try:
-            if standby.wait(island, tell):
-                summary, paused = _session_of(island, tell, standby, began_at)
-                if not paused:
-                    return summary
-                continue
-        except KeyboardInterrupt:
-            if summary is None:  # nothing has begun
-                raise
-        if summary is None:
-            raise KeyboardInterrupt
-        last = Status(state="left", version=summary.outer_steps)
-        return _conclude(config, summary, tell, last) if island.leads else summary
-
-
-def _session_of(island: Island, tell: Tell, standby: Standby, began_at: float) -> tuple[Summary, bool]:
-    """One session, and whether a pause ended it.
-
-    If this peer's port is taken by now, it takes another.
-    """
-    try:
-        return _run(standby.coming(), island, tell, standby, began_at)
-    except SwarmError as error:
-        if standby.joined or island.size > 1 or not standby.forget():
-            raise
-        logger.warning("%s; this peer takes another port", error)
-    return _run(standby.coming(), island, tell, standby, began_at)
-
-
-def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at: float) -> tuple[Summary, bool]:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     name = config.run.name or "peer"
@@ -162,29 +120,20 @@ def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at:
     shard = _shard(config, island)
     wandb = WandbLog(config, name) if island.leads else None
     with RunLog(config.run.dir, name, wandb) as log:
-        _log_start(log, island, session, standby, chosen)
+        _log_start(log, island, session, chosen)
         phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, island.device))
-        sync = _sync(config, island, model, optimizer, session, phases, log, tell, standby)
+        sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         stream = _stream(config, dataset, shard, island, sync)
         if wandb is not None:
             wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell)
         if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
-            _write_settings(config, standby)
+            _write_settings(config)
         tell(trainer.status("waiting"))
-        with _signals(sync, island) as stopped, closing(stream):
-            _take_part(trainer, standby)
-            standby.end_session(sync)
-            [paused] = island.agree([bool(standby.why) and sync.interrupted and not stopped])
-            if not paused:
-                return _finish(trainer, build, tokenizer, began_at), False
-            if not island.leads:
-                return Summary(), True
-            if config.run.lead:
-                (config.run.dir / "address").unlink(missing_ok=True)  # of a node that is closed
-            log.event("pause", why=standby.why, version=sync.version)
-            return summary_of(trainer, time.monotonic() - began_at, digest=sync.anchor_digest()), True
+        with _signals(sync, island), closing(stream):
+            _take_part(trainer)
+            return _finish(trainer, build, tokenizer, began_at)
 
 
 def _dataset(config: Config, tell: Tell) -> data.Dataset:
@@ -194,36 +143,31 @@ def _dataset(config: Config, tell: Tell) -> data.Dataset:
     )
 
 
-def _log_start(log: RunLog, island: Island, session: Session, standby: Standby, chosen: Mapping[str, Any]) -> None:
+def _log_start(log: RunLog, island: Island, session: Session, chosen: Mapping[str, Any]) -> None:
     if island.leads:
         log.event("computes", device=island.device_name, **chosen)
-    if standby.paused_s:
-        log.event("go_on", paused_s=round(standby.paused_s, 1))
     if session.saved_version >= 0 and island.leads:
         log.event("resume", version=session.saved_version, skipped=session.skipped)
 
 
-def _write_settings(config: Config, standby: Standby) -> None:
-    """A supervisor writes its own, which names all of its peers; a later session has addresses of its own."""
-    if not config.run.report and standby.sessions == 1:
+def _write_settings(config: Config) -> None:
+    """A supervisor writes its own config.yaml, which names all of its peers."""
+    if not config.run.report:
         write_atomic(config.run.dir / "config.yaml", config.to_yaml())
     write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
 
 
-def _take_part(trainer: Trainer, standby: Standby) -> None:
+def _take_part(trainer: Trainer) -> None:
     """Joins the swarm, trains, saves and leaves."""
     island, sync, model, tell = trainer.island, trainer.sync, trainer.model, trainer.tell
     with ExitStack() as stack:
-        with standby.watching(sync):
-            with _arriving(sync, model, tell):
-                stack.enter_context(sync)
-            if sync.version == 0 and not island.sharded:
-                origin.check_start(trainer.config, model)
-            with island.following():  # before the swarm is left, which takes longer than torchrun waits
-                trainer.train()
+        with _arriving(sync, model, tell):
+            stack.enter_context(sync)
+        if sync.version == 0 and not island.sharded:
+            origin.check_start(trainer.config, model)
+        with island.following():  # before the swarm is left, which takes longer than torchrun waits
+            trainer.train()
         if island.leads:
-            if standby.why:
-                standby.remember(sync)
             tell(trainer.status("leaving"))
         if sync.version > 0:
             trainer.save()
@@ -250,7 +194,6 @@ def _sync(
     phases: PhaseTimer,
     log: RunLog,
     tell: Tell,
-    standby: Standby,
 ) -> Sync:
     """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
     outer, name = config.outer, config.run.name or "peer"
@@ -261,10 +204,9 @@ def _sync(
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
         first, addresses, command = not swarm.network.initial_peers, tuple(node.addresses), config.joining_command
-        standby.joined = True
         tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=node.advice))
-        if address and config.run.lead and not joins_by(config, config.run.dir / "address"):
-            write_atomic(config.run.dir / "address", address + "\n")
+        if config.run.lead:
+            write_address(config, address)
 
     def happened(kind: str, fields: dict[str, object]) -> None:
         log.swarm_event(kind, fields)
@@ -296,16 +238,15 @@ def _arriving(sync: Sync, model: nn.Module, tell: Tell) -> Iterator[None]:
 
 
 @contextmanager
-def _signals(sync: Sync, island: Island) -> Iterator[list[int]]:
+def _signals(sync: Sync, island: Island) -> Iterator[None]:
     """Ctrl+C, SIGTERM or SIGUSR1: leave cleanly, and rank 0 says so. Ctrl+C twice: end at once (as does the daemon).
-    Yields the signals that came.
 
     The notice of a scheduler may come several times, as SIGUSR1 and SIGTERM, from it and from torchrun.
     """
-    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield
         return
+    received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         received.append(number)
@@ -316,7 +257,7 @@ def _signals(sync: Sync, island: Island) -> Iterator[list[int]]:
         sync.interrupt()
 
     with on_signals(stop):
-        yield received
+        yield
 
 
 def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, began_at: float) -> Summary:
@@ -335,11 +276,6 @@ def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, be
     if not leads:  # rank 0 speaks for the island
         return Summary()
     mine = summary_of(trainer, time.monotonic() - began_at, digest=digest)
-    return _conclude(config, mine, tell, trainer.status("left" if sync.interrupted else "done"))
-
-
-def _conclude(config: Config, mine: Summary, tell: Tell, last: Status) -> Summary:
-    """Rank 0: tells the summary, writes what is left of the run, and tells the last status."""
     tell(Finished(summary=mine))
     summary = merge_peer_summaries(
         [mine], run_id=mine.run_id, manifest_hash=mine.manifest_hash, mode=mine.mode, wall_s=mine.wall_s, exit=mine.exit
@@ -350,7 +286,7 @@ def _conclude(config: Config, mine: Summary, tell: Tell, last: Status) -> Summar
         write_summary(config.run.dir / "summary.json", summary)
         if summary.contributions:
             write_contributions(config.run.dir / "contributions.csv", summary.contributions)
-    tell(last)
+    tell(trainer.status("left" if sync.interrupted else "done"))
     return summary
 
 

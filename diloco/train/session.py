@@ -22,7 +22,7 @@ from diloco.errors import CheckpointError
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.rundir.background import BackgroundWriter, copied
 from diloco.rundir.checkpoint import CheckpointStore
-from diloco.rundir.files import check_same_run
+from diloco.rundir.files import check_same_run, write_atomic
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
 from diloco.train.flat import (
@@ -36,7 +36,7 @@ from diloco.train.flat import (
 )
 from diloco.train.rows import load_rows_, whole
 
-__all__ = ["Session", "checkpoints_name", "identity_path"]
+__all__ = ["Session", "checkpoints_name", "identity_path", "write_address"]
 
 Sync = Attachment | DataParallel
 
@@ -46,6 +46,14 @@ def identity_path(config: Config, name: str) -> Path:
     if config.swarm.identity_path is not None:
         return Path(config.swarm.identity_path)
     return config.run.dir / "identities" / f"{name}.key"
+
+
+def write_address(config: Config, address: str) -> None:
+    """Writes where others find the swarm, unless this peer finds it by that file: it would call itself next time."""
+    file = config.run.dir / "address"
+    named = (Path(one[1:]) for one in config.swarm.initial_peers if one.startswith("@"))
+    if address and not any(one.absolute() == file.absolute() for one in named):
+        write_atomic(file, address + "\n")
 
 
 def checkpoints_name(config: Config) -> str:

@@ -32,7 +32,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 WORKERS = {
     "train": "peer.train", "host": "peer.host",
     "eval": "model.evaluate", "export": "model.export", "generate": "model.generate",
-    "pause": "runs.pause", "resume": "runs.resume",
     "keygen": "keys.keygen", "invite": "keys.invite", "revoke": "keys.revoke",
 }  # fmt: skip
 

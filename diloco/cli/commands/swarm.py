@@ -13,7 +13,7 @@ from diloco.cli.completion import overrides as settings
 from diloco.errors import ConfigError
 
 __all__ = [
-    "dashboard", "doctor", "host", "invite", "join", "keygen", "launch", "local", "pause", "resume", "revoke", "status",
+    "dashboard", "doctor", "host", "invite", "join", "keygen", "launch", "local", "revoke", "status",
     "train",
 ]  # fmt: skip
 
@@ -144,17 +144,16 @@ def launch(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--csv", "table", type=PATH, metavar="FILE", help="Write the contributions of every peer to FILE.")
 def status(**arguments: Any) -> int:
-    """Show the runs of this machine, or a swarm without joining it.
+    """Show a swarm without joining it.
 
     \b
     diloco status
-    diloco status --watch
     diloco status /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
     diloco status @runs/mine/address --watch
     diloco status @runs/mine/address --json | jq .ledger
 
     Peers, fragments and their syncers, rounds, tokens, loss and events, as the peer at ADDRESS knows them. Without
-    ADDRESS: the runs in ./runs and those that this user joined. --watch and --csv then mean the one that lives.
+    ADDRESS the one run is meant, in ./runs or joined, of which a peer runs on this machine.
     """
     return implementation("status")(**arguments)
 
@@ -173,38 +172,9 @@ def dashboard(**arguments: Any) -> int:
     diloco dashboard @runs/mine/address --beside runs/mine --beside runs/baseline
 
     The page is at /, the JSON of diloco status at /api/state, and figures for Prometheus are at /metrics. Without
-    ADDRESS it shows the run that lives on this machine, if there is one.
+    ADDRESS it shows the one run of which a peer runs on this machine.
     """
     return implementation("dashboard")(**arguments)
-
-
-@click.command()
-@click.argument("run_dir", required=False, type=PATH)
-def pause(**arguments: Any) -> int:
-    """Have a peer of this machine pause.
-
-    \b
-    diloco pause
-    diloco pause runs/mine
-
-    It leaves the swarm, which goes on without it, writes a checkpoint, and frees its model and optimizer. Its process
-    stays, and diloco resume has it go on as the same peer. Without RUN_DIR the run is meant that lives on this machine.
-    """
-    return implementation("pause")(**arguments)
-
-
-@click.command()
-@click.argument("run_dir", required=False, type=PATH)
-def resume(**arguments: Any) -> int:
-    """Have a paused peer go on.
-
-    \b
-    diloco resume
-    diloco resume runs/mine
-
-    It comes back to the swarm as the same peer. Without RUN_DIR the run is meant that was paused on this machine.
-    """
-    return implementation("resume")(**arguments)
 
 
 @click.command(cls=Command)

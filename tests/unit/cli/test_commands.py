@@ -24,7 +24,6 @@ COMMANDS = (
     "local train join host launch eval export generate simulate sweep compare plan doctor status dashboard"
 ).split()
 OWNER = ["keygen", "invite", "revoke"]  # have no configuration, and a test of their own
-HERE = ["pause", "resume"]  # the same
 ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 
 
@@ -71,7 +70,7 @@ def test_help_lists_every_command_by_what_it_is_for(typed: Typed) -> None:
     assert shown == typed("--help") == typed("-h")
     words = [line.split()[0] for line in shown.splitlines() if line.startswith("  ")]
     names = [word for word in words if word in cli.commands]
-    assert sorted(names) == sorted(cli.commands) == sorted([*COMMANDS, *HERE, *OWNER])
+    assert sorted(names) == sorted(cli.commands) == sorted([*COMMANDS, *OWNER])
     assert names[:2] == ["local", "train"] and names[-3:] == OWNER
     assert "..." not in shown.split("Options:")[1], "no summary is cut off"
 

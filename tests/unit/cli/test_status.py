@@ -26,6 +26,7 @@ from diloco.protocol.messages.control import Hello, Published, Status
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, SnapshotReply
 from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
+from diloco.rundir.files import exclusive
 from diloco.swarm.conversations.recorder import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline
@@ -262,6 +263,23 @@ def test_when_nobody_answers_the_address_is_tried_anew(monkeypatch: pytest.Monke
     first, second = (Answering(reply(b"".join(pack(snapshot(2))))) for _ in range(2))
     assert asked(monkeypatch, first, second, times=2).run.run_id == "fake"
     assert first.closed and second.closed
+
+
+def test_without_an_address_the_one_living_run_is_meant(
+    own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
+    for directory in (Path("runs/old"), Path("runs/mine"), own_home / "peer-0/runs/mine"):
+        (directory / "checkpoints" / "p0").mkdir(parents=True)
+        (directory / "address").write_text(place)
+    for line in ("status", "dashboard --port 0"):
+        assert f"of no run in ./runs or {own_home} a peer runs here" in typed.refused(*line.split())
+    with exclusive(Path("runs/mine/checkpoints/p0")), exclusive(own_home / "peer-0/runs/mine/checkpoints/p0"):
+        assert cli_status.address_here().resolved().peers == (place,), "two peers of one run"
+        with exclusive(Path("runs/old/checkpoints/p0")):
+            said = typed.refused("status")
+    assert "give the ADDRESS of a peer" in said and "@runs/old/address" in said and "@runs/mine/address" in said
 
 
 def test_an_empty_file_with_a_link_is_named(tmp_path: Path, typed: Typed) -> None:

@@ -89,14 +89,6 @@ def test_a_summary_ends_a_peer_with_a_line() -> None:
     ]
 
 
-def test_why_a_peer_pauses_is_a_line() -> None:
-    for terminal in (False, True):
-        view, file, _ = make(terminal)
-        view.update(status(state="paused", why="on battery (9 %)"))
-        assert "[  0.0s] p0 paused: on battery (9 %)\n" in file.getvalue()
-        assert any("p0" in line and " paused " in line for line in shown(view))
-
-
 def test_the_table_shows_every_peer_the_sum_and_the_progress() -> None:
     view, _, clock = make(terminal=True)
     view.update(status(version=2))

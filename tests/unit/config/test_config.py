@@ -40,7 +40,7 @@ COMPANIONS = {
 DEFAULT = compose()
 SHIPPED = [(group, name) for group, names in choices().items() for name in names if name != "default"]
 
-OF_PEERS = ("swarm", "sim", "volunteer", "train", "checkpoint", "eval", "wandb", "sweep")
+OF_PEERS = ("swarm", "sim", "train", "checkpoint", "eval", "wandb", "sweep")
 PEER_LOCAL = {key for key in CHANGES if key.split(".")[0] in OF_PEERS} | {
     *("run.dir", "run.name", "run.lead", "run.report", "local.peers", "local.step_delay_s", "model.directory"),
     *("data.path", "data.paths", "data.tokenizer_directory", "data.cache", "data.shard", "data.shards"),

@@ -52,8 +52,7 @@ ROWS = {
     "ltjh.... bq.": "swarm.reachable swarm.min_peers",
     ".tjh..d. bq.": "swarm.identity_path",
     "ltjhs... bq.": "swarm.upload_limit swarm.heartbeat_s",
-    "ltj..... bq.": "swarm.upload_per_day volunteer.pause_when volunteer.busy_load volunteer.idle_s "
-    "volunteer.settle_s wandb.aggregate",
+    "ltj..... bq.": "wandb.aggregate",
     "ltj.s... bq.": "swarm.inner_state",
     "....s... ...": "sim.step_s sim.jitter sim.bandwidth sim.latency_s sim.loss sim.events sim.attack",
     "ltj.spde bqd": "train.device",

@@ -31,7 +31,6 @@ MESSAGES = [
     Ready("p0", 1.5, "/ip4/1.2.3.4/tcp/1", ("/ip4/1.2.3.4/tcp/1", "/ip4/127.0.0.1/tcp/1"), True, "diloco invite", "no"),
     Status("p0", 1.5, "training", 3, 16, 5, 25, True, 2.5, 2.75, 100, 10, 4.5, 7, 8, 4),
     Status("p0", state="killed"),
-    Status("p0", state="paused", why="on battery"),
     Finished("p0", 1.5, SUMMARY),
 ]
 

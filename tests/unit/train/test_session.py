@@ -21,7 +21,7 @@ from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
 from diloco.rundir.files import check_same_run
 from diloco.swarm.node.saved import Saved
-from diloco.train.session import Session
+from diloco.train.session import Session, write_address
 from tests.support.stub_host import ME, OTHER, StubHost
 
 SHARES = {ME: Share(1, 10, 1, 1, "mine"), OTHER: Share(1, 20, 1, 1)}
@@ -185,3 +185,12 @@ def test_tensors_of_a_checkpoint_are_a_replica_s_own(config: Config) -> None:
         vector.fill_(9.0)
     saved.load_(two)
     assert not (two.anchors[0] == 9.0).any() and not (two.held[0].state.momentum == 9.0).any()
+
+
+def test_a_peer_does_not_join_by_its_own_address_file(config: Config) -> None:
+    file, other = config.run.dir / "address", config.run.dir / "other"
+    for named, written in ((file, False), (other, True)):
+        write_address(compose([f"run.dir={config.run.dir}", f"swarm.initial_peers=['@{named}']"]), "/ip4/1.2.3.4")
+        assert file.exists() is written
+    write_address(config, "")
+    assert file.read_text() == "/ip4/1.2.3.4\n", "a peer that nobody reaches has none"

@@ -206,13 +206,8 @@ def _beside_outer(outer: OuterConfig) -> Iterator[Ignored]:
             "with outer.staleness_limit=0",
             "drop it, or set outer.staleness_limit and outer.quorum",
         )
-    if outer.judging not in ("clip", "recent"):
+    if outer.judging == "none":
         yield Ignored("outer.clip_factor", f"with outer.robust={outer.robust}", "drop it, or set outer.robust=clip")
-    if outer.judging != "trimmed_mean":
-        remedy = "drop it, or set outer.robust=trimmed_mean"
-        yield Ignored("outer.trim", f"with outer.robust={outer.robust}", remedy)
-    else:
-        yield Ignored("outer.weights", "with outer.robust=trimmed_mean, in which all peers count alike")
     if outer.flatten:
         remedy = "drop it, or set outer.flatten=0"
         yield Ignored("outer.audit", "with outer.flatten, which mixes all values of a matrix", remedy)

@@ -8,7 +8,7 @@ Values that make a preset live in `configs/`; a default here is one that suits e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainSerializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,12 +22,8 @@ __all__ = [
     "BudgetConfig", "InnerConfig", "OuterConfig", "RunConfig", "RunIdentity",
 ]  # fmt: skip
 
-# What `diloco/outer` implements. A new merge rule is a new name in one of these; for codecs and outer optimizers see
-# `names.py`.
+# What `diloco/outer` implements. A new merge rule is a new name here; for codecs and outer optimizers see `names.py`.
 Average = Literal["mean", "rda"]
-AveragedJudge = Literal["clip"]  # says what each contribution counts in outer.merge's average
-OwnJudge = Literal["trimmed_mean", "centered_clip"]  # takes the place of outer.merge=mean
-Judge = Literal[AveragedJudge, OwnJudge]
 
 
 def _steps_or_part(value: float) -> float:
@@ -114,9 +110,7 @@ class OuterConfig(RunOwned):
     """contiguous: fragments of equal size; strided: whole layers, dealt round-robin."""
     staggered: bool = Field(False, description="Fragments are due one after another, sync_every/fragments steps apart.")
     overlap: int = Field(0, ge=0, le=1 << 20)
-    """Inner steps between sending a pseudo-gradient and adopting the update; sync_every: a round late."""
-    eager: bool = False
-    """With an update a round late, this peer's own pseudo-gradient acts at once (for itself)."""
+    """Inner steps between sending a pseudo-gradient and adopting the update; fewer than `sync_every`."""
     mixing: float = Field(0.0, ge=0, lt=1)
     """Part of the local parameters that is kept when an update is adopted."""
     quorum: int | None = Field(None, ge=1, le=100_000)
@@ -134,19 +128,17 @@ class OuterConfig(RunOwned):
     """mean: weighted mean; rda: mean direction with the mean norm, piece by piece."""
     flatten: float = Field(0.0, ge=0, le=1)
     """How far singular values of each merged matrix are evened out: 0 not at all, 1 all equal."""
-    robust: Literal["auto", "none", Judge] = Field(
+    robust: Literal["auto", "none", "clip"] = Field(
         "auto",
         description="Of more than 3 contributions: clip: long ones shortened, reversed ones left out; auto: clip where "
         "payloads are small; none: all count as they are.",
     )
     clip_factor: float = Field(3.0, ge=1, le=1e6)
     """Times the median norm that a contribution may have (robust: auto, clip)."""
-    trim: float = Field(0.25, gt=0, lt=0.5)
-    """Part of the values left out at each end (robust: trimmed_mean)."""
     audit: float = Field(0.02, ge=0, le=1)
     """Part of each version that the others recompute; 0: none. Contributions have to be judged together (robust)."""
     optimizer: OptimizerName = "nesterov"
-    """nesterov: a step per version; the others: momentum once in `delay` contributions."""
+    """nesterov: a step per version; delayed_nesterov: momentum once in `delay` contributions."""
     lr: float = Field(0.75, gt=0, le=10, description="Outer (Nesterov) learning rate.")
     lr_by_peers: dict[str, float] = Field(default_factory=dict)
     """Learning rates by number of contributors, such as {1: 0.4, 8: 0.8}."""
@@ -183,11 +175,6 @@ class OuterConfig(RunOwned):
         """
         return self.lockstep or self.staleness_limit > 0
 
-    @property
-    def round_late(self) -> bool:
-        """Whether an update is adopted when the next pseudo-gradient is sent, a whole round after its own."""
-        return self.overlap == self.sync_every
-
     @field_validator("lr_by_peers", mode="before")
     @classmethod
     def _keys_are_text(cls, rates: Any) -> Any:
@@ -200,10 +187,10 @@ class OuterConfig(RunOwned):
         return self
 
     @property
-    def judging(self) -> Literal["none", "recent", Judge]:
+    def judging(self) -> Literal["none", "recent", "clip"]:
         """How a syncer guards a version against bad contributions: what `robust` comes to with the other settings.
 
-        `recent` folds each contribution in as it arrives, clipped by the norms of those before it. The judges need all
+        `recent` folds each contribution in as it arrives, clipped by the norms of those before it. `clip` needs all
         contributions of a version together, so the syncer keeps their payloads until the version closes. That is cheap
         where a value takes a byte or less, so `auto` does it there; and it is impossible where a version has a quorum,
         as that may close with one contribution.
@@ -215,7 +202,7 @@ class OuterConfig(RunOwned):
     @property
     def judged_together(self) -> bool:
         """Whether a syncer keeps the contributions to a version until it closes, instead of folding each into a sum."""
-        return self.judging not in ("none", "recent")
+        return self.judging == "clip"
 
     @property
     def audited(self) -> bool:
@@ -240,21 +227,9 @@ class OuterConfig(RunOwned):
 
 def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
     """What cannot be meant, one line each: when contributions are due, and which a version waits for."""
-    if outer.round_late and (outer.staggered or not outer.barrier or outer.mixing):
+    if outer.overlap >= outer.sync_every:
         yield (
-            f"outer.overlap={outer.overlap}, a whole round, goes with neither outer.staggered, outer.quorum nor "
-            "outer.mixing; drop them, or lower it"
-        )
-    if outer.eager and not outer.round_late:
-        yield f"outer.eager=true needs updates that are a round late; set outer.overlap={outer.sync_every}"
-    if outer.eager and outer.optimizer != "nesterov":
-        yield (
-            f"outer.eager=true takes a part of the next nesterov step ahead, and outer.optimizer={outer.optimizer} has "
-            "other steps; set outer.optimizer=nesterov, or drop outer.eager"
-        )
-    if outer.overlap > outer.sync_every:
-        yield (
-            f"outer.overlap={outer.overlap} is more than the {outer.sync_every} inner steps from one exchange "
+            f"outer.overlap={outer.overlap} is not less than the {outer.sync_every} inner steps from one exchange "
             "of a fragment to its next (outer.sync_every); lower it"
         )
     if outer.staggered and outer.fragments > outer.sync_every:
@@ -282,14 +257,6 @@ def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
     """The same: what a contribution counts, and what a version is made of."""
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
-    if outer.robust in get_args(OwnJudge):
-        if not outer.barrier:
-            yield (
-                f"outer.robust={outer.robust} needs all contributions of a version together, and outer.quorum="
-                f"{outer.quorum} may close one without; choose outer.robust=clip, or drop the quorum"
-            )
-        if outer.merge != "mean":
-            yield f"outer.robust={outer.robust} goes with outer.merge=mean only; choose outer.robust=clip"
     if outer.error_feedback and outer.codec_up == "fp32":
         yield f"outer.error_feedback={outer.error_feedback} has no effect with outer.codec_up=fp32; set it to 0"
     if outer.delay is not None and outer.delay_c * outer.delay > 1:

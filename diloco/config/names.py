@@ -41,7 +41,6 @@ class CodecTraits(NamedTuple):
 OPTIMIZERS = {
     "nesterov": OptimizerTraits(),
     "delayed_nesterov": OptimizerTraits(windowed=True),
-    "fedbuff": OptimizerTraits(windowed=True),
 }
 CODECS = {
     "fp32": CodecTraits(wide=True),

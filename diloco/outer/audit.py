@@ -130,10 +130,8 @@ def audit(part: Part, settings: OuterConfig, anchor: Tensor, log: Sequence[Seen]
     A payload or update that its codec refuses is a deviation too: an honest syncer merges and publishes none.
     """
     assert obstacle(settings) is None, "what cannot be audited is refused before"
-    optimizer = OPTIMIZERS[settings.optimizer](settings)
     counted = next((at for at, seen in enumerate(log) if seen.counted is not None), len(log))
-    # The last update before says all that is to be known of the residual, unless a window has a part in it.
-    judged = 0 if optimizer.holds_back else counted - 1
+    judged = counted - 1  # the last update before says all that is to be known of the residual
     sizes, down = anchor.double().abs(), codec(settings.codec_down)
     try:
         for seen in log[max(judged, 0) :]:

@@ -68,8 +68,8 @@ def measured(down: Codec, payload: Tensor, before: Tensor | None, numel: int) ->
     return Moved(norm, lost)
 
 
-def measure(settings: OuterConfig, update: Tensor, anchor: Tensor, still: bool = False) -> Moved:
-    """The norms of a whole update (uint8) of an anchor (numel,) fp32; a `still` one is about the window.
+def measure(settings: OuterConfig, update: Tensor, anchor: Tensor) -> Moved:
+    """The norms of a whole update (uint8) of an anchor (numel,) fp32.
 
     Raises `PayloadError` for an invalid one.
     """
@@ -77,7 +77,7 @@ def measure(settings: OuterConfig, update: Tensor, anchor: Tensor, still: bool =
     offsets = down.offsets(len(anchor))
     for chunk, (start, stop) in enumerate(chunks(len(anchor))):
         payload = update[offsets[chunk] : offsets[chunk + 1]]
-        moved += measured(down, payload, None if still else anchor[start:stop], stop - start)
+        moved += measured(down, payload, anchor[start:stop], stop - start)
     return moved
 
 
@@ -140,18 +140,14 @@ class Bound:
     ) -> None:
         mean = self._mean(lengths)
         momentum, window = self._known(step, term)
-        if math.isinf(momentum) and not linear.still:
+        if math.isinf(momentum):
             momentum = self._seen(linear, mean, moved, window)
         before = self._lost_before(moved)
         lost = moved.lost if self._values else min(moved.lost, self._given(linear, lengths, moved, (momentum, window)))
-        if linear.still:
-            self._window = _total(linear.window, mean, 0.0, window) + lost
-            self._lost = before + _total((linear.full,), lost)
-        else:
-            published = mean + (before + lost) / abs(linear.moved[0])
-            self._momentum = _total(linear.momentum, published, momentum, window)
-            self._window = _total(linear.window, published, momentum, window)
-            self._lost = lost * (1.0 + abs(linear.full))
+        published = mean + (before + lost) / abs(linear.moved[0])
+        self._momentum = _total(linear.momentum, published, momentum, window)
+        self._window = _total(linear.window, published, momentum, window)
+        self._lost = lost
         if not math.isinf(self._momentum):
             self._longest = max(self._longest, self._momentum)
 
@@ -179,9 +175,6 @@ class Bound:
     def _given(self, linear: Linear, lengths: Mapping[str, float], moved: Moved, known: tuple[float, float]) -> float:
         """The longest movement before it is encoded, or the longest growth of the window where nothing moves."""
         mean, (momentum, window) = self._mean(lengths), known
-        if linear.still:
-            of_mean, _, of_window = linear.window
-            return _total((of_mean, 0.0, of_window - (not self._values)), mean, 0.0, window)
         return _total(linear.moved, mean, momentum, window) + self._lost_before(moved)
 
     def _mean(self, lengths: Mapping[str, float]) -> float:
@@ -189,9 +182,7 @@ class Bound:
         longest, limit = max(lengths.values(), default=0.0), self.limit(lengths)
         if self._folds:  # a contribution that broke off midway counts where it arrived
             longest = max(longest, FACTOR * longest if math.isinf(limit) else limit)
-        # The middle value of each element may come from another contribution.
-        spread = math.sqrt(len(lengths)) if self._settings.judging == "trimmed_mean" else 1.0
-        return min(longest, DOUBT * limit) * spread
+        return min(longest, DOUBT * limit)
 
     def _known(self, step: OuterStep, term: int | None) -> tuple[float, float]:
         """Bounds of momentum and window before a step; a new syncer may go on with those that it had long ago."""

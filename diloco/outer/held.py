@@ -27,12 +27,12 @@ from diloco.outer.bounds import Bound, Moved, measured
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
-from diloco.outer.merging import AVERAGES, JUDGES, Staged, Sum
+from diloco.outer.merging import AVERAGES, Staged, Sum
 from diloco.outer.merkle import payload_root
-from diloco.outer.optimizer import OPTIMIZERS, Linear, OuterStep, Transition
+from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
-from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, alike, clip_few, norm_of, opposes
+from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, alike, clip, clip_few, norm_of, opposes
 from diloco.outer.shown import VERSIONS, Kept
 from diloco.outer.spectrum import flatten_, matrices
 from diloco.outer.state import OuterState, adopt_, state_root
@@ -86,8 +86,7 @@ class Held:
     ) -> None:
         self.fragment, self.anchor, self.settings = fragment, anchor, settings
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
-        self.optimizer, self.average = OPTIMIZERS[settings.optimizer](settings), AVERAGES[settings.merge](settings)
-        self.rule = JUDGES[settings.judging](settings) if settings.judged_together else None
+        self.optimizer, self.average = OPTIMIZERS[settings.optimizer](settings), AVERAGES[settings.merge]()
         self.master = anchor.clone() if master is None else master
         self.state = OuterState.zeros(fragment.numel, self.optimizer.num_buffers) if state is None else state
         self.norms = Norms() if norms is None else norms
@@ -104,7 +103,7 @@ class Held:
         self._left: dict[str, float] = {}  # the square of how long the rest of each of these may be
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
-        if self.rule is None:
+        if not settings.judged_together:
             totals = torch.zeros_like(anchor).split_with_sizes(self._numels)
             self.sums = list(map(Sum, totals, self._pieces))
         else:
@@ -165,7 +164,7 @@ class Held:
 
         The average divides by the weights alone, so a discount shrinks the step. `seen` is the chunk's, if known.
         """
-        assert self.rule is None, f"outer.robust={self.settings.robust} stages contributions"
+        assert self.staged is None, "contributions are staged"
         into, scale, values = self.sums[chunk], 1.0, None
         if self._clips:
             if seen is None:
@@ -182,13 +181,14 @@ class Held:
         self, weights: Mapping[str, float], discounts: Mapping[str, float] = MappingProxyType({}), me: str = ""
     ) -> Judged:
         """What the staged contributions of these peers count, those that are late at a discount; `me` is this peer."""
-        assert self.rule is not None and self.staged is not None, "contributions are folded in as they arrive"
+        assert self.staged is not None, "contributions are folded in as they arrive"
         peers = sorted(weights)
         by_peer = [weights[peer] for peer in peers]
         if len(peers) < MIN_JUDGED:
             judged = self._judge_few(self.staged, peers, by_peer, me)
         else:
-            judged = self.rule.judge(self.staged, peers, by_peer)
+            gram, numel = self.staged.cosines(peers)
+            judged = clip(self.staged.norms(peers), gram, by_peer, self.settings.clip_factor, numel)
         norms, scales = self.staged.norms(peers), judged.scales
         counted = [norm * min(scale, 1.0) for norm, scale in zip(norms, scales, strict=True)]
         self.norms.whole.extend(norm for norm, scale in zip(counted, scales, strict=True) if scale)
@@ -242,13 +242,13 @@ class Held:
         return digest_of(self.anchor)
 
     def _average(self, chunk: int, judged: Judged | None) -> Sum:
-        if self.rule is None:
+        if self.staged is None:
             into = self.sums[chunk]
-            self.average.average_(into)
         else:
-            assert self.staged is not None and judged is not None, "contributions are judged before they are merged"
+            assert judged is not None, "contributions are judged before they are merged"
             into = Sum(buffer("merged", torch.float32, self._numels[chunk]).zero_(), self._pieces[chunk])
-            self.rule.merge_(into, self.staged, chunk, *judged, self.average)
+            self.staged.add_(into, chunk, *judged, self.average)
+        self.average.average_(into)
         return into
 
     def _flattened(self, judged: Judged | None) -> list[Sum]:
@@ -265,20 +265,10 @@ class Held:
         start, stop = self.chunks[chunk]
         master, anchor, vectors = self.master[start:stop], self.anchor[start:stop], self.state.part(start, stop)
         transition.move_(master, into.total, vectors)
-        if isinstance(transition, Linear) and transition.full:
-            window, grown = vectors[1], transition.grown(into.total, vectors[1])
-            self.down.encode_update(*((grown, window) if transition.still else (master, anchor)), update)
-            self._measure(update, anchor, transition)
-            adopt_(self.down, transition, anchor, vectors, update)
-            master.add_(grown.sub_(window), alpha=transition.full)
-        else:
-            self.down.encode_update(master, anchor, update)
-            self._measure(update, anchor, transition)
-            adopt_(self.down, transition, anchor, vectors, update)
+        self.down.encode_update(master, anchor, update)
+        self.moved += measured(self.down, update, anchor, len(anchor))
+        adopt_(self.down, transition, anchor, vectors, update)
         into.clear()
-
-    def _measure(self, update: Tensor, anchor: Tensor, transition: Transition) -> None:
-        self.moved += measured(self.down, update, None if transition.still else anchor, len(anchor))
 
     def restart(self, version: int) -> None:
         """Start from the anchor, which was replaced by that version; forget all contributions.

@@ -1,13 +1,8 @@
-"""Merge rules: how the contributions to a version become one pseudo-gradient.
+"""How the contributions to a version become one pseudo-gradient.
 
-    Average  outer.merge   `AVERAGES`  mean, rda                          adds contributions to a sum, one by one
-    Judge    outer.robust  `JUDGES`    clip, trimmed_mean, centered_clip  sees all contributions of a version at once
-
-An average folds each contribution into the sum as it arrives. A judge has them kept (`Staged`), says what each counts
-(`judge`), and merges them chunk by chunk (`merge_`), with the average unless it has its own way. The math of these
-rules is in `rda.py` and `robust.py`.
-
-A rule touches one chunk at a time and keeps no state, so threads may share it.
+An `Average` (`outer.merge`) adds contributions to a sum, one by one: each as it arrives, or, where they are judged
+together (`outer.robust`), those that are kept (`Staged`) until the version closes, each with what it counts. The math
+is in `rda.py` and `robust.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +17,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
 from diloco.outer.optimizer import mean_
 from diloco.outer.payloads import Codec, buffer
 from diloco.outer.rda import Piece, add_directions_, radial_directional_
-from diloco.outer.robust import Judgement, Norms, centered_clip, clip, norm_of, trimmed_mean
+from diloco.outer.robust import Judgement, Norms, norm_of
 
-__all__ = ["AVERAGES", "JUDGES", "SKETCH", "Average", "Judge", "MergeRule", "Staged", "Sum"]
+__all__ = ["AVERAGES", "SKETCH", "Average", "Staged", "Sum"]
 
 SKETCH = 8192  # values of a chunk that are compared
 
@@ -49,20 +43,13 @@ class Sum:
         self.norms.clear()
 
 
-class MergeRule(ABC):
-    """One value of `outer.merge` or `outer.robust`."""
-
-    name: ClassVar[str]
-
-    def __init__(self, settings: OuterConfig) -> None:
-        self.settings = settings
-
-
-class Average(MergeRule):
-    """A rule that needs one contribution at a time.
+class Average(ABC):
+    """One value of `outer.merge`. It touches one chunk at a time and keeps no state, so threads may share it.
 
     A syncer that folds contributions in as they arrive decodes each of them once, and needs one fp32 copy for the sum.
     """
+
+    name: ClassVar[str]
 
     @abstractmethod
     def add_(self, into: Sum, values: Tensor, weight: float, scale: float = 1.0) -> None:
@@ -205,6 +192,13 @@ class Staged:
         """What these peers sent, chunk by chunk."""
         return {peer: [self.payload(peer, chunk) for chunk in range(len(self.sizes))] for peer in peers}
 
+    def add_(self, into: Sum, chunk: int, peers: Sequence[str], judged: Judgement, average: Average) -> None:
+        """Add a chunk of these contributions to a sum, as they were judged."""
+        for peer, weight, scale in zip(peers, judged.weights, judged.scales, strict=True):
+            if weight:
+                average.add_encoded_(into, self.codec, self.payload(peer, chunk), weight, scale)
+                into.weight += weight
+
     def clear(self) -> None:
         """Forget everything: the version is made, or given up."""
         self._kept.clear()
@@ -212,66 +206,4 @@ class Staged:
         self._compared = None
 
 
-class Judge(MergeRule):
-    """A rule that compares all contributions of a version with each other.
-
-    It decides in the order of the peers' names, so that the order of arrival changes no bit.
-    """
-
-    def judge(self, staged: Staged, peers: Sequence[str], weights: Sequence[float]) -> Judgement:
-        """What each of these contributions counts; they are at least `MIN_JUDGED`. Their weights, by default."""
-        return Judgement.plain(weights)
-
-    def merge_(
-        self, into: Sum, staged: Staged, chunk: int, peers: Sequence[str], judged: Judgement, average: Average
-    ) -> None:
-        """Turn an empty sum into the merged chunk; by default into `outer.merge`'s average, as judged."""
-        for peer, weight, scale in zip(peers, judged.weights, judged.scales, strict=True):
-            if weight:
-                average.add_encoded_(into, staged.codec, staged.payload(peer, chunk), weight, scale)
-                into.weight += weight
-        average.average_(into)
-
-
-class Clip(Judge):
-    """Scales down what is longer than `outer.clip_factor` medians, and leaves out what opposes the others."""
-
-    name = "clip"
-
-    def judge(self, staged: Staged, peers: Sequence[str], weights: Sequence[float]) -> Judgement:
-        gram, numel = staged.cosines(peers)
-        return clip(staged.norms(peers), gram, weights, self.settings.clip_factor, numel)
-
-
-class CenteredClip(Judge):
-    """CenteredClip (Karimireddy et al., arXiv 2012.10333)."""
-
-    name = "centered_clip"
-
-    def judge(self, staged: Staged, peers: Sequence[str], weights: Sequence[float]) -> Judgement:
-        gram, _ = staged.cosines(peers)
-        return centered_clip(staged.norms(peers), gram, weights)
-
-
-class TrimmedMean(Judge):
-    """The unweighted mean without the largest and smallest values (Yin et al., arXiv 1803.01498).
-
-    Memory: one decoded chunk for each contribution, while a chunk is merged.
-    """
-
-    name = "trimmed_mean"
-
-    def merge_(
-        self, into: Sum, staged: Staged, chunk: int, peers: Sequence[str], judged: Judgement, average: Average
-    ) -> None:
-        weighed = zip(peers, judged.scales, judged.weights, strict=True)
-        counted = {peer: scale for peer, scale, weight in weighed if weight}
-        values = staged.decoded(list(counted), chunk)
-        for row, scale in zip(values, counted.values(), strict=True):
-            if scale < 1.0:  # too few are compared to leave out what is too long
-                row.mul_(scale)
-        into.total.copy_(trimmed_mean(values, self.settings.trim))
-
-
 AVERAGES: dict[str, type[Average]] = {one.name: one for one in (Mean, RadialDirectional)}
-JUDGES: dict[str, type[Judge]] = {one.name: one for one in (Clip, TrimmedMean, CenteredClip)}

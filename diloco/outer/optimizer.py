@@ -13,9 +13,7 @@ zeros before the first one. The outer optimizers of the literature are:
     SGD (SparseLoCo)    Nesterov with beta=0
     Nesterov (DiLoCo)   one push per version: the mean of all peers
     naive async         Nesterov on each contribution; the momentum is then applied too often
-    FedBuff             a Nesterov step with the mean of each `delay` contributions, which are pushed one by one
     Delayed Nesterov    each contribution moves the parameters at once, and the momentum only every `delay` pushes
-    eager updates       eager_ on each peer's own pseudo-gradient at once, Nesterov on the mean a round late
 
 `OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class says what one push does, in numbers. A step
 merges several contributions, which may complete a window of `delay` and begin the next. It is linear in the mean, the
@@ -29,7 +27,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, TypeVar
 
@@ -41,8 +39,8 @@ from diloco.outer.fragments import chunks
 from diloco.outer.payloads import buffer
 
 __all__ = [
-    "OPTIMIZERS", "Linear", "OuterOptimizer", "OuterStep", "Transition", "delayed_nesterov", "eager_", "fedbuff",
-    "lr_at", "mean_", "momentum_at", "nesterov_", "pseudo_gradient_",
+    "OPTIMIZERS", "Linear", "OuterOptimizer", "OuterStep", "Transition", "delayed_nesterov", "lr_at",
+    "mean_", "momentum_at", "nesterov_", "pseudo_gradient_",
 ]  # fmt: skip
 
 Value = TypeVar("Value", float, Tensor)
@@ -70,9 +68,6 @@ class Transition(ABC):
     `vectors` are the momentum and the further vectors of the optimizer.
     """
 
-    still: bool = False
-    """Whether no anchor moves, and the update is what the window grows by."""
-
     @abstractmethod
     def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
         """Move the master by the mean of the contributions, which is left as it is."""
@@ -90,30 +85,17 @@ class Linear(Transition):
     how far the anchor moved (PowerSGD, arXiv 1905.13727, Algorithm 2: error feedback, and momentum after compression).
     What the encoding lost stays in master - anchor, and enters the momentum with the update that publishes it. So a
     backup that applies the updates has the momentum and the window of the syncer, whatever the codec.
-
-    Where contributions move nothing before their window is full, `full` is how far they move the master then, as a part
-    of the window. What the published window lacks of the true one (`grown`) moves the master by that, at once, so that
-    it is not lost.
     """
 
     moved: tuple[float, ...]
     momentum: tuple[float, ...]
     window: tuple[float, ...]
-    full: float = 0.0
-
-    @property
-    def still(self) -> bool:  # type: ignore[override]
-        return not any(self.moved)
 
     @torch.no_grad()
     def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
         for part, vector in zip(self.moved, (mean, *vectors), strict=False):  # without a window its part is 0
             if part:
                 master.add_(vector, alpha=part)
-
-    def grown(self, mean: Tensor, window: Tensor) -> Tensor:
-        """The window after the step, made of the mean itself."""
-        return torch.add(mean * self.window[0], window, alpha=self.window[2])
 
     @torch.no_grad()
     def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
@@ -182,52 +164,6 @@ def delayed_nesterov(
     return theta - lr * (delta / delay + share * beta * momentum), momentum, window
 
 
-def fedbuff(
-    theta: Value, momentum: Value, window: Value, delta: Value, *, lr: float, beta: float, delay: int, last: bool
-) -> tuple[Value, Value, Value]:
-    """One push of FedBuff (arXiv 2106.06639), with the outer step of arXiv 2401.09135: the new theta, momentum and
-    window. The `last` of `delay` contributions makes a Nesterov step with their mean.
-    """
-    window = window + delta / delay
-    if not last:
-        return theta, momentum, window
-    momentum = beta * momentum + window
-    return theta - lr * (window + beta * momentum), momentum, 0 * window
-
-
-@torch.no_grad()
-def eager_(start: Tensor, momentum: Tensor, delta: Tensor, *, peers: int, lr: float, beta: float) -> None:
-    """Eager updates (arXiv 2502.12996): a peer's fresh pseudo-gradient acts at once on where its round starts.
-
-    In the paper, peer m of M steps in round t by its own estimate of the mean pseudo-gradient,
-
-        mean(t-1) + (delta_m(t) - delta_m(t-1)) / M
-
-    which is the mean of the round before with its own part replaced by the fresh one. The outer step is linear in the
-    pseudo-gradient, so it is the sum of the steps by each term alone. The steps by mean(t-1) are those of the anchor.
-    The differences of delta_m / M add up, in the momentum and in the parameters, to
-
-        own    = beta own + delta_m(t) / M
-        start  = anchor - lr (delta_m(t) / M + beta own)
-
-    which is the peer's own part of the outer step that comes next: `nesterov_` with its own terms alone, from the
-    anchor. Only `own` is kept. The anchor stays the same on all peers, and the start is personal and never sent.
-
-    Therefore M, lr and beta may change: they are those of the step that will merge delta_m. What this peer has learned
-    before fades out of `own` as it does out of the outer momentum, and no offset stays. A paper's replica, which keeps
-    the sum of its steps, would keep an offset for good when lr changes.
-
-    Args:
-        start: a copy of the anchor, which becomes where this peer starts.
-        momentum: `own`, changed in place; zeros while the outer momentum has nothing of this peer.
-        delta: its pseudo-gradient of this round, overwritten with its own part of the mean.
-        peers: M, at least 1. Contributions are taken to weigh the same.
-    """
-    assert start.shape == momentum.shape == delta.shape, "start, momentum and delta must have one shape"
-    assert peers >= 1, f"{peers} peers are impossible"
-    nesterov_(start, momentum, delta.div_(peers), lr, beta)
-
-
 def momentum_at(version: float, momentum: float, warmup: int | None = 0, rounds: int | None = None) -> float:
     """Outer momentum of the step from `version` to the next, which rises to `momentum` in `warmup` versions (0: it
     begins there). With None it rises over the planned `rounds`, or as long as the run gets older if nobody has planned
@@ -285,8 +221,6 @@ class OuterOptimizer(ABC):
     """Whether every `transition` is `Linear`. Else peers neither bound how far a version moves nor recompute any."""
     can_follow: ClassVar[bool] = True
     """Whether a backup can compute the vectors from the updates that it applies."""
-    holds_back: ClassVar[bool] = False
-    """Whether contributions move nothing before their window is full."""
 
     def __init_subclass__(cls) -> None:
         if "transition" in vars(cls):
@@ -309,9 +243,7 @@ class OuterOptimizer(ABC):
 
     def transition(self, step: OuterStep) -> Transition:
         """What a step does, whose contributions are pushed one after another."""
-        *_, (full, _, _) = self._columns(replace(step, contributions=step.delay - step.pushes))
-        moved, momentum, window = zip(*self._columns(step), strict=True)
-        return Linear(moved, momentum, window, full if self.holds_back else 0.0)
+        return Linear(*zip(*self._columns(step), strict=True))
 
     def _columns(self, step: OuterStep) -> list[tuple[float, float, float]]:
         """What becomes of parameters, momentum and window, for a mean, a momentum and a window of 1."""
@@ -362,17 +294,4 @@ class DelayedNesterov(OuterOptimizer):
         return delayed_nesterov(theta, momentum, window, delta, lr=lr, beta=beta, delay=delay, last=last, c=c)
 
 
-class FedBuff(OuterOptimizer):
-    """One Nesterov step with the mean of `delay` contributions (arXiv 2106.06639)."""
-
-    name = "fedbuff"
-    windowed = True
-    holds_back = True
-
-    def push(
-        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
-    ) -> tuple[Value, Value, Value]:
-        return fedbuff(theta, momentum, window, delta, lr=lr, beta=beta, delay=delay, last=last)
-
-
-OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov, FedBuff)}
+OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov)}

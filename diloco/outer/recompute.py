@@ -22,7 +22,6 @@ from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OPTIMIZERS, Linear, OuterOptimizer, OuterStep
 from diloco.outer.payloads import magnitude_of
 from diloco.outer.rda import CANCELLED, SMALLEST_NORM, directional_pieces
-from diloco.outer.robust import trim_count
 
 __all__ = ["Counted", "Follower", "Part", "Reach", "Seen", "linear_of"]
 
@@ -126,8 +125,6 @@ class Reach(NamedTuple):
     def after(self, linear: Linear, step: OuterStep, moved: float = 0.0) -> Reach:
         """The same after a step that moves the anchor by so much, or an error of that size."""
         momentum, window = self.momentum, self.window if step.pushes else 0.0
-        if linear.still:
-            return Reach(momentum, window + moved)
         of_momentum, of_window = (tuple(map(abs, parts)) for parts in _followed(linear))
         return Reach(
             of_momentum[0] * moved + of_momentum[1] * momentum + of_momentum[2] * window,
@@ -175,41 +172,33 @@ class Follower:
         if not step.pushes:
             self._window = torch.zeros_like(self._window)
         moved = self._down.values(seen.update, self._part.numel).double()
-        base = self._base(linear, moved) if self._down.carries_values else None
+        base = self._base(moved) if self._down.carries_values else None
         if self._down.carries_values and base is None:
-            self._begin(linear, seen, moved)
+            self._begin(seen, moved)
             return None
         why = None
         if base is not None:
             moved = moved - base
         size = magnitude_of(moved)
-        if not linear.still:
-            self._top, self._mean = max(self._top, size), max(self._mean, size / abs(linear.moved[0]))
+        self._top, self._mean = max(self._top, size), max(self._mean, size / abs(linear.moved[0]))
         if judge:
             cell = _Range(*self._down.cell(seen.update, self._part.numel))
             mean = None if seen.counted is None else self._merged(seen.counted)
-            judged = self._judge_growth if linear.still else self._judge_movement
-            why = judged(linear, moved, cell if base is None else cell.plus(base, -1.0), mean)
+            why = self._judge_movement(linear, moved, cell if base is None else cell.plus(base, -1.0), mean)
         else:
             self._residual = self._anything
         self._follow(linear, step, moved, size)
         return why
 
-    def _base(self, linear: Linear, values: Tensor) -> Tensor | None:
+    def _base(self, values: Tensor) -> Tensor | None:
         """What an update that carries values starts from; None if that is not known."""
-        if linear.still:
-            return None if self._forgotten.window else self._window
         base, self._anchor = self._anchor, values
         return base
 
-    def _begin(self, linear: Linear, seen: Seen, values: Tensor) -> None:
+    def _begin(self, seen: Seen, values: Tensor) -> None:
         """These values are known, and not how far they are from the ones before."""
-        if linear.still:
-            self._window, self._residual = values, self._anything
-            self._forgotten = self._forgotten._replace(window=0.0)
-        else:
-            self._residual = _Range(*self._down.cell(seen.update, self._part.numel)).plus(values, -1.0)
-            self._forgotten = Reach(1.0, float(seen.step.delay))
+        self._residual = _Range(*self._down.cell(seen.update, self._part.numel)).plus(values, -1.0)
+        self._forgotten = Reach(1.0, float(seen.step.delay))
 
     def _take_over(self) -> None:
         """The master goes on, or starts at the anchor; the momentum goes on, or is an older one, or starts at zero."""
@@ -220,17 +209,14 @@ class Follower:
 
     def _follow(self, linear: Linear, step: OuterStep, moved: Tensor, size: float) -> None:
         momentum, window = self._momentum, self._window
-        if linear.still:
-            self._window = window + moved
-        else:
-            of_momentum, of_window = _followed(linear)
-            self._momentum, self._window = (
-                _combined(parts, (moved, momentum, window)) for parts in (of_momentum, of_window)
-            )
+        of_momentum, of_window = _followed(linear)
+        self._momentum, self._window = (
+            _combined(parts, (moved, momentum, window)) for parts in (of_momentum, of_window)
+        )
         self._reach = self._reach.after(linear, step, size)
         self._errors = self._errors.after(linear, step).plus(self._reach, 4 * ROUNDING)
         self._forgotten = self._forgotten.after(linear, step)
-        self._noises = self._noises.after(linear, step, 0.0 if linear.still else 1.0)
+        self._noises = self._noises.after(linear, step, 1.0)
 
     def _unsure(self, linear: Linear, noise: Tensor) -> Tensor:
         """How far the part of momentum and window in a movement may be from the one that is computed."""
@@ -252,24 +238,6 @@ class Follower:
             master = given.both(master)
         lost = master.plus(moved, -1.0).wider(noise)
         self._residual = lost
-        if linear.full and linear.window[0]:  # what the window that begins has lost moves the master too
-            self._residual = lost.plus(lost.plus(before, -1.0), linear.full * linear.window[0] / of_mean)
-        return why
-
-    def _judge_growth(self, linear: Linear, grown: Tensor, cell: _Range, mean: _Range | None) -> str | None:
-        """A version by which only the window grows."""
-        noise, why = (self._window.abs() + grown.abs()) * (4 * ROUNDING), None
-        if self._down.carries_values:
-            noise += self._errors.window + UNKNOWN * self._mean * self._forgotten.window
-        growth = cell.wider(noise)
-        if mean is not None:
-            zeros = torch.zeros_like(grown)
-            given = _Range(zeros, zeros).plus(mean, linear.window[0]).plus(self._window, linear.window[2] - 1.0)
-            given = given.wider(noise)
-            why = self._deviation(given, cell, grown)
-            growth = given.both(growth)
-        lost = growth.plus(grown, -1.0)
-        self._residual = self._residual.plus(lost, linear.full).wider((self._sizes + self._top) * (4 * ROUNDING))
         return why
 
     def _deviation(self, given: _Range, cell: _Range, published: Tensor) -> str | None:
@@ -288,20 +256,14 @@ class Follower:
     def _merged(self, counted: Sequence[Counted]) -> _Range:
         """What an honest syncer makes of the contributions, in any order and rounded after each operation."""
         found = [self._up.values(one.payload, self._part.numel).double() for one in counted]
-        if self._settings.judging == "trimmed_mean":
-            scaled = [values * min(one.scale, 1.0) for one, values in zip(counted, found, strict=True)]
-            mean, size = _trimmed(scaled, self._settings.trim)
-        else:
-            total = sum(one.weight for one in counted)
-            factors = [one.weight * one.discount / total for one in counted]
-            found = [
-                values * one.scale if one.scale != 1.0 else values for one, values in zip(counted, found, strict=True)
-            ]
-            mean, size = _weighted(found, factors)
-            if self._settings.merge == "rda":
-                for start, stop in directional_pieces(*self._part):
-                    pieces = [values[start:stop] for values in found]
-                    mean[start:stop], size[start:stop] = _directional(pieces, factors)
+        total = sum(one.weight for one in counted)
+        factors = [one.weight * one.discount / total for one in counted]
+        found = [values * one.scale if one.scale != 1.0 else values for one, values in zip(counted, found, strict=True)]
+        mean, size = _weighted(found, factors)
+        if self._settings.merge == "rda":
+            for start, stop in directional_pieces(*self._part):
+                pieces = [values[start:stop] for values in found]
+                mean[start:stop], size[start:stop] = _directional(pieces, factors)
         off = size * (ROUNDING * (len(counted) + 4)) + 2.0**-140
         return _Range(mean - off, mean + off)
 
@@ -321,13 +283,6 @@ def _weighted(values: Sequence[Tensor], factors: Sequence[float]) -> tuple[Tenso
         mean.add_(one, alpha=factor)
         size.add_(one.abs(), alpha=abs(factor))
     return mean, size
-
-
-def _trimmed(values: Sequence[Tensor], trim: float) -> tuple[Tensor, Tensor]:
-    """The trimmed mean (see `robust`), and the size of its terms."""
-    out = trim_count(len(values), trim)
-    kept = torch.stack(list(values)).sort(dim=0).values[out : len(values) - out]
-    return kept.mean(0), kept.abs().amax(0)
 
 
 def _directional(values: Sequence[Tensor], factors: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ every round and on every peer, and the anchor would drift while nobody trains.
 Memory, in fp32 copies of the parameters: 1 for the anchors, 3 for the fragments held (see `held`), and 1 for the
 fragments this peer is backup of; with a windowed optimizer these are 4 and 2. Everything else is chunk-sized. Settings
 that add to it: a payload for each fragment whose exchange is overlapped (`capture`), 1 for error feedback, a base for
-the fragments held when versions do not wait for this peer, 1 base when updates are a round late, and then 1 for eager
-ones. All tensors here live on the CPU; local parameters may be on any device. On an accelerator they are read and
-written through staging buffers, and `copy_local` takes a copy of one fragment of its memory (see `staging`).
+the fragments held when versions do not wait for this peer. All tensors here live on the CPU; local parameters may be on
+any device. On an accelerator they are read and written through staging buffers, and `copy_local` takes a copy of one
+fragment of its memory (see `staging`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.held import Held
 from diloco.outer.local import Local, Source
-from diloco.outer.optimizer import OPTIMIZERS, OuterStep, eager_, pseudo_gradient_
+from diloco.outer.optimizer import OPTIMIZERS, OuterStep, pseudo_gradient_
 from diloco.outer.payloads import buffer
 from diloco.outer.state import OuterState, adopt_
 
@@ -53,7 +53,6 @@ class _Local:
     base: Tensor | None = None  # (numel,) what the local parameters started from, where it is not the anchor
     copy: Source | None = None  # of the local parameters as they are to be captured
     captured: Tensor | None = None  # (bytes,) uint8
-    own: Tensor | None = None  # (numel,) this peer's own part of the outer momentum; see `eager_`
 
 
 class Replica:
@@ -217,7 +216,7 @@ class Replica:
             anchor = local.anchor[start:stop]
             if state is not None and transition is not None:
                 adopt_(self.down, transition, anchor, state.part(start, stop), payload)
-            elif transition is None or not transition.still:
+            else:
                 self.down.apply_update_(anchor, payload)
         if state is not None and step is not None:
             state.took_(step)
@@ -231,9 +230,8 @@ class Replica:
         2501.18512, Algorithm 2).
         """
         for index in range(len(self.fragments)) if fragments is None else fragments:
-            self._check_not_copied(index)
+            assert self._local[index].copy is None, f"fragment {index} is not captured yet; its base would be lost"
             self._local[index].base = None
-            self.forget_own(index)
             if not mixing:
                 self.show_anchor_(index)
                 continue
@@ -242,34 +240,6 @@ class Replica:
                 mixed = buffer("chunk", torch.float32, stop - start)
                 torch.lerp(self.anchors[index][start:stop], own, mixing, out=mixed)
                 self.local.scatter_(self.fragments[index], start, stop, mixed)
-
-    def load_late_(self, fragment: int, step: OuterStep) -> None:
-        """Local parameters become an anchor that lacks what they learned in this round, and start the next one there.
-
-        The pseudo-gradient of the round was captured before and acts in the outer step `step`, which comes next. With
-        `eager` this peer's own part of that step acts at once, for itself (see `eager_`).
-        """
-        self._check_not_copied(fragment)
-        local, ranges = self._local[fragment], self.chunks[fragment]
-        if self.settings.eager and local.own is None:
-            local.own = torch.zeros_like(local.anchor)
-        lr, beta = self.optimizer.rates(step)
-        start_of_round = torch.empty_like(local.anchor) if local.base is None else local.base
-        # Pseudo-gradients are from the base of the round that ends.
-        deltas = [None] * len(ranges) if local.own is None else self._deltas(local, ranges)
-        for (start, stop), delta in zip(ranges, deltas, strict=True):
-            values = start_of_round[start:stop].copy_(local.anchor[start:stop])
-            if local.own is not None and delta is not None:
-                eager_(values, local.own[start:stop], delta, peers=step.contributions, lr=lr, beta=beta)
-            self.local.scatter_(local.fragment, start, stop, values)
-        local.base = start_of_round
-
-    def _check_not_copied(self, fragment: int) -> None:
-        assert self._local[fragment].copy is None, f"fragment {fragment} is not captured yet; its base would be lost"
-
-    def forget_own(self, fragment: int) -> None:
-        """The outer momentum no longer has what this peer contributed last; eager updates start anew."""
-        self._local[fragment].own = None
 
     def show_anchor_(self, fragment: int) -> None:
         """Local parameters become the anchor for a while; the base of the next pseudo-gradient stays."""

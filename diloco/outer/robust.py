@@ -1,16 +1,8 @@
 """The math of judging: how much each contribution counts, so that one bad contribution cannot spoil a version.
 
-    clip           scales norms above factor x the median down to that; leaves out what points against the others
-    trimmed mean   coordinate by coordinate, leaves out the largest and smallest values (Yin et al., arXiv 1803.01498)
-    CenteredClip   v += mean(min(1, r / |x_i - v|) (x_i - v)), again and again (Karimireddy et al., arXiv 2012.10333)
-
-Clip and CenteredClip give *coefficients*: the merged pseudo-gradient is their combination of the contributions. Both
-need only the Gram matrix of the contributions, because every iterate of CenteredClip is itself such a combination. So
-each value is read once, whatever the number of iterations. The radius r is the median distance from the starting point,
-which is the contribution whose median distance from the others is least. A fixed radius would mean nothing, because the
-length of pseudo-gradients falls with the learning rate.
-
-The order of arrival changes nothing: contributions are taken in the order of their peers' names.
+`clip` scales norms above factor x the median down to that, and leaves out what points against the others. It needs only
+the norms and the Gram matrix of the contributions. The order of arrival changes nothing: contributions are taken in the
+order of their peers' names.
 
 Limits. There is no defence against a majority that colludes, nor against one person with many identities. A lie that
 stays within the norm and the angle allowed here moves the model, as a back door may. Clipping alone bounds the *length*
@@ -33,8 +25,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 
 __all__ = [
-    "MIN_JUDGED", "Judgement", "Norms", "alike", "centered_clip", "clip", "clip_few", "norm_of", "opposed", "opposes",
-    "trim_count", "trimmed_mean",
+    "MIN_JUDGED", "Judgement", "Norms", "alike", "clip", "clip_few", "norm_of", "opposed", "opposes",
 ]  # fmt: skip
 
 MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, are not judged.
@@ -48,7 +39,6 @@ ALIKE_COSINE = 0.9995
 where sums are taken in another order; different data at most .93 in the quick start, .96 in the experiments, each in a
 first version, and .9988 with batches of 256 and 4 steps of SGD. (Over 300 steps the order of sums comes to .988.)"""
 ALIKE_VALUES = 1024  # Fewer are a toy, whose different data may well say the same.
-ITERATIONS = 20  # CenteredClip makes so many in its authors' code.
 RISE = 4 / 3
 """Extra tolerance for norms of earlier rounds, which say less than norms of the same round: while the learning rate
 warms up, norms rise up to threefold from one round to the next."""
@@ -172,41 +162,6 @@ def alike(gram: Tensor, numel: int) -> list[tuple[int, int, float]]:
         return []
     pairs = (gram.triu(1) > ALIKE_COSINE).nonzero().tolist()
     return [(one, other, float(gram[one, other])) for one, other in pairs]
-
-
-def centered_clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float]) -> Judgement:
-    """CenteredClip in coefficients; the arguments are those of `clip`."""
-    count = len(norms)
-    unit = max(statistics.median_low(norms), 1e-300)
-    lengths = (torch.tensor(norms, dtype=torch.float64) / unit).clamp_max(1e12)  # keeps squares finite
-    products = gram * lengths.outer(lengths)
-    squares = products.diagonal()
-    between = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * products).clamp_min(0).sqrt()
-    start = int(between.median(1).values.argmin())
-    radius = float(between[start].median())
-    shares = torch.tensor(weights, dtype=torch.float64)
-    shares = shares / shares.sum()
-    center = torch.zeros(count, dtype=torch.float64)
-    center[start] = 1.0
-    for _ in range(ITERATIONS):
-        from_center = (squares - 2 * products @ center + center @ products @ center).clamp_min(0).sqrt()
-        pulls = shares * (radius / from_center.clamp_min(1e-300)).clamp_max(1.0)
-        center = center * (1 - pulls.sum()) + pulls
-    coefficients = tuple(center.tolist())
-    total = sum(coefficients)  # 1, up to rounding; the mean divides by it
-    return Judgement(coefficients, tuple(total / count for _ in range(count)))
-
-
-def trim_count(count: int, trim: float) -> int:
-    """How many of `count` values the trimmed mean leaves out at each end: at least one, but never all."""
-    return 0 if count < MIN_JUDGED else min(max(1, int(trim * count)), (count - 1) // 2)
-
-
-def trimmed_mean(values: Tensor, trim: float) -> Tensor:
-    """(n, m) -> (m,): the unweighted mean without the `trim_count` largest and smallest values of each coordinate."""
-    count = values.shape[0]
-    left_out = trim_count(count, trim)
-    return values.sort(dim=0).values[left_out : count - left_out].mean(0)
 
 
 def norm_of(x: Tensor) -> float:

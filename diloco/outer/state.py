@@ -90,9 +90,6 @@ def state_root(master: Tensor, state: OuterState) -> bytes:
 
 def adopt_(codec: Codec, transition: Transition, anchor: Tensor, vectors: list[Tensor], update: Tensor) -> None:
     """Move a chunk of an anchor by its update, and momentum and window with it; the syncer does it as a backup does."""
-    if transition.still:
-        codec.apply_update_(vectors[1], update)
-        return
     moved = buffer("moved", torch.float32, anchor.numel()).copy_(anchor)
     codec.apply_update_(anchor, update)
     transition.follow_(vectors, torch.sub(anchor, moved, out=moved))

@@ -50,10 +50,8 @@ class Syncer:
 
     The *staleness* of a contribution is counted in rounds: how many contributions were merged since its base version,
     over the number of active peers. Peers of one pace are then less than a round late, however far out of phase they
-    are, and a peer of half their pace is about a round later. The papers count versions, where a version stands for
-    one contribution (arXiv 2401.09135) or for a buffer of them (FedBuff, arXiv 2106.06639); with a buffer of as many
-    contributions as there are peers, that is the unit here. `outer.staleness_limit` and `outer.staleness_exponent`
-    are in this unit.
+    are, and a peer of half their pace is about a round later. The papers count versions, where a version stands for one
+    contribution (arXiv 2401.09135). `outer.staleness_limit` and `outer.staleness_exponent` are in this unit.
 
     Args:
         contributors: peers whose contributions made `version`.

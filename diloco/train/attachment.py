@@ -323,9 +323,6 @@ class Attachment:
         self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
         counts = self._unsent.send(due.send, self.steps, self.tokens)
         with self.phases.during("comm"):
-            if self.outer.round_late:
-                self._adopt(lambda node: node.exchange_late(counts))
-                return self._resume()
             if due.send:
                 give_back()  # where gradients were, there is room now
                 self._link.move(lambda node: node.send(counts))

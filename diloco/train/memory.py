@@ -137,7 +137,7 @@ def _rows(config: Config, sizes: _Sizes, peers: int, split: Split, accelerator: 
         yield Row("blocks of streams", "main", STREAM_BLOCKS * FP32 * CHUNK * streams, None)
         if accelerator:
             yield Row("staging buffers, pinned", "main", STAGING_BUFFERS * FP32 * CHUNK, None)
-        if accelerator and outer.overlap and not (outer.round_late or split.sharded):
+        if accelerator and outer.overlap and not split.sharded:
             yield row("a copy of the fragment that is sent", "device", FP32 / outer.fragments)
     yield Row("batch", "main", TOKEN_BYTES * config.inner.batch_size * config.data.sequence_length, None)
     yield Row("libraries", "main", LIBRARIES_BYTES * split.ranks, None)
@@ -153,7 +153,7 @@ def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
     up, down = (codec(name).nbytes(CHUNK) / CHUNK for name in (outer.codec_up, outer.codec_down))
     yield "anchors", FP32
     if not outer.lockstep:  # the anchor moves while this peer trains on from an older one
-        yield "anchors of the round under way", FP32 * (2 if outer.eager else 1)
+        yield "anchors of the round under way", FP32
     if not outer.lockstep:
         yield "payloads that are sent while training goes on", up / (fragments if outer.staggered else 1)
     yield "what the codec lost", FP32 if outer.error_feedback else 0

@@ -41,10 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
     "small updates": {"codec_up": "e3m0", "codec_down": "e3m0"},
     "whole values": {"codec_down": "fp16"},
     "rda": {"merge": "rda"},
-    "trimmed mean": {"robust": "trimmed_mean"},
-    "centered clip": {"robust": "centered_clip"},
     "delayed": {"optimizer": "delayed_nesterov"},
-    "fedbuff": {"optimizer": "fedbuff"},
     "overlap": {"overlap": 1},
     "staggered": {"staggered": True, "overlap": 1},
     "top-k": {"codec_up": "topk", "momentum": 0.0},
@@ -131,7 +128,7 @@ def test_where_nothing_is_audited_nothing_is_kept_or_said(outer: dict[str, Any],
 # -- liars ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["barrier", "rda", "fedbuff"])
+@pytest.mark.parametrize("mode", ["barrier", "rda"])
 def test_a_syncer_that_adds_something_is_out_everywhere(mode: str) -> None:
     """And the others go on."""
     with story(2, fragments=2, outer_steps=None, outer={**EVERYTHING, **MODES[mode]}) as swarm:

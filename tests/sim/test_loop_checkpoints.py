@@ -39,7 +39,9 @@ def peers(directory: Path, rounds: int, **outer: Any) -> dict[str, Loop]:
     return train("ab", work, attach=attach, **{**EXACT, **outer})
 
 
-@pytest.mark.parametrize("outer", [{}, {"optimizer": "fedbuff", "quorum": 2, "delay": 2}], ids=["nesterov", "fedbuff"])
+@pytest.mark.parametrize(
+    "outer", [{}, {"optimizer": "delayed_nesterov", "quorum": 2, "delay": 2}], ids=["nesterov", "delayed"]
+)
 def test_a_run_that_stopped_ends_where_an_uninterrupted_one_ends(outer: dict[str, Any], tmp_path: Path) -> None:
     peers(tmp_path / "stopped", 2, **outer)
     stopped, whole = peers(tmp_path / "stopped", 4, **outer), peers(tmp_path / "whole", 4, **outer)

@@ -41,8 +41,6 @@ MODES: dict[str, dict[str, Any]] = {
     "mixing": {"overlap": 1, "mixing": 0.5},
     "overlap": {"overlap": 2},
     "staggered": {"staggered": True, "overlap": 1},
-    "late": {"overlap": H},
-    "eager": {"overlap": H, "eager": True},
     "grace": {"quorum": 2, "grace_s": 1.0, "staleness_limit": 2},
     "async": {"quorum": 1, "staleness_limit": 12, "optimizer": "delayed_nesterov", "dylu": True},
     "decoupled": {"quorum": 1, "grace_slack": 0.8, "overlap": 2, "staleness_limit": 12, "merge": "rda"},
@@ -116,11 +114,11 @@ class Reader:
         replica = life.node.replica
         at, local = replica._local[fragment], torch.empty(replica.fragments[fragment].numel)
         gather_(local, replica.fragments[fragment], 0, local.numel(), replica.parameters)
-        if not self.outer.eager and digest_of(local) != base[1]:
+        if digest_of(local) != base[1]:
             self._say(life, f"fragment {fragment} is not its anchor of version {base[0]}")
         learned = replica._deltas(at, replica.chunks[fragment])
         moved = digest_of(replica.anchors[fragment] if at.base is None else at.base) != base[1]  # see below
-        if (self.outer.eager or not moved) and any(float(chunk.abs().max()) for chunk in learned):
+        if not moved and any(float(chunk.abs().max()) for chunk in learned):
             self._say(life, f"fragment {fragment} has learned something before its round of version {base[0]}")
 
     def _check_base(self, life: Life, fragment: int, read: Read, before: list[Read]) -> None:
@@ -131,14 +129,13 @@ class Reader:
         assert life.node is not None
         replica, peer = life.node.replica, life.node.protocol
         local = replica._local[fragment]
-        if self.outer.eager or fragment in life.node.rounds.flying:
+        if fragment in life.node.rounds.flying:
             return
         base = replica.anchors[fragment] if local.base is None else local.base
         if digest_of(base) == read.loaded[fragment][1]:
             return
-        late = self.outer.carries_late or self.outer.round_late
         noticed = not self.outer.lockstep and before and before[-1].loaded[fragment][0] < before[-1].anchors[fragment]
-        if late or noticed or peer.versions[fragment] <= read.loaded[fragment][0]:
+        if self.outer.carries_late or noticed or peer.versions[fragment] <= read.loaded[fragment][0]:
             self._say(life, f"fragment {fragment} is measured against another anchor than that of {read.loaded}")
 
     def _check_clock(self, life: Life, read: Read) -> None:

@@ -21,7 +21,6 @@ from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK, partition
 from diloco.outer.local import Local
 from diloco.outer.lossy import LOSSY
-from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
 from diloco.outer.staging import staging_of, train_on_current_stream
 from diloco.protocol.fragment import Lease
@@ -51,14 +50,13 @@ class Case(NamedTuple):
     error_feedback: float = 0.0
     mixing: float = 0.0
     dtype: torch.dtype = torch.float32  # of some parameters
-    eager: bool = False
     chunk: int = 8
 
     def settings(self) -> OuterConfig:
-        late = {"overlap": 4, "eager": self.eager} if self.eager else {"overlap": 1, "mixing": self.mixing}
         return OuterConfig(
             method="diloco", sync_every=4, fragments=self.fragments, codec_up=self.codec_up, codec_down="fp32",
-            momentum=0.0, error_feedback=self.error_feedback if self.codec_up != "fp32" else 0.0, **late,
+            momentum=0.0, error_feedback=self.error_feedback if self.codec_up != "fp32" else 0.0, overlap=1,
+            mixing=self.mixing,
         )  # fmt: skip
 
     def parameters(self) -> dict[str, Tensor]:
@@ -73,7 +71,7 @@ class Case(NamedTuple):
 
 CASES = st.builds(
     Case, st.integers(0, 2**31), st.integers(1, 3), st.sampled_from([*CODECS, *LOSSY]),
-    st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.5]), st.sampled_from(DTYPES), st.booleans(),
+    st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.5]), st.sampled_from(DTYPES),
     st.sampled_from([8, 20, CHUNK]),
 )  # fmt: skip
 
@@ -104,7 +102,7 @@ def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
         for fragment in range(case.fragments):
             go_on = partial(inner_step, replica, 100 + round_)
             moves = partial(move, replica, fragment, round_)
-            if device is None or case.eager:
+            if device is None:
                 replica.capture(fragment)
                 moves()
             else:
@@ -113,14 +111,11 @@ def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
                 device.on_wait = once(moves)
                 replica.capture(fragment)
             found += [replica.encode(fragment, chunk).clone() for chunk in range(len(replica.chunks[fragment]))]
-            if case.eager:
-                replica.load_late_(fragment, OuterStep(round_, 2))
-            elif device is None:
+            if device is None:
                 train(go_on)
             replica.release_capture(fragment)
             assert not replica.is_taken(fragment) and not replica.capturing
-            if not case.eager:
-                replica.load_local_([fragment], case.mixing)
+            replica.load_local_([fragment], case.mixing)
         if device is not None:
             device.finish()
         found += [*replica.residuals.values(), *replica.parameters.values()]
@@ -146,7 +141,7 @@ def test_copies_beside_training_send_and_load_the_same_bits(case: Case) -> None:
 
 
 @pytest.mark.parametrize("forgets", ["wait", "synchronize side", "synchronize training"])
-@pytest.mark.parametrize("case", [Case(), Case(mixing=0.5), Case(eager=True)])
+@pytest.mark.parametrize("case", [Case(), Case(mixing=0.5)])
 def test_a_wait_that_is_left_out_is_seen(forgets: str, case: Case) -> None:
     """So the test above would fail without any of these waits."""
     with small_pieces(chunk=8):
@@ -269,7 +264,7 @@ def test_the_node_is_told_the_stream_before_each_exchange(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("case", [Case(), Case(mixing=0.5, dtype=torch.bfloat16), Case(eager=True), Case(chunk=CHUNK)])
+@pytest.mark.parametrize("case", [Case(), Case(mixing=0.5, dtype=torch.bfloat16), Case(chunk=CHUNK)])
 def test_an_accelerator_sends_what_the_cpu_sends(case: Case) -> None:
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
 

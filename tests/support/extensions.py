@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MISSING = (
-    "is not installed here; expected one of nesterov, delayed_nesterov, fedbuff, or ask whoever started the run which "
+    "is not installed here; expected one of nesterov, delayed_nesterov, or ask whoever started the run which "
     "package has it"
 )
 

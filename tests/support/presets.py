@@ -7,17 +7,15 @@ SMALL = {
     "streaming": ["outer.overlap=1"],
     "async": ["budget.outer_steps=6"],
     "async_nesterov": ["budget.outer_steps=6", "outer.lr=0.1"],
-    "fedbuff": ["budget.outer_steps=6"],
     "decoupled": ["outer.overlap=1", "budget.outer_steps=6"],
     "sparse": [],
     "two_bit": [],
 }
 SIZES = ["outer.sync_every=4", "outer.fragments=2"]
-LATE = ["outer=diloco", *SIZES, "outer.overlap=4", "outer.eager=true"]
 
 
 def name_of(run: tuple[str, ...]) -> str:
-    return "eager" if "outer.eager=true" in run else run[0].partition("=")[2]
+    return run[0].partition("=")[2]
 
 
-RUNS = [*((f"outer={name}", *SIZES, *settings) for name, settings in SMALL.items()), tuple(LATE)]
+RUNS = [(f"outer={name}", *SIZES, *settings) for name, settings in SMALL.items()]

@@ -323,10 +323,10 @@ def test_a_grace_period_lets_the_others_into_the_same_version(crowds: Any) -> No
         slow({"merge": "rda", "weights": "tokens2_per_step"}),
         {"codec_up": "topk", "codec_down": "int8", "error_feedback": 0.95, "lr": 1.0, "momentum": 0.0},
         slow({"codec_up": "stat2", "codec_down": "e3m0", "error_feedback": 0.9}),
-        slow({"optimizer": "fedbuff", "quorum": 1, "staleness_limit": 9, "delay": 2}),
+        slow({"optimizer": "delayed_nesterov", "quorum": 1, "staleness_limit": 9, "delay": 2}),
         slow({"pattern": "strided", "fragments": 1, "momentum_warmup": 5, "lr_by_peers": {1: 0.4, 8: 0.8}}),
     ],
-    ids=["rda", "topk", "stat2", "fedbuff", "rates"],
+    ids=["rda", "topk", "stat2", "delayed", "rates"],
 )
 def test_all_settings_end_with_one_anchor_on_all_peers(crowds: Any, settings: dict[str, Any]) -> None:
     crowd = crowds(**settings)

@@ -129,8 +129,7 @@ class Proof(Message, kind="proof", place=Place.CONTROL):
 class Record(Message, kind="record"):
     """The certificate of a version. As the header of an update record the encoded displacement follows it, in chunks.
 
-    After that come `more` records of the versions after this one, each of which says how many still come. While
-    FedBuff's window is not full, no anchor moves, and what follows is what the window grows by.
+    After that come `more` records of the versions after this one, each of which says how many still come.
     """
 
     head: Head

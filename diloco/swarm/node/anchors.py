@@ -14,7 +14,6 @@ from typing import TypeGuard
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer.optimizer import OuterStep
 from diloco.outer.state import state_root
 from diloco.protocol.belief import disputants, doubt, passed, unbelieved
 from diloco.protocol.forks import goes_on, proved_heavier, renumbered
@@ -79,16 +78,6 @@ class Anchors:
             async with self._context.locks[fragment].reading():
                 await in_thread(self._replica.load_local_, [fragment], mixing)
                 self.loaded[fragment] = self._here(fragment)
-
-    async def load_late(self, fragment: int, peers: int) -> None:
-        """Capture the pseudo-gradient of a round, which so many peers contribute to, and begin the next round from the
-        anchor that is here.
-        """
-        async with self._context.locks[fragment].reading():
-            await in_thread(self._replica.capture, fragment)
-            step = OuterStep(self._protocol.fragments[fragment].version, peers)
-            await in_thread(self._replica.load_late_, fragment, step)
-            self.loaded[fragment] = self._here(fragment)
 
     def _here(self, fragment: int) -> tuple[int, str]:
         return self._protocol.fragments[fragment].version, self._protocol.fragments[fragment].digest
@@ -336,14 +325,13 @@ class Anchors:
         )  # fmt: skip
 
     async def about_to_move(self, fragment: int, contributors: Collection[str]) -> None:
-        """Keep the base of what was learned from this anchor, where contributions may be late, or a round is sent after
-        the next version is there. The lock is held.
+        """Keep the base of what was learned from this anchor, where contributions may be late. The lock is held.
 
         At one barrier of all, nothing of it is needed once this peer is among the contributors.
         """
         outer, protocol = self._outer, self._protocol
         settled = outer.lockstep and (protocol.me in contributors or not STATES[protocol.state].in_round)
-        if protocol.trains and (outer.carries_late or outer.round_late) and not settled:
+        if protocol.trains and outer.carries_late and not settled:
             await in_thread(self._replica.keep_base, fragment)
 
     def moved(

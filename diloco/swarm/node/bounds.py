@@ -72,10 +72,6 @@ class Bounds:
         checked, why = await in_thread(self._check, update)
         if erred:
             return Checked(checked.moved)
-        if why is not None and self._replica.optimizer.transition(step_of(record)).still:
-            # No digest tells what an author says of its window; a backup does not follow it, and no anchor moves.
-            self._note(record, why)
-            return Checked(checked.moved, record.digest_before)
         if why is not None and checked.digest == record.digest:
             self._refuse(record, why)
         return checked
@@ -83,7 +79,7 @@ class Bounds:
     def _check(self, update: UpdateRecord) -> tuple[Checked, str | None]:
         record, replica, step = update.header, self._replica, step_of(update.header)
         anchor = replica.anchors[record.fragment]
-        moved = measure(replica.settings, update.update, anchor, replica.optimizer.transition(step).still)
+        moved = measure(replica.settings, update.update, anchor)
         why = replica.bounds[record.fragment].wrong(step, _lengths(record), moved, record.head.term)
         return Checked(moved, "" if why is None else self._digest_after(update)), why
 

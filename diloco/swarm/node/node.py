@@ -295,32 +295,14 @@ class Node:
         self.rounds.in_step()
         return self.protocol.first_position(self.context.now())
 
-    async def exchange_late(self, counts: Mapping[int, Count]) -> Exchanged | None:
-        """Receive what was sent a round ago, and send this round's; the next begins from the anchor that is here then.
-
-        Returns None when `interrupt` ended it.
-        """
-        begun_at, flying = self.context.now(), self.rounds.flying
-        await self.context.tasks.until(lambda: self._interrupted or self.rounds.arrived(flying))
-        waited_s = self.context.now() - begun_at
-        if self._interrupted:
-            await self.rounds.cancel()
-            return None
-        discarded, _ = self.rounds.take(flying)
-        await self.rounds.catch_up(counts)
-        await self.rounds.send_late(counts)
-        self._units.refill()
-        outer_s = self.context.now() - begun_at - waited_s
-        return self._exchanged(discarded, Seconds(wait=waited_s, outer=outer_s))
-
     @property
     def outrun(self) -> list[int]:
         """Fragments of which the others made a version without this peer, and that it is not exchanging now.
 
-        Where all exchange at one barrier, or a quorum is enough, or updates are a round late, an exchange finds it out.
+        Where all exchange at one barrier, or a quorum is enough, an exchange finds it out.
         """
         outer, protocol, flying = self.replica.settings, self.protocol, self.rounds.flying
-        if not outer.barrier or outer.lockstep or outer.round_late:
+        if not outer.barrier or outer.lockstep:
             return []
         rest = [(one, base) for one, (base, _) in enumerate(self._anchors.loaded) if one not in flying]
         return [one for one, base in rest if protocol.versions[one] > base or protocol.behind(one)]

@@ -133,19 +133,6 @@ class Rounds:
                     await in_thread(self._replica.capture, fragment)
             self._depart(fragment, count)
 
-    async def send_late(self, counts: Mapping[int, Count]) -> None:
-        """A round that is over becomes the next contribution, and the next round begins; the update is a round late.
-
-        Nothing of these fragments is under way any more.
-        """
-        peers = self._protocol.num_trainers()
-        for fragment in self.left_out:
-            self._replica.forget_own(fragment)
-        for fragment in counts:
-            await self._anchors.load_late(fragment, peers)
-        for fragment, count in counts.items():
-            self._depart(fragment, count)
-
     async def _depart_with_copy(self, fragment: int, count: Count) -> None:
         """Return as soon as training may go on; what fails until then is raised by `arrived`."""
         self._depart(fragment, count, captures=True)

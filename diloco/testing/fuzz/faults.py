@@ -139,17 +139,13 @@ def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
     settings |= r.choice(
         [{}, {}, {"codec_up": "fp32"}, {"codec_up": "e3m0"}, {"codec_up": "fp32", "codec_down": "fp32"}]
     )
-    match r.choice(
-        ["barrier"] * 5 + ["robust", "overlap", "staggered", "late", "grace", "async", "async", "decoupled"]
-    ):
+    match r.choice(["barrier"] * 5 + ["robust", "overlap", "staggered", "grace", "async", "async", "decoupled"]):
         case "robust":
-            settings |= {"robust": r.choice(["trimmed_mean", "centered_clip", "clip", "none"])}
+            settings |= {"robust": r.choice(["clip", "none"])}
         case "overlap":
             settings |= {"overlap": 1}
         case "staggered":
             settings |= {"staggered": fragments <= every, "overlap": r.randint(0, 1)}
-        case "late":
-            settings |= {"overlap": every}
         case "grace":
             settings |= {"quorum": r.randint(1, 3), "grace_s": r.choice([0.0, 1.0, 3.0]), "staleness_limit": 1}
         case "async":

@@ -107,7 +107,7 @@ def test_a_grid_is_every_combination_with_the_last_axis_fastest() -> None:
     [
         ("outer.lrr=0.5,0.7", "outer.lrr is not a setting; did you mean outer.lr?"),
         ("outer.lr=0.5,-1", "outer.lr=-1 is out of range; expected a number > 0 and <= 10"),
-        ("outer.sync_every=8,4 outer.overlap=1,5", "outer.overlap=5 is more than the 4 inner steps"),
+        ("outer.sync_every=8,4 outer.overlap=1,5", "outer.overlap=5 is not less than the 4 inner steps"),
         ("model=tiny,huge", "model=huge is not a choice"),
         ("outer.lr=0.5,0.7 outer.lr=1", "outer.lr=0.5,0.7 is swept and given again; give outer.lr once"),
         ("model=glob(z*)", "model=glob(z*) matches nothing"),

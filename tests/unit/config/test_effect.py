@@ -42,11 +42,10 @@ ROWS = {
     ".tj..... bq.": "data.shard data.shards",
     "lt.hspd. bq.": "outer.fragments outer.staggered outer.overlap outer.mixing outer.quorum outer.weights "
     "outer.merge outer.flatten outer.clip_factor outer.optimizer outer.lr outer.lr_by_peers outer.momentum "
-    "outer.momentum_warmup outer.rounds outer.error_feedback outer.codec_up outer.codec_down",
-    "lt.hspd. ...": "outer.pattern outer.eager outer.grace_slack outer.staleness_exponent outer.trim outer.delay "
-    "outer.delay_c",
+    "outer.momentum_warmup outer.rounds outer.error_feedback outer.codec_up outer.codec_down outer.robust",
+    "lt.hspd. ...": "outer.pattern outer.grace_slack outer.staleness_exponent outer.delay outer.delay_c",
     "lt.hspd. .q.": "outer.grace_s outer.staleness_limit outer.dylu",
-    "lt.hspd. b..": "outer.robust outer.audit",
+    "lt.hspd. b..": "outer.audit",
     "lt...... bq.": "swarm.initial_peers",
     "ltjh..d. bq.": "swarm.listen swarm.announce swarm.token swarm.key_path",
     "ltjh.... bq.": "swarm.reachable swarm.min_peers",
@@ -124,9 +123,9 @@ def test_a_simulation_reads_just_the_settings_that_it_takes(tmp_path: Path, monk
     monkeypatch.setattr(Settings, "__getattribute__", noting)
     simulate(config, lambda message: None)
     monkeypatch.undo()
-    # The rate of Muon, what late contributions count, how much a trimmed mean leaves out, a clip of several
+    # The rate of Muon, what late contributions count, a clip of several
     # contributions, and where files and their tokens are: these depend on others.
-    conditional = {"inner.muon_lr_ratio", "outer.staleness_exponent", "outer.trim", "outer.clip_factor"}
+    conditional = {"inner.muon_lr_ratio", "outer.staleness_exponent", "outer.clip_factor"}
     conditional |= {"data.mixture", "data.paths", "data.cache", "model.directory"}
     # These it reads after it has given each peer its own, and in order to know that there are no strangers.
     replaced = {"run.name", "run.lead", "run.key", "checkpoint.every", "checkpoint.keep", "train.step_delay_s"}
@@ -150,8 +149,6 @@ REFUSALS = {
     "wandb.mode=online or offline (and 1 more)",
     "train outer.lr=0.5 outer.lr_by_peers={1:0.4}": "* has no effect with outer.lr_by_peers, which says it for every "
     "number of peers; drop it",
-    "train outer.weights=uniform outer.robust=trimmed_mean": "* has no effect with outer.robust=trimmed_mean, in which "
-    "all peers count alike; drop it",
     "train swarm=network swarm.reachable=no": "* has no effect with swarm.reachable=no, which listens nowhere; drop it",
     "simulate swarm=network": "* has no effect with diloco simulate, whose network has neither addresses nor "
     "strangers; drop it",

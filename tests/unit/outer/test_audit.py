@@ -32,15 +32,12 @@ QUORUM = {"quorum": 1, "staleness_limit": 5}
 MODES: dict[str, dict[str, Any]] = {
     "barrier": {},
     "barrier rda": {"merge": "rda"},
-    "trimmed mean": {"robust": "trimmed_mean"},
-    "centered clip": {"robust": "centered_clip"},
     "quorum": QUORUM,
     "quorum none": {**QUORUM, "robust": "none"},
     "quorum rda": {**QUORUM, "merge": "rda"},
     "delayed": {**QUORUM, "optimizer": "delayed_nesterov"},
     "delayed c": {**QUORUM, "optimizer": "delayed_nesterov", "delay_c": 0.1},
-    "fedbuff": {**QUORUM, "optimizer": "fedbuff"},
-    "fedbuff barrier": {"optimizer": "fedbuff"},
+    "delayed barrier": {"optimizer": "delayed_nesterov"},
     "no momentum": {"momentum": 0.0},
     "warm-up": {"momentum_warmup": 6, "lr_by_peers": {1: 0.4, 4: 0.8}},
 }
@@ -81,7 +78,7 @@ def test_an_honest_syncer_is_never_accused(mode: str, up: str, down: str, seed: 
         assert found(syncer, only_last(log[begin:]), part) is None
 
 
-@pytest.mark.parametrize("mode", ["barrier", "delayed", "fedbuff barrier"])
+@pytest.mark.parametrize("mode", ["barrier", "delayed", "delayed barrier"])
 @pytest.mark.parametrize("momentum", ["zeros", "stale"])
 @pytest.mark.parametrize("master", ["goes on", "at the anchor"])
 @pytest.mark.parametrize("down", ["e3m0", "fp32"])

@@ -37,7 +37,7 @@ class Swarm:
         held = self.syncer.held
         step, update, lengths, before = self.syncer.version(peers, delay=peers * self.seldom, lie=lie)
         kept = update.clone(), before.clone()
-        moved = measure(self.settings, update, before, held.optimizer.transition(step).still)
+        moved = measure(self.settings, update, before)
         assert torch.equal(update, kept[0]) and torch.equal(before, kept[1]), "to measure changes nothing"
         assert moved == pytest.approx(held.moved)
         if checks:
@@ -51,7 +51,7 @@ EVERY = {
     "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
     "codec_down": st.sampled_from(sorted(CODECS)),
     "codec_up": st.sampled_from(sorted(CODECS)),
-    "robust": st.sampled_from(["none", "auto", "clip", "trimmed_mean", "centered_clip"]),
+    "robust": st.sampled_from(["none", "auto", "clip"]),
     "merge": st.sampled_from(["mean", "rda"]),
     "momentum": st.sampled_from([0.0, 0.5, 0.9]),
 }

@@ -154,12 +154,6 @@ def test_a_codec_does_not_publish_unless_it_says_so() -> None:
     assert not outer(codec_down="thirds", codec_up="int8").audited and outer(codec_up="int8").audited
 
 
-def test_a_setting_without_effect_on_an_own_one_is_refused() -> None:
-    register(Adam)
-    with pytest.raises(ConfigError, match=r"^outer.eager=true takes a part of the next nesterov step ahead, and "):
-        compose(["outer.optimizer=adam", "outer.eager=true", "outer.overlap=${outer.sync_every}"])
-
-
 @pytest.mark.parametrize(
     ("changed", "text"),
     [

@@ -18,9 +18,7 @@ from diloco.outer.optimizer import (
     OPTIMIZERS,
     OuterOptimizer,
     OuterStep,
-    Transition,
     delayed_nesterov,
-    fedbuff,
     mean_,
     nesterov_,
 )
@@ -110,7 +108,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("settings", [{}, {"delay_c": 0.1}, {"optimizer": "fedbuff"}], ids=["DN", "DN, c", "FedBuff"])
+@pytest.mark.parametrize("settings", [{}, {"delay_c": 0.1}], ids=["DN", "DN, c"])
 def test_a_momentum_step_belongs_to_a_window_of_contributions(settings: dict[str, object], groups: list[int]) -> None:
     """Versions that merge several contributions end where the same contributions end that are pushed one by one."""
     fixed = {"quorum": 1, "staleness_limit": 9, "lr": 0.5, "momentum": 0.8, "momentum_warmup": 0, **EXACT}
@@ -126,17 +124,14 @@ def test_a_momentum_step_belongs_to_a_window_of_contributions(settings: dict[str
         for _ in deltas:  # each of them counts as their mean, in whatever order they came
             pushed += 1
             rates = {"lr": 0.5, "beta": 0.8, "delay": delay, "last": pushed % delay == 0}
-            if replica.settings.optimizer == "fedbuff":
-                plain = fedbuff(*plain, mean, **rates)  # type: ignore[arg-type]
-            else:
-                plain = delayed_nesterov(*plain, mean, **rates, c=c)  # type: ignore[arg-type]
+            plain = delayed_nesterov(*plain, mean, **rates, c=c)  # type: ignore[arg-type]
         for ours, theirs in zip((held.master, *held.state.vectors), plain, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
         assert (held.state.version, held.state.pushes) == (version + 1, pushed % delay)
 
 
 def test_a_windows_length_changes_with_the_next_window_only() -> None:
-    state, steps = syncer({"w": torch.zeros(4)}, outer(optimizer="fedbuff")).held[0].state, []
+    state, steps = syncer({"w": torch.zeros(4)}, outer(optimizer="delayed_nesterov")).held[0].state, []
     for delay in (3, 2, 2, 2, 2):
         steps.append(state.step(1, delay))
         state.took_(steps[-1])
@@ -151,20 +146,12 @@ def outer_optimizer(name: str, **rates: object) -> OuterOptimizer:
     return OPTIMIZERS[name](outer(optimizer=name, **{"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0, **rates}))
 
 
-def follow(transition: Transition, mean: Tensor, vectors: Sequence[Tensor], moved: Tensor) -> None:
-    """What a peer knows after the step, with a codec that loses nothing."""
-    if transition.still:
-        vectors[1].copy_(transition.grown(mean, vectors[1]))  # type: ignore[attr-defined]
-    else:
-        transition.follow_(vectors, moved)
-
-
 def advance(one: OuterOptimizer, step: OuterStep, master: Tensor, vectors: Sequence[Tensor], mean: Tensor) -> Tensor:
     """A step as the syncer takes it; how far it moves."""
     transition, before, kept = one.transition(step), master.clone(), mean.clone()
     transition.move_(master, mean, vectors)
     assert torch.equal(mean, kept), "the pseudo-gradient is left as it is"
-    follow(transition, mean, vectors, master - before)
+    transition.follow_(vectors, master - before)
     return master - before
 
 
@@ -206,7 +193,7 @@ def test_a_momentum_that_starts_out_wrong_is_soon_right(name: str) -> None:
     for version in range(24):
         step, mean = OuterStep(version, 1, version % 2 if one.settings.windowed else 0, 2), gaussian(50, version + 2)
         moved = advance(one, step, master, vectors, mean)
-        follow(one.transition(step), mean, followed, moved)
+        one.transition(step).follow_(followed, moved)
         distances.append(float((followed[0] - vectors[0]).norm()))
     assert distances[-1] < 2e-3 * distances[0]
 

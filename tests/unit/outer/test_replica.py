@@ -168,8 +168,6 @@ ROUNDS_WITHOUT_TRAINING = {
     "mixing": {"mixing": 0.5, "overlap": 1},
     "overlap": {"overlap": 1},
     "quorum": {"quorum": 1, "staleness_limit": 2},
-    "late": {"overlap": 4},
-    "eager": {"overlap": 4, "eager": True},
 }
 
 
@@ -205,15 +203,12 @@ def rest(peer: Replica, fragment: int, version: int) -> None:
     settings, held, step = peer.settings, peer.held[fragment], OuterStep(version, 1)
     if settings.overlap or settings.error_feedback:
         peer.capture(fragment)
-    if settings.round_late:
-        peer.load_late_(fragment, step)
-    elif settings.quorum:
+    if settings.quorum:
         peer.keep_base(fragment)
     take(held, "a", [peer.encode(fragment, chunk) for chunk in range(len(held.chunks))])
     peer.release_capture(fragment)
     merge(held, step)
-    if not settings.round_late:
-        peer.load_local_([fragment], settings.mixing)
+    peer.load_local_([fragment], settings.mixing)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

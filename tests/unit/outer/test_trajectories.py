@@ -19,8 +19,6 @@ from diloco.outer.optimizer import (
     DelayedNesterov,
     OuterStep,
     delayed_nesterov,
-    eager_,
-    fedbuff,
     lr_at,
     mean_,
     momentum_at,
@@ -178,11 +176,6 @@ def test_sparse_with_error_feedback() -> None:
 #   step 0.5 * 0.5/2 * 0.8 = 0.1                                      9.9
 #   m = (0.4 + 0.6) / 2 = 0.5    step 0.5 * (0.25 + 0.3) = 0.275      9.625
 #
-# FedBuff, buffers of two: means 0.3, 0.9, 0.3, 0.9.
-#   m = 0.3                    step 0.5 * (0.3 + 0.15)    = 0.225      9.775
-#   m = 0.15 + 0.9 = 1.05      step 0.5 * (0.9 + 0.525)   = 0.7125     9.0625
-#   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
-#   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
 PUSHES: dict[str, tuple[Callable[..., Any], int, list[float], list[float]]] = {
     "naive async": (delayed_nesterov, 1, DELTAS, [9.85, 9.525, 9.0125, 8.00625]),
     "delayed": (delayed_nesterov, 4, DELTAS * 2, [9.975, 9.925, 9.85, 9.55, 9.525, 9.475, 9.4, 9.025]),
@@ -190,7 +183,6 @@ PUSHES: dict[str, tuple[Callable[..., Any], int, list[float], list[float]]] = {
         partial(delayed_nesterov, c=0.1), 4, DELTAS * 2, [9.975, 9.925, 9.85, 9.595, 9.555, 9.49, 9.4, 9.0925]
     ),
     "late": (delayed_nesterov, 2, [0.8 * (1 + 3) ** -0.5, 0.6], [9.9, 9.625]),
-    "fedbuff": (fedbuff, 2, DELTAS * 2, [10.0, 9.775, 9.775, 9.0625, 9.0625, 8.70625, 8.70625, 7.928125]),
 }  # fmt: skip
 
 
@@ -214,20 +206,3 @@ def test_delayed_nesterov_in_groups() -> None:
         transition.move_(master, full(0.9 if group % 2 else 0.3), vectors)
         transition.follow_(vectors, master - before)
         assert_all(master, expected)
-
-
-# Eager, two peers with 0.2 and 0.6, mean 0.4, which the anchor gets a round late.
-#   anchor     10;  m 0.4: 0.5 * (0.4 + 0.2) = 0.3, 9.7;  m 0.6: 0.5 * (0.4 + 0.3) = 0.35, 9.35
-#   own 1      0.1, 0.15, 0.175; ahead 0.5 * (0.1 + own / 2) = 0.075, 0.0875, 0.09375
-#   own 2      three times that
-#   peer 1     10 - 0.075, 9.7 - 0.0875, 9.35 - 0.09375;  peer 2: 10 - 0.225, 9.7 - 0.2625, 9.35 - 0.28125
-def test_eager_updates() -> None:
-    anchor, momentum, mean = full(10.0), full(0.0), full(0.0)
-    peers = [(delta, full(0.0)) for delta in (0.2, 0.6)]
-    for expected in ([9.925, 9.775], [9.6125, 9.4375], [9.25625, 9.06875]):
-        nesterov_(anchor, momentum, mean, 0.5, 0.5)
-        for (delta, own), place in zip(peers, expected, strict=True):
-            start = anchor.clone()
-            eager_(start, own, full(delta), peers=2, lr=0.5, beta=0.5)
-            assert_all(start, place)
-        mean = full(0.4)

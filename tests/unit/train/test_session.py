@@ -98,7 +98,7 @@ def test_when_everything_was_down_nothing_is_merged_again(config: Config) -> Non
 
 def test_an_older_checkpoint_is_loaded(config: Config) -> None:
     """From before there was a record, and before windows were saved."""
-    host = host_of(optimizer="fedbuff")
+    host = host_of(optimizer="delayed_nesterov")
     host.replica.held[0].state.momentum.fill_(1.0)
     saved_by(host, config)
     session = Session(config)
@@ -111,20 +111,20 @@ def test_an_older_checkpoint_is_loaded(config: Config) -> None:
     session._checkpoint = replace(session._checkpoint, tensors={**session._checkpoint.tensors, "outer": old})
     saved = session.outer()
     assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
-    assert host_of(saved, optimizer="fedbuff").protocol.accounts.contributions() == []
-    saved.load_(resumed := host_of(optimizer="fedbuff").replica)
+    assert host_of(saved, optimizer="delayed_nesterov").protocol.accounts.contributions() == []
+    saved.load_(resumed := host_of(optimizer="delayed_nesterov").replica)
     state = resumed.held[0].state
     assert (state.pushes, state.delay) == (0, 1) and state.momentum.all() and not state.vectors[1].any()
 
 
 def test_a_window_that_is_not_full_survives_a_restart(config: Config) -> None:
-    host = host_of(optimizer="fedbuff")
+    host = host_of(optimizer="delayed_nesterov")
     kept = host.replica.held[0].state
     kept.pushes, kept.delay = 2, 4
     for number, vector in enumerate(kept.vectors, 1):
         vector.fill_(number)
     saved_by(host, config)
-    loaded(config).load_(resumed := host_of(optimizer="fedbuff").replica)
+    loaded(config).load_(resumed := host_of(optimizer="delayed_nesterov").replica)
     state = resumed.held[0].state
     assert (state.version, state.pushes, state.delay) == (1, 2, 4)
     assert all(map(torch.equal, state.vectors, kept.vectors))

@@ -1,0 +1,200 @@
+"""Contributors that lie: the honest peers of a whole swarm of production peers lose next to nothing by it.
+
+One peer lies from the third version on, and is honest in everything else. What judging alone promises is in
+`tests/unit/outer/test_robust.py`, numbers at their bounds in `test_fuzz_semantics.py`, floods in `test_limits.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco.protocol.messages.bulk import MAX_UNITS_WANTED, InnerRequest, UnitRequest
+from diloco.sim.adversary import Lying
+from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.swarm.conversations.inner_state import InnerState, send_inner
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.rounds import Count
+from diloco.swarm.wire.streams import Stream
+from diloco.testing.fuzz.crowd import SEQUENCES_PER_STEP, Crowd, Life, Member, small_pieces
+from diloco.testing.fuzz.stage import quiet_process
+
+BEGIN, VERSIONS = 3, 16
+ELEMENTS = 400
+NOISE = 0.5  # of a gradient, in standard deviations per value
+LOSS = 1.75  # times that of the honest peers alone: honest swarms differ by up to 1.6
+SECONDS = 1.5, 30.0  # times theirs, and more
+
+
+class Swarm(Crowd):
+    """Five peers that learn a target from noisy gradients; `liar` is one of them that is no syncer."""
+
+    def __init__(self, loop: VirtualLoop, peers: str, outer: dict[str, Any], adamw: bool, units: bool) -> None:
+        settings = {"sync_every": 4, "fragments": 1, "lr": 0.7, "momentum": 0.5, **outer}
+        super().__init__(loop, 0, settings, elements=ELEMENTS, units=units)
+        self.goal, self.adamw = VERSIONS, adamw
+        self.target = 1.0 + 0.5 * torch.sin(torch.arange(float(ELEMENTS)))
+        for name in peers:
+            self.start(Member(name), min_peers=len(peers))
+            self.until(lambda: all(life.ready for life in self.living()))
+        self.until(lambda: all(self.node(name).protocol.versions[0] >= BEGIN for name in peers))
+        self.liar = [name for name in peers if not self.node(name).replica.held][-1]
+
+    def _parameters(self) -> Tensor:
+        return torch.zeros(ELEMENTS)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.02) if self.adamw else super().optimizer(model)
+
+    def gradient(self, life: Life, w: Tensor, r: random.Random) -> Tensor:
+        noise = torch.randn(w.numel(), generator=torch.Generator().manual_seed(r.getrandbits(62)))
+        return w.detach() - self.target + NOISE * noise
+
+    def node(self, name: str) -> Node:
+        node = self.lives[name].node
+        assert node is not None
+        return node
+
+    def until(self, condition: Callable[[], bool], patience_s: float = 400.0) -> None:
+        async def wait() -> None:
+            deadline = self.loop.seconds + patience_s
+            while not condition() and self.loop.seconds < deadline:
+                await asyncio.sleep(0.1)
+
+        self.loop.run_until_complete(wait())
+
+    def finish(self, *liars: str) -> tuple[float, float]:
+        """Until all honest peers are done, with one model; their loss (1 at the start), and when that was."""
+        honest = [name for name in self.lives if name not in liars]
+        self.until(lambda: all(self.lives[name].ended for name in honest))
+        assert {self.lives[name].ended for name in honest} == {"done"}, self.failures
+        assert len({self.node(name).protocol.digests[0] for name in honest}) == 1
+        distance = (self.node(honest[0]).replica.anchors[0] - self.target) ** 2
+        return float(distance.mean() / (self.target**2).mean()), self.loop.seconds
+
+    def unharmed(self) -> set[str]:
+        """The honest peers end as well, and nearly as early, as they do alone; which events of theirs name the liar."""
+        (loss, seconds), alone = self.finish(self.liar), calm()
+        assert loss <= LOSS * alone[0] and seconds <= SECONDS[0] * alone[1] + SECONDS[1]
+        told = [line.split(maxsplit=3) for line in self.story if f"'{self.liar}'" in line]
+        return {kind for _, name, kind, _ in told if name != self.liar}
+
+
+@contextmanager
+def swarm_of(
+    peers: str = "abcde", outer: dict[str, Any] | None = None, adamw: bool = False, units: bool = False
+) -> Iterator[Swarm]:
+    with quiet_process(), virtual_time() as loop, small_pieces(64, 128):
+        yield Swarm(loop, peers, outer or {}, adamw, units)
+
+
+@cache
+def calm() -> tuple[float, float]:
+    """Loss and seconds of the honest peers alone."""
+    with swarm_of("abcd") as swarm:
+        return swarm.finish()
+
+
+@pytest.mark.parametrize(
+    ("factor", "accused"), [(-10.0, "left_out"), (-1.0, "left_out"), (100.0, "clipped"), (1e6, "refused")]
+)
+def test_what_is_sent_as_learned_harms_nobody(factor: float, accused: str) -> None:
+    with swarm_of() as swarm:
+        replica = swarm.node(swarm.liar).replica
+        replica.up = Lying(replica.up, factor)
+        assert accused in swarm.unharmed()
+
+
+def test_what_was_learned_once_is_not_merged_again_and_again() -> None:
+    with swarm_of() as swarm:
+        replica, first = swarm.node(swarm.liar).replica, dict[tuple[int, int], Tensor]()
+        encode = replica.encode
+
+        def encodes(fragment: int, chunk: int) -> Tensor:
+            return first.setdefault((fragment, chunk), encode(fragment, chunk))
+
+        replica.encode = encodes  # type: ignore[method-assign]
+        assert "left_out" in swarm.unharmed()
+
+
+def no_number(payload: Tensor) -> Tensor:
+    return torch.full_like(payload, 0xFF)
+
+
+def another_shape(payload: Tensor) -> Tensor:
+    return torch.cat([payload, payload])
+
+
+@pytest.mark.parametrize("bent", [no_number, another_shape])
+def test_bytes_that_are_no_payload_are_refused(bent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with swarm_of(outer={"codec_up": "fp32"}) as swarm:
+        send = Stream.send_payload
+
+        async def sends(self: Stream, payload: Tensor) -> None:
+            lies = (swarm.loop.owner or "").startswith(f"{swarm.liar}.")
+            await send(self, bent(payload) if lies else payload)
+
+        monkeypatch.setattr(Stream, "send_payload", sends)
+        assert "refused" in swarm.unharmed()
+
+
+def test_work_that_nobody_can_have_done_counts_for_nothing() -> None:
+    with swarm_of() as swarm:
+        node, send = swarm.node(swarm.liar), swarm.node(swarm.liar).rounds.send
+
+        async def sends(counts: Mapping[int, Count]) -> None:
+            await send({fragment: (10**6 * steps, 10**6 * tokens) for fragment, (steps, tokens) in counts.items()})
+
+        node.rounds.send = sends  # type: ignore[method-assign]
+        assert "refused" in swarm.unharmed()
+
+
+def test_a_newcomer_is_not_thrown_far_by_the_moments_that_it_gets() -> None:
+    with swarm_of(adamw=True) as swarm:
+        server = swarm.node(swarm.liar)._server
+
+        async def lies(stream: Stream, request: InnerRequest) -> None:
+            state = await server._inner.get()
+            sizes = zip(state.layout.names, state.layout.numels, strict=True)
+            values = [torch.full((numel,), 0.0 if name.endswith("_sq") else 1e6) for name, numel in sizes]
+            await send_inner(stream, InnerState(state.layout, (1000,) * state.layout.num_steps, torch.cat(values)))
+
+        for life in swarm.living():  # whom the newcomer asks is drawn
+            swarm.node(life.name)._server._answers[InnerRequest] = lies
+        newcomer = swarm.start(Member("n"))
+        swarm.until(lambda: newcomer.began)
+        swarm.until(lambda: False, patience_s=1.5)
+        assert any(line.split()[1:3] == ["n", "inner_state"] for line in swarm.story)
+        replica = swarm.node("n").replica
+        assert float((replica.parameters["w"].detach() - replica.anchors[0]).abs().max()) <= 2.0
+
+
+def test_a_peer_that_asks_for_all_data_gets_a_few_times_what_the_others_get() -> None:
+    with swarm_of(units=True) as swarm:
+        node = swarm.node(swarm.liar)
+        [dealer] = [swarm.node(name) for name in swarm.lives if swarm.node(name).replica.held]
+        ledger = dealer.protocol.accounts.dealer.ledger
+        assert ledger is not None
+
+        async def ask() -> None:
+            request = UnitRequest(manifest_hash=node.protocol.manifest_hash, wanted=MAX_UNITS_WANTED, has=[])
+            while True:
+                async with node.context.open(dealer.protocol.me) as stream:
+                    await stream.send(request)
+                    await stream.receive(5.0)
+                await asyncio.sleep(0.5)
+
+        with swarm.loop.owned_by(swarm.lives[swarm.liar].owner):
+            asking = swarm.loop.create_task(ask())
+        swarm.unharmed()
+        asking.cancel()
+        used = SEQUENCES_PER_STEP * sum(life.sync.steps for life in swarm.lives.values() if life.sync is not None)
+        assert ledger.cursor <= 4 * used

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.table import STATE_STYLES, fitting
-from diloco.dashboard.charts import contribution_rows, event_rows, fragment_rows
 from diloco.protocol.phase_seconds import PHASES
-from diloco.protocol.snapshot import PeerRow, Round, Snapshot
+from diloco.protocol.shares import Contributor
+from diloco.protocol.snapshot import SHORT, FragmentRow, PeerRow, Round, Snapshot
 from diloco.text import counted, human_bytes, human_count, human_seconds, sparkline
 
 __all__ = ["render"]
@@ -108,13 +108,18 @@ def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
 def _fragments(snapshot: Snapshot, console: Console, rows: int) -> Table:
     columns = [Column("fragment"), Column("syncer", left=True), Column("term"), Column("version")]
     columns.append(Column("backup", left=True))
-    cells = [[Text(str(cell)) for cell in row.values()] for row in fragment_rows(snapshot)]
-    for row, shown in zip(snapshot.fragments, cells, strict=True):
-        if row.syncer is None:
-            shown[1].style = "red"
-        if row.backup is None:
-            shown[4] = Text("none", style="yellow")
-    return _table("fragments", columns, cells, console, rows)
+    names = snapshot.names()
+
+    def cells(row: FragmentRow) -> list[Cell]:
+        syncer = Text("nobody", style="red") if row.syncer is None else _called(row.syncer, names)
+        backup = Text("none", style="yellow") if row.backup is None else _called(row.backup, names)
+        return [str(row.fragment), syncer, str(row.term), str(row.version), backup]
+
+    return _table("fragments", columns, [cells(row) for row in snapshot.fragments], console, rows)
+
+
+def _called(peer: str, names: Mapping[str, str]) -> str:
+    return names.get(peer, peer[-SHORT:])
 
 
 def _rounds(snapshot: Snapshot, console: Console) -> Table:
@@ -141,15 +146,26 @@ def _ledger(snapshot: Snapshot, console: Console, rows: int) -> RenderableType:
     head = Text("ledger", style="bold").append("  " + "  ".join(counts) + "  tokens", style="not bold")
     columns = [Column("peer", left=True), Column("tokens"), Column("share"), Column("outer steps")]
     columns += [Column("payload"), Column("versions", 1)]
-    names = ("peer", "tokens", "share", "steps", "bytes", "versions")
-    cells: list[list[Cell]] = [[str(row[name]) for name in names] for row in contribution_rows(snapshot)]
-    return Group(head, Text(), _table("contributions", columns, cells, console, rows))
+    total, names = max(1, sum(row.tokens for row in ledger.contributions)), snapshot.names()
+
+    def cells(row: Contributor) -> list[Cell]:
+        name = names.get(row.peer_id, row.name or row.peer_id[-SHORT:])
+        versions = f"{row.first_version} to {row.last_version}"
+        share, steps = f"{row.tokens / total:.1%}", str(row.outer_steps)
+        return [name, human_count(row.tokens), share, steps, human_bytes(row.bytes), versions]
+
+    # The sum of the peers that are too many to list comes last.
+    ranked = sorted(ledger.contributions, key=lambda row: (not row.peer_id, -row.tokens, row.peer_id))
+    return Group(head, Text(), _table("contributions", columns, [cells(row) for row in ranked], console, rows))
 
 
 def _events(snapshot: Snapshot, width: int) -> Text:
-    text = Text("events", style="bold")
-    for row in reversed(event_rows(snapshot)[:EVENTS]):
-        shown = f"{row['ago']:>7} ago  {row['kind']} {row['text']}"
+    text, names = Text("events", style="bold"), snapshot.names()
+    for event in snapshot.events[-EVENTS:]:
+        said = event.text
+        for peer, name in names.items():
+            said = said.replace(peer, name)
+        shown = f"{human_seconds(max(0.0, snapshot.run.at - event.at)):>7} ago  {event.kind} {said}"
         text.append("\n" + (shown if len(shown) <= width else shown[: width - 1] + "…"), style="not bold")
     return text
 

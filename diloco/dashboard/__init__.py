@@ -1,5 +1,5 @@
-"""Shows a swarm in the browser: one page, and its figures as JSON and for Prometheus. Needs the extra `dashboard`.
+"""Shows a swarm in the browser: a page without libraries, and its figures as JSON and for Prometheus.
 
-swarm -> Poller (a snapshot per second) -> PageContent (charts and rows, once for all pages) -> a page per visitor
-                                        -> GET /api/state, GET /metrics
+swarm -> Dashboard.watch (a snapshot per second) -> GET /api/state -> page.html, once a second in each browser
+                                                 -> GET /metrics
 """

@@ -1,121 +1,196 @@
-"""Serves the page, `GET /api/state` and `GET /metrics` (for Prometheus), all from one poller."""
+"""Serves `page.html`, `GET /api/state` (the newest snapshot) and `GET /metrics` (for Prometheus)."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import ipaddress
 import logging
+import re
 import socket
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
+from typing import Protocol
+from urllib.parse import urlsplit
 
-from nicegui import app, ui
-from nicegui.page import page
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily as Metric
-from prometheus_client.registry import Collector
-from starlette.responses import Response
-
-from diloco.dashboard.guard import OwnPageOnly
-from diloco.dashboard.page import PageContent, build
-from diloco.dashboard.poller import Poller, Source
+from diloco.errors import DilocoError
 from diloco.protocol.snapshot import PeerRow, Snapshot
 
-__all__ = ["exposition", "serve"]
+__all__ = ["Dashboard", "Source", "exposition"]
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+PAGE = Path(__file__).with_name("page.html").read_bytes()
+SCRIPTS = re.findall(rb"<script>(.*?)</script>", PAGE, re.S)
+HASHES = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one).digest()).decode()}'" for one in SCRIPTS)
+HEADERS = {  # the page's own script only, nothing from elsewhere, and in no frame of another site
+    "Content-Security-Policy": f"default-src 'none'; script-src {HASHES}; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 
 
-def serve(source: Source, host: str, port: int, title: str, directories: Sequence[Path] = ()) -> None:
-    """Serves until Ctrl+C; the runs in `directories` are shown beside the swarm.
+class Source(Protocol):
+    """A source of snapshots; in production a `Visitor` of the swarm."""
 
-    A process can run only one server, because NiceGUI's application is a global.
+    async def ask(self) -> Snapshot:
+        """A snapshot of the swarm as it is now. Raises `DilocoError` if no peer answers."""
+
+
+class Dashboard(ThreadingTCPServer):
+    """Listens on `host` and `port` (0: any free one) at once, and answers while `watch` runs.
+
+    Raises OSError if it cannot listen there. `snapshot` is the newest one; it stays when the swarm no longer answers.
     """
-    poller = Poller(source, directories=directories)
-    content = PageContent(poller)
-    tasks: list[asyncio.Task[None]] = []
 
-    @page("/", title=title)
-    def index() -> None:
-        build(content)
+    allow_reuse_address = True
+    daemon_threads = True
 
-    @app.get("/api/state")
-    def state() -> Response:
-        if poller.snapshot is None:
-            return Response('{"error": "nobody has answered yet"}', 503, media_type="application/json")
-        age = {"X-Diloco-Age-Seconds": f"{poller.seen_s():.1f}"}
-        return Response(poller.snapshot.model_dump_json(indent=2), media_type="application/json", headers=age)
+    def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Request)
+        self.snapshot: Snapshot | None = None
+        self.answers = False  # whether a peer answered when it was last asked
+        self._names = {host.lower(), "localhost", socket.gethostname().lower()}
+        self._clock = clock
+        self._seen_at = clock()
 
-    @app.get("/metrics")
-    def metrics() -> Response:
-        return Response(exposition(poller), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def watch(self, source: Source) -> None:
+        """Asks once a second, for all pages together, until cancelled."""
+        threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
+        # Ctrl+C cancels this task. Before Python 3.12 a wait_for that has just finished swallows the cancellation.
+        watching = asyncio.current_task()
+        try:
+            while watching is not None and not watching.cancelling():
+                await self.poll(source)
+                await asyncio.sleep(EVERY_S)
+        finally:
+            self.shutdown()
 
-    async def stop() -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def poll(self, source: Source) -> None:
+        """Asks once."""
+        try:
+            self.snapshot = await source.ask()
+        except DilocoError as error:
+            self.answers = False
+            logger.debug("nobody answers: %r", error)
+        else:
+            self.answers, self._seen_at = True, self._clock()
 
-    app.add_middleware(OwnPageOnly, names={host, "localhost", socket.gethostname()})
-    app.on_startup(lambda: tasks.append(asyncio.get_running_loop().create_task(poller.run())))
-    app.on_shutdown(stop)
-    logging.getLogger("nicegui").setLevel(logging.ERROR)
-    ui.run(
-        host=host, port=port, title=title, reload=False, show=False, dark=None,
-        show_welcome_message=False, uvicorn_logging_level="error",
-    )  # fmt: skip
+    def seen_s(self) -> float:
+        """Seconds since the last answer."""
+        return self._clock() - self._seen_at
+
+    def answer(self, host: str, path: str) -> tuple[int, str, bytes]:
+        """Status, type and body for a request with this `Host`.
+
+        A site may have its own name point to 127.0.0.1, and then read the page as its own (DNS rebinding). Its name
+        stays in `Host`, so only addresses and names of this machine are answered.
+        """
+        if not self._own(host):
+            return 403, "text/plain", b"not served under this name; open the address that diloco dashboard printed\n"
+        if path == "/":
+            return 200, "text/html; charset=utf-8", PAGE
+        if path == "/metrics":
+            return 200, "text/plain; version=0.0.4; charset=utf-8", exposition(self).encode()
+        if path != "/api/state":
+            return 404, "text/plain", b"there are /, /api/state and /metrics\n"
+        if self.snapshot is None:
+            return 503, "application/json", b'{"error": "nobody has answered yet"}'
+        return 200, "application/json", self.snapshot.model_dump_json().encode()
+
+    def _own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self._names or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
 
 
-def exposition(poller: Poller) -> bytes:
+class _Request(BaseHTTPRequestHandler):
+    server: Dashboard
+    protocol_version = "HTTP/1.1"
+    timeout = 10.0  # of a connection that says nothing
+
+    def do_GET(self) -> None:
+        status, kind, body = self.server.answer(self.headers.get("Host", ""), urlsplit(self.path).path)
+        self.send_response(status)
+        age = {"X-Diloco-Age-Seconds": f"{self.server.seen_s():.1f}"}
+        for name, text in {**HEADERS, **age, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug(format, *args)
+
+
+Labels = tuple[tuple[str, str], ...]
+
+
+def exposition(dashboard: Dashboard) -> str:
     """The text for Prometheus. While no peer answers, `diloco_up` is 0 and the other metrics keep their last values."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Swarm(poller))
-    return generate_latest(registry)
+    snapshot = dashboard.snapshot
+    gauges = [
+        _gauge("up", "Whether a peer of the swarm answers", float(dashboard.answers)),
+        _gauge("last_answer_seconds", "Seconds since a peer answered", dashboard.seen_s()),
+        *(() if snapshot is None else (*_swarm(snapshot), *_peers(snapshot))),
+    ]
+    return "".join(gauges)
 
 
-class _Swarm(Collector):
-    def __init__(self, poller: Poller) -> None:
-        self._poller = poller
-
-    def collect(self) -> Iterator[Metric]:
-        poller, snapshot = self._poller, self._poller.snapshot
-        up = poller.lost is None and snapshot is not None
-        yield Metric("diloco_up", "Whether a peer of the swarm answers", value=float(up))
-        yield Metric("diloco_last_answer_seconds", "Seconds since a peer answered", value=poller.seen_s())
-        if snapshot is not None:
-            yield from _swarm(snapshot)
-            yield from _peers(snapshot)
+def _gauge(name: str, text: str, values: float | Mapping[Labels, float]) -> str:
+    values = values if isinstance(values, Mapping) else {(): values}
+    lines = [f"# HELP diloco_{name} {text}\n# TYPE diloco_{name} gauge\n"]
+    for labels, value in values.items():
+        shown = ",".join(f'{label}="{_escaped(which)}"' for label, which in labels)
+        lines.append(f"diloco_{name}{f'{{{shown}}}' if shown else ''} {float(value)}\n")
+    return "".join(lines)
 
 
-def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    metric = Metric(name, text, labels=[label])
-    for key, value in values.items():
-        metric.add_metric([key], value)
-    return metric
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _swarm(snapshot: Snapshot) -> Iterator[Metric]:
+def _by(label: str, values: Mapping[str, float]) -> dict[Labels, float]:
+    return {((label, which),): value for which, value in values.items()}
+
+
+def _swarm(snapshot: Snapshot) -> Iterator[str]:
     run, ledger = snapshot.run, snapshot.ledger
-    yield Metric("diloco_outer_steps", "Outer steps that every fragment has seen", value=run.version)
+    yield _gauge("outer_steps", "Outer steps that every fragment has seen", run.version)
     tokens = {name: getattr(ledger, name) for name in ("processed", "applied", "discarded", "in_flight")}
-    yield _labelled("diloco_tokens", "Tokens by what became of them", "fate", tokens)
+    yield _gauge("tokens", "Tokens by what became of them", _by("fate", tokens))
     states: Counter[str] = Counter(row.state for row in snapshot.peers)
-    yield _labelled("diloco_peers", "Connected peers by state", "state", states)
-    yield Metric("diloco_components", "Disjoint groups of peers", value=len(snapshot.components))
+    yield _gauge("peers", "Connected peers by state", _by("state", states))
+    yield _gauge("components", "Disjoint groups of peers", len(snapshot.components))
     unheld = sum(row.syncer is None for row in snapshot.fragments)
-    yield Metric("diloco_fragments_unheld", "Fragments without a syncer", value=unheld)
+    yield _gauge("fragments_unheld", "Fragments without a syncer", unheld)
     if snapshot.loss:
-        yield Metric("diloco_loss", "Mean training loss of the peers (nats per token)", value=snapshot.loss[-1].loss)
+        yield _gauge("loss", "Mean training loss of the peers (nats per token)", snapshot.loss[-1].loss)
     newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)
     if newest is None:
         return
     counts = {"live": newest.live, "participating": newest.participating, "merged": newest.merged}
-    yield _labelled("diloco_round_peers", "Peers of the newest version", "role", counts)
-    yield Metric("diloco_round_staleness", "Staleness of the oldest contribution in it", value=newest.staleness)
+    yield _gauge("round_peers", "Peers of the newest version", _by("role", counts))
+    yield _gauge("round_staleness", "Staleness of the oldest contribution in it", newest.staleness)
     if newest.seconds is not None:
         text = "Mean wall seconds of its round by phase"
-        yield _labelled("diloco_round_seconds", text, "phase", asdict(newest.seconds))
+        yield _gauge("round_seconds", text, _by("phase", asdict(newest.seconds)))
 
 
-def _peers(snapshot: Snapshot) -> Iterator[Metric]:
+def _peers(snapshot: Snapshot) -> Iterator[str]:
     names = snapshot.names()
     figures: dict[str, tuple[str, Callable[[PeerRow], float]]] = {
         "steps_per_second": ("Inner steps per second", lambda row: row.steps_per_s),
@@ -126,7 +201,7 @@ def _peers(snapshot: Snapshot) -> Iterator[Metric]:
         "last_seen_seconds": ("Seconds since its last word", lambda row: row.last_seen_s),
     }
     for name, (text, read) in figures.items():
-        metric = Metric(f"diloco_peer_{name}", f"{text}, by peer", labels=["peer", "peer_id"])
-        for row in snapshot.peers:
-            metric.add_metric([names[row.peer_id], row.peer_id], read(row))
-        yield metric
+        values: dict[Labels, float] = {
+            (("peer", names[row.peer_id]), ("peer_id", row.peer_id)): read(row) for row in snapshot.peers
+        }
+        yield _gauge(f"peer_{name}", f"{text}, by peer", values)

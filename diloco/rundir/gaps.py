@@ -11,13 +11,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from diloco.rundir.arms import Arm, arms_of, name_arms
 from diloco.rundir.compare import NOT_A_DIFFERENCE, Run
 
-__all__ = ["Gap", "find_gaps", "gap_of", "gap_so_far", "is_baseline"]
+__all__ = ["Gap", "find_gaps", "gap_of"]
 
 TOKENS_WITHIN = 0.02  # of each other; a budget ends with the outer step that reaches it
 
@@ -51,26 +50,14 @@ def find_gaps(runs: Sequence[Run]) -> list[Gap]:
     arms = _arms(runs)
     found = []
     for arm in arms:
-        rivals = [] if is_baseline(arm.runs[0]) else [other for other in arms if _is_baseline_of(other, arm)]
+        rivals = [] if _is_baseline(arm.runs[0]) else [other for other in arms if _is_baseline_of(other, arm)]
         alike = [rival for rival in rivals if _optimizer(rival) == _optimizer(arm)]
         best = [min(some, key=_mean_loss) for some in (rivals, alike) if some]
         found += [_gap(arm, rival) for index, rival in enumerate(best) if rival not in best[:index]]
     return found
 
 
-def gap_so_far(run: Run, others: Sequence[Run]) -> float | None:
-    """The newest held-out loss of a run over the lowest that any of its baselines among `others` had at its tokens, in
-    percent; None without a baseline that has come so far.
-    """
-    if not run.curve or run.curve[-1].tokens is None:
-        return None
-    newest, tokens = run.curve[-1].loss, run.curve[-1].tokens
-    there = [_loss_at(one, tokens) for one in others if is_baseline(one) and _task(one) == _task(run)]
-    known = [loss for loss in there if loss is not None]
-    return gap_of(newest, min(known)) if known else None
-
-
-def is_baseline(run: Run) -> bool:
+def _is_baseline(run: Run) -> bool:
     """Whether gradients were averaged in every step."""
     return run.settings.get("outer.method") == "data_parallel"
 
@@ -83,9 +70,9 @@ def gap_of(loss: float, baseline: float) -> float:
 def _arms(runs: Sequence[Run]) -> list[Arm]:
     """The arms of all runs that were evaluated; a baseline is called one."""
     arms = arms_of([run for run in runs if run.settings and run.loss])
-    baselines = name_arms([arm for arm in arms if is_baseline(arm.runs[0])])
+    baselines = name_arms([arm for arm in arms if _is_baseline(arm.runs[0])])
     called = [f"data parallel {arm.name}" if len(baselines) > 1 else "data parallel" for arm in baselines]
-    others = name_arms([arm for arm in arms if not is_baseline(arm.runs[0])])
+    others = name_arms([arm for arm in arms if not _is_baseline(arm.runs[0])])
     return [*others, *(replace(arm, name=name) for arm, name in zip(baselines, called, strict=True))]
 
 
@@ -104,7 +91,7 @@ def _mean_loss(arm: Arm) -> float:
 
 def _is_baseline_of(other: Arm, arm: Arm) -> bool:
     one, two = arm.runs[0], other.runs[0]
-    if not is_baseline(two) or _task(one) != _task(two) or one.tokens is None or two.tokens is None:
+    if not _is_baseline(two) or _task(one) != _task(two) or one.tokens is None or two.tokens is None:
         return False
     equal = abs(one.tokens - two.tokens) <= TOKENS_WITHIN * max(one.tokens, two.tokens)
     return equal and bool(_losses(arm).keys() & _losses(other).keys())
@@ -122,12 +109,3 @@ def _task(run: Run) -> Mapping[str, Any]:
     groups = ("model.", "data.", "eval.sequences")
     mine = {key: value for key, value in run.settings.items() if key.startswith(groups)}
     return {key: value for key, value in mine.items() if not key.startswith(NOT_A_DIFFERENCE)}
-
-
-def _loss_at(run: Run, tokens: float) -> float | None:
-    """Held-out loss after so many tokens, on the line between two evaluations; None after the last one."""
-    points = [(point.tokens, point.loss) for point in run.curve if point.tokens is not None]
-    for (before, high), (after, low) in pairwise(points):
-        if before <= tokens <= after * (1 + TOKENS_WITHIN):
-            return high + (low - high) * min(1.0, (tokens - before) / max(after - before, 1))
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,12 +16,6 @@ PEERS = 64
 
 
 FAKE = str(ROOT / "tests" / "support" / "fake_swarm.py")
-
-
-needs_extra = pytest.mark.skipif(
-    importlib.util.find_spec("nicegui") is None or importlib.util.find_spec("prometheus_client") is None,
-    reason="the extra `dashboard` is not installed",
-)
 
 
 @pytest.fixture

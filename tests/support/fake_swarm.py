@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -127,17 +127,9 @@ class FakeSwarm:
             raise SwarmError("/ip4/203.0.113.7/tcp/4100/p2p/12D3KooW: peer 000000 does not answer; check the address")
         return snapshot(self._peers, 300.0 + elapsed_s, self._clock())
 
-    async def close(self) -> None:
-        return
-
 
 if __name__ == "__main__":
-    os.environ.pop("PYTEST_CURRENT_TEST", None)  # NiceGUI takes it for a test of its own
-    from diloco.dashboard.server import serve
+    from diloco.dashboard.server import Dashboard
 
-    serve(
-        FakeSwarm(int(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else math.inf),
-        "127.0.0.1",
-        int(sys.argv[1]),
-        "diloco: fake",
-    )
+    dies_after_s = float(sys.argv[3]) if len(sys.argv) > 3 else math.inf
+    asyncio.run(Dashboard("127.0.0.1", int(sys.argv[1])).watch(FakeSwarm(int(sys.argv[2]), dies_after_s)))

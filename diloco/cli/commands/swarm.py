@@ -162,14 +162,12 @@ def status(**arguments: Any) -> int:
 @click.argument("address", required=False)
 @click.option("--host", default="127.0.0.1", help="Address to listen on; anyone there may look.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8471, help="Port; 0 is any free one.")
-@click.option("--beside", multiple=True, type=PATH, metavar="RUN", help="Show a run's held-out loss, too; repeatable.")
 def dashboard(**arguments: Any) -> int:
     """Show what a swarm is doing, live in a browser.
 
     \b
     diloco dashboard @runs/mine/address
     diloco dashboard /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo... --port 9000
-    diloco dashboard @runs/mine/address --beside runs/mine --beside runs/baseline
 
     The page is at /, the JSON of diloco status at /api/state, and figures for Prometheus are at /metrics. Without
     ADDRESS it shows the one run of which a peer runs on this machine.

@@ -20,7 +20,7 @@ from diloco.errors import ConfigError
 from diloco.rundir.arms import Arm, arms_of, plot_arms
 from diloco.rundir.compare import Point, Run, find_runs, read_runs, time_to_loss, worst_loss
 from diloco.rundir.comparison import comparison_of
-from diloco.rundir.gaps import find_gaps, gap_so_far
+from diloco.rundir.gaps import find_gaps
 from tests.support.command_line import Typed
 from tests.support.run_directories import make
 
@@ -263,14 +263,6 @@ def test_a_run_has_two_gaps_where_a_baseline_differs_inside(tmp_path: Path) -> N
     assert [gap.spread for gap in gaps] == [None, None]
     change(baseline, tokens={**json.loads((baseline / "summary.json").read_text())["tokens"], "applied": 300})
     assert [gap.percent for gap in find_gaps(found(tmp_path))] == [(pytest.approx(20.0),)], "it saw other tokens"
-
-
-def test_a_run_under_way_has_a_gap_at_its_tokens(tmp_path: Path) -> None:
-    run, baseline = read_runs([make(tmp_path / "a", losses=(5.0, 3.0)), make(tmp_path / "b", "outer=data_parallel")])
-    assert gap_so_far(run, [run, baseline]) == pytest.approx(-25.0)  # 3.0 over 4.0 after 100 tokens
-    assert gap_so_far(run, [run]) is None
-    ahead, _ = read_runs([make(tmp_path / "c", losses=(5.0, 4.0, 3.0, 2.0)), tmp_path / "b"])
-    assert gap_so_far(ahead, [baseline]) is None, "the baseline has not come so far"
 
 
 def test_a_table_is_as_wide_as_needed_where_nobody_looks(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from diloco.errors import ConfigError, guard
 __all__ = ["cli", "main"]
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "Train": (swarm.local, swarm.train, swarm.join, swarm.host, swarm.launch),
+    "Train": (swarm.local, swarm.train, swarm.join, swarm.host),
     "Look at a swarm": (swarm.status, swarm.dashboard, swarm.doctor),
     "Use a model": (alone.generate, alone.evaluate, alone.export),
     "Choose settings": (alone.plan, alone.simulate, alone.sweep, alone.compare),

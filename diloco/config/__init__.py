@@ -15,10 +15,10 @@ from diloco.config.model import ModelConfig, ModelRecipe
 from diloco.config.peer_local import SwarmConfig
 from diloco.config.schema import Config
 from diloco.config.shown import help_text
-from diloco.config.sources import Start, choices, launch_files
+from diloco.config.sources import Start, choices
 
 __all__ = [
     "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "DataConfig", "InnerConfig", "Manifest", "MixedSource",
     "ModelConfig", "ModelRecipe", "OuterConfig", "PeerLocal", "RunOwned", "Start", "SwarmConfig", "choices", "compose",
-    "flatten", "help_text", "launch_files", "refuse_ignored", "refuse_run_owned",
+    "flatten", "help_text", "refuse_ignored", "refuse_run_owned",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from diloco.config.explain import leaves
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-__all__ = ["PRIMARY", "SCHEMA", "SECTIONS", "Start", "choices", "launch_files", "search_path", "settings_of", "stamp"]
+__all__ = ["PRIMARY", "SCHEMA", "SECTIONS", "Start", "choices", "search_path", "settings_of", "stamp"]
 
 PRIMARY = "config"
 SCHEMA = "diloco_schema"  # the name under which Hydra finds the defaults of the schema
@@ -87,11 +87,6 @@ def settings_of(group: str, name: str, start: Start | None = None) -> list[str]:
             keys = map(str, content) if isinstance(content, DictConfig) else ()
             return [f"{group}.{key}" for key in keys if key != "defaults"]
     return []
-
-
-def launch_files() -> Path:
-    """The folder with the templates of `diloco launch`, one folder per engine. It is no group."""
-    return _package() / "launch"
 
 
 def stamp(places: tuple[Path, ...]) -> tuple[tuple[str, int, int], ...]:

@@ -71,7 +71,6 @@ HOMES = {
     "pydantic_core": {"config", "protocol"},
     "click": {"cli"},
     "rich": {"cli", "testing"},
-    "jinja2": {"cli"},
 }
 # Sans-IO: these parts are told what happened and what time it is. (`outer` keeps scratch memory per thread.)
 IO_MODULES = {"asyncio", "datetime", "multiprocessing", "select", "socket", "subprocess", "time"}

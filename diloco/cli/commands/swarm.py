@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,7 +12,7 @@ from diloco.cli.completion import overrides as settings
 from diloco.errors import ConfigError
 
 __all__ = [
-    "dashboard", "doctor", "host", "invite", "join", "keygen", "launch", "local", "revoke", "status",
+    "dashboard", "doctor", "host", "invite", "join", "keygen", "local", "revoke", "status",
     "train",
 ]  # fmt: skip
 
@@ -100,42 +99,6 @@ def host(new: bool, until_done: bool, address: str | None, overrides: tuple[str,
         found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
         given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
     return run("host", overrides, asked, given, guest=address is not None, until_done=until_done)
-
-
-@click.command(cls=Command)
-@click.argument("engine", type=click.Choice(["slurm", "sky", "kubernetes", "compose"]))
-@configured
-@click.option("--peers", type=click.IntRange(1, 1000), default=4, help="Peers that train.")
-@click.option("--gpus", type=click.IntRange(0, 64), default=1, help="Accelerators of each peer; 0: CPUs only.")
-@click.option(
-    "--gpu", multiple=True, metavar="KIND", help="Kind of accelerator (slurm, sky); sky takes any of several."
-)
-@click.option("--port", type=click.IntRange(1, 65535), help="Port of the host.  [default: 4100; slurm: any]")
-@click.option("--image", help="Image (kubernetes, compose).  [default: diloco:cuda, or diloco:cpu]")
-@click.option(
-    "--install", metavar="REQUIREMENT", help="What pip installs there, or a wheel (sky).  [default: this version]"
-)
-@click.option("--sbatch", multiple=True, metavar="KEY=VALUE", help="Option of sbatch (slurm); repeatable.")
-@click.option("--out", type=PATH, metavar="DIR", help="New directory for the files.  [default: runs/RUN_ID-launch]")
-@click.option("--submit", is_flag=True, help="Start it, too.")
-@click.option("--dry-run", is_flag=True, help="Print the files, and write nothing.")
-def launch(
-    engine: str, overrides: tuple[str, ...], asked: Asked, out: Path | None, submit: bool, dry_run: bool, **options: Any
-) -> int:  # fmt: skip
-    """Start a host and several peers on a cluster.
-
-    \b
-    diloco launch slurm experiment=diloco-150m --peers 8 --sbatch partition=gpu --sbatch time=12:00:00 --submit
-    diloco launch sky experiment=diloco-150m --gpu H100 --gpu A100
-    diloco launch kubernetes experiment=diloco-150m --image registry/diloco:cuda
-    diloco launch compose experiment=quickstart --peers 2 --gpus 0 --dry-run
-
-    Writes what SLURM, SkyPilot, Kubernetes (JobSet) or Docker compose needs, and says what to type next. Settings are
-    those of diloco train. Every peer is a job of its own, which may end and come back; the host keeps the state.
-    """
-    if asked.shows:
-        return run("train", overrides, asked)
-    return implementation("launch")(engine, overrides, asked.start(), out, submit, dry_run, options)
 
 
 @click.command(cls=Command)

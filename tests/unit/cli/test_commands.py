@@ -20,9 +20,7 @@ from diloco.errors import SwarmError
 from tests.support.command_line import Typed
 from tests.support.places import ROOT
 
-COMMANDS = (
-    "local train join host launch eval export generate simulate sweep compare plan doctor status dashboard"
-).split()
+COMMANDS = ("local train join host eval export generate simulate sweep compare plan doctor status dashboard").split()
 OWNER = ["keygen", "invite", "revoke"]  # have no configuration, and a test of their own
 ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 

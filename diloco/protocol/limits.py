@@ -85,11 +85,11 @@ def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:
 
 
 class Bucket:
-    """Holds `burst`, and fills by `per_s` a second, which may be set anew. It begins full, or at `now` with `first`."""
+    """Holds `burst`, fills by `per_s` a second, and begins full."""
 
-    def __init__(self, per_s: float, burst: float, first: float | None = None, now: float = float("-inf")) -> None:
+    def __init__(self, per_s: float, burst: float) -> None:
         self.per_s, self.burst = per_s, burst
-        self._left, self._filled_at = burst if first is None else first, now
+        self._left, self._filled_at = burst, float("-inf")
 
     def left(self, now: float) -> float:
         """What is in it now; below 0 after `delay_s` has lent some."""
@@ -115,8 +115,8 @@ class Bucket:
 class Buckets(Generic[T]):
     """Equal buckets by key. Memory is bounded: full buckets are forgotten, and when none is full, the oldest ones."""
 
-    def __init__(self, per_s: float, burst: float, first: float | None = None) -> None:
-        self._per_s, self._burst, self._first = per_s, burst, first
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
         self._by_key: dict[T, Bucket] = {}
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Buckets(Generic[T]):
                 self._by_key = {k: b for k, b in self._by_key.items() if b.left(now) < self._burst}
             while len(self._by_key) >= MAX_PEERS:
                 del self._by_key[next(iter(self._by_key))]
-            bucket = self._by_key[key] = Bucket(self._per_s, self._burst, self._first, now)
+            bucket = self._by_key[key] = Bucket(self._per_s, self._burst)
         return bucket
 
     def take(self, key: T, now: float, amount: float = 1.0) -> bool:

@@ -46,7 +46,6 @@ class Offer:
     line: Line | None = None  # once it is whole
     collects: bool = False  # its payload is collected whole, then folded in
     late: bool = False  # it missed its version
-    counts_at: float = 0.0  # when its steps are paid for; see `Credit`
     polled: int = 0  # chunks at the last poll
     progress_at: float = 0.0
     taken_at: float = 0.0  # when the peer took its pseudo-gradient

@@ -289,7 +289,7 @@ class Peer(Elector):
         share = fragment.shares.get(peer)
         before = None if OTHERS in fragment.shares else 0 if share is None else share.tokens
         carried = fragment.follows(header.base_version, header.base_digest) and not self.over()
-        verdict = syncer.offer(peer, header, self.num_trainers(), now, self.fill_rate(peer), carried, before)
+        verdict = syncer.offer(peer, header, self.num_trainers(), now, carried, before)
         if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
             self.accounts.dealer.offered(peer, header.units)
         return verdict

@@ -17,7 +17,6 @@ Otherwise its tokens count as discarded.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -29,7 +28,7 @@ from diloco.protocol.messages.heads import MAX_LINES, Line
 from diloco.protocol.numbers import MAX_TOKENS, at_most
 from diloco.protocol.offers import Close, Offer
 from diloco.protocol.patience import Arrival, Patience, about_to_send, active, grace_s
-from diloco.protocol.work import Credit, Weights
+from diloco.protocol.work import Weights
 
 __all__ = ["SYNC", "Syncer"]
 
@@ -84,7 +83,7 @@ class Syncer:
         # Contributions merged until each version; of versions that others made one is counted each.
         self._pushed, self._pushed_at = version, {version: version}
         self._active = 1  # peers that train
-        self._credit, self._weights = Credit(settings.sync_every), Weights(settings)
+        self._weights = Weights(settings)
         self._patience = Patience(version, now)
         self._closing: Close | None = None
 
@@ -95,14 +94,14 @@ class Syncer:
         return (self._pushed - self._pushed_at.get(base_version, base_version)) / self._active
 
     def offer(
-        self, peer: str, header: Contribution, active: int = 1, now: float = 0.0, rate: float = math.inf,
-        carried: bool = True, before: int | None = None,
+        self, peer: str, header: Contribution, active: int = 1, now: float = 0.0, carried: bool = True,
+        before: int | None = None,
     ) -> Verdict:  # fmt: skip
         """Judge a contribution by its header, while so many peers are active.
 
-        Its steps are paid for at this `rate` (see `Credit`). It is merged although it missed its version only if it is
-        `carried`. It never raises: the verdict on a wrong one says the reason. The peer has so many tokens in the
-        anchor `before`; one that counts otherwise learned from another history.
+        It is merged although it missed its version only if it is `carried`. It never raises: the verdict on a wrong
+        one says the reason. The peer has so many tokens in the anchor `before`; one that counts otherwise learned from
+        another history.
         """
         self._active = max(1, active)
         known = self._offers.get(peer)
@@ -140,13 +139,12 @@ class Syncer:
         known.base_version, known.tokens, known.steps = header.base_version, header.tokens, header.steps
         known.taken_at = now - header.age_s
         known.late = header.base_version < self.version
-        known.counts_at = self._credit.counts_at(peer, header.base_version, header.steps, rate, now)
-        known.collects = known.collects or (not known.chunks and self._to_collect(peer, header, known.counts_at > now))
+        known.collects = known.collects or (not known.chunks and self._to_collect(peer, header))
         self._weights.offered(header.tokens, header.steps)
         return Verdict(accepted=True, first_chunk=known.chunks, version=self.version, term=self.term)
 
-    def _to_collect(self, peer: str, header: Contribution, indebted: bool = False) -> bool:
-        beside = header.base_version < self.version or indebted or peer in self._patience.slow
+    def _to_collect(self, peer: str, header: Contribution) -> bool:
+        beside = header.base_version < self.version or peer in self._patience.slow
         return beside or not self._settings.barrier
 
     def _is_spent(self, peer: str, base_version: int) -> bool:
@@ -155,10 +153,6 @@ class Syncer:
     def collects(self, peer: str) -> bool:
         """Whether the payload of this peer's contribution is collected whole, then folded in."""
         return not self._settings.barrier or (peer in self._offers and self._offers[peer].collects)
-
-    def counts_at(self, peer: str) -> float:
-        """When the steps that this peer claims are paid for; its contribution is folded in no earlier."""
-        return self._offers[peer].counts_at if peer in self._offers else 0.0
 
     def weight(self, peer: str) -> float:
         """Weight of a contribution that is folded in before the others are known; see `Weights`."""
@@ -301,6 +295,11 @@ class Syncer:
             return False
         has_update = status.versions[fragment] > began[fragment]
         return now - member.progress_at > (WAITING_S if has_update else member.stall_s())
+
+    @property
+    def closing(self) -> bool:
+        """Whether the next version is being made of what is whole."""
+        return self._closing is not None
 
     def closes(self, close: Close) -> bool:
         """Whether that version is still to be made. It is not once another anchor was adopted, at any version."""

@@ -23,7 +23,7 @@ from diloco.protocol.penalties import Penalties
 from diloco.protocol.rendezvous import assign, score
 from diloco.protocol.states import STATES, State
 from diloco.protocol.syncer import SYNC, Syncer
-from diloco.protocol.work import fill_rate, impossible
+from diloco.protocol.work import impossible
 
 __all__ = ["View"]
 
@@ -222,14 +222,6 @@ class View:
     def implausible(self, header: Contribution) -> str | None:
         """What cannot be true of a contribution's claims, in one line; None when they can be."""
         return impossible(header, self.tokens_per_step, self.outer.sync_every)
-
-    def fill_rate(self, peer: str) -> float:
-        """How many inner steps per second a peer may claim, by the paces of the others; this peer believes itself."""
-        if peer == self.me:
-            return inf
-        others = (member for member in self.members.all() if member.trains and member.status.counted_in)
-        mine = [self._myself.pace] if self.trains and self._myself is not None else []
-        return fill_rate([*mine, *(member.pace for member in others if member.peer != peer)])
 
     # -- when to train ------------------------------------------------------------------------------------------------
 

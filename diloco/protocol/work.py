@@ -1,26 +1,22 @@
 """Claims of work: what a contribution may claim and weigh, by what the other peers do. Sans-IO.
 
     header  -> `impossible`   no honest peer claims that, whatever happened to it
-    steps   -> `Credit`       a bucket per peer, filled at the pace of the others, says when they count
     weights -> `Weights`      at most twice the median of their version
 
-A peer's word decides nothing about the peer itself.
+A peer of any pace is merged at its pace: what it claims is limited per contribution, and so is what that weighs.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from diloco.config import OuterConfig
-from diloco.protocol.limits import MAX_PEERS, Buckets
 from diloco.protocol.messages.bulk import Contribution
 
-__all__ = ["MULTIPLE", "Credit", "Weights", "capped", "fill_rate", "impossible", "raw_weight"]
+__all__ = ["Weights", "capped", "impossible", "raw_weight"]
 
-MULTIPLE = 4.0  # times the pace of the others at which a peer's claims may grow
 MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
 HEAVIEST = 2.0  # times the median weight
 KNOWN = 4  # Fewer weights of earlier contributions say nothing of another one.
@@ -39,40 +35,6 @@ def impossible(header: Contribution, tokens_per_step: int | None, sync_every: in
     if header.steps > MOST_CYCLES * sync_every:
         return f"{header.steps} steps are claimed in one contribution, and a cycle has {sync_every}"
     return None
-
-
-def fill_rate(paces: Collection[float]) -> float:
-    """Steps per second at which a peer's claims may grow, from the paces of the other peers; inf if none is known.
-
-    That is `MULTIPLE` times the upper quartile of the paces rather than their median. In a swarm of which half the
-    peers are slow, the median is a slow one's pace, and the fast half does not lie. Up to a quarter of the others may.
-    """
-    known = sorted(pace for pace in paces if pace > 0)
-    return MULTIPLE * known[-1 - len(known) // 4] if known else math.inf
-
-
-class Credit:
-    """When the claimed steps of each peer count: a bucket of steps per peer, which begins with H.
-
-    It never refuses. A peer that claims more than its bucket holds is in debt, and its contribution counts only when
-    that is paid. A retry of the same contribution costs nothing. All times are seconds of one monotonic clock.
-    """
-
-    def __init__(self, sync_every: int) -> None:
-        # Two cycles: after a pause, and for what could not be sent.
-        self._buckets: Buckets[str] = Buckets(math.inf, burst=2.0 * sync_every, first=float(sync_every))
-        self._paid: dict[str, tuple[int, float]] = {}  # base version of the newest contribution, and what it has cost
-
-    def counts_at(self, peer: str, base_version: int, steps: float, rate: float, now: float) -> float:
-        """From when on these steps count, if the bucket fills with `rate` steps per second."""
-        base, paid = self._paid.pop(peer, (base_version, 0.0))
-        paid = paid if base == base_version else 0.0
-        self._paid[peer] = (base_version, max(steps, paid))
-        while len(self._paid) > MAX_PEERS:
-            del self._paid[next(iter(self._paid))]
-        bucket = self._buckets.of(peer, now)
-        bucket.per_s = rate
-        return now + bucket.delay_s(now, max(0.0, steps - paid))
 
 
 def capped(weights: Mapping[str, float]) -> dict[str, float]:

@@ -1,10 +1,13 @@
-"""A volunteer far slower than the others costs a synchronous swarm little, and what it learned is merged."""
+"""A volunteer far slower or faster than the others costs a swarm little, and what it learned is merged."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from diloco.testing.fuzz.crowd import Member
+from tests.support.simulated import simulated
 from tests.support.slow import slow
 from tests.support.stories import STEP_S, TOKENS_PER_ROUND, Story, story
 
@@ -44,3 +47,11 @@ def test_one_that_is_slow_and_contributes_nothing_stops_nobody() -> None:
     with story(0, fragments=1, outer_steps=None) as swarm:
         train(swarm, "abc", 60.0, Member("l", step_s=1e6))
         assert swarm.version("a") > 10
+
+
+def test_a_peer_sixteen_times_faster_is_merged_at_its_pace_without_a_barrier(tmp_path: Path) -> None:
+    """Nobody waits for anybody, although all come in one moment each 4 seconds."""
+    outcome = simulated(tmp_path, "outer=async", "sim.step_s=[1,1,1,0.0625]", "budget.outer_steps=60")
+    fast = outcome.summary.peers[3]
+    assert fast.steps >= 0.95 * 16 * outcome.virtual_s
+    assert [peer.seconds.wait for peer in outcome.summary.peers] == [0.0] * 4

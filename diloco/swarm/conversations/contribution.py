@@ -189,7 +189,7 @@ async def _fold_on_arrival(
 async def _collect(context: Context, stream: Stream, syncer: Syncer, header: Contribution) -> int:
     """Receive a contribution whole and fold it in; returns the version that it was not in yet.
 
-    It is folded in as soon as the steps that it claims are paid for, and not while the version is closing.
+    What comes while a version is closing is folded into the next one.
     """
     fragment = syncer.fragment
     chunks = range(len(context.replica.chunks[fragment]))
@@ -197,15 +197,18 @@ async def _collect(context: Context, stream: Stream, syncer: Syncer, header: Con
     if not context.holds(syncer):
         raise _another_syncer(fragment)
     line = await _receive_line(stream, header)
-    await asyncio.sleep(max(0.0, syncer.counts_at(stream.peer) - context.now()))
-    async with context.locks[fragment].writing():
-        with offences():
-            before = await fold_whole(context, syncer, stream.peer, header, payloads, line)
+    await asyncio.sleep(0)  # what came whole in this turn of the loop is folded in first
+    while True:
+        async with context.locks[fragment].writing():
+            with offences():
+                before = await fold_whole(context, syncer, stream.peer, header, payloads, line)
         if not context.holds(syncer):
             raise _another_syncer(fragment)
-        if before is None:
+        if before is not None:
+            return before
+        if not syncer.closing:
             raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
-        return before
+        await context.tasks.until(lambda: not syncer.closing or not context.holds(syncer))
 
 
 async def _receive_chunk(context: Context, stream: Stream, fragment: int, chunk: int) -> Tensor:

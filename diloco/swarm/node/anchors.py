@@ -193,19 +193,20 @@ class Anchors:
         here = self._protocol.fragments[last.fragment]
         for record in records:
             if record.header.version > here.version:
-                await self.adopt_record(record)
-                moved = True
-        if not moved and (here.version, here.digest) != (last.version, last.digest):
+                moved = await self.adopt_record(record) or moved
+        if not moved and here.version == last.version and here.digest != last.digest:
             raise PayloadError(f"a record to version {last.version} does not follow version {here.version}")
         return moved
 
-    async def adopt_record(self, record: UpdateRecord) -> None:
+    async def adopt_record(self, record: UpdateRecord) -> bool:
         """Apply an update to the anchor. One that does not lead to its digest is healed by fetching the state.
 
-        Raises `PayloadError` when it does not follow the anchor that is here.
+        False when it came by another way meanwhile. Raises `PayloadError` when it does not follow the anchor here.
         """
         header, fragment = record.header, record.header.fragment
         async with self._context.locks[fragment].writing():
+            if self._protocol.fragments[fragment].version >= header.version:
+                return False
             self._check_free(fragment)
             check_follows(self._protocol, header)
             digest = await self._context.tasks.complete(self._apply(record))
@@ -218,6 +219,7 @@ class Anchors:
             lease = self._protocol.leases.get(fragment)
             if lease is not None and lease.holder != self._protocol.me:
                 await self.catch_up(fragment, (lease.holder,), whole=True)
+        return True
 
     async def _apply(self, record: UpdateRecord) -> str:
         header, checked = record.header, await self.bounds.check(record)

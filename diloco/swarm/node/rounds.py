@@ -232,6 +232,8 @@ class Rounds:
                     await self._context.tasks.pause(RETRY_S)
                 case Step.CATCH_UP:
                     able = donors(protocol, fragment, exchange.base_version + 1)
+                    if not able and lease is not None and lease.version > version:
+                        able = [lease.holder]  # statuses lag behind its publication
                     await self._anchors.catch_up(fragment, able)
                     if protocol.fragments[fragment].version == version:
                         await asyncio.sleep(RETRY_S)  # a failure is an event, so two flights would wake each other

@@ -239,24 +239,6 @@ def test_a_successor_takes_nothing_that_is_in_its_anchor() -> None:
     assert not verdict.accepted and verdict.merged
 
 
-def test_without_a_barrier_the_others_pace_pays_for_versions() -> None:
-    """One worker claimed a cycle of steps for each version, in no time, and made all versions."""
-    peer = pair(outer=quick(10, staleness_limit=10))
-    peer.connected("x", hello_of(status_of("training"), holds=False), 0.0)
-    for who, pace in (("x", 1.0), (OTHER, 1e12)):
-        peer.heard(who, status_of("training", inner_step=1).model_copy(update={"steps_per_s": pace}), 1.0)
-    counts_at = []
-    for version in range(4):
-        assert peer.offer(OTHER, contribution(peer, 0, steps=10), 1.0).accepted
-        counts_at.append(peer.syncers[0].counts_at(OTHER))
-        peer.syncers[0].folded(OTHER)
-        peer.arrived(OTHER, 0, 1.0)
-        peer.published(0, digest_of("version", version), {OTHER: 9}, 1.0)
-    assert counts_at == [1.0, 3.5, 6.0, 8.5]
-    assert peer.offer("x", contribution(peer, 0, steps=10), 1.0).accepted
-    assert peer.syncers[0].counts_at("x") == 1.0
-
-
 def test_nobody_claims_below_a_version_that_was_published() -> None:
     """Not before all have said what they have."""
     peer = pair()

@@ -282,15 +282,6 @@ def test_what_is_late_makes_no_version_when_others_are_done(syncer: Syncer) -> N
     assert syncer.offer("s", contribution()).late
 
 
-def test_a_claim_that_is_not_paid_for_is_collected(syncer: Syncer) -> None:
-    for _ in range(4):
-        assert syncer.offer("l", contribution(), 2, 0.0, rate=0.5).accepted, "a retry costs nothing"
-    assert not syncer.collects("l") and syncer.counts_at("l") == 0.0
-    syncer.advance(VERSION + 1)
-    assert syncer.offer("l", contribution(VERSION + 1), 2, 0.0, rate=0.5).accepted
-    assert syncer.collects("l") and syncer.counts_at("l") == 2.0, "a step is claimed again at once"
-
-
 def test_last_contributors_are_expected_with_an_older_status(syncer: Syncer) -> None:
     """Right after a publication their statuses still name the version before, but none before that."""
     send(syncer, "ab")

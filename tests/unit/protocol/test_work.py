@@ -1,15 +1,13 @@
-"""Claims of work: an honest one is never refused and never waits; one that is free counts for little."""
+"""Claims of work: an honest one is never refused, and one that is too large counts for little."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.config import OuterConfig
-from diloco.protocol.work import MULTIPLE, Credit, Weights, capped, fill_rate, impossible
+from diloco.protocol.work import Weights, capped, impossible
 from tests.support.core import contribution_of
 
 
@@ -26,61 +24,6 @@ def test_claims_that_no_honest_peer_makes_are_named() -> None:
 def test_no_honest_claim_is_impossible(rounds: float, sync_every: int) -> None:
     steps = max(1, int(rounds * sync_every))
     assert impossible(contribution_of(steps=steps, tokens=64 * steps), 64, sync_every) is None
-
-
-@settings(max_examples=50)
-@given(
-    sync_every=st.integers(1, 500),
-    pace=st.floats(0.01, 10),
-    times=st.floats(0.05, MULTIPLE),
-    pauses=st.lists(st.floats(0, 1e5), min_size=1, max_size=8),
-    parts=st.floats(0.02, 1),
-)
-def test_an_honest_peer_never_waits(
-    sync_every: int, pace: float, times: float, pauses: list[float], parts: float
-) -> None:
-    """It trains up to `MULTIPLE` times as fast as the others, sleeps now and then, and sends whole cycles or parts."""
-    credit, now, steps = Credit(sync_every), 0.0, max(1, int(parts * sync_every))
-    for version, pause_s in enumerate(pauses):
-        now += pause_s + steps / (times * pace)
-        for _ in range(2):  # its stream broke
-            assert credit.counts_at("a", version, steps, fill_rate([pace]), now) <= now + 1e-6
-            now += 0.5
-
-
-def test_versions_are_not_free() -> None:
-    """Without a barrier, a peer that claims a cycle for each version in no time would make all of them."""
-    credit, rate = Credit(10), fill_rate([1.0, 1.0, 1.0])
-    assert [credit.counts_at("liar", version, 10, rate, 0.0) for version in range(4)] == [0.0, 2.5, 5.0, 7.5]
-    assert credit.counts_at("honest", 3, 10, rate, 0.0) == 0.0
-    assert credit.counts_at("liar", 4, 10, rate, 1e6) == 1e6, "what it did not claim is not saved up for ever"
-    assert credit.counts_at("liar", 5, 10, rate, 1e6) == 1e6
-    assert credit.counts_at("liar", 6, 10, rate, 1e6) == 1e6 + 2.5
-
-
-def test_a_claim_that_grows_is_paid_for_once_more() -> None:
-    credit = Credit(10)
-    assert [credit.counts_at("a", 0, steps, 1.0, 0.0) for steps in (5, 10, 30)] == [0.0, 0.0, 20.0]
-
-
-def test_nobody_waits_while_no_pace_is_known() -> None:
-    credit = Credit(10)
-    assert fill_rate([]) == fill_rate([0.0]) == math.inf
-    assert all(credit.counts_at("a", version, 80, math.inf, 1.0) == 1.0 for version in range(9))
-
-
-def test_a_quarter_may_lie_and_a_half_may_be_slow() -> None:
-    assert fill_rate([1.0, 1.0, 1.0, 1e30]) == MULTIPLE
-    assert fill_rate([1.0, 0.025, 0.025]) == MULTIPLE
-
-
-def test_memory_is_bounded_whoever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("limits", "work"):
-        monkeypatch.setattr(f"diloco.protocol.{module}.MAX_PEERS", 64)
-    credit = Credit(10)
-    for number in range(200):
-        credit.counts_at(str(number), 0, 10, 1.0, 0.0)
-    assert len(credit._buckets) == len(credit._paid) == 64
 
 
 def test_a_weight_is_at_most_twice_the_median() -> None:

@@ -50,7 +50,7 @@ def test_pages_become_html_whose_headings_have_the_names_that_links_use(
     assert (tmp_path / "site" / "folder" / "image.png").read_bytes() == b"png"
 
 
-@pytest.mark.parametrize("name", ["quality", "claims", "faults"])
+@pytest.mark.parametrize("name", ["quality", "claims"])
 def test_a_table_that_a_script_writes_is_on_one_page(name: str) -> None:
     marks = [page for page in docs.pages() if f"<!-- {name} -->" in page.read_text()]
     assert len(marks) == 1 and marks[0].parent.name == "scripts"

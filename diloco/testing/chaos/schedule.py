@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from diloco.testing.links.pipe import WORSE
 
-__all__ = ["DELAYS", "DRAWABLE", "KINDS", "LINK_KINDS", "Fault", "ScheduleError", "joins", "parse", "shuffled"]
+__all__ = ["DRAWABLE", "KINDS", "LINK_KINDS", "Fault", "ScheduleError", "joins", "parse", "shuffled"]
 
 LINK_KINDS = ("partition", "heal", "fast", *WORSE)
-DELAYS = ("delay", "loss")  # these need netem, or the emulator
 DRAWABLE = ("kill", "stop", "term", "partition", *WORSE)
 KINDS = ("kill", "stop", "cont", "term", "join", "restart", *LINK_KINDS)
 REPLACED_AFTER_S = 1.0  # somebody starts another process where one has died
@@ -28,7 +27,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Fault:
-    """`groups` are the sides of a partition; `value` is a rate, a delay or a loss, as `tc` writes them."""
+    """`groups` are the sides of a partition; `value` is a rate, a delay or a loss, such as `2mbit`."""
 
     at: float
     kind: str

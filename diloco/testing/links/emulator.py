@@ -2,7 +2,7 @@
 
     peer ── eth0 (TUN) ── up pipe ── this process ── down pipe ── eth0 (TUN) ── peer
 
-One process per swarm, for kernels without netem. It reads requests from standard input, one JSON object per line, and
+One process per swarm. It reads requests from standard input, one JSON object per line, and
 answers each with one line; it ends with its input, and its devices with it. Addresses are 10.77.0.(peer + 1); what is
 for anybody else (IPv6, multicast) goes nowhere. A device is made here and moved to its namespace by who asked.
 

@@ -84,7 +84,7 @@ class Pipe:
         return gone
 
 
-# Values are written as for `tc`; each of these raises `ValueError` with an example.
+# Values are written as `tc` takes them; each of these raises `ValueError` with an example.
 
 
 def rate_bytes(text: str) -> float:

@@ -7,14 +7,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.testing.bench.readme import put, rows_of
 from diloco.testing.chaos.peers import Happened
 from diloco.testing.chaos.report import (
     Account,
@@ -28,9 +26,8 @@ from diloco.testing.chaos.report import (
     report,
 )
 from diloco.testing.chaos.schedule import Fault, ScheduleError, joins, parse, shuffled
-from diloco.testing.chaos.table import MEASUREMENTS, Row, regenerate, table
 from diloco.testing.chaos.text import judge, lines_of
-from diloco.testing.links.links import Emulated, Loopback, networks, unavailable, unemulated
+from diloco.testing.links.links import Links, Loopback, networks, unavailable
 from diloco.testing.links.pipe import Pipe, Shape, delay_s, rate_bytes, share
 
 PLAN = "30:kill 2, 35:join, 60:stop 1, 65:cont 1, 80:partition 0,1|3,4, 90:heal, 100:slow 1 2mbit,104:restart 2"
@@ -239,7 +236,7 @@ def test_shapes_in_a_row_are_one_and_written_as_for_tc() -> None:
 
 
 def test_without_namespaces_faults_of_links_say_why_not() -> None:
-    with networks("not root") as network:
+    with networks("not root", Shape()) as network:
         assert isinstance(network, Loopback) and network.command(0) == []
         said = {network.partition([[0], [1]]), network.heal(), network.worsen(0, "loss", "2%"), network.fast(0)}
     assert said == {"peers share the loopback (not root)"}
@@ -266,13 +263,13 @@ for _ in range(5):
 """
 
 
-@pytest.mark.skipif((unavailable() or unemulated()) is not None, reason=f"{unavailable() or unemulated()}")
+@pytest.mark.skipif(unavailable() is not None, reason=f"{unavailable()}")
 def test_an_emulated_link_delays_cuts_heals_and_leaves_nothing() -> None:
     def trips(patience_s: float) -> list[float]:
         command = [*links.command(0), sys.executable, "-c", PING, links.address(1), str(patience_s)]
         return [float(line) for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines()]
 
-    with closing(Emulated(os.getpid(), Shape(delay_s=0.02))) as links:
+    with closing(Links(os.getpid(), Shape(delay_s=0.02))) as links:
         links.add(0)
         links.add(1)
         echo = [*links.command(1), sys.executable, "-c", ECHO, links.address(1)]
@@ -290,65 +287,3 @@ def test_an_emulated_link_delays_cuts_heals_and_leaves_nothing() -> None:
             finally:
                 far.kill()
     assert f"-{os.getpid()}-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
-
-
-def run_of(**more: Any) -> dict[str, Any]:
-    """Figures of a run in which peer 1 was killed."""
-    kill = {"fault": "kill 1", "skipped": None, "at": 8.0, "gap_s": 0.3, "detect_s": 0.1}
-    one = {"faults": [kill], "step_s": 0.2, "calm_gap_s": 0.25, "final_digests": ["a"], "versions_unequal": {}}
-    return {**one, "versions_shared": 7, "joins": [{"parts": {"total": 8.0, "imports": 3.0}}], **more}
-
-
-def filed(figures: dict[str, Any]) -> dict[str, Any]:
-    return {"date": "2026-01-02", "machine": {"cores": 2, "cpu": "X", "torch": "2", "load": 0.5}, "took_s": 60.0,
-            "figures": figures}  # fmt: skip
-
-
-def test_the_table_says_what_was_reached_and_if_it_is_enough() -> None:
-    slow = run_of(joins=[{"parts": {"total": 12.0, "imports": 3.0}}])
-    good = run_of(
-        tokens_per_s=91.0, eval_loss=2.05, takeovers=3, momentum_restarted=1, tokens={"applied": 10, "lost": 4},
-        calm=run_of(tokens_per_s=100.0, eval_loss=2.0, tokens={"applied": 11}),
-    )  # fmt: skip
-    measured = {"sync": run_of(), "streaming": run_of(), "rejoin": slow, "goodput": good}
-    lines = table({name: filed(figures) for name, figures in measured.items()})
-    found = {line.split(" | ")[0][2:18]: [cell.strip() for cell in line.split("|")[3:5]] for line in lines[2:-4]}
-    assert found["one of 4 killed,"] == ["0.30 s", "yes"]
-    assert found["the same, stream"] == ["0.10 s", "yes"]
-    assert found["start of a joine"] == ["12.00 s", "**no**"]
-    assert found["goodput, one of "] == ["91.0%", "yes"]
-    assert found["held-out loss of"] == ["+2.5%", "**no**"]
-    assert found["versions of frag"] == ["35 of 35", "yes"]
-    assert "2026-01-02, 2 cores X, torch 2; 4 minutes" in lines[-3]
-    assert lines[-1] == "Not measured: decoupled, rejoin-busy, links, momentum, download."
-    lines = table({"sync": filed(run_of(final_digests=["a", "b"]))})
-    assert any("| 7 of 7 | **no** | 0 of 1 runs" in line for line in lines), "one run with two anchors at its end"
-
-
-def test_a_row_is_measured_once_unless_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme, calls = tmp_path / "README.md", []
-    readme.write_text("before\n<!-- faults -->\nold\n<!-- end of faults -->\nafter\n")
-    monkeypatch.setattr("diloco.testing.chaos.table.put", lambda name, lines: put(name, lines, readme))
-
-    def measure() -> dict[str, Any]:
-        calls.append("sync")
-        return run_of()
-
-    def fail() -> dict[str, Any]:
-        raise OSError("chaos ended with 1")
-
-    for name, made in (("sync", measure), ("links", fail)):
-        monkeypatch.setitem(MEASUREMENTS, name, Row(made, MEASUREMENTS[name].lines))
-    said: list[str] = []
-    for again in (False, False, True):
-        assert regenerate(["sync"], tmp_path, again, tmp_path / "all.json", said.append) == 0
-    assert calls == ["sync", "sync"]
-    assert regenerate(["links", "sync"], tmp_path, False, None, said.append) == 1
-    assert "links: error: chaos ended with 1" in said
-    assert rows_of("faults", readme)[1].startswith("| figure |")
-    assert readme.read_text().startswith("before\n") and readme.read_text().endswith("\nafter\n")
-    with pytest.raises(ValueError, match="has no <!-- other -->"):
-        put("other", [], readme)

@@ -18,17 +18,19 @@ Every text is one line: the key as typed, the value, the remedy. Any other excep
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from diloco.text import plain
 
 __all__ = [
     "CheckpointError", "ConfigError", "DataError", "DilocoError", "DivergedError", "JoinError", "PayloadError",
-    "SwarmError", "UnsavedError", "guard", "on_signals",
+    "SwarmError", "UnsavedError", "end_process", "guard", "on_signals",
 ]  # fmt: skip
 
 
@@ -114,6 +116,19 @@ def guard(function: Callable[[], int | None]) -> int:
     except Exception:
         traceback.print_exc()
         return DilocoError.exit_code
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process with an exit code.
+
+    A rank of a torchrun job ends at once: nothing is left to do, and the usual end of a process now and then aborts a
+    rank, or waits for one that is gone, because a thread of torch's process group outlives what it belongs to.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _complain(text: str) -> None:

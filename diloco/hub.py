@@ -21,7 +21,6 @@ __all__ = [
     "commit_of",
     "files_at",
     "push",
-    "size_at",
 ]
 
 WEIGHTS = "*.safetensors"
@@ -43,19 +42,6 @@ def check_reachable(key: str, kind: str, name: str, revision: str | None = None)
     """
     if not _offline():
         _info(key, kind, name, revision)
-
-
-def size_at(key: str, name: str, revision: str, files: Sequence[str]) -> int | None:
-    """Bytes of the files of a model repository at a commit whose names match; None in offline mode.
-
-    Raises DataError as `check_reachable`.
-    """
-    if _offline():
-        return None
-    sizes = (
-        file.size or 0 for file in _info(key, "model", name, revision, sizes=True).siblings if _one_of(file, files)
-    )
-    return sum(sizes)
 
 
 def commit_of(kind: str, name: str, revision: str | None = None) -> str | None:

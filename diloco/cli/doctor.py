@@ -1,22 +1,43 @@
-"""`diloco doctor`: one line per check, with the remedy for what is wrong."""
+"""`diloco doctor`: one line per check of this machine and of the way to a swarm, with the remedy for what is wrong.
+
+Every check ends in a `Check`, even if it breaks. A failed check stops a run; a warning means a slower or worse run.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-from collections.abc import Collection
-from dataclasses import asdict
+import platform
+import shutil
+import statistics
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from diloco.cli.volunteer import PeerDirectory, fit_to_machine, lock_peer_directory, volunteer_config
 from diloco.config import Config
-from diloco.config.address import Address
-from diloco.errors import ConfigError, SwarmError
+from diloco.config.address import Address, scope
+from diloco.errors import ConfigError, DilocoError, SwarmError
+from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
+from diloco.swarm.visit.rehearse import try_to_listen
+from diloco.swarm.wire.gate import Gate, watching
+from diloco.text import counted, one_line
+from diloco.train.machine import GIB, inspect_machine
+from diloco.train.memory import parameters_of
+from diloco.train.speed import step_seconds
 
-__all__ = ["run"]
+__all__ = ["Check", "Doctor", "run"]
+
+PROBE_BYTES = 2**20
+CHECKPOINT_BYTES = 20  # per parameter: anchor, AdamW's two moments, master and momentum
+THIN_BITS_PER_S = 10e6
+FAR_S = 0.5
+SLOW_CLOCK_S = 1.0
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
@@ -25,22 +46,16 @@ def run(config: Config, address: Address | None, as_json: bool, typed: Collectio
     """Check this machine, and the swarm at an address; returns the exit code: 2 for what fails here, 3 there."""
     console = Console()
     logging.basicConfig(level=logging.ERROR, format="diloco: %(message)s")
-    waiting = contextlib.nullcontext() if as_json or not console.is_terminal else console.status("checking")
-    with waiting:
-        from diloco.fit.doctor import Doctor  # torch takes seconds
-        from diloco.fit.volunteer import lock_peer_directory
-
-        with lock_peer_directory(config.swarm.identity_path) as directory:
-            doctor = Doctor(config, directory, () if address is None else address.peers, typed)
-            checks = []
-            for check in doctor.checks():
-                checks.append(check)
-                if not as_json:
-                    verdict = (f"{check.verdict:<8}", _STYLES[check.verdict])
-                    name, text = (f"{check.name:<12}", "bold"), (check.text, "default")
-                    console.print(Text.assemble(verdict, name, text), soft_wrap=True)
-                    if check.remedy:
-                        console.print(Text(f"{'':<20}{check.remedy}"), soft_wrap=True)
+    checks = []
+    with lock_peer_directory(config.swarm.identity_path) as directory:
+        doctor = Doctor(config, directory, () if address is None else address.peers, typed)
+        for check in doctor.checks():
+            checks.append(check)
+            if not as_json:
+                verdict = (f"{check.verdict:<8}", _STYLES[check.verdict])
+                console.print(Text.assemble(verdict, (f"{check.name:<12}", "bold"), check.text), soft_wrap=True)
+                if check.remedy:
+                    console.print(Text(f"{'':<20}{check.remedy}"), soft_wrap=True)
     failed = [check for check in checks if check.verdict == "failed"]
     code = 0
     if failed:
@@ -51,3 +66,146 @@ def run(config: Config, address: Address | None, as_json: bool, typed: Collectio
         report = {"checks": [asdict(check) for check in checks], "figures": doctor.figures, "exit": code}
         click.echo(json.dumps(report, indent=2))
     return code
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of output. `verdict` is `ok`, `warning` or `failed`; `swarm`: that is not this machine's fault."""
+
+    name: str
+    verdict: str
+    text: str
+    remedy: str = ""
+    swarm: bool = False
+
+
+@dataclass
+class Doctor:
+    """Checks this machine for a configuration and, given `addresses`, for the swarm there.
+
+    `typed` are the keys that the user set. Afterwards `figures` has the input of `diloco plan`: up_bits_per_s,
+    down_bits_per_s, latency_s, step_s.
+    """
+
+    config: Config
+    directory: PeerDirectory
+    addresses: Sequence[str] = ()
+    typed: Collection[str] = ()
+    figures: dict[str, Any] = field(default_factory=dict)
+    _found: Found | None = None
+
+    def checks(self) -> Iterator[Check]:
+        """Yields each result as soon as it is known."""
+        yield self._of("python", self._python)
+        if self.addresses:
+            yield self._of("swarm", self._swarm)
+        if self._found is not None:
+            for name in ("manifest", "clock", "bandwidth"):
+                yield self._of(name, getattr(self, f"_{name}"), self._found)
+        for name in ("memory", "disk", "port"):
+            yield self._of(name, getattr(self, f"_{name}"))
+        if self._found is not None:
+            yield self._of("reachable", self._reachable, self._found)
+
+    def _of(self, name: str, check: Any, *arguments: Any) -> Check:
+        swarm = name in ("swarm", "manifest", "clock", "bandwidth")
+        try:
+            return Check(name, *check(*arguments))
+        except DilocoError as error:
+            text, _, advice = str(error).partition("; ")
+            return Check(name, "failed", text, advice, swarm or isinstance(error, SwarmError))
+        except Exception as error:  # a broken check is a result too, and the others go on
+            return Check(name, "failed", one_line(error), "please report this", swarm)
+
+    def _seeds(self) -> Sequence[str]:
+        return (self._found and self._found.addresses) or self.addresses
+
+    def _gate(self) -> Gate:
+        return watching(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
+
+    def _python(self) -> tuple[str, ...]:
+        names = ", ".join(f"{name} {version(name)}" for name in ("torch", "hivemind"))
+        text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {names}"
+        return ("ok", text) if platform.system() == "Linux" else ("warning", text, "only Linux is tested")
+
+    def _swarm(self) -> tuple[str, ...]:
+        found = self._found = look(
+            self.addresses, self.directory.identity, measure_bytes=PROBE_BYTES, gate=self._gate()
+        )
+        self.figures |= {"peers": len(found.peers), "peer_id": self.directory.peer_id}
+        names = ", ".join(peer.reply.name for peer in found.peers) or "none gives a name"
+        silent = "".join(f"; {address}: {why}" for address, why in found.silent.items())
+        return "warning" if silent else "ok", f"answered by {len(found.peers)}: {names}{silent}"
+
+    def _manifest(self, found: Found) -> tuple[str, ...]:
+        manifest = parse_manifest(found.manifest_text)
+        text = f"{manifest.run.id} ({manifest.hash()[:12]}), {manifest.model.name} on {manifest.data.source}"
+        try:
+            self.config = volunteer_config(self.config, manifest, self.typed, self.directory, self._seeds())
+        except ConfigError as error:
+            return "failed", text, str(error)
+        return "ok", text
+
+    def _clock(self, found: Found) -> tuple[str, ...]:
+        ahead_s = self.figures["clock_ahead_s"] = found.ahead_s or 0.0
+        text = f"{ahead_s:+.3f} s against the swarm (by peer {', '.join(f'{one.ahead_s:+.3f}' for one in found.peers)})"
+        if abs(ahead_s) > CLOCK_LIMIT_S:
+            remedy = f"more than {CLOCK_LIMIT_S:.0f} s is refused; set it, for example by timedatectl set-ntp true"
+            return "failed", text, remedy
+        return ("ok", text) if abs(ahead_s) <= SLOW_CLOCK_S else ("warning", text, "let NTP set it")
+
+    def _bandwidth(self, found: Found) -> tuple[str, ...]:
+        rated = [peer for peer in found.peers if peer.up_bytes_per_s and peer.down_bytes_per_s]
+        if not rated:
+            return "warning", "no peer allowed a measurement"
+        up = statistics.median(8 * (peer.up_bytes_per_s or 0) for peer in rated)
+        down = statistics.median(8 * (peer.down_bytes_per_s or 0) for peer in rated)
+        latency_s = statistics.median(peer.round_trip_s for peer in rated) / 2
+        self.figures |= {"up_bits_per_s": up, "down_bits_per_s": down, "latency_s": latency_s}
+        text = (
+            f"{up / 1e6:.4g} Mbit/s up, {down / 1e6:.4g} Mbit/s down, {latency_s * 1e3:.3g} ms away "
+            f"(median of {counted(len(rated), 'peer')}, {PROBE_BYTES >> 20} MiB each way)"
+        )
+        if min(up, down) < THIN_BITS_PER_S or latency_s > FAR_S:
+            return "warning", text, "diloco plan --doctor computes the cost"
+        return "ok", text
+
+    def _memory(self) -> tuple[str, ...]:
+        machine = inspect_machine(self.config.train.device, self.config.train.threads)
+        need, micro_batch = fit_to_machine(self.config, machine)
+        step_s = self.figures["step_s"] = step_seconds(self.config, micro_batch)
+        batch_size, length = self.config.inner.batch_size, self.config.data.sequence_length
+        free = machine.main_bytes if machine.shared else machine.device_bytes
+        text = (
+            f"{self.config.model.name}, {need.parameters / 1e6:.4g}M parameters, on {machine.name}: "
+            f"{need.device_bytes / GIB:.2f} GiB to train, {need.main_bytes / GIB:.2f} GiB to take part, "
+            f"{free / GIB:.1f} GiB free; {step_s:.3g} s per inner step, {batch_size * length / step_s:.4g} tokens/s"
+        )
+        if micro_batch < batch_size:
+            return "warning", f"{text}; a batch of {batch_size} in parts of {micro_batch}"
+        return "ok", f"{text}; a batch of {batch_size} at once"
+
+    def _disk(self) -> tuple[str, ...]:
+        place = self.config.run.dir.absolute()
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free
+        needed = (self.config.checkpoint.keep + 1) * CHECKPOINT_BYTES * parameters_of(self.config.model) + 1e8
+        text = f"{free / GIB:.1f} GiB free in {place}, {needed / GIB:.2f} GiB needed for checkpoints and the model"
+        if free < needed:
+            return "failed", text, "free some space, or choose another place with run.dir=DIRECTORY"
+        return "ok", text
+
+    def _port(self) -> tuple[str, ...]:
+        listen = self.config.swarm.listen
+        result = try_to_listen((), listen, self.config.swarm.announce, self._gate())
+        best = result.addresses[0].rpartition("/p2p/")[0]
+        return "ok", f"{', '.join(listen)} can be listened on, for example as {best} ({scope(best)})"
+
+    def _reachable(self, found: Found) -> tuple[str, ...]:
+        swarm = self.config.swarm
+        result = try_to_listen(self._seeds(), swarm.listen, swarm.announce, self._gate(), self.directory.identity)
+        if result.reachable:
+            return "ok", f"a peer called back {result.addresses[0].rpartition('/p2p/')[0]}; no relay is needed"
+        text = "others cannot call this peer: it trains over its own connections and holds no fragments"
+        return "warning", text, result.advice

@@ -2,43 +2,44 @@
 
 1. connect: call the addresses, and if no peer answers, the addresses that this user's peers remember of the run.
 2. manifest: fetch the run's settings, check wire version and clock; import torch's slower half meanwhile.
-3. machine: choose device, precision, threads, and the part of a batch that fits its memory. With several accelerators
-   choose how they take part (`fit/whole.py`). Then ask (`consent.py`).
-4. data, state, first contribution: as any peer, by `diloco.train.run`; then its live table. With several accelerators
-   the peers are processes of their own (`volunteers.py`).
+3. machine: choose device and threads, and the part of a batch that fits its memory. Then ask, if the run needs more
+   than this package.
+4. data, state, first contribution: as any peer, by `diloco.train.run`; then its live table.
+
+Under torchrun, rank 0 takes the first three, and gives the others its configuration.
 """
 
 from __future__ import annotations
 
 import importlib
-import statistics
+import json
+import os
+import sys
 import threading
+import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 from rich.console import Console
+from rich.text import Text
 
-from diloco.cli.consent import consent, needs_consent
-from diloco.cli.stages import Stages
 from diloco.cli.table import LiveView, hear_warnings
 from diloco.config import Config
 from diloco.config.address import Address
+from diloco.config.foreign import sources_of
 from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.reporting import Happened, Ready, Said, Stage, Status, read_message
 from diloco.swarm.visit.visitor import light_hivemind
-from diloco.text import counted, human_bytes, human_count
+from diloco.text import counted, human_bytes, human_count, plain
 
-if TYPE_CHECKING:  # these bring torch
-    from diloco.fit.whole import Layout
+if TYPE_CHECKING:  # this brings torch
     from diloco.swarm.visit.look import Found
-    from diloco.train.planning import Link
 
 __all__ = ["run"]
-
-PROBE_BYTES = 2**20  # each way, where peers would share the link
-STAGES = ["connect", "manifest", "machine", "data", "state", "first contribution"]
 
 
 def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> int:
@@ -48,84 +49,167 @@ def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> 
     """
     hear_warnings()
     console = Console()
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     try:
         with ExitStack() as stack:
-            stages = stack.enter_context(Stages(console, STAGES))
-            stages.go_to("connect")
-            stages.show("loading libraries")
-            config, layout = _prepare(config, address, typed, yes, stages, stack)
-            if layout is None:
-                return _train(config, address, stages, stack, console)
-            from diloco.cli.volunteers import train_on_all
+            light_hivemind(["hivemind"])
+            steps = stack.enter_context(Steps(console))
+            if rank == 0:
+                config = _prepare(config, address, typed, yes, ranks, steps, stack)
+            if ranks > 1:
+                config = _of_rank_0(config, rank)
+            if rank == 0:
+                return _train(config, address, steps, stack, console)
+            from diloco.train.run import run as train
 
-            stages.advance()
-            stages.close()  # the table of the peers follows
-            return train_on_all(config, layout, typed, stack, console)
+            return train(config, lambda message: None).exit
     except KeyboardInterrupt:  # from here on the training loop listens for it
         console.print("stopped before this peer took part", highlight=False)
         return 0
 
 
-def _prepare(
-    config: Config, address: Address, typed: Collection[str], yes: bool, stages: Stages, stack: ExitStack
-) -> tuple[Config, Layout | None]:
-    """Checks everything that can be wrong, and asks, before anything big is fetched.
+class Steps:
+    """Says how far joining is, as a context manager: what is under way on a terminal, and a line when it is over.
 
-    Returns a layout if there are several accelerators to train on.
+    [  1.2s] manifest: quickstart, tiny on stdlib
     """
-    light_hivemind(["hivemind"])
-    from diloco.fit import volunteer
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.name, self._text = console, "", ""
+        self._began_at, self._status = time.monotonic(), console.status("")
+
+    def __enter__(self) -> Steps:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def go_to(self, name: str) -> None:
+        """Ends the step under way and begins another; with "" there is none."""
+        if name == self.name:
+            return
+        if self.name:
+            text, passed_s = f": {self._text}" if self._text else "", time.monotonic() - self._began_at
+            self.console.print(Text(f"[{passed_s:5.1f}s] {self.name}{text}"), soft_wrap=True)
+        self.name = name
+        self.show("")
+
+    def show(self, text: str) -> None:
+        """Sets the text of the step under way."""
+        self._text = plain(text)
+        self._status.update(Text(f"{self.name}: {self._text}" if self._text else self.name))
+
+    def agreed(self, question: str) -> bool:
+        """The answer of the user."""
+        self._status.stop()
+        answer = click.confirm(question, default=False)
+        self._status.start()
+        return answer
+
+
+def _prepare(
+    config: Config, address: Address, typed: Collection[str], yes: bool, ranks: int, steps: Steps, stack: ExitStack
+) -> Config:
+    """Checks everything that can be wrong, and asks, before anything big is fetched."""
+    steps.go_to("connect")
+    steps.show("loading libraries")
+    from diloco.cli import volunteer
     from diloco.swarm.visit.look import check_clock, parse_manifest
+    from diloco.train.machine import inspect_machine
 
     directory = stack.enter_context(volunteer.lock_peer_directory(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
     imports.start()
-    found = _look(config, address, directory.identity, stages)
-    stages.go_to("manifest")
+    found = _look(config, address, directory.identity, steps)
+    steps.go_to("manifest")
     manifest = parse_manifest(found.manifest_text)
     warning = check_clock(found)
     seeds = found.addresses or list(address.peers)
     volunteer.remember_addresses(manifest, found.addresses)
-    stages.show(f"{manifest.run.id}: {manifest.model.name} on {manifest.data.source}, {manifest.outer.method}")
+    steps.show(f"{manifest.run.id}: {manifest.model.name} on {manifest.data.source}, {manifest.outer.method}")
     config = volunteer.volunteer_config(config, manifest, typed, directory, seeds)
-    stages.go_to("machine")
-    stages.show("loading libraries")
+    steps.go_to("machine")
+    steps.show("loading libraries")
     imports.join()  # transformers cannot be imported by two threads at a time
-    from diloco.fit.prospects import prospects_of
-    from diloco.fit.whole import layout_of
-    from diloco.train.machine import inspect_machine
-
-    layout = layout_of(config, typed, len(found.peers), _link(found), found.paces)
-    if layout is not None:
-        stages.show(layout.text)
-        config = layout.fit(config, typed)
-        _warn(warning)
-        _ask(config, layout.need.parameters, layout.nbytes, layout.text, yes, stages)
-        volunteer.move_aside(config)
-        return _with_files(config, found), layout
     machine = inspect_machine(config.train.device, config.train.threads)
-    config, need = volunteer.fit_to_machine(config, machine, typed, len(found.peers) + 1)
+    need, micro_batch = volunteer.fit_to_machine(config, machine, len(found.peers) + 1, ranks)
+    if ranks == 1:
+        config = volunteer.with_settings(config, {"train.threads": machine.threads})
+    name = machine.name if ranks == 1 else f"{ranks} x {machine.name}"
     batch_size = config.inner.batch_size
-    micro_batch = config.train.micro_batch or batch_size
-    parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
+    parts = f" in parts of {micro_batch}" if micro_batch * ranks < batch_size else ""
     second = f", peer {directory.number + 1} of this machine (the first one runs)" if directory.number else ""
-    text = (
-        f"{machine.name}, {counted(machine.threads, 'thread')}, {config.train.precision}, "
-        f"batch of {batch_size}{parts}{second}"
-    )
-    stages.show(text)
-    stages.show("; ".join([text, *prospects_of(config, micro_batch, found.paces)]))
-    _warn(warning)
+    steps.show(f"{name}, {counted(machine.threads, 'thread')}, batch of {batch_size}{parts}{second}")
+    if warning is not None:
+        Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
     used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
-    _ask(config, need.parameters, used_bytes, machine.name, yes, stages)
+    _ask(config, _terms(config, need.parameters, used_bytes, name), yes, steps)
     volunteer.move_aside(config)
-    return _with_files(config, found), None
+    return _with_files(config, found)
 
 
-def _ask(config: Config, parameters: int, used_bytes: float, machine: str, yes: bool, stages: Stages) -> None:
-    if needs_consent(config):
-        with stages.paused():
-            consent(stages.console, config, parameters, used_bytes, machine, yes)
+def _of_rank_0(config: Config, rank: int) -> Config:
+    """Rank 0's configuration, on every rank of a torchrun job."""
+    from diloco.train.island import said_by_rank_0
+
+    if rank == 0:
+        said_by_rank_0(config.model_dump_json())
+        return config
+    values = json.loads(said_by_rank_0(None))
+    values["swarm"]["token"] = config.swarm.token  # a secret, which this rank has from its own command line
+    return Config.model_validate(values)
+
+
+# -- the question -----------------------------------------------------------------------------------------------------
+
+
+def _ask(config: Config, terms: list[str], yes: bool, steps: Steps) -> None:
+    """Shows what will be fetched, trained and sent, and asks, if the run needs anything from outside this package: a
+    run that trains a model from its config on Python's standard library is joined without a question.
+
+    Raises `ConfigError` if there is nobody to ask, or if the answer is no.
+    """
+    if not any(True for _ in sources_of(config.manifest())):
+        return
+    for line in terms:
+        steps.console.print(Text(plain(line)), soft_wrap=True)
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"run {config.run.id} needs more than this package, and there is no terminal to ask on; if you agree with "
+            "the above, add --yes"
+        )
+    if not steps.agreed("Join this run?"):
+        raise ConfigError("nothing was fetched, and this machine has not joined")
+
+
+def _terms(config: Config, parameters: int, memory_bytes: float, device: str) -> list[str]:
+    """What a volunteer has to know, in lines."""
+    manifest, own = config.manifest(), [*(config.data.path or ()), *chain(*config.data.paths.values())]
+    needed = {
+        source.what: f"{source.name} at {source.revision[:12]}, published by {source.publisher}"
+        if source.name is not None and source.revision is not None
+        else f"a {source.what} of whoever started the run"
+        for source in sources_of(manifest)
+    }
+    key = manifest.run.key
+    owner = f"its owner has key {key[:16]}" if key else "anybody may have started it, and anybody may join"
+    model = needed.get("model", f"{manifest.model.name}, random weights")
+    weights = ", whose weights come from the run's peers" if manifest.model.weights is not None else ""
+    data = f"YOUR files: {', '.join(own)}" if own else needed.get("data", "the standard library of Python")
+    return [
+        f"run        {manifest.run.id}: {owner}",
+        f"model      {model}, {human_count(parameters)} parameters{weights}",
+        f"data       {data}",
+        f"tokenizer  {needed.get('tokenizer', 'bytes')}",
+        f"here       trains on {device}, in some {human_bytes(memory_bytes)} of memory; writes to {config.run.dir}",
+        "sends      what it learns: parts of the text that it trained on can be read out of that",
+    ]
+
+
+# -- the swarm --------------------------------------------------------------------------------------------------------
 
 
 def _with_files(config: Config, found: Found) -> Config:
@@ -137,44 +221,26 @@ def _with_files(config: Config, found: Found) -> Config:
     return fetch(config, found.addresses or config.swarm.initial_peers, gate, Path(config.swarm.identity_path or ""))
 
 
-def _warn(warning: str | None) -> None:
-    if warning is not None:
-        Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
-
-
-def _link(found: Found) -> Link | None:
-    """This machine's link, as peers of the swarm have measured it with it."""
-    from diloco.train.planning import Link
-
-    rated = [peer for peer in found.peers if peer.up_bytes_per_s]
-    if not rated:
-        return None
-    up = statistics.median(8 * (peer.up_bytes_per_s or 0) for peer in rated)
-    return Link(up, statistics.median(peer.round_trip_s for peer in rated) / 2)
-
-
-def _look(config: Config, address: Address, identity: Path, stages: Stages) -> Found:
-    from diloco.fit.volunteer import known_addresses
-    from diloco.fit.whole import has_several
+def _look(config: Config, address: Address, identity: Path, steps: Steps) -> Found:
+    from diloco.cli.volunteer import known_addresses
     from diloco.swarm.visit.look import look
     from diloco.swarm.wire.gate import watching
 
     def connected(answered: int, silent: Mapping[str, str]) -> None:
-        stages.show(f"{counted(answered, 'peer')} reached" + "".join(f"; {one}: {why}" for one, why in silent.items()))
-        stages.go_to("manifest")
+        steps.show(f"{counted(answered, 'peer')} reached" + "".join(f"; {one}: {why}" for one, why in silent.items()))
+        steps.go_to("manifest")
 
     gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
-    stages.show(f"calling {len(address.peers)} peers" if len(address.peers) > 1 else f"calling {address.peers[0]}")
-    measured = PROBE_BYTES if has_several(config.train.device) else 0
+    steps.show(f"calling {len(address.peers)} peers" if len(address.peers) > 1 else f"calling {address.peers[0]}")
     try:
-        return look(address.peers, identity, measured, connected, gate)
+        return look(address.peers, identity, on_connected=connected, gate=gate)
     except SwarmError as error:
         others = known_addresses(address.peers)
-        if stages.name != "connect" or not others:
+        if steps.name != "connect" or not others:
             raise
-        stages.show(f"nobody answers there; calling {len(others)} more that were in this run before")
+        steps.show(f"nobody answers there; calling {len(others)} more that were in this run before")
         try:
-            return look(others, identity, measured, connected, gate)
+            return look(others, identity, on_connected=connected, gate=gate)
         except SwarmError:
             raise SwarmError(f"{error}; {len(others)} more that were in this run before do not answer either") from None
 
@@ -189,13 +255,13 @@ def _import_the_rest() -> None:
         return
 
 
-def _train(config: Config, address: Address, stages: Stages, stack: ExitStack, console: Console) -> int:
+def _train(config: Config, address: Address, steps: Steps, stack: ExitStack, console: Console) -> int:
     from diloco.train.run import run as train
 
     assert config.run.name is not None
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, as peer {config.run.name}"
     view = LiveView(console, [config.run.name], config.budget.outer_steps, title)
-    summary = train(config, _Arrival(stages, view, stack, _called(address)))
+    summary = train(config, _Arrival(steps, view, stack, _called(address)))
     stack.close()  # or the table would stay below what follows
     [mine] = summary.peers
     loss = summary.eval.loss
@@ -209,13 +275,6 @@ def _train(config: Config, address: Address, stages: Stages, stack: ExitStack, c
     return summary.exit
 
 
-def _gone(message: Happened) -> str:
-    what = "left" if message.kind == "leave" else f"vanished ({message.why})"
-    others = f"with {counted(message.live - 1, 'other peer')}" if message.live > 1 else "here alone"
-    name = message.subject[-6:] if message.name in ("", "peer") else message.name
-    return f"{name}, the peer that was called, {what}; training goes on {others}"
-
-
 def _called(address: Address) -> frozenset[str]:
     """The ids of the peers that the user named."""
     with suppress(ConfigError):
@@ -224,18 +283,19 @@ def _called(address: Address) -> frozenset[str]:
 
 
 class _Arrival:
-    """Shows the training loop's messages: as stages until the first contribution is merged, then as a table.
+    """Shows the training loop's messages: as steps until the first contribution is merged, then as a table.
 
     `called` are the ids of the peers that the user named: of them it says when they go, for the user may think that
     the run ends with them.
     """
 
-    def __init__(self, stages: Stages, view: LiveView, stack: ExitStack, called: Collection[str] = ()) -> None:
+    def __init__(self, steps: Steps, view: LiveView, stack: ExitStack, called: Collection[str] = ()) -> None:
         self._called = called
-        self._stages = stages
+        self._steps = steps
         self._view = view
         self._stack = stack
         self._discarded = 0
+        self._arrived = False
 
     def __call__(self, said: Said) -> None:
         message = read_message(said)
@@ -244,29 +304,35 @@ class _Arrival:
         if isinstance(message, Happened):
             if message.subject in self._called:
                 self._view.note(_gone(message))
-            return
-        if self._stages.name is not None and isinstance(message, Stage):
-            self._stages.go_to(message.stage)
+        elif isinstance(message, Stage) and not self._arrived:
+            self._steps.go_to(message.stage)
             if message.stage == "state" or message.wanted:
-                done = f"{human_bytes(message.received)} {'received' if message.stage == 'state' else 'tokenised'}"
-                self._stages.show(done, message.received / max(message.wanted, 1))
-        if self._stages.name is not None and isinstance(message, Status):
+                done = "received" if message.stage == "state" else "tokenised"
+                self._steps.show(f"{human_bytes(message.received)} {done}")
+        elif isinstance(message, Status) and not self._arrived:
             if message.state in ("training", "leaving", "done", "left"):
                 self._contribute(message)
-            return
-        self._view.update(message)
+        else:
+            self._view.update(message)
 
     def _contribute(self, message: Status) -> None:
-        self._stages.go_to("first contribution")
-        step, target = message.inner_step or 0, max(message.target_steps or 0, 1)
+        self._steps.go_to("first contribution")
         discarded = message.discarded or 0
         lost, self._discarded = discarded > self._discarded, discarded
-        self._stages.show(f"inner step {step} of {target}", step / target)
+        self._steps.show(f"inner step {message.inner_step or 0} of {max(message.target_steps or 0, 1)}")
         left = message.state != "training"
         if left or (message.exchanged and not lost):
-            self._stages.show("" if left else f"in outer step {message.version}")
+            self._arrived = True
+            self._steps.show("" if left else f"in outer step {message.version}")
             if not left:
-                self._stages.advance()
-            self._stages.close()
+                self._steps.go_to("")
+            self._steps.__exit__()
             self._stack.enter_context(self._view)
             self._view.update(message)
+
+
+def _gone(message: Happened) -> str:
+    what = "left" if message.kind == "leave" else f"vanished ({message.why})"
+    others = f"with {counted(message.live - 1, 'other peer')}" if message.live > 1 else "here alone"
+    name = message.subject[-6:] if message.name in ("", "peer") else message.name
+    return f"{name}, the peer that was called, {what}; training goes on {others}"

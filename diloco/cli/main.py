@@ -20,7 +20,7 @@ import click
 from diloco import __version__
 from diloco.cli import completion
 from diloco.cli.commands import alone, swarm
-from diloco.errors import ConfigError, guard
+from diloco.errors import ConfigError, end_process, guard
 
 __all__ = ["cli", "main"]
 
@@ -35,7 +35,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits; the console script and `python -m diloco` are this."""
-    sys.exit(guard(lambda: _invoke(list(sys.argv[1:] if arguments is None else arguments))))
+    end_process(guard(lambda: _invoke(list(sys.argv[1:] if arguments is None else arguments))))
 
 
 def _invoke(arguments: list[str]) -> int:

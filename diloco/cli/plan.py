@@ -10,12 +10,12 @@ from typing import Any
 import click
 
 from diloco.config import Config
-from diloco.fit.speed import step_seconds
 from diloco.outer.codecs import codec
 from diloco.train import planning
 from diloco.train.machine import GIB
 from diloco.train.memory import memory_rows, parameters_of, sequence_bytes
 from diloco.train.planning import Exchange, Link, Recommendation, arithmetic, needed_bits_per_s, predict
+from diloco.train.speed import step_seconds
 
 __all__ = ["run"]
 

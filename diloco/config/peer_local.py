@@ -134,8 +134,7 @@ class TrainConfig(PeerLocal):
 
     device: Device = "auto"
     """auto is the accelerator with most free memory, or each process's own under torchrun, else the CPU."""
-    parallel: Literal["auto", "ddp", "fsdp"] = Field("auto")
-    """Of an island, the whole model in each process (ddp) or rows of it (fsdp); auto is ddp, in `join` what fits."""
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="Of an island, the model in each process, or rows.")
     micro_batch: int | None = Field(None, ge=1, le=1 << 20)
     """Sequences computed at a time; null takes the batch whole, or what fits."""
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")

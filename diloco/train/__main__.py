@@ -11,7 +11,7 @@ from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 
 from diloco.config import Start, compose, refuse_ignored
-from diloco.errors import ConfigError, guard
+from diloco.errors import ConfigError, end_process, guard
 
 __all__: list[str] = []
 
@@ -60,11 +60,4 @@ def _leave_with_supervisor() -> None:
 
 
 if __name__ == "__main__":
-    code = guard(lambda: peer(sys.argv[1:]))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Nothing is left to do, and the usual end of a process now and then aborts a rank, or waits for one that is
-        # gone: a thread of torch's process group outlives what it belongs to.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    end_process(guard(lambda: peer(sys.argv[1:])))

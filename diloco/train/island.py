@@ -24,7 +24,7 @@ from diloco.errors import ConfigError, DilocoError, UnsavedError
 from diloco.model.forward import layers_of
 from diloco.train import devices
 
-__all__ = ["Island"]
+__all__ = ["Island", "said_by_rank_0"]
 
 # What gloo and NCCL say when another rank has ended.
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -265,6 +265,16 @@ class Island:
         """Leave the process group, if the island made it."""
         if self._store is not None and dist.is_initialized() and not self.broken:
             dist.destroy_process_group()
+
+
+def said_by_rank_0(text: str | None) -> str:
+    """A text that rank 0 of a torchrun job has, on every rank, before there is an island."""
+    stores: Any = dist  # whose names of stores have no types
+    store, _, _ = next(iter(stores.rendezvous("env://")))
+    key = f"said in start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if text is not None:
+        store.set(key, text)
+    return str(store.get(key), "utf-8")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from diloco.config import WIRE_VERSION, Manifest
 from diloco.config.foreign import check_foreign
 from diloco.errors import PayloadError, SwarmError
 from diloco.swarm.conversations.probe import Probed, probe
-from diloco.swarm.conversations.watch import request_manifest, request_snapshot
+from diloco.swarm.conversations.watch import request_manifest
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
@@ -43,7 +43,6 @@ class Found:
     manifest_text: str
     peers: list[Probed]  # that answered; those at the given addresses come first
     silent: dict[str, str] = field(default_factory=dict)  # addresses without an answer, and why
-    paces: Sequence[float] = ()  # inner steps per second of the peers that train, as one peer says
 
     @property
     def addresses(self) -> list[str]:
@@ -103,7 +102,7 @@ async def _look(
                 continue
             if measure_bytes:
                 peers = await _measure(visitor, peers, measure_bytes)
-            return Found(reply.text, peers, visitor.silent, await _paces(visitor, peer))
+            return Found(reply.text, peers, visitor.silent)
     finally:
         await visitor.close()
     if UNSEALED in refusals:
@@ -126,14 +125,6 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int, refusal
 
     found = await asyncio.gather(*(one(peer) for peer in peers))
     return [probed for probed in found if probed is not None]
-
-
-async def _paces(visitor: Libp2p, peer: str) -> list[float]:
-    try:
-        snapshot = await within(PATIENCE_S, request_snapshot(visitor, peer))
-    except (*BROKEN, PayloadError):
-        return []
-    return [row.steps_per_s for row in snapshot.peers if row.trains and row.steps_per_s > 0]
 
 
 async def _measure(visitor: Libp2p, peers: Sequence[Probed], nbytes: int) -> list[Probed]:

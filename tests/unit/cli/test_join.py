@@ -18,16 +18,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from diloco.admission.invitation import issue
 from diloco.admission.keys import RunKey
-from diloco.cli.join import _Arrival, _called
-from diloco.cli.stages import Stages
+from diloco.cli.join import Steps, _Arrival, _called
 from diloco.cli.table import LiveView, invitation
-from diloco.cli.volunteers import _command as start_of
-from diloco.config import WIRE_VERSION, compose
-from diloco.config.address import Address
-from diloco.errors import ConfigError, SwarmError
-from diloco.fit.volunteer import (
+from diloco.cli.volunteer import (
     fit_to_machine,
     known_addresses,
     lock_peer_directory,
@@ -36,17 +30,18 @@ from diloco.fit.volunteer import (
     volunteer_config,
     with_settings,
 )
-from diloco.fit.whole import Layout
+from diloco.config import WIRE_VERSION, compose
+from diloco.config.address import Address
+from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.rundir.reporting import Happened, to_wire
 from diloco.swarm.conversations.probe import ProbeServer, _callable
 from diloco.swarm.visit.look import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
-from diloco.train.devices import Accelerator
 from diloco.train.loop import Trainer
 from diloco.train.machine import GIB, Machine, inspect_machine
-from diloco.train.memory import MemoryNeed, Split, fit_micro_batch, memory_need, sequence_bytes
+from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need, sequence_bytes
 from tests.support.command_line import Typed
 from tests.support.joining import OTHER, found
 
@@ -243,14 +238,13 @@ def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
 def test_the_machine_is_looked_at_and_what_was_typed_wins() -> None:
     machine = inspect_machine("cpu")
     assert 1 <= machine.threads <= machine.cores and machine.main_bytes > 0
-    config = compose(["train.threads=7"])
-    chosen, need = fit_to_machine(config, replace(machine, threads=2, precision="bf16"), {"train.threads"})
-    assert (chosen.train.threads, chosen.train.precision, chosen.train.micro_batch) == (7, "bf16", None)
-    free = need.device_bytes + need.main_bytes + 3.5 * sequence_bytes(chosen)
-    small = replace(machine, precision="bf16", main_bytes=free)
-    assert fit_to_machine(config, small)[0].train.micro_batch == 3
-    config = compose(["train.threads=7", "train.micro_batch=2"])
-    assert fit_to_machine(config, small, {"train.micro_batch"})[0].train.micro_batch == 2
+    config = compose()
+    need, whole = fit_to_machine(config, machine)
+    assert whole == config.inner.batch_size
+    small = replace(machine, main_bytes=need.device_bytes + need.main_bytes + 3.5 * sequence_bytes(config))
+    assert fit_to_machine(config, small)[1] == 3
+    assert fit_to_machine(config, machine, ranks=4)[1] == 2, "each of four computes two of eight"
+    assert fit_to_machine(compose(["train.micro_batch=2"]), small)[1] == 2
 
 
 def test_activations_grow_with_the_sequence_and_precision() -> None:
@@ -263,8 +257,8 @@ def test_activations_grow_with_the_sequence_and_precision() -> None:
     machine = replace(ROOMY, device=torch.device("cuda"), precision="bf16")
     need = memory_need(with_settings(config, {"train.precision": "bf16"}), machine)
     machine = replace(machine, device_bytes=need.device_bytes + 8.2 * bf16)
-    assert fit_to_machine(config, machine)[0].train.micro_batch is None
-    assert fit_to_machine(config, replace(machine, precision="fp32"))[0].train.micro_batch == 4
+    assert fit_to_machine(config, machine)[1] == 8
+    assert fit_to_machine(config, replace(machine, precision="fp32"))[1] == 4
 
 
 def trainer(micro_batch: int | None) -> Trainer:
@@ -312,31 +306,6 @@ def test_a_part_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.Mo
         one._gradients(ROWS)
 
 
-def several(peers: int, split: Split) -> Layout:
-    devices = tuple(Accelerator("cuda", index, "A100", 8.0 * GIB) for index in range(max(peers, split.ranks)))
-    return Layout(devices, peers, split, MemoryNeed(10, 1.0, 1.0, 1.0), "of a test")
-
-
-def test_peers_are_started_on_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on one of its own, or an island by torchrun on those that it uses."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    token = issue(RunKey.create(tmp_path / "run.key"), "mine", "worker", 2**33).to_text()
-    config = compose([f"run.dir={tmp_path}", "run.name=me", f"swarm.token={token}", "train.threads=2"])
-    commands = [start_of(config, several(2, Split()), number) for number in range(2)]
-    second = compose(commands[1][0][4:], base=tmp_path / "config.yaml")
-    assert second.train.device == "cuda:1" and second.run.report and second.train.threads == 2
-    for arguments, environment in commands:
-        assert arguments[:3] == ["-m", "diloco.train", "--config"] and environment == {}
-        assert not any(token in argument for argument in arguments), "anybody on this machine could read it"
-    assert (tmp_path / "token").stat().st_mode & 0o77 == 0 and (tmp_path / "token").read_text() == f"{token}\n"
-    config = compose([f"run.dir={tmp_path}", "run.name=me", "train.parallel=fsdp"])
-    arguments, environment = start_of(config, several(1, Split(2, sharded=True)), 0)
-    assert arguments[:4] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert "--max-restarts=3" in arguments and environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    started = compose([], base=tmp_path / "config.yaml")
-    assert (started.train.device, started.train.parallel) == ("cuda", "fsdp")
-
-
 def test_an_address_is_printed_as_the_whole_command(tmp_path: Path) -> None:
     addresses = [f"/ip4/{ip}/tcp/4100/p2p/{ID}" for ip in ("127.0.0.1", "192.168.1.7", "8.8.8.8")]
     ordered = best_first(addresses)
@@ -355,25 +324,17 @@ def test_an_address_is_printed_as_the_whole_command(tmp_path: Path) -> None:
     assert "link by which one volunteer joins" in first and line.startswith(f"{closed} /ip4/8.8.8.8/")
 
 
-def test_stages_are_lines_or_a_bar_on_a_terminal() -> None:
-    times, file = iter([0.0, 1.0, 2.0, 3.0, 4.0]), io.StringIO()
-    with Stages(Console(file=file), ["connect", "manifest", "data"], lambda: next(times)) as stages:
-        stages.go_to("connect")
-        stages.show("a peer\x1b answers")
-        stages.go_to("manifest")
-        stages.go_to("data")
-        assert stages.name == "data"
-    assert file.getvalue() == "[  2.0s] connect: a peer  answers\n[  3.0s] manifest\n"
-    console = Console(force_terminal=True, width=80, record=True, legacy_windows=False, file=io.StringIO())
-    stages = Stages(console, ["connect", "state"])
-    stages.go_to("state")
-    stages.show("1 of 2 MB", 0.5)
-    console.print(stages.render())
-    shown = console.export_text()
-    assert all(part in shown for part in ("✓ connect", "state", "1 of 2 MB", "━"))
-    stages.__exit__(SwarmError, SwarmError("gone"), None)
-    console.print(stages.render())
-    assert "✗ state" in console.export_text()
+def test_a_step_of_joining_that_is_over_is_a_line() -> None:
+    file = io.StringIO()
+    with Steps(Console(file=file)) as steps:
+        steps.go_to("connect")
+        steps.show("a peer\x1b answers")
+        steps.go_to("manifest")
+        steps.go_to("manifest")
+        steps.go_to("")
+        steps.go_to("data")
+    said = [line[9:] for line in file.getvalue().splitlines()]
+    assert said == ["connect: a peer  answers", "manifest"], "the one under way is shown on a terminal only"
 
 
 def test_a_volunteer_is_told_when_the_called_peer_goes() -> None:
@@ -384,8 +345,8 @@ def test_a_volunteer_is_told_when_the_called_peer_goes() -> None:
         ("leave", 1, "n1, the peer that was called, left; training goes on here alone"),
     ):
         console = Console(file=io.StringIO(), width=200)
-        view, stages = LiveView(console, ["me"], 16, "run"), Stages(console, ["connect"], lambda: 0.0)
-        arrival = _Arrival(stages, view, ExitStack(), places)
+        view, steps = LiveView(console, ["me"], 16, "run"), Steps(console)
+        arrival = _Arrival(steps, view, ExitStack(), places)
         for subject in (OTHER, "QmSomebodyElse"):
             arrival(to_wire(Happened(kind=kind, subject=subject, name="n1", why="silent", live=live)))
         arrival(Happened(kind=kind, subject=OTHER, name="peer", why="silent", live=live))

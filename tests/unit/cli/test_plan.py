@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from diloco import model as models
 from diloco.config import OuterConfig, compose
 from diloco.errors import ConfigError
-from diloco.fit.speed import step_seconds
 from diloco.outer.codecs import codec
 from diloco.sim.run import simulate
 from diloco.train.memory import parameters_of
@@ -30,6 +29,7 @@ from diloco.train.planning import (
     predict,
     recommend,
 )
+from diloco.train.speed import step_seconds
 from tests.support.command_line import Typed
 
 FOUR = Exchange(bytes_up=1000, bytes_down=1000, peers=4, sync_every=9, fragments=4)

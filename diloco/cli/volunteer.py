@@ -23,7 +23,7 @@ from diloco.errors import ConfigError
 from diloco.rundir.files import data_home, exclusive, write_atomic
 from diloco.swarm.wire.libp2p import own_id, peer_id_of
 from diloco.train.machine import Machine
-from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need
+from diloco.train.memory import MemoryNeed, Split, fit_micro_batch, memory_need
 from diloco.train.session import checkpoints_name
 
 __all__ = [
@@ -112,23 +112,16 @@ def with_settings(config: Config, settings: dict[str, object]) -> Config:
 
 
 def fit_to_machine(
-    config: Config, machine: Machine, typed: Collection[str] = (), peers: int | None = None
-) -> tuple[Config, MemoryNeed]:
-    """The configuration with this machine's precision and threads, and with the micro-batch that fits then, except for
-    `typed` keys; and the memory that this takes in a swarm of so many peers.
+    config: Config, machine: Machine, peers: int | None = None, ranks: int = 1
+) -> tuple[MemoryNeed, int]:
+    """The memory that training takes in a swarm of so many peers, and how many sequences each of the peer's `ranks`
+    computes at a time.
 
     Raises `ConfigError` if not even one sequence fits.
     """
-    chosen: dict[str, object] = {
-        "train.precision": machine.precision,
-        "train.threads": machine.threads,
-    }
-    config = with_settings(config, {key: value for key, value in chosen.items() if key not in typed})
-    need, batch_size = memory_need(config, machine, peers), config.inner.batch_size
-    micro_batch = fit_micro_batch(need, machine, batch_size)
-    if "train.micro_batch" not in typed:
-        config = with_settings(config, {"train.micro_batch": micro_batch if micro_batch < batch_size else None})
-    return config, need
+    need = memory_need(config, machine, peers, Split(ranks, config.train.parallel == "fsdp"))
+    fitting = fit_micro_batch(need, machine, max(1, config.inner.batch_size // ranks))
+    return need, config.train.micro_batch or fitting
 
 
 def move_aside(config: Config) -> None:

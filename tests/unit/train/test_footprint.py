@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from diloco import model as models
+from diloco.cli.volunteer import with_settings
 from diloco.config import Config, compose
 from diloco.errors import ConfigError
-from diloco.fit.volunteer import with_settings
 from diloco.model.cross_entropy import CHUNK_BYTES
 from diloco.train.inner import inner_optimizer, moment_numel
 from diloco.train.island import Island

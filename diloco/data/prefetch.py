@@ -10,7 +10,6 @@ that batch, and nothing else.
 
 Why a thread and not a process: numpy, tokenizers, pyarrow and the network let other threads run meanwhile (of the time
 that a BPE tokenizer takes, all but some 5 %), and a stream with an open connection cannot be handed to another process.
-`scripts/bench_data` measures whether training waits.
 """
 
 from __future__ import annotations

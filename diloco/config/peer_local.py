@@ -133,7 +133,7 @@ class TrainConfig(PeerLocal):
     """The hardware of this peer."""
 
     device: Device = "auto"
-    """auto is the accelerator with most free memory, or each process's own under torchrun, else the CPU."""
+    """auto is the first accelerator, or each process's own under torchrun, else the CPU."""
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="Of an island, the model in each process, or rows.")
     micro_batch: int | None = Field(None, ge=1, le=1 << 20)
     """Sequences computed at a time; null takes the batch whole, or what fits."""

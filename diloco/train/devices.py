@@ -6,14 +6,10 @@ torch knows one of them. Nothing else in this package asks torch for devices, fo
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,32 +19,15 @@ from torch import Tensor
 from diloco.errors import ConfigError
 
 __all__ = [
-    "Accelerator", "Precision", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random",
-    "free_bytes", "name_of", "native_precision", "only", "peak_bytes", "place", "random_states", "restore_random",
-    "seed_random", "shares_device", "survey", "synchronize",
+    "Precision", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes", "name_of",
+    "native_precision", "peak_bytes", "place", "random_states", "restore_random", "seed_random", "shares_device",
+    "synchronize",
 ]  # fmt: skip
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 KINDS = ("cuda", "xpu", "mps")
-PROBE_TIMEOUT_S = 120.0
 REFUSED_S = 30.0  # rank 0 says why, and torchrun then ends the others
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """A device, the bytes of its memory that are free, and its native precision."""
-
-    kind: str
-    index: int
-    name: str
-    free_bytes: float
-    precision: Precision = "fp32"
-
-    @property
-    def setting(self) -> str:
-        """The value of train.device that means it."""
-        return place(self.kind, self.index)
 
 
 def place(kind: str, index: int) -> str:
@@ -64,34 +43,6 @@ def counted() -> tuple[str, int]:
     return found.type, torch.accelerator.device_count()
 
 
-def survey() -> list[Accelerator]:
-    """All accelerators with their free memory.
-
-    To ask a device costs some of its memory for as long as this process lives. So where there are several, a process
-    that ends at once asks. Raises `ConfigError` if that one fails, for example because a driver is too old.
-    """
-    kind, count = counted()
-    if count <= 1:
-        return _asked(kind, count)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "diloco.train.devices"],
-            capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True,
-        )  # fmt: skip
-        return [Accelerator(**one) for one in json.loads(done.stdout)]
-    except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
-        last = (str(getattr(error, "stderr", None) or error).strip().splitlines() or [""])[-1]
-        raise ConfigError(f"the {count} {kind} devices cannot be asked: {last}; name one with train.device") from None
-
-
-def _asked(kind: str, count: int) -> list[Accelerator]:
-    return [_described(kind, index, _device(kind, index)) for index in range(count)]
-
-
-def _described(kind: str, index: int, device: torch.device) -> Accelerator:
-    return Accelerator(kind, index, name_of(device), free_bytes(device), native_precision(device))
-
-
 def _device(kind: str, index: int) -> torch.device:
     return torch.device(place(kind, index))
 
@@ -99,8 +50,8 @@ def _device(kind: str, index: int) -> torch.device:
 def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> torch.device:
     """The device that train.device means for a process alone, or for a rank, one of `local_size` on this machine.
 
-    `auto` is an accelerator, else the CPU. Without a number a process alone takes the device with most free memory, and
-    a rank takes the one of its own number. Raises `ConfigError` if that is not there.
+    `auto` is an accelerator, else the CPU. Without a number a process alone takes the first one, and a rank takes the
+    one of its own number. Raises `ConfigError` if that is not there.
     """
     if setting == "cpu":
         return torch.device("cpu")
@@ -121,9 +72,7 @@ def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> 
             f"train.device={setting}: {local_size} processes on this machine, which has {_words(kind, count)}; start "
             f"{count}, or use train.device=cpu"
         )
-    if local_rank is not None or count == 1:
-        return _device(kind, local_rank or 0)
-    return _device(kind, max(survey(), key=lambda one: one.free_bytes).index)
+    return _device(kind, local_rank or 0)
 
 
 def claim(setting: str) -> torch.device:
@@ -167,15 +116,6 @@ def backend_of(device: torch.device, shared: bool = False) -> str:
     if device.type == "xpu" and not shared and dist.is_xccl_available():
         return "xccl"
     return "gloo"
-
-
-def only(accelerators: Sequence[Accelerator]) -> dict[str, str]:
-    """Variables of the environment with which a process sees these accelerators and no others."""
-    name = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(accelerators[0].kind)
-    if name is None:
-        return {}
-    seen = [one for one in os.environ.get(name, "").split(",") if one]  # by this process; the indices refer to these
-    return {name: ",".join(seen[one.index] if seen else str(one.index) for one in accelerators)}
 
 
 def shares_device(setting: str) -> bool:
@@ -259,7 +199,3 @@ def restore_random(states: Mapping[str, Tensor]) -> None:
         if its_kind == kind and index.isdigit() and int(index) < count:
             module: Any = torch.get_device_module(kind)
             module.set_rng_state(state, _device(kind, int(index)))
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps([asdict(one) for one in _asked(*counted())]))

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from diloco.protocol.actions import Action, Broadcast, Note, Release, Tell
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, Waiting
-from diloco.protocol.limits import CLAIMS_AGAINST_THE_LIVING
 from diloco.protocol.messages.control import Claim, Published, Vote
 from diloco.protocol.rendezvous import score
 from diloco.protocol.succession import claim_again, patience_s, turn
@@ -120,10 +119,8 @@ class Elector(View):
         if believes(self, peer, claim, now):
             return self._believe(peer, claim, now)
         before = fragment.claims.get(peer)
-        new, terms = before is None or claim.term > before.claim.term, 0 if before is None else before.terms
-        fragment.claims[peer] = Waiting(claim, terms + new, before is not None and before.unseated)
-        if new and terms >= CLAIMS_AGAINST_THE_LIVING:
-            return self._penalise(peer, f"claims fragment {claim.fragment} again and again, and its syncer lives", now)
+        new = before is None or claim.term > before.claim.term
+        fragment.claims[peer] = Waiting(claim, before is not None and before.unseated)
         named = {"fragment": claim.fragment, "peer": peer, "term": claim.term}
         told = [Tell(peer, vote) for vote in self.vote(fragment)] if new else []  # of the first terms nobody told it
         return [*told, Note("claim_ignored", named)] if before is None else [*told]
@@ -149,14 +146,14 @@ class Elector(View):
         if lease is not None and lease.holder == peer:
             fragment.claims.pop(peer, None)
         elif peer != self.me:
-            fragment.claims.setdefault(peer, Waiting(claim, 0))  # another one ranks before it, which may change
+            fragment.claims.setdefault(peer, Waiting(claim))  # another one ranks before it, which may change
         if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
             self.accounts.hear_data_cursor(claim)
         if not changed:
             return []
         if before is not None and before.holder not in (peer, self.me) and self._claims(fragment, before):
             # It may hold the fragment in the eyes of all others.
-            fragment.claims.setdefault(before.holder, Waiting(claim_again(self, before), 0))
+            fragment.claims.setdefault(before.holder, Waiting(claim_again(self, before)))
         actions: list[Action] = [
             Note("claim", {"fragment": claim.fragment, "peer": peer, "term": claim.term, "version": claim.version})
         ]
@@ -184,9 +181,3 @@ class Elector(View):
             news = {"version": message.version, "digest": message.digest, "applied_tokens": message.applied_tokens}
             claim = waiting.claim.model_copy(update=news)
             self.fragments[message.fragment].claims[peer] = waiting._replace(claim=claim)
-
-    def _penalise(self, peer: str, reason: str, now: float) -> list[Action]:
-        refused_before = self.penalties.refusal(peer, now) is not None
-        seconds = self.penalties.offence(peer, reason, now)
-        note = Note("penalty", {"peer": peer, "why": reason, "seconds": round(seconds)})
-        return [] if refused_before else [note]

@@ -55,10 +55,9 @@ class Lease:
 
 
 class Waiting(NamedTuple):
-    """A claim that is not believed, how many terms its sender claimed in vain, and whether this peer unseated it."""
+    """A claim that is not believed, and whether this peer unseated its sender."""
 
     claim: Claim
-    terms: int
     unseated: bool = False
 
 

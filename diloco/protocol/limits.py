@@ -22,7 +22,7 @@ from diloco.protocol.messages.base import MAX_FRAME_BYTES
 
 __all__ = [
     "ACCUSATIONS", "ACCUSATIONS_PER_S", "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS",
-    "CLAIMS_AGAINST_THE_LIVING", "COPIES", "FILE_BYTES", "FILE_BYTES_IN_ALL", "FILE_BYTES_S", "LONGEST_DOUBT_S",
+    "COPIES", "FILE_BYTES", "FILE_BYTES_IN_ALL", "FILE_BYTES_S", "LONGEST_DOUBT_S",
     "MAX_PEERS", "MIN_BYTES_PER_S", "OUTER_COPIES", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
     "REFUSALS_PER_S", "REQUEST_BYTES", "UNSHOWN", "UNSHOWN_PER_S", "Bucket", "Buckets", "Dials", "EventLines",
     "Limiter", "Newest", "audited_parts", "bulk_streams", "control_messages", "control_streams", "frame_bytes",
@@ -44,7 +44,6 @@ REQUESTS_PER_S = 20.0  # beyond one per fragment
 CONTROL_STREAMS, HELLOS_PER_S, HELLOS = 8, 1.0, 30.0
 MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE = 128, 4
-CLAIMS_AGAINST_THE_LIVING = 8  # terms that one peer may claim of a fragment whose syncer lives
 LONGEST_DOUBT_S = 60.0  # before a donor is asked again whose version was not believed
 # Copies of a fragment, and how slowly they are read.
 COPIES, OUTER_COPIES = 4, 2

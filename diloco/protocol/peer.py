@@ -296,7 +296,10 @@ class Peer(Elector):
 
     def offence(self, peer: str, reason: str, now: float) -> list[Action]:
         """A peer sent what no honest one sends: it is refused for a while, and nobody waits for it meanwhile."""
-        return [*self._penalise(peer, reason, now), *self.tick(now)]
+        refused_before = self.penalties.refusal(peer, now) is not None
+        seconds = self.penalties.offence(peer, reason, now)
+        note = Note("penalty", {"peer": peer, "why": reason, "seconds": round(seconds)})
+        return [*([] if refused_before else [note]), *self.tick(now)]
 
     def arrived(self, peer: str, fragment: int, now: float, line: Line | None = None) -> list[Action]:
         """The whole payload of a contribution is folded in, and its contributor has signed this line."""

@@ -191,7 +191,7 @@ def unseat(view: View, now: float) -> list[Action]:
         else:
             continue
         view.leases.vacate(fragment.index)
-        fragment.claims[holder.peer] = Waiting(claim_again(view, lease), 0, unseated=True)
+        fragment.claims[holder.peer] = Waiting(claim_again(view, lease), unseated=True)
         actions.append(Note("unseated", {"fragment": fragment.index, "peer": holder.peer, "why": why}))
     return actions
 

@@ -165,13 +165,11 @@ class Anchors:
                     self._refused.pop((fragment, donor), None)
                     return
                 except (*BROKEN, PayloadError) as error:
-                    if isinstance(error, Offence):
-                        self._context.do(self._protocol.offence(donor, str(error), self._context.now()))
-                    if isinstance(error, Unbelieved):
+                    if isinstance(error, Offence | Unbelieved):
                         wait_s = min(LONGEST_DOUBT_S, 2 * self._refused.get((fragment, donor), (0.0, 0.5))[1])
                         self._refused[fragment, donor] = (self._context.now() + wait_s, wait_s)
                         dishonest.add(donor)
-                        doubt(self._protocol, fragment, donor, error.version)
+                        doubt(self._protocol, fragment, donor, error.version if isinstance(error, Unbelieved) else 0)
                     here.outweighed.add(donor)  # no version waits for it until the anchor moves
                     why = str(error) or type(error).__name__
                     kind = "unbelieved" if isinstance(error, Unbelieved) else "fetch_failed"

@@ -15,7 +15,6 @@ from diloco.protocol.belief import donors
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
 from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.penalties import Offence
 from diloco.protocol.succession import missed
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
@@ -276,8 +275,6 @@ class Rounds:
                 await self._adopt(exchange, lease, answered, seconds)
         except (*BROKEN, PayloadError) as error:
             why = str(error) or type(error).__name__
-            if isinstance(error, Offence):
-                self._context.do(self._protocol.offence(lease.holder, why, self._context.now()))
             self._context.note("contribution_broke", fragment=lease.fragment, syncer=lease.holder, why=why)
             missed(self._protocol, lease.fragment, self._context.now())
             exchange.broke(lease)

@@ -11,7 +11,6 @@ from diloco.errors import PayloadError
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Condemn, Note, Release, Renumber, Tell
 from diloco.protocol.belief import donors, doubt, number_to_pass, unbelieved
 from diloco.protocol.elections import believes
-from diloco.protocol.limits import CLAIMS_AGAINST_THE_LIVING
 from diloco.protocol.messages.bulk import StateHeader
 from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote, mark
 from diloco.protocol.messages.heads import Proof, Record
@@ -75,14 +74,6 @@ def test_a_claim_against_a_living_holder_has_no_effect() -> None:
     assert "claim_ignored" not in notes(peer.heard("e", claim_of(4), LATER)), "it is said once"
     peer.heard("e", claim_of(3), LATER)
     assert holder_of(peer) == ("h", 3), "nor one of the same term, long after"
-
-
-def test_who_often_claims_against_the_living_is_an_offender() -> None:
-    peer = follower("e")
-    for term in range(4, 4 + CLAIMS_AGAINST_THE_LIVING):
-        assert "penalty" not in notes(peer.heard("e", claim_of(term), LATER))
-    assert "penalty" in notes(peer.heard("e", claim_of(99), LATER))
-    assert holder_of(peer) == ("h", 3) and peer.penalties.refusal("e", LATER) is not None
 
 
 def test_a_peer_that_holds_nothing_is_elected_by_nobody() -> None:

@@ -1,1 +1,1 @@
-"""The parts of `scripts/chaos`: what happens when, peers, figures and text."""
+"""The parts of `scripts/chaos`: what happens when, peers and figures."""

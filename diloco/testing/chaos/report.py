@@ -1,4 +1,4 @@
-"""What a swarm under faults came to, from the logs of its peers. Imported by `chaos`.
+"""What a swarm under faults came to, from the logs of its peers: figures, and what is wrong. Imported by `chaos`.
 
 Everything is read from what the peers wrote: a line of metrics.jsonl per inner step (`train.log_every=1`) and per outer
 step, events.jsonl, and the JSON lines of stdout. All clocks are this machine's.
@@ -6,16 +6,22 @@ step, events.jsonl, and the JSON lines of stdout. All clocks are this machine's.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from diloco.testing.chaos.peers import Crowd, Happened, Session
 from diloco.testing.chaos.schedule import Fault
 from diloco.testing.links.pipe import WORSE
 
-__all__ = ["Account", "Log", "Stay", "accounts_of", "detection_s", "digests", "longest_gap", "rejoin", "report"]
+__all__ = [
+    "Account", "Log", "Stay", "accounts_of", "detection_s", "digests", "joined_s", "judge", "lines_of", "longest_gap",
+    "read", "report",
+]  # fmt: skip
 
 WINDOW_S = 20.0  # what a fault causes shows within this time, and before the next trouble
 UNDOING = ("join", "restart", "heal", "cont", "fast")  # they end a trouble, or cause none
@@ -28,21 +34,19 @@ class Account:
     """One outer step as a peer adopted it."""
 
     time: float
-    steps: int  # inner steps of this peer so far
     applied: int  # swarm clock
     anchors: Mapping[str, str]  # fragment -> version:digest, of those that moved
 
 
 @dataclass
 class Stay:
-    """One process of a peer. `marks` are the times of what it said first: imports, built, ready."""
+    """One process of a peer."""
 
     peer: int
     started_at: float
     ended_at: float
     fate: str | None = None
     exit: int | None = 0
-    marks: Mapping[str, float] = field(default_factory=dict)
     summary: Mapping[str, Any] | None = None
     steps: list[float] = field(default_factory=list)  # when each inner step was done
     accounts: list[Account] = field(default_factory=list)
@@ -76,6 +80,50 @@ class Log:
         """Applied tokens per second, from when all trained."""
         before = max((a.applied for s in self.stays for a in s.accounts if a.time < self.begun_at), default=0)
         return (self.applied - before) / max(1e-9, self.ended_at - self.begun_at)
+
+
+def read(crowd: Crowd, begun_at: float, tokens_per_step: int) -> Log:
+    """The logs of all processes of a run."""
+    events: list[dict[str, Any]] = []
+    ids: dict[int, set[str]] = {}
+    for peer in sorted({one.peer for one in crowd.sessions}):
+        events += [{**event, "by": peer} for event in _json_lines(crowd.directory / f"p{peer}" / "events.jsonl")]
+    for one in crowd.sessions:
+        if one.address is not None:
+            ids.setdefault(one.peer, set()).add(one.address.rsplit("/", 1)[1])
+    return Log([_stay(one) for one in crowd.sessions], events, ids, tokens_per_step, begun_at)
+
+
+def _stay(session: Session) -> Stay:
+    assert session.process is not None and session.ended_at is not None
+    summaries = session.said("summary")
+    over = session.said("status", "leaving")
+    stay = Stay(
+        session.peer,
+        session.started_at,
+        session.ended_at,
+        session.fate,
+        session.poll(),
+        summaries[-1] if summaries else None,
+        over_at=over[0]["time"] if over else None,
+    )
+    for row in _json_lines(session.directory / "metrics.jsonl"):
+        if stay.started_at <= row["time"] <= stay.ended_at:
+            if "loss" in row:
+                stay.steps.append(row["time"])
+            if "compute_s" in row:
+                stay.accounts.append(Account(row["time"], row["tokens"], row.get("anchors") or {}))
+    return stay
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines; a killed peer may have left half of one."""
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
 
 
 def step_s(log: Log) -> float:
@@ -120,8 +168,8 @@ def resume_s(log: Log, fault: Fault, at: float, end: float, frozen: set[int]) ->
     return max(gaps, default=(0.0, None))
 
 
-def rejoin(log: Log, stay: Stay) -> dict[str, float] | None:
-    """From a process's start to its first merged contribution, split by what it did; None where it got no further.
+def joined_s(log: Log, stay: Stay) -> float | None:
+    """From a process's start to its first merged contribution; None where it got no further.
 
     A boundary whose contribution was discarded does not count.
     """
@@ -129,19 +177,9 @@ def rejoin(log: Log, stay: Stay) -> dict[str, float] | None:
     since = stay.started_at
     for account in stay.accounts:
         if stay.steps and account.time > stay.steps[0] and not any(since < at <= account.time for at in discarded):
-            merged_at = account.time
-            break
+            return account.time - stay.started_at
         since = account.time
-    else:
-        return None
-    parts, before = {"total": merged_at - stay.started_at}, stay.started_at
-    for name in ("imports", "built", "ready"):
-        if name in stay.marks:
-            parts[name], before = stay.marks[name] - before, stay.marks[name]
-    first = stay.steps[0]
-    parts["first step"] = first - before
-    parts["to merged"] = merged_at - first
-    return parts
+    return None
 
 
 Unequal = dict[str, dict[str, list[int]]]  # fragment:version -> digest -> peers
@@ -168,41 +206,32 @@ def digests(stays: Iterable[Stay]) -> tuple[int, Unequal, list[str]]:
 
 
 def accounts_of(log: Log) -> dict[str, int]:
-    """Tokens: what was trained on, and what became of it. `lost` is the part in flight that died with its peer."""
+    """Tokens: what was trained on, and what became of it."""
     processed = sum(len(one.steps) for one in log.stays) * log.tokens_per_step
     discarded = sum(int(event.get("tokens") or 0) for event in log.events if event["kind"] == "discarded")
-    lost = 0
-    for one in log.stays:
-        if one.fate == "kill":
-            sent_at = one.accounts[-1].time if one.accounts else one.started_at
-            lost += sum(at > sent_at for at in one.steps) * log.tokens_per_step
-    applied = log.applied
-    flying = processed - applied - discarded
-    return {"processed": processed, "applied": applied, "discarded": discarded, "in_flight": flying, "lost": lost}
+    flying = processed - log.applied - discarded
+    return {"processed": processed, "applied": log.applied, "discarded": discarded, "in_flight": flying}
 
 
-def report(log: Log, happened: Sequence[Any]) -> dict[str, Any]:
+def report(log: Log, happened: Sequence[Happened]) -> dict[str, Any]:
     """All figures of a run, as JSON."""
     shared, unequal, died = digests(log.stays)
     ends = {one.summary["anchor_digest"] for one in log.stays if one.summary and one.fate is None}
     evaluated = [one.summary for one in log.stays if one.summary and (one.summary.get("eval") or {}).get("loss")]
     furthest = max(evaluated, key=lambda summary: int(summary["outer_steps"]), default=None)
-    whole = [one for one in log.stays if one.fate is None and one.steps]
     kinds = [event["kind"] for event in log.events]
     return {
         "step_s": step_s(log),
-        "calm_gap_s": max((longest_gap(s.steps, *_quiet(log, happened), s.trained_until) for s in whole), default=0.0),
         "seconds": log.ended_at - log.begun_at,
         "tokens": accounts_of(log),
         "tokens_per_s": log.rate,
         "faults": list(_faults(log, happened)),
         "joins": [
-            {"peer": one.peer, "at": one.started_at - log.begun_at, "parts": rejoin(log, one)}
+            {"peer": one.peer, "at": one.started_at - log.begun_at, "merged_s": joined_s(log, one)}
             for one in log.stays
             if one.started_at > log.begun_at
         ],
         "takeovers": kinds.count("takeover"),
-        "momentum_restarted": sum(event.get("momentum") == "restarted" for event in log.events),
         "heals": sum(int((one.summary or {}).get("heals") or 0) for one in log.stays),
         "digest_mismatches": kinds.count("digest_mismatch"),
         "versions_shared": shared,
@@ -214,16 +243,10 @@ def report(log: Log, happened: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _quiet(log: Log, happened: Sequence[Any]) -> tuple[float, float]:
-    """The time before anything happened."""
-    first = min((one.time for one in happened), default=log.ended_at)
-    return log.begun_at, first
-
-
-def _faults(log: Log, happened: Sequence[Any]) -> Iterator[dict[str, Any]]:
+def _faults(log: Log, happened: Sequence[Happened]) -> Iterator[dict[str, Any]]:
     frozen: set[int] = set()
     for index, one in enumerate(happened):
-        fault: Fault = one.fault
+        fault = one.fault
         row: dict[str, Any] = {"at": one.time - log.begun_at, "fault": str(fault), "skipped": one.skipped}
         if one.skipped is None:
             following = (later.time for later in happened[index + 1 :] if later.fault.kind not in UNDOING)
@@ -240,7 +263,7 @@ def _faults(log: Log, happened: Sequence[Any]) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _undone_at(happened: Sequence[Any], index: int) -> float:
+def _undone_at(happened: Sequence[Happened], index: int) -> float:
     """When a frozen peer goes on, or the sides meet again: what names the victims then has another reason."""
     kind = {"stop": "cont", "partition": "heal"}.get(happened[index].fault.kind)
     peers = happened[index].fault.peers
@@ -257,3 +280,66 @@ def _back_s(log: Log, peer: int, at: float) -> float | None:
     """From when a frozen peer goes on to its next outer step."""
     times = [account.time for one in log.stays if one.peer == peer for account in one.accounts if account.time > at]
     return min(times) - at if times else None
+
+
+def judge(figures: Mapping[str, Any], pause_limit_s: float | None) -> list[str]:
+    """What is wrong with a run, one line each."""
+    problems = []
+    if figures["versions_unequal"] and not any("partition" in row["fault"] for row in figures["faults"]):
+        some = ", ".join(list(figures["versions_unequal"])[:4])
+        problems.append(f"{len(figures['versions_unequal'])} fragment versions have different digests: {some}")
+    if len(figures["final_digests"]) != 1:
+        problems.append(f"{len(figures['final_digests'])} different anchors at the end")
+    for row in figures["faults"]:
+        if pause_limit_s is not None and row.get("gap_s", 0.0) > pause_limit_s:
+            problems.append(f"{row['fault']}: p{row['gap_of']} paused {row['gap_s']:.1f} s, over {pause_limit_s:.1f} s")
+    for one in figures["exits"]:
+        if one["fate"] != "kill" and one["exit"] != 0:
+            problems.append(f"p{one['peer']} ended with {one['exit']}")
+    problems += [f"p{one['peer']} never contributed" for one in figures["joins"] if one["late"] and not one["merged_s"]]
+    problems += [f"traceback in {place}" for place in figures.get("tracebacks", ())]
+    if figures.get("leftovers"):
+        problems.append(f"processes are left: {figures['leftovers']}")
+    return problems
+
+
+def lines_of(figures: Mapping[str, Any], calm: Mapping[str, Any] | None) -> Iterator[str]:
+    """The report as a text table."""
+    yield f"{figures['seconds']:.1f} s, inner step {figures['step_s'] * 1e3:.0f} ms (median)"
+    yield ""
+    yield f"{'at':>7}  {'fault':24} {'T_detect':>9} {'by':18} {'T_resume':>9} {'of':4} {'back':>6}"
+    for row in figures["faults"]:
+        start = f"{row['at']:6.1f}s  {row['fault']:24} "
+        if row["skipped"]:
+            yield start + f"skipped: {row['skipped']}"
+            continue
+        of = "" if row["gap_of"] is None else f"p{row['gap_of']}"
+        detected = _seconds(row.get("detect_s"))
+        yield (
+            start
+            + f"{detected} {row.get('detected_by', ''):18} {_seconds(row['gap_s'])} {of:4} "
+            + _seconds(row.get("back_s"), 6)
+        )
+    yield ""
+    for join in figures["joins"]:
+        merged = "never" if join["merged_s"] is None else f"after {join['merged_s']:.2f} s"
+        yield f"p{join['peer']} started at {join['at']:.1f} s; its first contribution is merged: {merged}"
+    yield "tokens: " + ", ".join(f"{name} {count}" for name, count in figures["tokens"].items())
+    yield ", ".join(f"{name.replace('_', ' ')} {figures[name]}" for name in ("takeovers", "heals", "digest_mismatches"))
+    yield (
+        f"fragment versions on several peers {figures['versions_shared']}, with different digests "
+        f"{len(figures['versions_unequal'])}, died with their syncer {len(figures['versions_died'])}; anchors at the "
+        f"end: {len(figures['final_digests'])}"
+    )
+    loss = "none" if figures["eval_loss"] is None else f"{figures['eval_loss']:.4f}"
+    yield f"applied {figures['tokens_per_s']:.1f} tokens/s, held-out loss {loss}"
+    if calm is not None:
+        share = figures["tokens_per_s"] / max(1e-9, calm["tokens_per_s"])
+        yield (
+            f"without faults {calm['tokens_per_s']:.1f} tokens/s, held-out loss {calm['eval_loss']:.4f} after "
+            f"{calm['tokens']['applied']} tokens: goodput {share:.1%}"
+        )
+
+
+def _seconds(value: float | None, width: int = 9) -> str:
+    return " " * width if value is None else f"{value:{width - 1}.2f}s"

@@ -19,10 +19,10 @@ from pathlib import Path
 import click
 
 from diloco.cli.members import Member, Processes, ended_before
-from diloco.cli.sweep_arguments import checked, default_directory, given_directory, marked, member_of
+from diloco.cli.sweep_arguments import default_directory, given_directory, marked, member_of
 from diloco.cli.sweep_display import Display, conclude
 from diloco.cli.sweep_hydra import Sweep, run_with_hydra
-from diloco.config import Start
+from diloco.config import Start, compose
 from diloco.config.compose import Composed
 from diloco.config.explain import show as show_value
 from diloco.config.overrides import key_of
@@ -67,7 +67,7 @@ def run(
         return run_with_hydra(Sweep(command, tuple(parsed), start), plan, jobs, directory, dry_run)
     _refuse_for_plugins(overrides, plan)
     combinations = [(marked(arguments, plan), chosen) for arguments, chosen in grid(parsed)]
-    composed = [(arguments, chosen, checked(command, arguments, start)) for arguments, chosen in combinations]
+    composed = [(arguments, chosen, compose(arguments, start)) for arguments, chosen in combinations]
     first = composed[0][2]
     jobs = jobs or first.sweep.jobs
     directory = directory or default_directory(overrides, first)

@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from diloco.cli.members import Member
-from diloco.config import Config, Start, compose, refuse_ignored
+from diloco.config import Config, Start
 from diloco.config.compose import Composed, compose_tree, resolved
 from diloco.config.explain import show
 from diloco.config.overrides import key_of
 from diloco.errors import ConfigError
 
-__all__ = ["checked", "default_directory", "given_directory", "listed", "marked", "member_of"]
-
-
-def checked(command: str, arguments: Sequence[str], start: Start) -> Config:
-    config = compose(arguments, start)
-    refuse_ignored(config, command, of_a_member(arguments), start)
-    return config
+__all__ = ["default_directory", "given_directory", "listed", "marked", "member_of"]
 
 
 def of_a_member(overrides: Sequence[str]) -> list[str]:

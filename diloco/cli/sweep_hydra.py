@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import click
 
 from diloco.cli.members import Processes, ended_before, read_members
-from diloco.cli.sweep_arguments import checked, default_directory, listed, marked, member_of
+from diloco.cli.sweep_arguments import default_directory, listed, marked, member_of
 from diloco.cli.sweep_display import conclude
-from diloco.config import Config, Start
+from diloco.config import Config, Start, compose
 from diloco.config.compose import Composed
 from diloco.config.explain import show as show_value
 from diloco.config.multirun import RESULTS, check_storage, hydra_multirun, is_local
@@ -45,10 +45,10 @@ def run_with_hydra(sweep: Sweep, plan: Composed, jobs: int | None, directory: Pa
     """Members whose values a sweeper of Hydra chooses, or that its launcher starts elsewhere."""
     command, axes, fixed = sweep.command, sweep.axes, marked(tuple(sweep.fixed), plan)
     first = [f"{axis.key}={axis.values[0]}" for axis in axes]
-    config = checked(command, [*fixed, *first], sweep.start)
+    config = compose([*fixed, *first], sweep.start)
     for axis in axes:
         for value in axis.values:
-            checked(command, [*fixed, *first, f"{axis.key}={value}"], sweep.start)
+            compose([*fixed, *first, f"{axis.key}={value}"], sweep.start)
     check_storage(plan)
     directions = _directions(plan, config)
     jobs = jobs or config.sweep.jobs

@@ -8,7 +8,6 @@ from __future__ import annotations
 from diloco.config.base import PeerLocal, RunOwned
 from diloco.config.compose import compose
 from diloco.config.data import MIXTURE_BLOCK, DataConfig, MixedSource
-from diloco.config.effect import refuse_ignored, refuse_run_owned
 from diloco.config.groups import BudgetConfig, InnerConfig, OuterConfig
 from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
 from diloco.config.model import ModelConfig, ModelRecipe
@@ -20,5 +19,5 @@ from diloco.config.sources import Start, choices
 __all__ = [
     "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "DataConfig", "InnerConfig", "Manifest", "MixedSource",
     "ModelConfig", "ModelRecipe", "OuterConfig", "PeerLocal", "RunOwned", "Start", "SwarmConfig", "choices", "compose",
-    "flatten", "help_text", "refuse_ignored", "refuse_run_owned",
+    "flatten", "help_text",
 ]  # fmt: skip

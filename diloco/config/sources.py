@@ -20,7 +20,7 @@ from diloco.config.explain import leaves
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-__all__ = ["PRIMARY", "SCHEMA", "SECTIONS", "Start", "choices", "search_path", "settings_of", "stamp"]
+__all__ = ["PRIMARY", "SCHEMA", "SECTIONS", "Start", "choices", "search_path", "stamp"]
 
 PRIMARY = "config"
 SCHEMA = "diloco_schema"  # the name under which Hydra finds the defaults of the schema
@@ -76,17 +76,6 @@ def choices(start: Start | None = None) -> dict[str, tuple[str, ...]]:
                 found.setdefault(folder.name, set()).update(names)
     order = sorted(found, key=lambda name: (name not in (*SECTIONS, "experiment"), name))
     return {name: tuple(sorted(found[name])) for name in order}
-
-
-def settings_of(group: str, name: str, start: Start | None = None) -> list[str]:
-    """The settings that a choice holds itself, such as ["swarm.listen"] for `swarm=network`."""
-    for place in search_path(start or Start()):
-        file = place / group / f"{name}.yaml"
-        if file.is_file():
-            content = OmegaConf.load(file)
-            keys = map(str, content) if isinstance(content, DictConfig) else ()
-            return [f"{group}.{key}" for key in keys if key != "defaults"]
-    return []
 
 
 def stamp(places: tuple[Path, ...]) -> tuple[tuple[str, int, int], ...]:

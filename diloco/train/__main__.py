@@ -10,7 +10,7 @@ import threading
 from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 
-from diloco.config import Start, compose, refuse_ignored
+from diloco.config import Start, compose
 from diloco.errors import ConfigError, end_process, guard
 
 __all__: list[str] = []
@@ -20,8 +20,6 @@ def peer(arguments: list[str]) -> int:
     """One peer with these settings, to its end; the exit code."""
     start, arguments = _start(arguments)
     config = compose(arguments, start)
-    if not config.run.report:  # a supervisor has checked what the user typed, and adds settings of its own
-        refuse_ignored(config, "train", arguments, start)
     if config.names_files:
         from diloco.train.origin import resolved
 

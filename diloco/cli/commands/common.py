@@ -144,10 +144,8 @@ def run(
     """Composes the configuration, and prints it or runs the command with it.
 
     `overrides` are the user's, `given` those that the command adds; `multirun` is None where there are no sweeps. A
-    typed setting without effect is refused, and one that is probably not meant is a warning on stderr. A `guest` takes
-    part in somebody's run.
+    setting that is probably not meant is a warning on stderr. A `guest` takes part in somebody's run.
     """
-    from diloco.config import refuse_ignored
     from diloco.config.compose import compose_tree, validated
 
     start = asked.start(guest)
@@ -168,8 +166,7 @@ def run(
         how = "add --multirun" if multirun is not None else "use it with diloco sweep"
         raise ConfigError(f"{of_a_sweep[0]} is for a sweep; {how}, or hydra.mode=RUN for one run without it")
     config = validated(composed)
-    if command != "train" or not config.run.report:  # a supervisor has checked what the user typed, and adds its own
-        refuse_ignored(config, command, overrides, start)
+    if command != "train" or not config.run.report:  # a supervisor has looked at what the user typed
         if command in STARTERS:
             config = with_digests(config)
         for doubt in config.warnings():
@@ -238,12 +235,17 @@ def guest(address: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -
 
     `ConfigError` for a damaged address, and for typed settings of the run that are not `allowed`.
     """
-    from diloco.config import refuse_run_owned
+    from diloco.config import Manifest
     from diloco.config.address import Address
-    from diloco.config.overrides import quoted
+    from diloco.config.explain import leaves
+    from diloco.config.overrides import key_of, quoted
 
     found = Address.read(address)
-    refuse_run_owned(overrides, allowed)
+    owned = [key for key, _ in leaves(Manifest)]
+    for key in map(key_of, overrides):
+        chosen = key in ("budget", "model", "data", "inner", "outer", "experiment")
+        if key not in allowed and (chosen or any(f"{key}.".startswith(f"{one}.") for one in owned)):
+            raise ConfigError(f"{key} belongs to the run and comes from the swarm; drop it, or start your own swarm")
     return found, [] if found.token is None else [f"swarm.token={quoted(found.token)}"]
 
 

@@ -166,7 +166,7 @@ def doctor(address: str | None, overrides: tuple[str, ...], asked: Asked, as_jso
 
 
 def _text(overrides: tuple[str, ...]) -> list[str]:
-    """What makes a guest's data.path a setting with effect: the swarm will say of which kind its text is."""
+    """Lets a guest set data.path: the swarm will say of which kind its text is."""
     return ["data=text"] if "data.path" in _typed(overrides) else []
 
 

@@ -183,14 +183,18 @@ def test_export_and_generate_need_no_configuration(recorder: Recorder, typed: Ty
     assert recorder.calls[-1] == ((), options)
 
 
-def test_a_setting_without_effect_is_an_error_or_a_warning(recorder: Recorder, typed: Typed) -> None:
-    said = "local.peers=3 has no effect with diloco train, which is one peer; drop it, or use diloco local"
-    assert typed.refused("train", "local.peers=3") == f"diloco: error: {said}\n"
-    for line in (f"host {ADDRESS} outer.lr=0.5", f"doctor {ADDRESS} model=tiny", "doctor wandb.mode=offline"):
-        typed(*line.split(), code=2)
-    typed("host", "--new", "train.threads=2", code=2)
+def test_a_guest_takes_the_settings_of_the_run_from_the_swarm(recorder: Recorder, typed: Typed) -> None:
+    for one in ("outer.lr=1", "model=tiny", "+model.config.hidden_size=8", "experiment=smoke"):
+        for command in ("join", "host", "doctor"):
+            said = typed.refused(command, ADDRESS, one)
+            assert "belongs to the run and comes from the swarm; drop it, or start your own swarm" in said
+    typed.refused("join", ADDRESS, "run.id=x")
     assert not recorder.calls
-    typed("train", "wandb.project=x", "run.report=true")
+    typed("host", ADDRESS, "run.id=x", "train.threads=2", "run.dir=x")
+
+
+def test_a_setting_in_doubt_is_a_warning(recorder: Recorder, typed: Typed) -> None:
+    typed("train", "budget.tokens=9", "run.report=true")
     assert typed.err == "", "a supervisor has said it"
     typed("local", "local.peers=3")
     assert typed.err == ""

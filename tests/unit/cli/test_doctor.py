@@ -171,4 +171,4 @@ def test_own_text_is_named_to_doctor_as_it_is_to_join(
 
     monkeypatch.setattr(module, "look", silent)
     assert "swarm" in typed("doctor", PLACE, f"data.path={tmp_path}", "train.device=cpu", code=3)
-    assert "has no effect" not in typed.err
+    assert "has no effect" not in typed.err, "the kind of text that only the swarm knows is no contradiction"

@@ -10,15 +10,14 @@ import json
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from diloco.config.suggest import suggestions
-
-__all__ = ["Expected", "accepts", "expected", "explain", "leaves", "show", "unknown_key"]
+__all__ = ["Expected", "accepts", "expected", "explain", "leaves", "nearest", "show", "unknown_key"]
 
 _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
 
@@ -88,14 +87,19 @@ def show(value: Any, limit: int = 80) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """`outer.learning_rate is not a setting; did you mean outer.lr?`"""
-    known = list(known)
-    head, rest = key, ""
-    while not (guesses := suggestions(head, known)) and head.count(".") > 1:  # model.confg.hidden_size
-        head, _, last = head.rpartition(".")
-        rest = f".{last}{rest}"
-    guess = " or ".join(f"{one}{rest}" for one in guesses[:3])
+    """`outer.lrr is not a setting; did you mean outer.lr?`"""
+    guess = " or ".join(nearest(key, known))
     return f"{show(key)} is not a setting; {f'did you mean {guess}?' if guess else '--cfg help lists them all'}"
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """The known keys or names that were probably meant, the likeliest first; none if nothing is similar."""
+    known = list(known)
+    group, _, leaf = word.rpartition(".")
+    inside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == group}
+    same = [one for one in known if one.rpartition(".")[2] == leaf]  # `data.batch_size`, of another group
+    close = [inside[one] for one in get_close_matches(leaf, inside, n=1)]
+    return get_close_matches(word, same, n=3, cutoff=0) or close or get_close_matches(word, known, n=1, cutoff=0.7)
 
 
 def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, str] | None = None) -> str:

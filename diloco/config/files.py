@@ -14,12 +14,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 from yaml.error import MarkedYAMLError
 
-from diloco.config.explain import leaves, show
+from diloco.config.explain import leaves, nearest, show
 from diloco.config.overrides import first_line, split
 from diloco.config.saved import Saved
 from diloco.config.schema import Config
 from diloco.config.sources import SCHEMA, SECTIONS, stamp
-from diloco.config.suggest import nearest
 from diloco.errors import ConfigError
 
 __all__ = [

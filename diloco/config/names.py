@@ -15,8 +15,7 @@ from typing import Annotated, NamedTuple
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from diloco.config.explain import Expected
-from diloco.config.suggest import nearest
+from diloco.config.explain import Expected, nearest
 
 __all__ = ["CODECS", "GROUP", "OPTIMIZERS", "CodecDown", "CodecTraits", "CodecUp", "OptimizerName", "OptimizerTraits"]
 
@@ -72,7 +71,7 @@ def _found_in(known: Mapping[str, object]) -> Callable[[str], str]:
 
 def _not_here(name: str, why: str, names: list[str]) -> PydanticCustomError:
     choices = [one for one in names if one != name]
-    guess = "" if why else " or ".join(nearest(name, choices)[:3])
+    guess = "" if why else " or ".join(nearest(name, choices))
     why += f" (did you mean {guess}?)" if guess else ""
     text = f"is not installed here{why}; expected one of {', '.join(choices)}, or ask whoever started the run which "
     return PydanticCustomError("name", "{why}", {"why": f"{text}package has it"})

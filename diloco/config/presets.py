@@ -7,8 +7,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diloco.config.compose import compose_tree
+from diloco.config.explain import nearest
 from diloco.config.sources import Start, choices
-from diloco.config.suggest import nearest
 from diloco.errors import ConfigError
 
 __all__ = ["outer_preset"]

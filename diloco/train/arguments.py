@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from diloco.config import OuterConfig, SwarmConfig
+from diloco.config.explain import nearest
 from diloco.config.presets import outer_preset
 from diloco.config.sizes import fragments_of
-from diloco.config.suggest import suggestions
 from diloco.errors import ConfigError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec
 
@@ -64,7 +64,7 @@ def check_names(given: Iterable[str], settings: Iterable[str], arguments: Iterab
     known = [*arguments, *settings]
     for name in given:
         if name not in known:
-            guess = " or ".join(suggestions(name, known)[:3])
+            guess = " or ".join(nearest(name, known))
             remedy = f"did you mean {guess}?" if guess else "help(diloco.Swarm) has the arguments and settings"
             raise ConfigError(f"{name} is neither an argument of Swarm nor a setting of the outer step; {remedy}")
 

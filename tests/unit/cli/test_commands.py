@@ -109,8 +109,8 @@ def test_what_does_not_train_imports_nothing_heavy() -> None:
 
 def test_a_bad_setting_is_one_line_and_exit_code_two(typed: Typed) -> None:
     for command in ("local", "train", "host --new", "eval model/"):
-        said = typed.refused(*command.split(), "outer.learning_rate=1")
-        assert said == "diloco: error: outer.learning_rate is not a setting; did you mean outer.lr?\n"
+        said = typed.refused(*command.split(), "outer.lrr=1")
+        assert said == "diloco: error: outer.lrr is not a setting; did you mean outer.lr?\n"
 
 
 EITHER = "host needs either the ADDRESS of a peer, as it prints it, or --new"

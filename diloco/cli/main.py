@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from itertools import chain
 
 import click
+from click.shell_completion import shell_complete
 
 from diloco import __version__
-from diloco.cli import completion
 from diloco.cli.commands import alone, swarm
 from diloco.errors import ConfigError, end_process, guard
 
@@ -39,10 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _invoke(arguments: list[str]) -> int:
-    if instruction := os.environ.get(completion.VARIABLE):
-        return completion.answer(cli, instruction)
-    if arguments and arguments[0] in completion.OPTIONS:
-        return completion.install(cli, arguments[1:])
+    if instruction := os.environ.get("_DILOCO_COMPLETE"):  # click's name for it
+        return shell_complete(cli, {}, "diloco", "_DILOCO_COMPLETE", instruction)
     # Not cli.main(): it turns Ctrl+C into its own Abort and any broken pipe, even a peer's socket, into exit code 1.
     try:
         with cli.make_context("diloco", arguments or ["--help"]) as context:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from diloco.cli import completion
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # a help text does not wait for pydantic
@@ -86,7 +85,7 @@ class Asked:
 INSTEAD = {
     "config_path": (("--config-path", "-cp"), False, "--config-dir DIR, which adds a folder"),
     "hydra_help": (("--hydra-help",), True, "--help, --cfg hydra or --info"),
-    "shell_completion": (completion.OPTIONS, True, completion.INSTEAD),
+    "shell_completion": (("--shell-completion", "-sc"), True, 'eval "$(_DILOCO_COMPLETE=bash_source diloco)"'),
     "experimental_rerun": (("--experimental-rerun",), False, "--config RUN/config.yaml"),
 }
 OPTIONS = (
@@ -122,7 +121,7 @@ def configured(function: Function) -> Function:
 
     for option in (
         *OPTIONS,
-        click.argument("overrides", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.overrides),
+        click.argument("overrides", nargs=-1, type=click.UNPROCESSED),
     ):
         option(collected)
     return cast(Function, collected)

@@ -8,7 +8,6 @@ import click
 
 from diloco.cli.commands import common
 from diloco.cli.commands.common import PATH, Asked, Command, configured, implementation, run, sweepable
-from diloco.cli.completion import overrides as settings
 from diloco.errors import ConfigError
 
 __all__ = [
@@ -51,7 +50,7 @@ def train(**arguments: Any) -> int:
 
 
 @click.command(cls=Command)
-@click.argument("address", required=False, shell_complete=settings)
+@click.argument("address", required=False)
 @click.option("--yes", is_flag=True, help="Join also if the run needs more than this package; for scripts.")
 @configured
 def join(address: str | None, yes: bool, overrides: tuple[str, ...], asked: Asked) -> int:
@@ -80,7 +79,7 @@ def join(address: str | None, yes: bool, overrides: tuple[str, ...], asked: Aske
 @click.command(cls=Command)
 @click.option("--new", is_flag=True, help="Start a new swarm instead of joining one.")
 @click.option("--until-done", is_flag=True, help="End when the budget is used up and the peers that train have left.")
-@click.argument("address", required=False, shell_complete=settings)
+@click.argument("address", required=False)
 @configured
 def host(new: bool, until_done: bool, address: str | None, overrides: tuple[str, ...], asked: Asked) -> int:
     """Hold fragments, without training.
@@ -139,7 +138,7 @@ def dashboard(**arguments: Any) -> int:
 
 
 @click.command(cls=Command)
-@click.argument("address", required=False, shell_complete=settings)
+@click.argument("address", required=False)
 @configured
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, which diloco plan --doctor reads.")
 def doctor(address: str | None, overrides: tuple[str, ...], asked: Asked, as_json: bool) -> int:

@@ -113,6 +113,16 @@ def test_a_bad_setting_is_one_line_and_exit_code_two(typed: Typed) -> None:
         assert said == "diloco: error: outer.lrr is not a setting; did you mean outer.lr?\n"
 
 
+def test_a_shell_completes_commands_and_options(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_DILOCO_COMPLETE", "bash_source")
+    assert "_DILOCO_COMPLETE=bash_complete" in typed()
+    monkeypatch.setenv("_DILOCO_COMPLETE", "bash_complete")
+    for line, offered in (("diloco tr", "plain,train\n"), ("diloco plan --tar", "plain,--target\n")):
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+        assert typed() == offered
+
+
 EITHER = "host needs either the ADDRESS of a peer, as it prints it, or --new"
 
 

@@ -42,7 +42,6 @@ from diloco.train.arguments import OuterSettings, as_typed, check_names, loop_sp
 from diloco.train.attachment import Attachment
 from diloco.train.checkpoints import Checkpoints
 from diloco.train.island import Island
-from diloco.train.masters import refuse_masters
 from diloco.train.parameters import Trained, frozen_digest
 from diloco.train.peer_state import PeerState
 from diloco.train.schedules import Schedules, is_attached, swarm_steps
@@ -267,9 +266,9 @@ class Swarm:
         """Keep a model in step with the swarm while the returned context is open.
 
         Raises `ConfigError` for parameters that no outer step can carry: complex ones, parts, and those without values;
-        for an optimizer that trains copies of its own (masters) instead of the parameters; and for the models and
-        optimizers of DeepSpeed and FSDP1. Values are exchanged as fp32, so those of fp64 parameters are rounded. Raises
-        `CheckpointError` for a checkpoint that cannot be used.
+        and for the models and optimizers of DeepSpeed and FSDP1. Raises `CheckpointError` for a checkpoint that cannot
+        be used. Values are exchanged as fp32, so those of fp64 parameters are rounded. The optimizer must train the
+        parameters themselves: one that keeps wider copies of them (masters) undoes every outer step with its next one.
 
         On entry the parameters become the swarm's. After every `sync_every`-th `optimizer.step()` the pseudo-gradient
         is exchanged, gradients are freed to make room, and the parameters become the new anchor. On exit the peer
@@ -305,7 +304,6 @@ class Swarm:
         device = next((one.device for one in parameters.values()), torch.device("cpu"))
         island = island or Island.here(device)
         schedules = Schedules(paced(one, island.size) for one in schedulers)
-        refuse_masters(optimizer, parameters)
         with ExitStack() as stack:
             if checkpoints is not None:
                 self._checkpoints = Checkpoints(Path(checkpoints), model, optimizer, island)

@@ -37,7 +37,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose `step()` trains, inside what Accelerate and Lightning put around it.
 
-    Raises `ConfigError` for DeepSpeed's, and for what is none of torch.
+    Raises `ConfigError` for DeepSpeed's, for those of Apex with masters, and for what is none of torch.
     """
     while True:
         name = type(optimizer).__name__
@@ -49,6 +49,8 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = inside
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer={name} is no torch.optim.Optimizer; attach one of those, after the model is made")
+    if getattr(optimizer, "master_weights", False):  # of Apex and Transformer Engine
+        raise ConfigError(f"optimizer={name} trains copies of its own; drop master_weights, and use torch.autocast")
     return optimizer
 
 

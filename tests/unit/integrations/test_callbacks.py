@@ -319,6 +319,12 @@ class FullyShardedDataParallel(nn.Module):
     """Has the name of FSDP1's."""
 
 
+class Mastered(torch.optim.SGD):
+    """Marked as Apex marks optimizers that train fp32 copies."""
+
+    master_weights = True
+
+
 DeepSpeedEngine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
 ZeroOptimizer = type("ZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero"})
 
@@ -345,6 +351,10 @@ def test_what_libraries_wrap_is_found() -> None:
         (lambda: plain_model(nn.Sequential(FullyShardedDataParallel())), "model=Sequential: FSDP1 makes flat"),
         (lambda: plain_model(DeepSpeedEngine()), "model=DeepSpeedEngine: DeepSpeed keeps the parameters to itself"),
         (lambda: plain_optimizer(ZeroOptimizer()), "optimizer=ZeroOptimizer: DeepSpeed trains flat copies"),
+        (
+            lambda: plain_optimizer(Mastered([nn.Parameter(torch.zeros(1))])),
+            "optimizer=Mastered trains copies of its own; drop",
+        ),
         (lambda: plain_optimizer("adam"), "optimizer=str is no torch.optim.Optimizer; attach one of those"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`diloco plan`: what a link would make of a run, with the arithmetic, and which settings reach a target."""
+"""`diloco plan`: what a link would make of a run, and what a peer takes of the memory, with the arithmetic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import click
 
 from diloco.config import Config
 from diloco.outer.codecs import codec
-from diloco.train import planning
 from diloco.train.machine import GIB
 from diloco.train.memory import memory_rows, parameters_of, sequence_bytes
-from diloco.train.planning import Exchange, Link, Recommendation, arithmetic, needed_bits_per_s, predict
+from diloco.train.planning import Exchange, Link, arithmetic, needed_bits_per_s, needed_sync_every, predict
 from diloco.train.speed import step_seconds
 
 __all__ = ["run"]
@@ -37,9 +36,6 @@ def run(
     parallel = outer.method == "data_parallel"
     codecs = ("fp32", "fp32") if parallel else (str(outer.codec_up), str(outer.codec_down))
     exchange = Exchange.of(outer, numel, config.local.peers)
-    advice = None
-    if not parallel and predict(exchange, link, step_s).utilization < target:
-        advice = planning.recommend(exchange, codecs, lambda name: codec(name).nbytes(numel), link, step_s, target)
     needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
     rows = memory_rows(config, exchange.peers)
     report: dict[str, Any] = {
@@ -48,18 +44,11 @@ def run(
         "link": asdict(link), "target": target,
         "exchange": asdict(exchange), "predicted": asdict(predict(exchange, link, step_s)),
         "needed_bits_per_s": needed if math.isfinite(needed) else None,
+        "needed_sync_every": needed_sync_every(exchange, link, step_s, target),
         "memory": [row._asdict() for row in rows], "sequence_bytes": sequence_bytes(config),
-        "recommended": None if advice is None else {"settings": _settings(advice), **asdict(advice)},
     }  # fmt: skip
     click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_text(report, codecs, exchange, link)))
     return 0
-
-
-def _settings(advice: Recommendation) -> list[str]:
-    exchange = advice.exchange
-    settings = [f"outer.{name}={getattr(exchange, name)}" for name in ("sync_every", "fragments", "overlap")]
-    settings += [f"outer.codec_up={advice.codec_up}", f"outer.codec_down={advice.codec_down}"]
-    return [*settings, "outer.staggered=true"] if exchange.staggered else settings
 
 
 def _memory(report: dict[str, Any]) -> list[str]:
@@ -97,17 +86,4 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
     lines = [*head, *arithmetic(exchange, link, step_s, target)]
     width = max(len(name) for name, _ in lines)
     text = [f"{name:<{width}}  {value}" for name, value in lines]
-    reached = report["predicted"]["utilization"] >= target
-    advice = report["recommended"]
-    if advice is not None:
-        after = advice["prediction"]["utilization"]
-        text += ["", f"for {target:.4g} use  {' '.join(advice['settings'])}", f"which predicts {after:.1%}:"]
-        chosen = Exchange(**advice["exchange"])
-        text += [f"  {name:<{width}}  {value}" for name, value in arithmetic(chosen, link, step_s, target)]
-        if chosen.overlap > exchange.overlap:
-            text.append("with overlap, outer.mixing=0.5 and outer.lr=0.4 are what Streaming DiLoCo uses")
-        if chosen.sync_every > max(planning.HIGHEST_H, exchange.sync_every):
-            text.append(f"so many inner steps between exchanges cost loss: DiLoCo uses {planning.HIGHEST_H}")
-    else:
-        text += ["", f"reaches {target:.4g}" if reached else f"does not reach {target:.4g}; choose outer=diloco"]
     return [*text, "", *_memory(report)]

@@ -125,8 +125,6 @@ class Summary:
     """The content of `summary.json`, for one peer or for a swarm.
 
     exit: the exit code of the command.
-    predicted: what `diloco plan` computes, to compare with what was reached: utilization and bytes_sent of a peer, from
-        the measured inner step (step_s) and the limit of the link (bits_per_s; None without a limit).
     contributions: the swarm's public record: how much each peer contributed to the final model.
     """
 
@@ -141,7 +139,6 @@ class Summary:
     heals: int = 0
     takeovers: int = 0
     exit: int = 0
-    predicted: Mapping[str, float | None] | None = None
     contributions: Sequence[Contributor] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -149,9 +146,8 @@ class Summary:
         for peer in content["peers"]:
             if peer["name"] is None:
                 del peer["name"]
-        for absent in ("predicted", "contributions"):
-            if not content[absent]:
-                del content[absent]
+        if not content["contributions"]:
+            del content["contributions"]
         return content
 
     def to_message(self) -> dict[str, Any]:
@@ -161,7 +157,7 @@ class Summary:
         """
         content = self.to_json()
         [peer] = content["peers"]
-        names = ("tokens", "eval", "heals", "takeovers", "outer_steps", "exit", "predicted", "contributions")
+        names = ("tokens", "eval", "heals", "takeovers", "outer_steps", "exit", "contributions")
         return {**peer, **{name: content[name] for name in names if name in content}}
 
     @classmethod
@@ -189,7 +185,6 @@ class Summary:
             heals=_count(message.get("heals")),
             takeovers=_count(message.get("takeovers")),
             exit=_count(message.get("exit")),
-            predicted=message.get("predicted"),
             contributions=[Contributor(**row) for row in message.get("contributions") or ()],
         )
 
@@ -244,7 +239,6 @@ def merge_peer_summaries(
         takeovers=sum(part.takeovers for part in parts),
         exit=exit,
         contributions=next((part.contributions for part in furthest if part.contributions), ()),
-        predicted=next((part.predicted for part in parts if part.predicted), None),
     )
 
 

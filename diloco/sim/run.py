@@ -255,7 +255,7 @@ class _Simulation:
             if sync.version > 0 and not sync.interrupted:
                 trainer.evaluate()
             trainer.tell(trainer.status("left" if sync.interrupted else "done"))
-            return summary_of(trainer, self.loop.time(), config.sim.bandwidth)
+            return summary_of(trainer, self.loop.time())
 
     def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> Swarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:

@@ -62,7 +62,6 @@ class Trainer:
     log: RunLog
     tell: Callable[[Message], None]
     eval_loss: float | None = None
-    most_peers: int = 0
     _losses: list[Tensor] = field(default_factory=list)
     _loss: float | None = None
     _told_at: float = 0.0
@@ -235,7 +234,6 @@ class Trainer:
         """One line per outer step: seconds and bytes so far, the anchors, and how many peers are connected, train, and
         contributed to the newest version.
         """
-        self.most_peers = max(self.most_peers, self._num_peers())
         figures: dict[str, Any] = {"bytes_sent": self.traffic()[0]}
         if self.sync.view is not None:
             anchors = self.sync.view.anchors()  # only those that moved since the line before: lines must stay short

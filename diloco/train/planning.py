@@ -25,8 +25,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config import OuterConfig
@@ -34,24 +33,11 @@ from diloco.errors import ConfigError
 from diloco.outer.codecs import codec
 
 __all__ = [
-    "HIGHEST_H",
-    "Exchange",
-    "Figures",
-    "Link",
-    "Prediction",
-    "Recommendation",
-    "arithmetic",
-    "needed_bits_per_s",
-    "needed_sync_every",
-    "parse_bandwidth",
-    "predict",
-    "read_figures",
-    "recommend",
-]
+    "Exchange", "Figures", "Link", "Prediction", "arithmetic", "needed_bits_per_s", "needed_sync_every",
+    "parse_bandwidth", "predict", "read_figures",
+]  # fmt: skip
 
-HIGHEST_H = 500  # H of DiLoCo (arXiv 2311.08105); a higher one costs loss
 TRIPS = 6  # one-way trips of an exchange in the simulator, after the first rounds of a run
-SAFE_OVERLAP = 5  # the highest overlap that does not change the loss (Streaming DiLoCo)
 
 _BANDWIDTH = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]?)(bit|b|B)(?:/s|ps)?\s*")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -138,16 +124,6 @@ class Prediction:
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """Settings that reach a target, and the prediction for them."""
-
-    codec_up: str
-    codec_down: str
-    exchange: Exchange
-    prediction: Prediction
-
-
 def predict(exchange: Exchange, link: Link, step_s: float) -> Prediction:
     """The outer step of peers whose inner steps take `step_s` seconds each."""
     exchange_s = 0.0
@@ -177,36 +153,6 @@ def needed_sync_every(exchange: Exchange, link: Link, step_s: float, target: flo
     return interval * exchange.per_cycle
 
 
-def recommend(
-    exchange: Exchange, codecs: tuple[str, str], nbytes: Callable[[str], int], link: Link, step_s: float, target: float
-) -> Recommendation:
-    """The mildest change of the settings that brings the utilization to `target`.
-
-    Candidates, in order: fragments in a multiple of the peers, a higher H, int8, overlap, staggered fragments, 4 bits
-    up. The first one with an H of at most 500 wins, or else the one with the smallest H. H never falls.
-    `codecs` are the names of the encodings up and down in `exchange`; `nbytes` gives the bytes of the whole model in an
-    encoding, by name.
-    """
-    overlap, staggered, longer = exchange.overlap, exchange.staggered, max(exchange.overlap, SAFE_OVERLAP)
-    candidates = [(*codecs, overlap, staggered)]  # the mildest first
-    if exchange.bytes_up >= exchange.bytes_down:  # else it is compressed more than any of these
-        candidates += [("int8", "int8", overlap, staggered), ("int8", "int8", longer, staggered)]
-        candidates += [("int8", "int8", longer, True), ("e3m0", "int8", longer, staggered)]
-        candidates += [("e3m0", "int8", longer, True)]
-    even = -(-exchange.fragments // exchange.peers) * exchange.peers
-    found: list[Recommendation] = []
-    for up, down, overlap, staggered in candidates:
-        candidate = replace(
-            exchange, bytes_up=nbytes(up), bytes_down=nbytes(down), fragments=even, overlap=overlap, staggered=staggered
-        )
-        needed = needed_sync_every(candidate, link, step_s, target)
-        candidate = replace(candidate, sync_every=max(needed, exchange.sync_every))
-        found.append(Recommendation(up, down, candidate, predict(candidate, link, step_s)))
-        if needed <= max(HIGHEST_H, exchange.sync_every):
-            return found[-1]
-    return min(found, key=lambda one: one.exchange.sync_every)
-
-
 def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> list[tuple[str, str]]:
     """The prediction as pairs of a name and a formula with its numbers."""
     now = predict(exchange, link, step_s)
@@ -228,6 +174,7 @@ def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> 
         ("waiting", f"{times}max(0, {exchanged} - {hidden}) = {wait} per outer step"),
         ("utilization", f"{compute} / ({compute} + {wait}) = {now.utilization:.1%}"),
         (f"peak bandwidth for {target:.4g}", f"8 x {peak} / ({allowed} - {latency}) = {needed}"),
+        (f"inner steps for {target:.4g}", f"{needed_sync_every(exchange, link, step_s, target)} between exchanges"),
     ]
 
 

@@ -106,7 +106,7 @@ def test_the_summary_has_the_fields_that_tools_rely_on(whole: tuple[Command, Pat
     summary = summary_of(whole[1])
     assert list(summary) == [
         *("run_id", "manifest_hash", "mode", "wall_s", "outer_steps", "tokens", "eval", "peers"),
-        *("heals", "takeovers", "exit", "predicted", "contributions"),
+        *("heals", "takeovers", "exit", "contributions"),
     ]
     rounds, peers, per_round = 3, 2, 4 * 2 * 32  # inner steps x sequences x tokens
     assert (summary["run_id"], summary["mode"], summary["outer_steps"]) == ("smoke", "diloco", rounds)

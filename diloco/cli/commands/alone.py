@@ -155,7 +155,7 @@ def plan(
     diloco plan model=150m local.peers=8 --step-s 1 --bandwidth 100Mbit
     diloco plan experiment=quickstart --target 0.99
 
-    local.peers is the size of the swarm. Where the target is missed, the mildest settings that reach it are printed.
+    local.peers is the size of the swarm. The bandwidth and the inner steps that reach the target are printed, too.
     """
     from diloco.train.planning import Figures, parse_bandwidth, read_figures
 

@@ -23,7 +23,7 @@ from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
 PEER = PeerSummary("12D3", "p0", 480, 9600, "ab12", 5, 7, PhaseSeconds(3.0, 1.0, 0.5, 0.25))
 SUMMARY = Summary(
     "", "", "", 0.0, 16, Tokens(9600, 9000, 300, 300), Evaluation(2.5), [PEER], 1, 2, 0,
-    {"utilization": 0.9}, [Contributor("12D3", "p0", 16, 9000, 512, 1, 16)],
+    [Contributor("12D3", "p0", 16, 9000, 512, 1, 16)],
 )  # fmt: skip
 MESSAGES = [
     Stage("p0", 1.5, "data"),
@@ -49,7 +49,7 @@ def test_a_line_has_the_fields_that_readers_rely_on() -> None:
     assert to_wire(Status("p0", 2.0, "training", 3)).items() >= {"t": "status", "peer": "p0", "version": 3}.items()
     assert set(to_wire(MESSAGES[-1])) == {
         *("t", "peer", "time", "peer_id", "name", "steps", "tokens", "anchor_digest", "bytes_sent", "bytes_received"),
-        *("seconds", "utilization", "eval", "heals", "takeovers", "outer_steps", "exit", "predicted", "contributions"),
+        *("seconds", "utilization", "eval", "heals", "takeovers", "outer_steps", "exit", "contributions"),
     }
     assert read_message({"t": "status", "peer": "p0", "state": "left", "news": 1}) == Status("p0", state="left")
     assert read_message({"t": "gossip", "peer": "p0"}) is None and read_message({}) is None

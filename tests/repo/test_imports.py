@@ -181,9 +181,9 @@ def modules() -> list[tuple[str, Path]]:
     return [(name.removesuffix(".__init__"), file) for name, file in zip(names, files, strict=True)]
 
 
-@pytest.mark.parametrize(("module", "file"), modules(), ids=[name for name, _ in modules()])
-def test_imports_point_down_and_third_party_packages_stay_at_home(module: str, file: Path) -> None:
-    assert complaints(file.read_text(encoding="utf-8"), module, file.name == "__init__.py") == []
+def test_imports_point_down_and_third_party_packages_stay_at_home() -> None:
+    found = [complaints(file.read_text(encoding="utf-8"), name, file.name == "__init__.py") for name, file in modules()]
+    assert [complaint for some in found for complaint in some] == []
 
 
 def test_every_part_of_the_package_is_in_a_layer() -> None:
@@ -224,49 +224,15 @@ def test_no_module_takes_a_private_name_of_another() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("diloco.outer.codecs", "from diloco.swarm.node import Node", "outer is not above swarm"),
         ("diloco.outer.codecs", "import diloco.config.schema\nimport diloco.train", "outer is not above train"),
-        ("diloco.swarm.node", "from diloco.data import stream", "swarm is not above data"),
-        ("diloco.protocol.lease", "from diloco.outer import codec", "protocol is not above outer"),
-        ("diloco.errors", "from diloco.config import Config", "errors is not above config"),
-        ("diloco.swarm.node", "def late():\n    from diloco.cli import main", "swarm is not above cli"),
-        ("diloco.swarm.node", "from .. import train", "swarm is not above train"),
-        ("diloco.swarm.node", "from ..train import api", "swarm is not above train"),
-        (
-            "diloco.swarm.node",
-            "import importlib\nimportlib.import_module('diloco.train.api')",
-            "swarm is not above train",
-        ),
-        ("diloco.train.loop", "from diloco.dashboard import server", "train is not above dashboard"),
+        ("diloco.swarm.node", "def late():\n    from ..train import api", "swarm is not above train"),
+        ("diloco.swarm.node", "import importlib\nimportlib.import_module('diloco.cli')", "swarm is not above cli"),
         ("diloco.train.loop", "from diloco.pages import page", "pages is in no layer"),
-        ("diloco.train.loop", "import hivemind", "its home is swarm"),
-        (
-            "diloco.train.loop",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hivemind",
-            "its home is swarm",
-        ),
-        ("diloco.swarm.node", "import torch.distributed as dist", "its home is train"),
+        ("diloco.train.loop", "if TYPE_CHECKING:\n    import hivemind", "its home is swarm"),
         ("diloco.swarm.node", "from torch import distributed", "its home is train"),
-        (
-            "diloco.config.schema",
-            "import torch",
-            "its home is data or integrations or model or outer or rundir or sim or swarm or testing or train",
-        ),
-        ("diloco.cli.main", "from pydantic import BaseModel", "its home is config or protocol or testing"),
         ("diloco.train.loop", "import requests", "no part is its home"),
         ("diloco.protocol.lease", "import time", "protocol reads no clock and opens no socket"),
-        (
-            "diloco.outer.codecs",
-            "def late():\n    from asyncio import sleep",
-            "outer reads no clock and opens no socket",
-        ),
         ("diloco.rundir.checkpoint", "import pickle", "it can run code from a file"),
-        (
-            "diloco.swarm.wire.gate",
-            "from diloco.swarm.conversations import bulk",
-            "swarm.wire is not above swarm.conversations",
-        ),
-        ("diloco.swarm.visit.look", "from diloco.swarm.node.node import Node", "swarm.visit is not above swarm.node"),
         ("diloco.swarm.visit.look", "from ..node import node", "swarm.visit is not above swarm.node"),
     ],
 )
@@ -276,26 +242,10 @@ def test_the_checker_finds_what_is_wrong(module: str, source: str, complaint: st
     assert found[0].endswith(f": {complaint}")
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        (
-            "diloco.train.loop",
-            "import torch, time, json\nfrom diloco.swarm import Node\nfrom diloco.errors import ConfigError",
-        ),
-        ("diloco.train.island", "import torch.distributed\nfrom torch.distributed import all_reduce"),
-        ("diloco.swarm.node", "from . import streams\nfrom .streams import open_stream\nfrom ..protocol import lease"),
-        ("diloco.cli.main", "from diloco import __version__"),
-        ("diloco", "def __getattr__(name):\n    from diloco.train.api import Swarm"),
-        (
-            "diloco.swarm.visit.look",
-            "from ..wire import streams\nfrom ..conversations import watch\nfrom . import revoke",
-        ),
-        ("diloco.swarm.node.node", "from diloco.swarm.conversations.watch import answer"),
-    ],
-)
-def test_the_checker_accepts_what_is_right(module: str, source: str) -> None:
-    assert complaints(source, module) == []
+def test_the_checker_accepts_what_is_right() -> None:
+    assert complaints("import torch, time\nfrom diloco.swarm import Node", "diloco.train.loop") == []
+    assert complaints("from . import streams\nfrom ..protocol import lease", "diloco.swarm.node") == []
+    assert complaints("def __getattr__(name):\n    from diloco.train.api import Swarm", "diloco") == []
 
 
 def test_the_checker_finds_circles() -> None:

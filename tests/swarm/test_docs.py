@@ -1,4 +1,4 @@
-"""The documents: generated pages are current, links lead somewhere, recipes can be typed, a wheel has none of them."""
+"""The adapter of a page is all that its peer sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README keeps its word: its code runs, its commands exist, its tree is the tree."""
+"""The loop of the README runs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
     peer ── TUN ── emulator.py ── TUN ── peer
 
-In a partition packets vanish, as on the road and unlike a closed socket. Linux and root only. Imported by `chaos` and
-`bench_links`.
+In a partition packets vanish, as on the road and unlike a closed socket. Linux and root only. Imported by `chaos`.
 """
 
 from __future__ import annotations

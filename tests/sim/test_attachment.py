@@ -49,14 +49,6 @@ def test_what_is_discarded_of_the_last_contributions_is_counted() -> None:
     assert (sync.discarded_tokens, sync.version, sync.applied_tokens) == (7, 3, 30)
 
 
-def test_who_finishes_in_mid_cycle_sends_the_rest_too() -> None:
-    """Another peer, elsewhere in the cycle, may wait for it, while this one waits for what that one would send next."""
-    node = LastFlight()
-    node.protocol.versions = [3, 3]
-    last_flight(node, 3, fragments=2, staggered=True)  # the second sends a fragment, and the fourth would adopt it
-    assert node.said.count("send") == 2 and "receive (0, 1)" in node.said
-
-
 @pytest.mark.parametrize("codec", ["int8", "e3m0"])
 @pytest.mark.parametrize(("seeds", "times"), [("aab", 1), ("abc", 0)])
 def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times: int, codec: str) -> None:
@@ -77,16 +69,6 @@ def test_who_goes_on_after_the_planned_rounds_is_told_once() -> None:
     assert [loop.told("rounds_over") for loop in loops.values()] == 2 * [[{"rounds": 2, "version": 3}]]
     loops = train("ab", lambda loop: loop.step(16), sync_every=4, rounds=4)
     assert not any(loop.told("rounds_over") for loop in loops.values())
-
-
-def test_what_was_not_sent_is_told_from_what_was() -> None:
-    def work(loop: Loop) -> None:
-        for step in range(1, 7):
-            loop.sync.count(10)
-            loop.step()
-            assert loop.sync.unsent_tokens == 10 * (step % 4)
-
-    train("a", work, sync_every=4)
 
 
 # -- between two rounds -----------------------------------------------------------------------------------------------
@@ -157,19 +139,3 @@ def test_an_interrupted_peer_can_evaluate_the_anchor(outer: dict[str, Any]) -> N
             assert torch.equal(values().sort().values, sync.node.replica.anchors[0].sort().values)
             assert not torch.equal(values(), local)
     assert torch.equal(values(), local)
-
-
-def test_a_cold_peer_that_evaluates_is_still_cold() -> None:
-    """The swarm waits for nothing from it until its first round is over."""
-    states: list[str] = []
-
-    def work(loop: Loop) -> None:
-        loop.step()
-        loop.sync._cold = loop.node.protocol.warming = True
-        with loop.sync.anchored():
-            pass
-        states.append(loop.node.protocol.state)
-        loop.sync._cold = loop.node.protocol.warming = False
-
-    train("a", work, sync_every=4)
-    assert states == ["starting"]

@@ -37,7 +37,7 @@ def test_four_peers_share_the_fragments_and_merge_everybody(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("peers", "fragments", "apart_s"),
-    [("a", 3, 0), ("ab", 5, 0), ("abc", 4, 0), ("abcd", 2, 0), ("abcde", 5, 0), ("abcd", 4, 20)],
+    [("a", 3, 0), ("abcd", 2, 0), ("abcd", 4, 20)],
 )
 def test_shares_differ_by_one_fragment_at_most(peers: str, fragments: int, apart_s: float) -> None:
     """Also where one peer is there long before the next: nobody grabs everything because it started early."""

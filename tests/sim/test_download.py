@@ -162,15 +162,6 @@ def test_a_broken_download_goes_on_with_what_did_not_change(village: Village) ->
     assert village.parts() == sorted([*range(PARTS), 2]) and not joiner.node._anchors.fetcher.unfinished
 
 
-def test_what_no_attempt_asks_for_is_forgotten(village: Village) -> None:
-    village.donors(1)
-    joiner = village.joiner()
-    village.until(lambda: len(village.came) == 3)
-    village.crash("d0")
-    village.until(lambda: bool(joiner.node._anchors.fetcher.unfinished))
-    assert village.until(lambda: not joiner.node._anchors.fetcher.unfinished) == pytest.approx(60.0, abs=1.0)
-
-
 def test_an_anchor_that_is_wrong_in_one_place_costs_one_part(village: Village) -> None:
     values = village.donors(2)[0].replica.anchors[0].clone()
     values[3 * PART + 7] += 1.0
@@ -184,15 +175,6 @@ def test_a_fragment_of_one_part_comes_without_a_list(monkeypatch: pytest.MonkeyP
     with village_of(monkeypatch, PART) as village:
         [syncer, *_], joiner = village.donors(3), village.joins()
         assert joiner.opened == [syncer.node.protocol.me] and not village.asked
-
-
-def test_a_liar_with_a_small_fragment_is_found_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with village_of(monkeypatch, 1000) as village:
-        [syncer, *_] = village.donors(3)
-        syncer.replica.anchors[0][5] += 1.0
-        joiner = village.joins()
-        assert torch.equal(joiner.replica.anchors[0], torch.arange(1000.0) - 1.0)
-        assert joiner.said("lying_donor") == [{"peer": syncer.node.protocol.me, "fragment": 0}]
 
 
 # -- what does not fit ------------------------------------------------------------------------------------------------
@@ -230,39 +212,3 @@ def test_a_part_that_does_not_exist_is_refused(village: Village) -> None:
     listed, *headers = answers(village, StateRequest(manifest_hash=MANIFEST, fragment=0, in_parts=True), other, other)
     assert len(expect(listed, PartList).parts) == PARTS
     assert [expect(header, StateHeader).digest for header in headers] == [right["digest"]] * 2, "and nothing after it"
-
-
-def test_a_donor_with_another_version_is_asked_once(village: Village) -> None:
-    """Than it announced."""
-    _, other = village.donors(2)
-    forge(other, "5" * 64)
-    joiner = village.joins()
-    assert village.served(other.node.protocol.me) == 0 and len(village.asked) == PARTS + 1
-    [told] = joiner.said("refused")
-    assert (told["peer"], told["fragment"]) == (other.node.protocol.me, 0)
-    assert told["why"] == "version 1 is asked for, and another anchor of version 1 is there"
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"parts": ["0" * 64] * 3}, "asked for the 11 parts of fragment 0, got 3 of fragment 0"),
-        ({"fragment": 1, "record": None, "shares": {}}, "asked for the 11 parts of fragment 0, got 11 of fragment 1"),
-    ],
-)
-def test_a_list_of_something_else_is_not_followed(
-    village: Village, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], why: str
-) -> None:
-    donors = village.donors(2)
-    send = Stream.send
-
-    async def wrong(stream: Stream, message: Message) -> None:
-        listed = isinstance(message, PartList) and bool(message.parts)
-        await send(stream, message.model_copy(update=fields) if listed else message)
-
-    monkeypatch.setattr(Stream, "send", wrong)
-    joiner = village.joiner()
-    village.run(asyncio.sleep(5))
-    assert joiner.node.protocol.versions == [0] and not village.asked
-    assert {event["why"] for event in joiner.said("fetch_failed")} == {why}
-    assert {event["donor"] for event in joiner.said("fetch_failed")} == {peer.node.protocol.me for peer in donors}

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
-import multiprocessing.dummy
-import random
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -20,21 +14,19 @@ from diloco.config import OuterConfig
 from diloco.protocol.actions import Merge
 from diloco.protocol.messages.bulk import Contribution
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
-from diloco.testing.fuzz import faults, stage
-from diloco.testing.fuzz.crowd import Crowd, Life, Member
+from diloco.testing.fuzz.crowd import Crowd, Member
 from diloco.testing.fuzz.faults import Fault, Scenario, scenario
 from diloco.testing.fuzz.invariants import Violation, Watch, check_end
 from diloco.testing.fuzz.lineage import Contributed, Lineage, Made, Total
-from diloco.testing.fuzz.splits import SHAPES, pairs, split_scenario
-from diloco.testing.fuzz.stage import Outcome, play, shrink
+from diloco.testing.fuzz.splits import split_scenario
+from diloco.testing.fuzz.stage import Outcome, play
 from tests.support.certificates import MANIFEST, digest_of
 from tests.support.core import hello_of, make, of_type, status_of
-from tests.support.scripts import script_module
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", range(0, 24, 4))
+@pytest.mark.parametrize("first", range(0, 16, 4))
 def test_no_fault_schedule_breaks_an_invariant(first: int) -> None:
     failed = {seed: why for seed in range(first, first + 4) if (why := play(scenario(seed)).violation) is not None}
     assert failed == {}
@@ -75,21 +67,6 @@ def test_every_python_gives_the_same_order_of_events(plan: Scenario, order: str)
     assert outcome.violation is None and order_of(outcome) == order
 
 
-def test_schedules_have_all_kinds_of_faults_and_settings() -> None:
-    plans = [scenario(seed) for seed in range(400)]
-    assert {fault.kind for plan in plans for fault in plan.faults} == set(faults.KINDS)
-    settings = [dict(plan.outer) for plan in plans]
-    assert {outer["fragments"] for outer in settings} == {1, 2, 3}
-    barrier = {"sync_every", "fragments", "lr", "momentum", "codec_up", "codec_down", "audit"}
-    assert sum(set(outer) <= barrier for outer in settings) > 100
-    for key in ("quorum", "staleness_limit", "overlap", "staggered", "grace_s", "grace_slack", "robust", "merge"):
-        assert any(outer.get(key) for outer in settings), key
-    for trait in ("together", "loss", "executor_s", "units", "cold", "pieces", "closed"):
-        assert {bool(getattr(plan, trait)) for plan in plans} == {True, False}, trait
-    members = [member for plan in plans for member in plan.members]
-    assert any(member.lie != 1.0 for member in members) and any(member.boundary_s > 20 for member in members)
-
-
 # -- splits -----------------------------------------------------------------------------------------------------------
 
 
@@ -112,46 +89,6 @@ def test_work_is_what_peers_did_since_two_histories_parted() -> None:
     made(other, common, 2, b=8, c=9)
     assert (lineage.work(one, other), lineage.work(other, one)) == (18, 17)
     assert (lineage.work(common, one), lineage.work(one, start), lineage.work(start, one)) == (0, 32, 0)
-
-
-def test_splits_have_all_shapes_and_cut_whom_they_name() -> None:
-    plans = [split_scenario(seed) for seed in range(200)]
-    assert {fault.kind for plan in plans for fault in plan.faults} == set(SHAPES)
-    r = random.Random(0)
-    assert pairs("lone", ["a", "b", "c"], r) == [("a", "b"), ("a", "c")]
-    for shape in SHAPES:
-        cut = [pairs(shape, list("abcdef"), r) for _ in range(20)]
-        assert any(cut) and all(one != other for each in cut for one, other in each)
-        assert all(len({frozenset(pair) for pair in each}) == len(each) for each in cut)
-
-
-def test_a_violation_is_shrunk_to_the_faults_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash_is_wrong(plan: Scenario) -> Outcome:
-        wrong = any(fault.kind == "crash" for fault in plan.faults)
-        return Outcome(0, 0.0, (), "somebody crashed" if wrong else None)
-
-    monkeypatch.setattr(stage, "play", crash_is_wrong)
-    crash, leave = Fault(9.0, 0, "crash", 1, 1.0), Fault(5.0, 0, "leave", 0, 1.0)
-    assert shrink(replace(scenario(0), faults=(leave, crash, leave))).faults == (crash,)
-
-
-def test_the_script_plays_seeds_and_one_seed_with_its_story(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = script_module("fuzz_protocol")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: multiprocessing.dummy)  # threads
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["fuzz_protocol", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            script.main()
-        assert ended.value.code == 0
-        return "".join(capsys.readouterr())
-
-    found = run("--seeds", "2", "--jobs", "1")
-    assert re.search(r"2/2 seeds, [\d.]+ per second, \d+ virtual s each, 0 violations", found)
-    story = run("--first-seed", "3", "--trace")
-    assert "seed 3:" in story and re.search(r"\d+\.\d{3} a +claim \{", story)
 
 
 # -- the invariants see what is wrong ---------------------------------------------------------------------------------
@@ -198,53 +135,18 @@ def test_what_is_wrong_with_a_node_is_found(spoil: Callable[[Any], object], says
             loop.run_until_complete(asyncio.sleep(10.0))
 
 
-def test_what_outlives_its_peer_and_what_nobody_takes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task of a peer that crashed, a crashed peer that does not end, and at last an exception."""
-    done: list[bool] = []
-
-    async def stays(life: Life | None = None) -> None:
-        while not done:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(1.0)
-
-    async def fails() -> None:
-        raise ValueError("spilt")
-
-    def finds(what: str) -> None:
-        loop.run_until_complete(asyncio.sleep(5.0))
-        with pytest.raises(Violation, match=what):
-            check_end(crowd, watch.lineage)
-
-    with virtual_time() as loop:
-        crowd, watch = crowd_of_two(loop)
-        with loop.owned_by(crowd.lives["a"].owner):
-            loop.create_task(stays())
-        monkeypatch.setattr(crowd, "_live", stays)
-        crowd.start(Member("c"))
-        loop.run_until_complete(asyncio.sleep(1.0))
-        crowd.crash("c")
-        finds(r"c has ended .killed., and goes on with")
-        crowd.crash("a")
-        finds(r"a has ended .killed., and goes on with")
-        done.append(True)
-        loop.create_task(fails())
-        finds(r"nobody took ValueError\('spilt'\)")
-
-
-@pytest.mark.parametrize("settings", [{"units": True}, {"robust": "none"}, {"quorum": 2}])
-def test_what_is_merged_twice_is_found(settings: dict[str, Any]) -> None:
+def test_what_is_merged_twice_is_found() -> None:
     """Sequences, and bytes under another name."""
     with virtual_time() as loop:
-        crowd, watch = crowd_of_two(loop, **settings)
+        crowd, watch = crowd_of_two(loop, units=True)
         crowd.goal = 5
         loop.run_until_complete(asyncio.sleep(30.0))
         check_end(crowd, watch.lineage)
-        if "units" in settings:
-            learned = watch.lineage.learned_from
-            assert len(learned) == 2 * 5 and all(learned.values())
-            learned[Contributed("a", 3)] = learned[Contributed("b", 2)]
-            with pytest.raises(Violation, match="4 sequences are merged more than once, and 0 are counted so"):
-                check_end(crowd, watch.lineage)
+        learned = watch.lineage.learned_from
+        assert len(learned) == 2 * 5 and all(learned.values())
+        learned[Contributed("a", 3)] = learned[Contributed("b", 2)]
+        with pytest.raises(Violation, match="4 sequences are merged more than once, and 0 are counted so"):
+            check_end(crowd, watch.lineage)
         made = [digest for digest, each in watch.lineage.made.items() if each.fragment == 0]
         first, second = (watch.lineage.payloads[digest] for digest in made[:2])
         assert len(first) == len(second) == 2

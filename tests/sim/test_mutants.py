@@ -1,4 +1,4 @@
-"""Known bugs are bugs that can still be made, and the fuzz finds each within its stated seeds, or a test does."""
+"""Known bugs are bugs that can still be made, and the fuzz finds each within its stated seeds."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 from diloco.errors import ConfigError
-from diloco.train.api import Swarm
 from diloco.train.schedules import Paced, Schedules, StepHooks, swarm_steps
-from tests.support.loops import Direct, LastFlight, Loop, train
+from tests.support.loops import Loop, train
 
 Made = Callable[[torch.optim.Optimizer], Any]
 SCHEDULES: dict[str, Made] = {
@@ -146,21 +144,6 @@ def test_a_step_that_a_scaler_skips_is_no_step(fused: bool) -> None:
     hooks.remove()
     optimizer.step()
     assert calls.count("after") == 2
-
-
-def test_a_joiner_has_the_learning_rate_of_the_others_at_once() -> None:
-    node = LastFlight()  # the swarm has made 3 outer steps
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torchs.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    swarm = Swarm(run_id="run", identity=Path("a"), sync_every=5, runtime=Direct(node))  # type: ignore[arg-type]
-    with swarm.attach(model, optimizer, schedulers=[scheduler]):
-        assert optimizer.param_groups[0]["lr"] == 1 / 16 and swarm.steps == 15
-        for step in range(16, 20):
-            optimizer.step()
-            scheduler.step()
-            assert optimizer.param_groups[0]["lr"] == 1 / (1 + step)
-            assert swarm.steps == step
 
 
 @pytest.mark.parametrize("outer", [{}, {"fragments": 4, "staggered": True, "overlap": 3}])

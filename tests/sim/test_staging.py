@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.errors import DivergedError
 from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK, partition
 from diloco.outer.local import Local
@@ -140,18 +139,6 @@ def test_copies_beside_training_send_and_load_the_same_bits(case: Case) -> None:
         assert equal(rounds(case, LazyDevice()), rounds(case))
 
 
-@pytest.mark.parametrize("forgets", ["wait", "synchronize side", "synchronize training"])
-@pytest.mark.parametrize("case", [Case(), Case(mixing=0.5)])
-def test_a_wait_that_is_left_out_is_seen(forgets: str, case: Case) -> None:
-    """So the test above would fail without any of these waits."""
-    with small_pieces(chunk=8):
-        try:
-            found = rounds(case, LazyDevice(forgets))
-        except DivergedError:  # of what is in a buffer before anything is copied there
-            return
-        assert not equal(found, rounds(case))
-
-
 def test_one_buffer_is_copied_while_the_other_is_used() -> None:
     device, settings = LazyDevice(), Case(codec_up="fp32").settings()
     with small_pieces(chunk=40):
@@ -182,14 +169,6 @@ def test_what_is_handed_to_other_ranks_is_on_the_device() -> None:
     values.zero_()
     device.finish()
     assert sent.tolist() == [0, 1, 2, 3, 4] and device.vectors == [5]
-
-
-def test_parameters_on_the_cpu_are_read_where_they_are() -> None:
-    replica = Case().replica(Local)
-    assert staging_of(torch.device("cpu")) is None and staging_of(torch.device("meta")) is None
-    assert not replica.can_copy(0)
-    [own] = replica.local.read(replica.fragments[0], [(1, 4)])
-    assert own.data_ptr() == replica.parameters["embed"].data_ptr() + 4
 
 
 class FakeStream:
@@ -387,16 +366,6 @@ async def test_a_cancelled_exchange_leaves_nothing(sending: Sending) -> None:
     await sending.until_sent()
 
 
-@sends(fragments=2)
-async def test_there_is_a_copy_of_one_fragment_at_a_time(sending: Sending) -> None:
-    both = asyncio.create_task(sending.send(0, 1))
-    await sending.until_copied()
-    assert sending.device.vectors == [3] and not both.done(), "training waits, and no memory is taken for more"
-    sending.go_on.set()
-    await both
-    assert sending.device.vectors == [3, 3]
-
-
 @sends()
 async def test_without_memory_for_a_copy_training_waits(sending: Sending) -> None:
     """Until the payload is made."""
@@ -412,16 +381,6 @@ async def test_without_memory_for_a_copy_training_waits(sending: Sending) -> Non
     await going
     sending.learn(41.0)
     await sending.until_sent()
-
-
-@sends()
-async def test_a_divergence_that_the_payload_shows_ends_it(sending: Sending) -> None:
-    sending.learn(torch.inf)
-    sending.go_on.set()
-    await sending.send()
-    with pytest.raises(DivergedError):
-        await sending.host.context.tasks.until(lambda: sending.rounds.arrived([0]))
-    assert not sending.sent and not sending.replica.is_taken(0)
 
 
 @sends(codec_up="fp16", error_feedback=1.0)

@@ -43,8 +43,7 @@ class LazyStream:
         return LazyPlace(self, len(self._work))
 
     def wait(self, event: LazyPlace) -> None:
-        if "wait" not in self._device.forgets:
-            self.put(lambda: event.stream.run(event.at))
+        self.put(lambda: event.stream.run(event.at))
 
     def run(self, until: int | None = None) -> None:
         with torch.no_grad():
@@ -62,12 +61,11 @@ class LazyPlace:
         device = self.stream._device
         device.log.append(f"waits for {self.stream.name}")
         device.on_wait(self.stream.name)
-        if f"synchronize {self.stream.name}" not in device.forgets:
-            self.stream.run(self.at)
+        self.stream.run(self.at)
 
 
 class LazyDevice:
-    """The staging of a device that keeps up with nothing. It can forget to `wait`, or to `synchronize` with a stream.
+    """The staging of a device that keeps up with nothing.
 
     Attributes:
         training: the stream in which a test puts the inner steps.
@@ -75,8 +73,8 @@ class LazyDevice:
         vectors: elements that copies on the device had, one after another.
     """
 
-    def __init__(self, *forgets: str) -> None:
-        self.forgets, self.log = forgets, list[str]()
+    def __init__(self) -> None:
+        self.log = list[str]()
         self.training, self.side = LazyStream("training", self), LazyStream("side", self)
         self.on_wait: Callable[[str], object] = lambda name: None
         self.vectors: list[int] = []

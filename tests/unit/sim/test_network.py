@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from asyncio import sleep
 from typing import Any
 
@@ -12,12 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.admission import Admission, RunKey, issue
-from diloco.admission.keys import new_key
-from diloco.errors import SwarmError
 from diloco.sim.network import BACKLOG_BYTES, PIECE_BYTES, Link, Network, SimTransport
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
-from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Stream, Traffic
 from diloco.swarm.wire.transport import Reader, Transport, Writer
 
@@ -109,14 +104,6 @@ async def test_streams_share_an_uplink_fairly(town: Town) -> None:
     assert arrival["two"] == pytest.approx(6.0, abs=turns_s)
 
 
-async def test_two_senders_share_a_downlink_fairly(town: Town) -> None:
-    one, two = await town.peers("one", "two")
-    await town.peer("three", down=1 * MB)
-    await asyncio.gather(town.tell(one, "three", bytes(1 * MB)), town.tell(two, "three", bytes(3 * MB)))
-    await sleep(AGES_S)
-    assert [at for _, at in town.heard["three"]] == pytest.approx([2.0, 4.0], abs=0.1)
-
-
 async def test_a_writer_waits_while_its_backlog_is_large(town: Town) -> None:
     one = await town.peer("one", up=1 * MB)
     await town.peer("two")
@@ -166,21 +153,6 @@ async def test_a_crash_ends_streams_and_what_was_queued_is_lost(town: Town) -> N
     assert at == pytest.approx(2.5) and len(told) == pytest.approx(1 * MB, abs=70_000)
 
 
-async def test_a_writer_hears_that_the_other_side_ended_the_stream(town: Town) -> None:
-    one, two = await town.peers("one", "two", latency_s=0.5)
-
-    async def hangs_up(peer: str, reader: Reader, writer: Writer) -> None:
-        writer.write(b"no")
-        writer.close()
-
-    await two.handle("talk", hangs_up)
-    reader, writer = await one.open("two", "talk")
-    assert await reader.read(10) == b"no" and await reader.read(10) == b""
-    writer.write(b"but")
-    with pytest.raises(ConnectionResetError):
-        await writer.drain()
-
-
 async def test_a_cut_is_silence_and_what_waited_goes_on_when_mended(town: Town) -> None:
     one, _ = await town.peers("one", "two")
     writer = await town.stream(one, "two")
@@ -194,22 +166,6 @@ async def test_a_cut_is_silence_and_what_waited_goes_on_when_mended(town: Town) 
     town.network.mend("one", "two")
     await sleep(1)
     assert town.heard["two"] == [(b"hello", pytest.approx(10 + 30 + 5))]
-
-
-async def test_a_one_way_cut_stops_one_direction(town: Town) -> None:
-    """No stream opens in either."""
-    one, two = await town.peers("one", "two")
-    writers = [await town.stream(one, "two"), await town.stream(two, "one")]
-    town.network.cut("one", "two", one_way=True)
-    for writer in writers:
-        await ends_with(writer, b"hello")
-    await sleep(10)
-    assert town.told("two") == [] and town.told("one") == [b"hello"]
-    with pytest.raises(TimeoutError):
-        await two.open("one", "talk")
-    town.network.mend("two", "one")
-    await sleep(1)
-    assert town.told("two") == [b"hello"]
 
 
 async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) -> None:
@@ -240,33 +196,6 @@ async def test_noise_keeps_the_length_of_one_message_and_no_more(town: Town) -> 
     assert town.told("two") == [b"\0\0\0\3\xff\xff\xff" + b"\0\0\0\3def"]
 
 
-async def test_what_others_begin_at_a_peer_dies_with_it(town: Town) -> None:
-    """It belongs to that peer."""
-    one, loop, served = await town.peer("one"), town.loop, list[str]()
-
-    async def hangs(peer: str, reader: Reader, writer: Writer) -> None:
-        try:
-            served.append(f"{loop.owner} serves {peer}")
-            await sleep(1e6)
-        finally:
-            served.append("ends")
-
-    async def begins() -> None:
-        await town.network.join("two", []).handle("talk", hangs)
-
-    with loop.owned_by("two.1"):
-        await loop.create_task(begins())
-    with loop.owned_by("one.1"):
-        await loop.create_task(one.open("two", "talk"))
-    await sleep(1)
-    loop.kill("one.1")
-    await sleep(1)
-    assert served == ["two.1 serves one"]
-    loop.kill("two.1")
-    await sleep(1)
-    assert served == ["two.1 serves one", "ends"]
-
-
 async def test_a_transport_closed_late_does_not_end_the_next_life(town: Town) -> None:
     one, before = await town.peers("one", "two")
     town.network.crash("two")
@@ -279,32 +208,6 @@ async def test_a_transport_closed_late_does_not_end_the_next_life(town: Town) ->
     await after.close()
     with pytest.raises(ConnectionError, match="two cannot be reached"):
         await one.open("two", "talk")
-
-
-async def test_a_gate_lets_guests_in_and_strangers_not(town: Town) -> None:
-    """A guest greets once for all its streams; a stranger has another run's invitation, or none."""
-    key, served, refused = RunKey(new_key()), list[str](), list[str]()
-
-    def gate(key: RunKey) -> Gate:
-        return Gate(Admission(issue(key, "run", "worker", int(time.time()) + 1000)))
-
-    async def listen(peer: str, reader: Reader, writer: Writer) -> None:
-        served.append(peer)
-        writer.close()
-
-    gates = {"two": gate(key), "guest": gate(key), "other": gate(RunKey(new_key())), "none": Gate()}
-    peers = {name: town.network.join(name, [], Link(latency_s=0.1), its) for name, its in gates.items()}
-    gates["two"].on_refused = lambda peer, reason: refused.append(peer)
-    await peers["two"].handle("talk", listen)
-    for _ in range(2):
-        reader, _ = await peers["guest"].open("two", "talk")
-        assert await reader.read() == b""
-    assert served == ["guest", "guest"] and not refused
-    with pytest.raises(ConnectionError):
-        await peers["other"].open("two", "talk")
-    reader, _ = await peers["none"].open("two", "talk")
-    assert b"this run admits invited peers only" in await reader.read()
-    assert served == ["guest", "guest"] and refused == ["other", "none"]
 
 
 def test_a_doomed_stream_breaks_on_both_sides_as_seeds_decide() -> None:
@@ -337,18 +240,6 @@ async def test_records_live_as_long_as_they_were_stored_for(town: Town) -> None:
     assert await two.get("run/peers") == {"one": ["x", 1]}
     await sleep(10)
     assert await two.get("run/peers") == {} == await two.get("run/other")
-
-
-async def test_a_handler_that_fails_is_a_bug_that_its_peer_hears_of(town: Town) -> None:
-    one, two = await town.peers("one", "two")
-
-    async def buggy(peer: str, reader: Reader, writer: Writer) -> None:
-        raise ZeroDivisionError("oops")
-
-    await two.handle("talk", buggy)
-    await one.open("two", "talk")
-    with pytest.raises(SwarmError, match="a handler of two failed: ZeroDivisionError"):
-        await two.failed()
 
 
 class Trickle:

@@ -52,12 +52,6 @@ def test_sleepers_wake_in_the_order_of_their_times(delays: list[float]) -> None:
     assert all(at == pytest.approx(delay, abs=2 * RESOLUTION_S) for delay, at in woken)
 
 
-async def test_time_limits_are_virtual(loop: VirtualLoop) -> None:
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(asyncio.Event().wait(), 1000)
-    assert loop.time() == pytest.approx(1000)
-
-
 def test_a_deadlock_names_who_waits(loop: VirtualLoop) -> None:
     async def waits_for_nobody() -> None:
         await sleep(2.5)
@@ -96,13 +90,6 @@ async def test_an_owner_is_killed_with_all_that_it_started(loop: VirtualLoop) ->
     assert sorted(ended) == ["a killed", "b done", "child of a killed", "child of b done"]
 
 
-async def test_every_turn_is_counted_and_told(loop: VirtualLoop) -> None:
-    told: list[int] = []
-    loop.on_turn = lambda: told.append(loop.turns)
-    await sleep(1)
-    assert told == list(range(1, loop.turns + 1)) and len(told) > 1
-
-
 async def test_cancelled_timers_are_dropped_and_move_no_time(loop: VirtualLoop) -> None:
     first = [loop.call_later(0.5, pytest.fail) for _ in range(3)]
     rest = [loop.call_later(1e6 + number, pytest.fail) for number in range(10 * MANY_CANCELLED)]
@@ -136,14 +123,6 @@ async def test_work_of_a_thread_is_done_here(loop: VirtualLoop) -> None:
     seconds = iter([2.0, 1.0])
     loop.executor_s = lambda: next(seconds)
     assert (await asyncio.to_thread(lambda: loop.seconds), loop.seconds) == pytest.approx((2.0, 3.0))
-
-
-async def test_work_of_a_thread_goes_on_when_nobody_waits_for_it(loop: VirtualLoop) -> None:
-    loop.executor_s = lambda: 2.0
-    done: list[float] = []
-    waits = asyncio.ensure_future(asyncio.to_thread(lambda: done.append(loop.seconds)))
-    await at_times(loop, (1.0, waits.cancel), (1.5, lambda: done.append(waits.cancelled())))
-    assert done == [True, pytest.approx(2.0)]
 
 
 @pytest.mark.parametrize(("dies_at", "works"), [(1.0, False), (3.0, True)])
@@ -199,13 +178,6 @@ async def test_what_waited_for_a_frozen_owner_runs_in_its_order(loop: VirtualLoo
     else:
         assert said[0] == ("b2", 2.0) and said[-1] == ("a6", 6.0)
         assert said[1:-1] == [("thread", 5.0), ("a1", 5.0), ("a2", 5.0), ("a3", 5.0)]
-
-
-def test_what_is_left_of_a_frozen_owner_ends_with_the_loop() -> None:
-    with virtual_time() as loop:
-        task = starts(loop, "a", sleep(1e6))
-        loop.run_until_complete(at_times(loop, (0.5, lambda: loop.freeze("a"))))
-    assert task.cancelled()
 
 
 async def test_an_owner_reads_and_sleeps_by_its_own_clock(loop: VirtualLoop) -> None:
@@ -264,20 +236,6 @@ async def test_threads_take_turns_in_virtual_time(loop: VirtualLoop) -> None:
     assert said[:2] == [("fast", 1.0), ("fast", 2.0)]
     assert sorted(said[2:4]) == [("fast", 3.0), ("slow", 3.0)]
     assert said[4:] == [("slow", 6.0), ("slow", 9.0)]
-
-
-async def test_errors_cross_between_thread_and_loop(loop: VirtualLoop) -> None:
-    async def fails() -> None:
-        raise ValueError("in the loop")
-
-    def trainer() -> None:
-        with pytest.raises(ValueError, match="in the loop"):
-            step.call(fails())
-        raise KeyError("in the thread")
-
-    step = Lockstep(trainer, "one")
-    with pytest.raises(KeyError, match="in the thread"):
-        await step.run()
 
 
 async def test_a_killed_thread_unwinds_and_gets_nothing_more(loop: VirtualLoop) -> None:

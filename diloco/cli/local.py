@@ -2,31 +2,45 @@
 
 1. Every peer is `python -m diloco.train` with the same configuration and a name, a shard and a log of its own.
 2. The first starts the swarm and writes its address into the run directory, where the others wait for it.
-3. Their JSON lines become the live table (`children.py`); their summaries become summary.json.
+3. Their JSON lines become the live table; their summaries become summary.json.
 4. They take the accelerators of this machine in turn.
+
+The first Ctrl+C makes each peer leave cleanly, or kills it if it is not ready and has nothing to lose; the second kills
+all. A peer's standard input is a pipe from here: if this process is killed, the pipe closes and the peer leaves by
+itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 
-from diloco.cli.children import Child, Words, follow, forwarding, free_port, started
 from diloco.cli.table import LiveView, say_who_can_join
 from diloco.config import Config
-from diloco.errors import SwarmError
+from diloco.errors import DilocoError, SwarmError, UnsavedError, on_signals
 from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.plot import plot_losses
+from diloco.rundir.reporting import Finished, Message, Ready, Status, read_message
 from diloco.rundir.summary import Summary, merge_peer_summaries, write_contributions, write_summary
 
 __all__ = ["run"]
+
+LINGERING_S = 5.0
 
 
 def run(config: Config) -> int:
@@ -52,14 +66,16 @@ def _run(config: Config) -> int:
     words: Words = queue.Queue()
     with contextlib.ExitStack() as stack:
         children: list[Child] = []
-        stop = stack.enter_context(forwarding(children))  # first, or a peer would miss an early Ctrl+C
+        stop = stack.enter_context(_forwarding(children))  # first, or a peer would miss an early Ctrl+C
         for index in range(len(names)):
-            children.append(stack.enter_context(_peer(config, base, index, names, words)))
+            arguments, environment = _peer(config, base, index, names)
+            log = config.run.dir / "logs" / f"{names[index]}.log"
+            children.append(stack.enter_context(_started(names[index], arguments, log, environment, words)))
             if stop:
                 children[-1].stop()
                 break
         with LiveView(console, names, config.budget.outer_steps, title) as view:
-            follow(children, words, view)
+            _follow(children, words, view)
         return _conclude(config, children, bool(stop), time.monotonic() - began_at, console)
 
 
@@ -105,9 +121,8 @@ def _tell_result(config: Config, summary: Summary, stopped: bool, console: Conso
         console.print("run the same command again to go on", highlight=False)
 
 
-@contextlib.contextmanager
-def _peer(config: Config, base: Path, index: int, names: list[str], words: Words) -> Iterator[Child]:
-    """Starts one peer process, which never outlives this context."""
+def _peer(config: Config, base: Path, index: int, names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What python is given to start a peer, and variables of its environment."""
     name, count = names[index], len(names)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // count)
     overrides = [f"run.name={name}", "run.report=true", f"run.lead={str(index == 0).lower()}"]
@@ -124,9 +139,7 @@ def _peer(config: Config, base: Path, index: int, names: list[str], words: Words
         overrides.append(f"swarm.min_peers={max(config.swarm.min_peers, count)}")
         if index > 0 and not config.swarm.initial_peers:
             overrides.append(f"swarm.initial_peers=['@{(config.run.dir / 'address').absolute()}']")
-    arguments = ["-m", "diloco.train", "--config", str(base), *overrides]
-    with started(name, arguments, config.run.dir / "logs" / f"{name}.log", environment, words) as child:
-        yield child
+    return ["-m", "diloco.train", "--config", str(base), *overrides], environment
 
 
 def _shared_device(config: Config, index: int, count: int) -> list[str]:
@@ -139,4 +152,149 @@ def _shared_device(config: Config, index: int, count: int) -> list[str]:
     return [f"train.device={place(kind, index % there)}"] if 0 < there < count else []
 
 
-_port = functools.cache(free_port)  # the peers of one run share it
+@functools.cache  # the peers of one run share it
+def _port() -> int:
+    """A port of this machine on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Child:
+    """One peer process and what it said."""
+
+    name: str
+    process: subprocess.Popen[str]
+    log: Path
+    log_start: int  # bytes that earlier sessions wrote
+    ready: bool = False
+    begun: bool = False  # it or another one trains: ranks of data parallel say nothing of themselves
+    summary: Summary | None = None
+
+    @property
+    def exit(self) -> int:
+        """The exit code of a process that has ended; negative for the signal that ended it."""
+        return self.process.returncode
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """Make it leave, or end it at once if it is not ready: then it may wait for others, and hears no signal.
+
+        A second SIGINT ends a peer at once; another signal may come several times.
+        """
+        if self.process.poll() is None:
+            self.process.send_signal(number if self.ready or self.begun else signal.SIGKILL)
+
+    def complaint(self) -> str | None:
+        """The one-line error that the peer ended with."""
+        lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
+        found = [line for line in lines if line.startswith("diloco: error: ")]
+        return found[-1].removeprefix("diloco: error: ") if found else (lines[-1] if lines else None)
+
+    def error(self) -> DilocoError:
+        """That error, with the exit code."""
+        error = DilocoError(f"{self.name}: {self.complaint()} (log: {self.log})")
+        error.exit_code = self.exit
+        return error
+
+
+Words = queue.Queue[tuple[Child, Message | None]]
+"""What the peers say, in the order in which they say it; None when one has ended."""
+
+
+@contextlib.contextmanager
+def _started(
+    name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], words: Words
+) -> Iterator[Child]:
+    """Starts `python ARGUMENTS`, one peer, which never outlives this context."""
+    log.parent.mkdir(exist_ok=True)
+    with log.open("a") as errors:
+        log_start = log.stat().st_size
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,  # Ctrl+C in the terminal reaches this process only, which passes it on once
+        )
+    child = Child(name, process, log, log_start)
+    assert process.stdout is not None
+    listening = threading.Thread(target=_listen, args=(child, process.stdout, words), daemon=True)
+    listening.start()
+    threading.Thread(target=_wait, args=(child, listening, words), daemon=True).start()
+    try:
+        yield child
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _listen(child: Child, output: IO[str], words: Words) -> None:
+    for line in output:
+        with contextlib.suppress(ValueError):
+            content = json.loads(line)
+            message = read_message(content) if isinstance(content, dict) else None
+            if message is not None:
+                words.put((child, message))
+
+
+def _wait(child: Child, listening: threading.Thread, words: Words) -> None:
+    """Say that a peer has ended; what it has started may outlive it, and keep its output open."""
+    child.process.wait()
+    listening.join(LINGERING_S)
+    words.put((child, None))
+
+
+def _follow(children: list[Child], words: Words, view: LiveView) -> None:
+    """Show what the peers say until all have ended; a peer that fails before it is ready ends the others."""
+    running = {child.name for child in children}
+    while running:
+        child, message = words.get()
+        if message is not None:
+            child.ready |= isinstance(message, Ready)
+            if isinstance(message, Status) and message.state == "training":
+                for one in children:
+                    one.begun = True
+            if isinstance(message, Finished):
+                child.summary = message.summary
+            view.update(message)
+            continue
+        running.discard(child.name)
+        child.process.wait()
+        code = child.exit
+        if code == 0:
+            continue
+        state = "killed" if code < 0 else "failed"
+        view.update(Status(child.name, state=state))
+        view.note(f"{child.name} {state}: {child.complaint() if code > 0 else signal.Signals(-code).name}")
+        if code > 0 and not child.ready:
+            for other in children:
+                other.stop(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _forwarding(children: list[Child]) -> Iterator[list[int]]:
+    """Ctrl+C, or notice that the machine will be taken away: all leave cleanly. Ctrl+C twice: all are killed. Yields
+    the signals that came.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        killing = received.count(signal.SIGINT) > 1
+        for child in children:
+            if killing:
+                child.process.kill()
+            elif len(received) == 1:
+                child.stop()
+        if killing:
+            os._exit(UnsavedError.exit_code)
+
+    with on_signals(stop):
+        yield received

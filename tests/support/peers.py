@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.cli.children import free_port as free_port
 from diloco.config import OuterConfig, SwarmConfig
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
@@ -50,6 +49,13 @@ def dead_port() -> int:
     _held.append(socket.socket())
     _held[-1].bind(("127.0.0.1", 0))
     return int(_held[-1].getsockname()[1])
+
+
+def free_port() -> int:
+    """A port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def eventually(condition: Callable[[], T], what: str, timeout_s: float = DEADLINE_S) -> T:

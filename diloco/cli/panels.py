@@ -7,10 +7,11 @@ from dataclasses import astuple, dataclass
 from itertools import compress
 
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.table import STATE_STYLES, fitting
+from diloco.cli.table import STATE_STYLES
 from diloco.protocol.phase_seconds import PHASES
 from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import SHORT, FragmentRow, PeerRow, Round, Snapshot
@@ -188,4 +189,8 @@ def _table(
             table.add_row(Text(f"{len(rows) - limit} more", style="dim"))
         return table
 
-    return fitting(console, (table(optional[:number]) for number in range(len(optional) + 1)))
+    for number in range(len(optional) + 1):
+        fitting = table(optional[:number])
+        if Measurement.get(console, console.options.update(width=10_000), fitting).maximum <= console.width:
+            break
+    return fitting

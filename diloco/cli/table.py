@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -26,15 +25,11 @@ from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message,
 from diloco.rundir.summary import Summary
 from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
-__all__ = ["STATE_STYLES", "LiveView", "fitting", "hear_warnings", "invitation", "say_who_can_join"]
+__all__ = ["STATE_STYLES", "LiveView", "hear_warnings", "invitation", "say_who_can_join"]
 
 Clock = Callable[[], float]
 
 LINE_EVERY_S = 10.0  # between lines of a peer whose version does not change
-SLEPT_S = 30.0  # that the wall clock may gain on the one that stands still while a machine sleeps
-
-_COLUMNS = ("peer", "state", "version", "step", "loss", "held-out", "tok/s", "sent", "received")
-_DISPENSABLE = ("received", "step", "sent", "tok/s", "state")  # the first goes first
 
 STATE_STYLES = {
     "starting": "dim", "waiting": "yellow", "training": "green", "exchanging": "cyan", "evaluating": "magenta",
@@ -69,16 +64,13 @@ class LiveView:
     """
 
     def __init__(
-        self, console: Console, peers: Sequence[str], total_steps: int | None, title: str,
-        clock: Clock = time.monotonic, wall_clock: Clock = time.time,
-    ) -> None:  # fmt: skip
+        self, console: Console, peers: Sequence[str], total_steps: int | None, title: str, clock: Clock = time.monotonic
+    ) -> None:
         self._console = console
         self._total = total_steps
         self._title = title
         self._clock = clock
-        self._wall_clock = wall_clock
         self._began = clock()
-        self._awake_at = (self._began, wall_clock())
         self._rows = {peer: _Row(peer, self._began) for peer in peers}
         self._ready = False
         self._first: tuple[float, int] | None = None  # when training began, and at which version
@@ -97,7 +89,6 @@ class LiveView:
     def update(self, said: Said) -> None:
         """Shows a message: `Ready`, `Status` or `Finished`; others are ignored."""
         message = read_message(said)
-        self._look_at_clocks()
         if isinstance(message, Ready):
             self._show_ready(message)
         elif isinstance(message, Status | Finished):
@@ -123,13 +114,6 @@ class LiveView:
             for line in rest:  # for copying: nothing stands before it, and it is not broken
                 self._console.print(Text(line), soft_wrap=True)
         self._ready = True
-
-    def _look_at_clocks(self) -> None:
-        before, self._awake_at = self._awake_at, (self._clock(), self._wall_clock())
-        slept = self._awake_at[1] - before[1] - (self._awake_at[0] - before[0])
-        if slept >= SLEPT_S:
-            shown = f"this machine slept for {human_seconds(slept)}, or its clock was set"
-            self.note(f"{shown}; it catches up with the swarm and trains on")
 
     def note(self, text: str) -> None:
         """Prints a line above the table, for an event."""
@@ -176,66 +160,36 @@ class LiveView:
         return version if self._total is None else f"{version}/{self._total}"
 
     def render(self) -> RenderableType:
-        """The table, without the columns and rows that the terminal has no room for, over the progress bar."""
+        """The progress bar over the table, whose last rows have to go where the terminal has no room for them."""
         rows = list(self._rows.values())  # the refreshing thread must not see it grow
-        room = max(1, self._console.height - 6)
-        tables = (self._table(rows, room, _DISPENSABLE[:number]) for number in range(len(_DISPENSABLE) + 1))
-        return Group(fitting(self._console, tables), self._progress(rows))
-
-    def _table(self, rows: Sequence[_Row], room: int, without: Sequence[str]) -> Table:
-        evaluates = any(row.status.eval_loss is not None for row in rows)  # a volunteer leaves it to others
-        columns = [name for name in _COLUMNS if name not in without and (evaluates or name != "held-out")]
-        table = Table(title=Text(self._title), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-        for name in columns:
-            # A width of its own, so that the table does not jump when a state changes.
-            width = max(map(len, STATE_STYLES)) if name == "state" else None
-            table.add_column(name, justify="left" if name in ("peer", "state") else "right", min_width=width)
-        shown = rows if len(rows) <= room else rows[: room - 1]
-        for row in shown:
-            cells = self._cells(row)
-            table.add_row(*[cells[name] for name in columns])
-        if len(shown) < len(rows):
-            table.add_row(f"{len(rows) - len(shown)} more", style="dim")
+        table = Table(box=None, padding=(0, 1), pad_edge=False)
+        table.add_column("peer", min_width=4)
+        table.add_column("state", min_width=6)
+        for name in ("version", "step", "loss", "held-out", "tok/s", "sent", "received"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            one = row.status
+            step = "-" if one.inner_step is None else str(one.inner_step)
+            state = Text(one.state, style=STATE_STYLES.get(one.state, ""))
+            table.add_row(Text(row.peer), state, self._of(row), step, *_figures(one))
         if len(rows) > 1:
-            names = ("tokens_per_s", "bytes_sent", "bytes_received")
-            sums: dict[str, Any] = {name: _sum(getattr(row.status, name) for row in rows) for name in names}
-            cells = self._cells(_Row("together", 0.0, status=Status(**sums)))
-            cells |= dict.fromkeys(("version", "step", "loss", "held-out"), Text())
-            table.add_row(*[cells[name] for name in columns], style="dim")
-        return table
-
-    def _cells(self, row: _Row) -> dict[str, Text]:
-        return {
-            "peer": Text(row.peer),
-            "state": Text(row.status.state, style=STATE_STYLES.get(row.status.state, "")),
-            "version": Text(self._of(row)),
-            "step": Text("-" if row.status.inner_step is None else str(row.status.inner_step)),
-            "loss": Text(_loss(row.status.loss)),
-            "held-out": Text(_loss(row.status.eval_loss)),
-            "tok/s": Text(human_count(row.status.tokens_per_s)),
-            "sent": Text(human_bytes(row.status.bytes_sent)),
-            "received": Text(human_bytes(row.status.bytes_received)),
-        }
+            sums: dict[str, Any] = {}
+            for name in ("tokens_per_s", "bytes_sent", "bytes_received"):
+                known = [value for row in rows if (value := getattr(row.status, name)) is not None]
+                sums[name] = sum(known) if known else None
+            table.add_row("together", "", "", "", "", "", *_figures(Status(**sums))[2:], style="dim")
+        return Group(Text(self._title), self._progress(rows), table)
 
     def _progress(self, rows: Sequence[_Row]) -> RenderableType:
         now = self._clock()
         done = max((row.status.version or 0 for row in rows), default=0)
-        texts = [f"{done}/{self._total or '?'}", f"{human_seconds(now - self._began)} elapsed"]
-        texts.append(f"{self._remaining(now, done)} to go")
-        label = "outer steps"
         peers = max((row.status.peers or 0 for row in rows), default=0)
-        if peers and self._room(label, *texts, counted(peers, "peer")) >= 0:
-            texts.append(counted(peers, "peer"))
-        room = self._room(label, *texts)
+        texts = [f"{done}/{self._total or '?'}", f"{human_seconds(now - self._began)} elapsed"]
+        texts += [f"{self._remaining(now, done)} to go", *([counted(peers, "peer")] if peers else [])]
+        bar = [ProgressBar(total=self._total, completed=done, width=16)] if self._total else []
         grid = Table.grid(padding=(0, 1))
-        if self._total and room >= 8:
-            grid.add_row(label, ProgressBar(total=self._total, completed=done, width=min(60, room - 1)), *texts)
-        else:
-            grid.add_row(*([label] if room >= 0 else []), *texts)
+        grid.add_row("outer steps", *bar, *texts)
         return grid
-
-    def _room(self, *texts: str) -> int:
-        return self._console.width - sum(len(text) + 1 for text in texts)
 
     def _remaining(self, now: float, done: int) -> str:
         if self._total is None or self._first is None:
@@ -279,18 +233,10 @@ def invitation(addresses: Sequence[str], command: str = "diloco join") -> list[s
     return lines + [f"or, {scope(other)}: {command} {other}" for other in others[:4]]
 
 
-def fitting(console: Console, tables: Iterable[Table]) -> Table:
-    """The first table that is no wider than the console, or else the last one."""
-    for table in tables:
-        if Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width:
-            break
-    return table
-
-
 def _loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _figures(status: Status) -> list[str]:
+    rate, sent, received = human_count(status.tokens_per_s), status.bytes_sent, status.bytes_received
+    return [_loss(status.loss), _loss(status.eval_loss), rate, human_bytes(sent), human_bytes(received)]

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from diloco.errors import ConfigError
 from diloco.rundir.arms import Arm
-from diloco.rundir.compare import Run, time_to_loss, worst_loss
+from diloco.rundir.compare import time_to_loss, worst_loss
 from diloco.rundir.comparison import Comparison, compare
 from diloco.rundir.files import finite, prepare_run_directory
 from diloco.text import human_bytes, human_count, human_seconds
@@ -44,11 +44,10 @@ def run(
     if table is not None:
         found.to_csv(table, loss)
     if as_json:
-        reached = worst_loss(found.runs) if loss is None else loss
         content = {
-            "loss": reached,
+            "loss": worst_loss(found.runs) if loss is None else loss,
             "arms": [_arm(one) for one in found.arms],
-            "runs": [_record(one, reached) for arm in found.arms for one in arm.runs],
+            "runs": found.rows(loss),
             "gaps": [asdict(gap) | {"mean": gap.mean, "spread": gap.spread} for gap in found.gaps],
         }
         click.echo(json.dumps(finite(content), indent=2))
@@ -95,13 +94,6 @@ def show(found: Comparison, console: Console, loss: float | None = None) -> None
 def _arm(arm: Arm) -> dict[str, Any]:
     names = [one.name for one in arm.runs]
     return {"name": arm.name, "loss": arm.mean("loss"), "spread": arm.spread("loss"), "seeds": arm.seeds, "runs": names}
-
-
-def _record(one: Run, loss: float | None) -> dict[str, Any]:
-    names = ("name", "loss", "perplexity", "tokens", "virtual_s", "wall_s", "bytes_sent", "utilization", "exit")
-    reached_s = None if loss is None else time_to_loss(one, loss)
-    record = {name: getattr(one, name) for name in names}
-    return record | {"directory": str(one.directory), "time_to_loss_s": reached_s}
 
 
 def _time_to(arm: Arm, loss: float | None) -> float | None:

@@ -7,11 +7,10 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from diloco.rundir.compare import NOT_A_DIFFERENCE, Point, Run, name_runs
+from diloco.rundir.compare import NOT_A_DIFFERENCE, Point, Run, labels
 from diloco.rundir.plot import picture
 
 __all__ = ["AXES", "Arm", "arms_of", "name_arms", "plot_arms"]
@@ -81,17 +80,12 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
 
 
 def name_arms(arms: Sequence[Arm]) -> list[Arm]:
-    """The arms with names by the settings in which they differ, or else by their directories."""
-    if all(len(arm.runs) == 1 for arm in arms):
-        firsts = [replace(arm.runs[0]) for arm in arms]
-    else:
-        firsts = [replace(arm.runs[0], settings=_without_seed(arm.runs[0])) for arm in arms]
-    name_runs(firsts)
-    names = [_name(first, arm.runs) for first, arm in zip(firsts, arms, strict=True)]
-    unique = len(set(names)) == len(names)
-    return [
-        replace(arm, name=name if unique else first.name) for arm, name, first in zip(arms, names, firsts, strict=True)
-    ]
+    """The arms with names by the settings in which they differ, or else by the directories of their first runs."""
+    one_each = all(len(arm.runs) == 1 for arm in arms)
+    firsts = [arm.runs[0] for arm in arms]
+    settings = [first.settings if one_each else _without_seed(first) for first in firsts]
+    names = labels(settings, [first.directory for first in firsts])
+    return [replace(arm, name=name) for arm, name in zip(arms, names, strict=True)]
 
 
 def plot_arms(arms: Sequence[Arm], directory: Path, by: Sequence[str] = tuple(AXES)) -> list[Path]:
@@ -129,15 +123,6 @@ def plot_arms(arms: Sequence[Arm], directory: Path, by: Sequence[str] = tuple(AX
 
 def _without_seed(run: Run) -> dict[str, Any]:
     return {key: value for key, value in run.settings.items() if key != "run.seed"}
-
-
-def _name(first: Run, group: Sequence[Run]) -> str:
-    """What tells the arm apart; the directories of several runs have a beginning in common, or a parent."""
-    if len(group) == 1 or first.name != first.directory.resolve().name:
-        return first.name
-    letters = zip(*(run.directory.resolve().name for run in group), strict=False)
-    common = "".join(one[0] for one in takewhile(lambda one: len(set(one)) == 1, letters))
-    return common.rstrip("-_.=0123456789") or first.directory.resolve().parent.name
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

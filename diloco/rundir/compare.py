@@ -20,7 +20,7 @@ from diloco.errors import ConfigError
 from diloco.rundir.files import number, read_json_lines
 
 __all__ = [
-    "NOT_A_DIFFERENCE", "Point", "Run", "differing", "find_runs", "is_run", "name_runs", "read_json", "read_runs",
+    "NOT_A_DIFFERENCE", "Point", "Run", "differing", "find_runs", "is_run", "labels", "read_json", "read_runs",
     "time_to_loss", "worst_loss",
 ]  # fmt: skip
 
@@ -48,13 +48,16 @@ class Run:
     curve: list[Point] = field(default_factory=list)
     name: str = ""
     loss: float | None = None
-    perplexity: float | None = None
     tokens: int | None = None
     virtual_s: float | None = None
     wall_s: float | None = None
     bytes_sent: int | None = None
     utilization: float | None = None
     exit: int | None = None
+
+    @property
+    def perplexity(self) -> float | None:
+        return math.exp(self.loss) if self.loss is not None and self.loss < 700 else None
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
@@ -75,7 +78,8 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
 def read_runs(directories: Sequence[Path]) -> list[Run]:
     """Reads the runs, and gives them names that tell them apart."""
     runs = [_read(directory) for directory in directories]
-    name_runs(runs)
+    for run, name in zip(runs, labels([run.settings for run in runs], directories), strict=True):
+        run.name = name
     return runs
 
 
@@ -110,7 +114,7 @@ def _read(directory: Path) -> Run:
     member = read_json(directory / "member.json")
     run = Run(directory, _settings(directory / "config.yaml", member.get("overrides")))
     summary = read_json(directory / "summary.json")
-    run.loss, run.perplexity = number(_get(summary, "eval", "loss")), number(_get(summary, "eval", "perplexity"))
+    run.loss = number(_get(summary, "eval", "loss"))
     run.virtual_s, run.wall_s = number(summary.get("virtual_s")), number(summary.get("wall_s"))
     run.tokens, run.exit = _whole(_get(summary, "tokens", "applied")), _whole(summary.get("exit"))
     if run.exit is None:  # it wrote no summary, but the sweep knows its exit code
@@ -125,8 +129,6 @@ def _read(directory: Path) -> Run:
     run.curve = _curve(records, run, _whole(summary.get("outer_steps")) or 0)
     if run.loss is None and run.curve:
         run.loss = run.curve[-1].loss
-    if run.perplexity is None and run.loss is not None and run.loss < 700:
-        run.perplexity = math.exp(run.loss)
     if run.tokens is None:
         run.tokens = int(max((number(record.get("tokens")) or 0 for record in records), default=0)) or None
     return run
@@ -186,19 +188,17 @@ def _whole(value: Any) -> int | None:
     return None if found is None else int(found)
 
 
-def name_runs(runs: Sequence[Run]) -> None:
-    """Names each run by the settings in which it differs from others, or else by its directory."""
-    keys = differing([run.settings for run in runs])
-    for run in runs:
-        name = " ".join(f"{key}={_shown(run.settings[key])}" for key in keys if key in run.settings)
-        run.name = name if 0 < len(name) <= LONGEST_NAME else run.directory.resolve().name
-    count = Counter(run.name for run in runs)
-    for run in runs:
-        if count[run.name] > 1 and run.name != run.directory.resolve().name:
-            run.name = f"{run.name} ({run.directory.resolve().name})"
-    if len({run.name for run in runs}) < len(runs):  # two directories with the same name
-        for run in runs:
-            run.name = str(run.directory)
+def labels(settings: Sequence[Mapping[str, Any]], directories: Sequence[Path]) -> list[str]:
+    """A name for each by the settings in which it differs from others, or else by its directory."""
+    keys, places = differing(settings), [place.resolve().name for place in directories]
+    names = [" ".join(f"{key}={_shown(one[key])}" for key in keys if key in one) for one in settings]
+    names = [name if 0 < len(name) <= LONGEST_NAME else place for name, place in zip(names, places, strict=True)]
+    count = Counter(names)
+    names = [
+        f"{name} ({place})" if count[name] > 1 and name != place else name
+        for name, place in zip(names, places, strict=True)
+    ]
+    return names if len(set(names)) == len(names) else list(map(str, directories))
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

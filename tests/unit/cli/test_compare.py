@@ -151,7 +151,7 @@ def test_runs_of_one_setting_are_told_apart_by_directory(tmp_path: Path) -> None
     assert [run.name for run in read_runs(same)] == [str(place) for place in same]
     places = [make(tmp_path / name, f"run.seed={seed}") for name, seed in (("a-0", 0), ("a-1", 1), ("b-0", 0))]
     arms = sorted((arm.name, len(arm.runs)) for arm in arms_of(read_runs(places)))
-    assert arms == [("a", 2), ("b-0", 1)], "a seed that was run twice is no second seed"
+    assert arms == [("a-0", 2), ("b-0", 1)], "a seed that was run twice is no second seed"
 
 
 def test_there_is_a_curve_per_axis_of_any_number_of_runs(tmp_path: Path) -> None:
@@ -245,10 +245,10 @@ def test_runs_are_held_against_data_parallel_seed_by_seed(tmp_path: Path, typed:
     (broken / "summary.json").unlink()
     (broken / "metrics.jsonl").unlink()
     gaps = find_gaps(found(tmp_path))
-    assert [(gap.name, gap.seeds) for gap in gaps] == [("muon", (0, 1))]
+    assert [(gap.name, gap.seeds) for gap in gaps] == [("muon-0", (0, 1))]
     assert gaps[0].percent == pytest.approx((10.0, 10.0)) and gaps[0].spread == pytest.approx(0.0)
     places = [str(place) for place in tmp_path.iterdir()]  # of several nothing is drawn
-    assert "muon: held-out loss +10.0 ± 0.0 % over data parallel " in typed("compare", *places)
+    assert "muon-0: held-out loss +10.0 ± 0.0 % over data parallel " in typed("compare", *places)
     [gap] = json.loads(typed("compare", *places, "--json"))["gaps"]
     assert gap["percent"] == pytest.approx([10.0, 10.0]) and gap["mean"] == pytest.approx(10.0)
 

@@ -24,15 +24,14 @@ from diloco.protocol.states import State
 from diloco.text import plain
 
 __all__ = [
-    "MAX_FRAGMENTS", "MAX_HISTORY", "MAX_PACKED_BYTES", "MAX_PEERS", "MAX_PEER_ROUNDS", "MAX_TEXT_BYTES", "SHORT",
-    "Event", "FragmentRow", "LedgerTotals", "LossPoint", "PeerRound", "PeerRow", "Round", "RunInfo",
+    "MAX_FRAGMENTS", "MAX_HISTORY", "MAX_PACKED_BYTES", "MAX_PEERS", "MAX_TEXT_BYTES", "SHORT",
+    "Event", "FragmentRow", "LedgerTotals", "LossPoint", "PeerRow", "Round", "RunInfo",
     "Snapshot", "pack", "unpack",
 ]  # fmt: skip
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
 MAX_PEERS = 1024
 MAX_HISTORY = 512  # rounds, events, and points of the loss
-MAX_PEER_ROUNDS = 2048
 MAX_FRAGMENTS = 4096
 MAX_PACKED_BYTES = 16 * MAX_SNAPSHOT_PIECE_BYTES
 MAX_TEXT_BYTES = MAX_PACKED_BYTES
@@ -115,16 +114,6 @@ class Round(_Part):
     closed_at: Finite
 
 
-class PeerRound(_Part):
-    """One peer's round: how it spent the seconds before `ended_at`."""
-
-    peer_id: Name
-    round: Count
-    version: Version
-    ended_at: Finite
-    seconds: PhaseSeconds
-
-
 class LedgerTotals(_Part):
     """Where the tokens are: processed = applied + discarded + in_flight."""
 
@@ -166,7 +155,6 @@ class Snapshot(_Part):
     rounds: Annotated[list[Round], Field(max_length=MAX_HISTORY), FailFast()]
     ledger: LedgerTotals
     loss: Annotated[list[LossPoint], Field(max_length=MAX_HISTORY), FailFast()]
-    timeline: Annotated[list[PeerRound], Field(max_length=MAX_PEER_ROUNDS), FailFast()]
     events: Annotated[list[Event], Field(max_length=MAX_HISTORY), FailFast()]
     components: Annotated[
         list[Annotated[list[Name], Field(max_length=MAX_PEERS), FailFast()]], Field(max_length=64), FailFast()

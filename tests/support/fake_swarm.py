@@ -16,7 +16,6 @@ from diloco.protocol.snapshot import (
     FragmentRow,
     LedgerTotals,
     LossPoint,
-    PeerRound,
     PeerRow,
     Round,
     RunInfo,
@@ -96,14 +95,6 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
                 low=loss(when) - 0.1, high=loss(when) + 0.15,
             )
             for when in (elapsed_s * step / 300 for step in range(1, 301))
-        ],
-        timeline=[
-            PeerRound(
-                peer_id=peer_id(index), round=one, version=one, ended_at=ended[one] - (index % 5) / 20,
-                seconds=phases(index, one),
-            )
-            for one in newest[-6:]
-            for index in range(peers)
         ],
         events=[
             Event(at=at - 3.0 * index, kind="join", text=f"peer={peer_id(index % peers)} live={index}")

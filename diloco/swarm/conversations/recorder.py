@@ -48,7 +48,7 @@ class Recorder:
         self._protocol = protocol
         self._manifest_text = manifest_text
         self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
-        self._timeline: deque[schema.PeerRound] = deque(maxlen=schema.MAX_PEER_ROUNDS)
+        self._seconds: dict[int, tuple[float, ...]] = {}  # by version: rounds that peers told, and their sums by phase
         self._events: deque[schema.Event] = deque(maxlen=schema.MAX_HISTORY)
         self._loss: list[schema.LossPoint] = []
         self._loss_every_s = LOSS_EVERY_S
@@ -95,9 +95,10 @@ class Recorder:
         if seconds is not None and figures.rounds != self._told_rounds.get(peer, 0):
             self._told_rounds[peer] = figures.rounds
             version = min(status.versions, default=0)
-            self._timeline.append(
-                schema.PeerRound(peer_id=peer, round=figures.rounds, version=version, ended_at=now, seconds=seconds)
-            )
+            told = self._seconds.get(version, (0.0,) * (1 + len(PHASES)))
+            self._seconds[version] = tuple(map(sum, zip(told, (1.0, *astuple(seconds)), strict=True)))
+            if len(self._seconds) > schema.MAX_HISTORY:
+                self._seconds.pop(next(iter(self._seconds)))
         if figures.loss and (not self._loss or now - self._loss[-1].at >= self._loss_every_s):
             self._add_loss(now)
 
@@ -166,18 +167,20 @@ class Recorder:
         everybody = [myself, *protocol.members.all()]
         elsewhere = [peer for peer, named_at in self._named_since.items() if now - named_at > ELSEWHERE_S]
         newest = protocol.swarm_clock()[0]
-        by_version = _means(self._timeline)
+        seconds = {
+            version: PhaseSeconds(*(total / rounds for total in totals))
+            for version, (rounds, *totals) in self._seconds.items()
+        }
         return schema.Snapshot(
             run=_run(protocol, self._manifest_text, since + now),
             peers=[_peer(member, newest, now, protocol.address_book) for member in everybody[: schema.MAX_PEERS]],
             fragments=_fragments(protocol),
             rounds=[
-                row.model_copy(update={"closed_at": since + row.closed_at, "seconds": by_version.get(row.version)})
+                row.model_copy(update={"closed_at": since + row.closed_at, "seconds": seconds.get(row.version)})
                 for row in self._rounds
             ],
             ledger=self._ledger(everybody),
             loss=[point.model_copy(update={"at": since + point.at}) for point in self._loss],
-            timeline=[row.model_copy(update={"ended_at": since + row.ended_at}) for row in self._timeline],
             events=[event.model_copy(update={"at": since + event.at}) for event in self._events],
             components=[[member.peer for member in everybody[: schema.MAX_PEERS]], *([elsewhere] if elsewhere else [])],
             left_out=max(0, len(everybody) - schema.MAX_PEERS),
@@ -242,14 +245,6 @@ def _fragments(protocol: Peer) -> list[schema.FragmentRow]:
             )
         )
     return rows
-
-
-def _means(timeline: deque[schema.PeerRound]) -> dict[int, PhaseSeconds]:
-    """Mean seconds by phase of each version's rounds."""
-    rounds: dict[int, list[tuple[float, ...]]] = {}
-    for row in timeline:
-        rounds.setdefault(row.version, []).append(astuple(row.seconds))
-    return {version: PhaseSeconds(*map(_mean, zip(*rows, strict=True))) for version, rows in rounds.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

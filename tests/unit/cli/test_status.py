@@ -97,7 +97,6 @@ def test_a_round_is_recorded_once_with_peers_and_seconds() -> None:
     assert row.seconds is not None
     assert (row.seconds.compute, row.seconds.wait, row.seconds.comm) == (5.0, 1.0, 1.0)
     assert seen.run.at - row.closed_at == pytest.approx(4.0)
-    assert [(one.peer_id, one.round) for one in seen.timeline] == [(OTHER, 1), (ME, 1)]
     for term, version in ((1, 2), (1, 2), (2, 2), (1, 3)):  # a successor makes one again
         told(peer, recorder, published(version, term=term), 5.0)
     assert [row.version for row in recorder.snapshot(6.0).rounds] == [1, 2, 2]

@@ -6,27 +6,24 @@ Per parameter, with n peers that share F fragments, of which the busiest holds h
              layer whole; on an accelerator that trains on while it exchanges, 4/F for a copy of what is sent
     main     anchors 4; in h/F of the model: master 4, momentum 4, what others contribute, and what audits may ask for
 
-Each sequence that is computed at a time adds the activations that autograd keeps: a forward pass over tensors without
-values adds them up. `memory_rows` is the table, `memory_need` its sum, `fit_micro_batch` what fits.
+Each sequence that is computed at a time adds about 36 vectors per layer and token of activations. `memory_rows` is the
+table, `memory_need` its sum, `fit_micro_batch` what fits; where that was too much, the loop halves it.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 from diloco import model as models
 from diloco.config import Config, ModelConfig, OuterConfig
 from diloco.errors import ConfigError
 from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
-from diloco.model.forward import layers_of, recompute_layers_
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS
@@ -35,7 +32,6 @@ from diloco.train import devices
 from diloco.train.inner import moment_numel
 from diloco.train.island import Island
 from diloco.train.machine import GIB, Machine, machine_at
-from diloco.train.precision import autocast
 
 __all__ = ["MemoryNeed", "Row", "Split", "fit_micro_batch", "fitted", "memory_need", "memory_rows", "parameters_of"]
 
@@ -43,7 +39,10 @@ FP32 = 4
 TOKEN_BYTES = 8  # of a batch, which lies in main memory whole
 LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
 CHUNK_COPIES = 2.5  # of a chunk's logits: themselves, their gradient and its copy in a narrower dtype
-ACTIVATION_SLACK = 1.5  # for gradients of activations and for the allocator's fragmentation
+# Vectors of the hidden size that a layer keeps of a token, in fp32 and beside 16 bits: what autograd keeps of llama
+# models of 5M to 1B parameters, and half of it again for gradients of activations and the allocator's fragmentation.
+ACTIVATION_VECTORS, MIXED_VECTORS = 36.0, 23.0
+INPUT_VECTORS = 1.5  # of a layer that is recomputed
 STAGING_BUFFERS = 4  # of fp32 and CHUNK elements: two that are read from an accelerator, and two that are written to it
 STREAM_BLOCKS = 2  # of fp32 and CHUNK elements, for each contribution and update that is under way
 
@@ -172,7 +171,7 @@ def _outer_bytes(outer: OuterConfig, peers: int) -> float:
 
 
 def _sizes(config: Config) -> _Sizes:
-    model = _without_values(config.model, "meta")
+    model = _outline(config.model)
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layers = [models.num_parameters(layer) for stack in stacks for layer in stack]
     rest = models.num_parameters(model) - sum(layers)
@@ -182,94 +181,34 @@ def _sizes(config: Config) -> _Sizes:
 
 def parameters_of(settings: ModelConfig) -> int:
     """The number of parameters; tied ones count once. Raises `ConfigError` as `diloco.model.build` does."""
-    return models.num_parameters(_without_values(settings, "meta"))
+    return models.num_parameters(_outline(settings))
 
 
-def _without_values(settings: ModelConfig, device: str) -> nn.Module:
-    """The model without values: on PyTorch's `meta` device, or on any device under `FakeTensorMode`."""
-    with torch.device(device):
+def _outline(settings: ModelConfig) -> nn.Module:
+    with torch.device("meta"):
         return models.outline(settings)
-
-
-# -- activations ------------------------------------------------------------------------------------------------------
 
 
 def memory_need(config: Config, machine: Machine, peers: int | None = None, split: Split = ALONE) -> MemoryNeed:
     """Memory for training this configuration, with its precision. Without `peers` there is one for each fragment.
 
-    Activations are counted exactly only if a rough bound takes half of it. Raises `ConfigError` as
-    `diloco.model.build` does.
+    Raises `ConfigError` as `diloco.model.build` does.
     """
     config, sizes = _resolved(config, machine.precision), _sizes(config)
     rows = list(_rows(config, sizes, peers or config.outer.fragments, split, machine.device.type != "cpu"))
     on_device, in_main, spare = (
         sum(row.nbytes for row in rows if row.where == where) for where in ("device", "main", "spare")
     )
-    need = MemoryNeed(sizes.parameters, on_device, in_main, _rough_bytes(config), spare)
-    roomy = on_device + in_main + config.inner.batch_size * need.sequence_bytes
-    if roomy < min(machine.device_bytes, machine.main_bytes) / 2:
-        return need
-    return replace(need, sequence_bytes=sequence_bytes(config))
-
-
-def _rough_bytes(config: Config) -> float:
-    """An upper estimate of a sequence's activations: 40 vectors per layer and token, and the logits with gradients."""
-    shape = models.config_of(config.model).get_text_config()
-    layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
-    return float(config.data.sequence_length * (160 * layers * width + 24 * shape.vocab_size) or math.inf)
+    return MemoryNeed(sizes.parameters, on_device, in_main, sequence_bytes(config), spare)
 
 
 def sequence_bytes(config: Config) -> float:
-    """Bytes of activations that autograd keeps for the backward pass of one more sequence.
-
-    Counted in forward passes over tensors without values; estimated if the model cannot run without values.
-    """
-    try:
-        with FakeTensorMode():
-            model = _without_values(config.model, "cpu")
-            models.prepare_head_(model)
-            whole = _growth(config, model)
-            if config.train.checkpointing:
-                recompute_layers_(model)
-                layers = max(1, len(layers_of(model)))
-                inputs = FP32 * config.data.sequence_length * layers * _width(config)
-                outside = _growth(config, model)
-                whole = outside + inputs + (whole - outside) / layers
-    except Exception as error:  # layers that branch on values raise various types
-        logger.debug("the activations of %s are estimated: %r", config.model.name, error)
-        return _rough_bytes(config)
-    return ACTIVATION_SLACK * whole
-
-
-def _growth(config: Config, model: nn.Module) -> float:
-    # What does not grow with the sequences, such as copies of the weights in bf16, is no part of the result. It grows
-    # less, once, where logits are no more made whole.
-    kept = [_kept_bytes(config, model, sequences) for sequences in (1, 2, 3)]
-    return float(max(kept[1] - kept[0], kept[2] - kept[1]))
-
-
-def _width(config: Config) -> int:
-    return int(getattr(models.config_of(config.model).get_text_config(), "hidden_size", 0))
-
-
-def _kept_bytes(config: Config, model: nn.Module, sequences: int) -> int:
-    kept: list[Tensor] = []  # strong references, or a storage's id could be given out again
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    tokens = torch.zeros(sequences, config.data.sequence_length, dtype=torch.int64)  # (B, T)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        autocast(config, torch.device("cpu")),
-    ):
-        models.loss(model, tokens)
-    # Views share a storage, and a transposed weight is a view of a parameter.
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
-    for parameter in model.parameters():
-        storages.pop(parameter.untyped_storage()._cdata, None)
-    return sum(storages.values())
+    """About the bytes of activations of one sequence; 0 of a model whose config does not say its layers."""
+    shape = models.config_of(config.model).get_text_config()
+    layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
+    each = ACTIVATION_VECTORS if config.train.precision in ("fp32", "auto") else MIXED_VECTORS
+    vectors = each + INPUT_VECTORS * layers if config.train.checkpointing else each * layers
+    return float(FP32 * config.data.sequence_length * width * vectors)
 
 
 # -- what fits --------------------------------------------------------------------------------------------------------

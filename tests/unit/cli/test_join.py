@@ -28,7 +28,6 @@ from diloco.cli.volunteer import (
     move_aside,
     remember_addresses,
     volunteer_config,
-    with_settings,
 )
 from diloco.config import WIRE_VERSION, compose
 from diloco.config.address import Address
@@ -41,7 +40,7 @@ from diloco.swarm.visit.look import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
 from diloco.train.loop import Trainer
 from diloco.train.machine import GIB, Machine, inspect_machine
-from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need, sequence_bytes
+from diloco.train.memory import MemoryNeed, fit_micro_batch, sequence_bytes
 from tests.support.command_line import Typed
 from tests.support.joining import OTHER, found
 
@@ -245,20 +244,6 @@ def test_the_machine_is_looked_at_and_what_was_typed_wins() -> None:
     assert fit_to_machine(config, small)[1] == 3
     assert fit_to_machine(config, machine, ranks=4)[1] == 2, "each of four computes two of eight"
     assert fit_to_machine(compose(["train.micro_batch=2"]), small)[1] == 2
-
-
-def test_activations_grow_with_the_sequence_and_precision() -> None:
-    small = ["model.config.num_hidden_layers=1"]
-    short, long = (sequence_bytes(compose([*small, f"data.sequence_length={n}"])) for n in (64, 128))
-    assert 1e5 < short < 1e8 and 1.9 * short < long < 4.1 * short
-    config = compose(small)
-    fp32, bf16 = (sequence_bytes(with_settings(config, {"train.precision": one})) for one in ("fp32", "bf16"))
-    assert 0.4 * fp32 < bf16 < 0.9 * fp32 < memory_need(config, ROOMY).sequence_bytes
-    machine = replace(ROOMY, device=torch.device("cuda"), precision="bf16")
-    need = memory_need(with_settings(config, {"train.precision": "bf16"}), machine)
-    machine = replace(machine, device_bytes=need.device_bytes + 8.2 * bf16)
-    assert fit_to_machine(config, machine)[1] == 8
-    assert fit_to_machine(config, replace(machine, precision="fp32"))[1] == 4
 
 
 def trainer(micro_batch: int | None) -> Trainer:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from diloco import model as models
-from diloco.cli.volunteer import with_settings
 from diloco.config import Config, compose
 from diloco.errors import ConfigError
 from diloco.model.cross_entropy import CHUNK_BYTES
@@ -103,19 +102,24 @@ def test_the_need_is_the_sum_of_the_table() -> None:
     assert waiting == replace(need, spare_bytes=0.0)
 
 
-def test_a_large_model_has_logits_in_chunks_and_keeps_inputs() -> None:
+def test_a_large_model_has_logits_in_chunks() -> None:
     large = ["model=60m", "data.sequence_length=1024", "inner.batch_size=64"]
     for config, chunks in ((large, [("device", 2.5 * CHUNK_BYTES)]), (PLAIN, [])):
         rows = memory_rows(compose(config), 4)
         assert [(row.where, row.nbytes) for row in rows if row.what == "logits of a chunk"] == chunks
-    config = compose(["model=60m", "data.sequence_length=512"])
-    kept, recomputed = sequence_bytes(config), sequence_bytes(with_settings(config, {"train.checkpointing": True}))
-    shape = config.model.config
-    inputs = 1.5 * 4 * 512 * int(shape["hidden_size"]) * int(shape["num_hidden_layers"])
-    assert inputs < recomputed < kept / 2, "one of three layers exists whole at a time"
 
 
-@pytest.mark.slow
+def test_activations_grow_with_the_sequence_and_are_fewer_where_they_are_recomputed() -> None:
+    def found(*overrides: str) -> float:
+        return sequence_bytes(compose(["model=60m", *overrides]))  # 3 layers of 896
+
+    one = found("data.sequence_length=512")
+    assert one == 4 * 512 * 896 * 3 * 36
+    assert found("data.sequence_length=1024") == 2 * one
+    assert found("data.sequence_length=512", "train.checkpointing=true") == one * (36 + 3 * 1.5) / (3 * 36)
+    assert found("data.sequence_length=512", "train.precision=bf16") == one * 23 / 36
+
+
 def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def machine(free: float) -> Machine:
         found = Machine(torch.device("cpu"), "CPU", 2, 2, free, free, "fp32")

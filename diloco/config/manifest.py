@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Raised whenever peers of the old and the new version could not train together.
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 # A real manifest has about 1500 characters; a hostile one must not cost memory or time to parse.
 MAX_MANIFEST_CHARACTERS = 65536
 

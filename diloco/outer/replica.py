@@ -3,7 +3,7 @@
     encode        base - local, chunk by chunk, as payload           (every peer)
     hold          the syncer's half, `Held`: payloads -> update      (the syncer)
     apply         update -> anchor, then its digest is compared      (every peer)
-    stand by      update -> momentum and window, as on the syncer    (the backup)
+    stand by      update -> momentum and window, as on the syncer    (the heir)
 
 The *base* is the anchor that the local parameters started from. At a barrier it is the anchor itself. Where a fragment
 moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges. Parameters narrower than fp32
@@ -21,7 +21,7 @@ fragment of its memory (see `staging`).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -208,9 +208,9 @@ class Replica:
             raise PayloadError(f"an update of fragment {fragment} has {update.numel()} bytes")
         local, transition = self._local[fragment], None if step is None else self.optimizer.transition(step)
         held = self.held.get(fragment)  # the syncer before this one published once more
-        state = self.standby.get(fragment) if held is None else held.state
-        if step is None or state is None or not state.fits(step):
-            state = None
+        state = None if step is None else self.standby.get(fragment) if held is None else held.state
+        if state is not None and step is not None:
+            state.join_(step)
         for chunk, (start, stop) in enumerate(self.chunks[fragment]):
             payload = update[local.update_at[chunk] : local.update_at[chunk + 1]]
             anchor = local.anchor[start:stop]
@@ -261,14 +261,16 @@ class Replica:
         """Whether a backup has anything to know, and can compute it from the updates."""
         return self.optimizer.can_follow and (self.settings.momentum > 0 or self.settings.windowed)
 
-    def stand_by(self, fragment: int, state: OuterState | None = None) -> None:
-        """Become backup: follow momentum and window from this state on; without one they are zeros, at version 0."""
-        self.standby[fragment] = self._zeros(fragment) if state is None else state
+    def stand_by(self, fragments: Collection[int]) -> None:
+        """Be backup of these fragments, and of no others: follow momentum and window, from zeros on."""
+        if self.can_stand_by:
+            wanted = [fragment for fragment in fragments if fragment not in self.held]
+            self.standby = {one: self.standby.get(one) or self._zeros(one) for one in wanted}
 
     def hold(
         self, fragment: int, version: int = 0, master: Tensor | None = None, state: OuterState | None = None
     ) -> None:
-        """Become syncer of the anchor at that version, with this outer state, or keep the one there is.
+        """Become syncer of the anchor at that version, with the outer state of a checkpoint, or keep the one there is.
 
         Without either the master starts at the anchor, with momentum and window of the backup, or zeros.
         """

@@ -13,27 +13,32 @@ from diloco.outer.payloads import Codec, buffer
 
 __all__ = ["OuterState", "adopt_", "state_root"]
 
+SETTLED = 16  # steps after which less than 1e-5 of an error in the momentum is left
+
 
 @dataclass
 class OuterState:
     """Momentum and window of a fragment, which both follow from the published updates alone.
 
     Attributes:
-        version: the version that they belong to. It stays behind when a backup misses an update.
+        version: the version that they belong to.
         vectors: the momentum and the optimizer's further vectors, such as the window; each (numel,) fp32.
         pushes: contributions in the window.
         delay: contributions that make it full.
+        followed: steps in a row that made the vectors. The error of a momentum that began at zeros, or missed a step,
+            is less than half after each further one (see `Linear.follow_`).
     """
 
     version: int
     vectors: tuple[Tensor, ...]
     pushes: int = 0
     delay: int = 1
+    followed: int = 0
 
     @classmethod
-    def zeros(cls, numel: int, num_buffers: int, version: int = 0) -> OuterState:
+    def zeros(cls, numel: int, num_buffers: int) -> OuterState:
         """The state before the first step."""
-        return cls(version, tuple(torch.zeros(numel) for _ in range(1 + num_buffers)))
+        return cls(0, tuple(torch.zeros(numel) for _ in range(1 + num_buffers)))
 
     @property
     def momentum(self) -> Tensor:
@@ -42,7 +47,7 @@ class OuterState:
 
     def clone(self) -> OuterState:
         """The same in memory of its own."""
-        return OuterState(self.version, tuple(vector.clone() for vector in self.vectors), self.pushes, self.delay)
+        return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
 
     def with_buffers(self, num_buffers: int) -> OuterState:
         """The same with so many further vectors; those of an older checkpoint, which has none, begin anew."""
@@ -64,15 +69,27 @@ class OuterState:
 
     def took_(self, step: OuterStep) -> None:
         """The vectors are those after this step."""
-        self.version, self.delay = step.version + 1, step.delay
+        self.version, self.delay, self.followed = step.version + 1, step.delay, self.followed + 1
         self.pushes = (step.pushes + step.contributions) % step.delay
 
     def settle_(self, version: int) -> None:
         """Belong to the anchor at that version. Of another version only the momentum is worth keeping."""
         if self.version != version:
-            self.version, self.pushes = version, 0
+            self.version, self.pushes, self.followed = version, 0, 0
             for further in self.vectors[1:]:
                 further.zero_()
+
+    def join_(self, step: OuterStep) -> None:
+        """Go on with a step that does not follow what is here; what its window holds already is not known."""
+        if not self.fits(step):
+            self.version = -1
+            self.settle_(step.version)
+            self.pushes, self.delay = step.pushes, step.delay
+
+    @property
+    def known(self) -> bool:
+        """Whether the momentum is the syncer's, but for rounding."""
+        return self.followed >= min(self.version, SETTLED)
 
 
 def state_root(master: Tensor, state: OuterState) -> bytes:

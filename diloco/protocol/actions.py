@@ -77,14 +77,10 @@ class Merge:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Fetch the fragment from one of the donors, in that order, and report it by `Peer.adopted`.
-
-    `outer` asks for the syncer's master and momentum too, because the donor is handing the fragment over.
-    """
+    """Fetch the fragment from one of the donors, in that order, and report it by `Peer.adopted`."""
 
     fragment: int
     donors: tuple[str, ...]
-    outer: bool
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,6 @@ class Busy(Enum):
     NO = "no"
     MERGING = "merging"
     CATCHING_UP = "catching up"
-    INHERITING = "inheriting"  # a leaver is asked for its outer state, and makes no version after it gave that
 
 
 @dataclass(eq=False)
@@ -91,7 +90,6 @@ class Fragment:
         vacant_since: since when the fragment has had no living syncer; None while it has one.
         syncer: collects the next version, while this peer holds the lease.
         busy: what is being done to the anchor.
-        handed_over: this peer leaves and gave the outer state away; a later version would be missing from that.
         closed_at: when the merge that is under way was decided.
         past: digests of the versions before this one, as far as they were here in a row.
         lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
@@ -122,7 +120,6 @@ class Fragment:
     vacant_since: float | None = None
     syncer: Syncer | None = None
     busy: Busy = Busy.NO
-    handed_over: bool = False
     closed_at: float | None = None
     past: dict[int, str] = field(default_factory=dict)
     lighter: str = ""

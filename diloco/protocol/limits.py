@@ -23,7 +23,7 @@ from diloco.protocol.messages.base import MAX_FRAME_BYTES
 __all__ = [
     "ACCUSATIONS", "ACCUSATIONS_PER_S", "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS",
     "COPIES", "FILE_BYTES", "FILE_BYTES_IN_ALL", "FILE_BYTES_S", "LONGEST_DOUBT_S",
-    "MAX_PEERS", "MIN_BYTES_PER_S", "OUTER_COPIES", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
+    "MAX_PEERS", "MIN_BYTES_PER_S", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
     "REFUSALS_PER_S", "REQUEST_BYTES", "UNSHOWN", "UNSHOWN_PER_S", "Bucket", "Buckets", "Dials", "EventLines",
     "Limiter", "Newest", "audited_parts", "bulk_streams", "control_messages", "control_streams", "frame_bytes",
 ]  # fmt: skip
@@ -46,7 +46,7 @@ MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE = 128, 4
 LONGEST_DOUBT_S = 60.0  # before a donor is asked again whose version was not believed
 # Copies of a fragment, and how slowly they are read.
-COPIES, OUTER_COPIES = 4, 2
+COPIES = 4
 MIN_BYTES_PER_S, PATIENCE_S = 2.0**14, 600.0
 # Audits: proofs that are looked at, and parts of a version that one peer is shown: four times what it may draw alone.
 ACCUSATIONS, ACCUSATIONS_PER_S = 4.0, 1 / 30
@@ -64,7 +64,7 @@ LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 
 CAUSED_BY_OTHERS: Mapping[str, str] = {
     "audit_failed": "syncer", "beyond_bounds": "peer", "claim": "peer", "claim_ignored": "peer",
-    "contribution_broke": "syncer", "digest_mismatch": "", "fetch_failed": "donor", "handover_refused": "peer",
+    "contribution_broke": "syncer", "digest_mismatch": "", "fetch_failed": "donor",
     "inner_state_failed": "donor", "join": "peer", "leave": "peer", "lighter_history": "peer", "lost": "peer",
     "lying_donor": "peer", "missing": "", "penalty": "peer", "proved": "peer", "refused": "peer",
     "refused_us": "peer", "same_data": "", "unbelieved": "donor", "unseated": "peer",

@@ -223,7 +223,6 @@ class Peer(Elector):
         fragment.ended(Busy.CATCHING_UP)
         fragment.certified(record, lines)
         if shares is not None:
-            fragment.ended(Busy.INHERITING)  # an update of this peer's own exchange does not end it
             fragment.shares = dict(shares)
         if contributors is not None:
             self.accounts.credit(fragment, version, contributors)
@@ -247,7 +246,6 @@ class Peer(Elector):
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
         self.fragments[fragment].ended(Busy.CATCHING_UP)
-        self.fragments[fragment].ended(Busy.INHERITING)
 
     def outweighs(self, index: int, donor: str, version: int, digest: str, now: float) -> list[Action]:
         """The history here goes on, and not that of this donor, which has a certificate of another anchor.
@@ -266,11 +264,6 @@ class Peer(Elector):
             fragment.disputed_since = now
             told = self._tell(now, at_once=True)
         return [Note("lighter_history", {"fragment": index, "peer": donor, "version": version}), *told, *self.tick(now)]
-
-    def handed_over(self, fragment: int) -> None:
-        """This peer leaves, and gave the fragment's outer state away: later versions would be missing from that."""
-        if self.state == "leaving":
-            self.fragments[fragment].handed_over = True
 
     # -- syncer's side ------------------------------------------------------------------------------------------------
 
@@ -335,7 +328,7 @@ class Peer(Elector):
 
     def _close_versions(self, now: float) -> list[Action]:
         """Close what can be closed; each such fragment is `MERGING` from then on."""
-        if all(fragment.syncer is None for fragment in self.fragments):
+        if self.retired or all(fragment.syncer is None for fragment in self.fragments):
             return []
         self._hear_myself(now)
         waited_for: dict[str, Member] | None = None  # found only if a version may close
@@ -345,7 +338,7 @@ class Peer(Elector):
             syncer = fragment.syncer
             if syncer is not None and self.lockstep and syncer.has_late and self.over():
                 syncer.drop_late()
-            idle = syncer is not None and fragment.busy is Busy.NO and not fragment.handed_over
+            idle = syncer is not None and fragment.busy is Busy.NO
             if syncer is None or not idle or not syncer.may_close(now) or overtaken(self, fragment):
                 continue
             if waited_for is None:
@@ -382,13 +375,11 @@ class Peer(Elector):
         index, lease = fragment.index, fragment.lease
         if fragment.busy is not Busy.NO:
             return []
-        if lease is not None and lease.holder in self.members:  # the holder is leaving
-            fragment.busy = Busy.INHERITING
-            self.leases.vacate(index)  # its outer state is asked for once; if that fails, we go on without
-            return [CatchUp(index, (lease.holder,), outer=True)]
+        if lease is not None and lease.holder in self.members:
+            self.leases.vacate(index)  # its holder leaves: its claim is not kept beside the one that follows
         if ahead := donors(self, index, fragment.version + 1):
             fragment.busy = Busy.CATCHING_UP
-            return [CatchUp(index, tuple(ahead), outer=False)]
+            return [CatchUp(index, tuple(ahead))]
         term = max(fragment.term, fragment.floor) + 1
         if term > MAX_COUNT:
             return []

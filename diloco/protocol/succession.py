@@ -102,7 +102,7 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
             able = (lease.holder,)
         if able:
             fragment.busy = Busy.CATCHING_UP
-            found.append(CatchUp(fragment.index, able, outer=False))
+            found.append(CatchUp(fragment.index, able))
     return found
 
 

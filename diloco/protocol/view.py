@@ -92,6 +92,7 @@ class View:
         self.penalties = Penalties()
         self.sync_s = 0.0  # from a decision to close until contributors have the update; rises at once, falls slowly
         self.heals = self.takeovers = 0
+        self.retired = False  # it is about to leave, and makes no more versions: its heirs would miss them
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.deposed: set[str] = set()  # peers that hold nothing any more, unless most believe them
         self.liars: set[str] = set()  # identities that are out for good; the gate remembers them
@@ -334,13 +335,6 @@ class View:
         if self._heirs[0] != depends_on:
             self._heirs = (depends_on, self._find_heirs())
         return self._heirs[1]
-
-    def may_inherit(self, peer: str, fragment: int) -> bool:
-        """Whether a peer gets the outer state of a fragment: its heir, or while this peer leaves, whoever may claim it.
-
-        Peers that know different members may name different heirs for a moment. The one that is refused asks again.
-        """
-        return peer in self.able() if self.state == "leaving" else self.heirs().get(fragment) == peer
 
     def able(self) -> list[str]:
         """Peers that can hold fragments; this one comes last."""

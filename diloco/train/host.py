@@ -29,7 +29,7 @@ __all__ = ["Host"]
 
 
 class Host:
-    """A swarm `node` over parameters that it does not train. On leaving it hands over its fragments with their state.
+    """A swarm `node` over parameters that it does not train. On leaving it lets others claim its fragments.
 
     Entering raises `SwarmError` when the swarm cannot be reached or refuses this host; nothing stays open then.
     """

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from diloco.outer.replica import Replica
 from diloco.protocol.syncer import Syncer
 from tests.support.stories import TOKENS_PER_ROUND, Belief, agreed, story
 
@@ -171,16 +170,8 @@ def test_a_late_joiner_takes_nothing_and_is_soon_merged(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_leaver_hands_its_fragments_over_with_their_state(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it is not that of the anchor, the next version breaks an invariant."""
-    handed_over: set[int] = set()
-    hold = Replica.hold
-
-    def holds(self: Replica, fragment: int, version: int = 0, *outer: Any) -> None:
-        handed_over.update([fragment] * bool(outer))
-        hold(self, fragment, version, *outer)
-
-    monkeypatch.setattr(Replica, "hold", holds)
+def test_the_heirs_of_a_leaver_have_its_momentum(seed: int) -> None:
+    """They followed the updates. Its last version is theirs."""
     with story(seed, outer_steps=6) as swarm:
         swarm.begin("abcd")
         swarm.run_until(lambda: swarm.version("a") == 1, "the first outer step")
@@ -189,13 +180,14 @@ def test_a_leaver_hands_its_fragments_over_with_their_state(seed: int, monkeypat
         given = swarm.held(leaver)
         swarm.crowd.leave(leaver)
         swarm.run_until(lambda: swarm.crowd.lives[leaver].ended == "left", "it has left")
-        assert given and handed_over == set(given)
         nodes = swarm.run_to_the_end()
         agreed(swarm, nodes, version=6)
         assert len(nodes) == 3
         told = [swarm.kinds(node.protocol.name) for node in nodes]
         assert all(kinds["leave"] + kinds["lost"] == 1 for kinds in told)
-        assert all(swarm.last_beliefs[0][fragment].term == 2 for fragment in given)
+        assert given and all(swarm.last_beliefs[0][fragment].term == 2 for fragment in given)
+        taken = [line for line in swarm.crowd.story if " takeover " in line and "'term': 2" in line]
+        assert len(taken) == len(given) and all("'momentum': 'kept'" in line for line in taken)
 
 
 @seeds

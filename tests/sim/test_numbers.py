@@ -172,7 +172,7 @@ def test_a_state_that_leaps_is_refused() -> None:
         host = StubHost(OTHER)
         anchor = host.replica.anchors[0] + 1
         record = record_of(MAX_COUNT, "f" * 64, digest_of(anchor), {}, author=OTHER)
-        header = StateHeader(fragment=0, digest=digest_of(anchor), record=record, outer=False)
+        header = StateHeader(fragment=0, digest=digest_of(anchor), record=record)
         with pytest.raises(PayloadError, match="no run gets from version 0 to version"):
             await host.anchors.adopt_state(FragmentState(header, anchor, donor=OTHER))
         assert host.protocol.versions == [0]

@@ -47,7 +47,7 @@ class StubFetcher:
         self.donors: list[str] = []
 
     async def fetch(
-        self, donor: str, fragment: int, have: int, outer: bool, dishonest: set[str]
+        self, donor: str, fragment: int, have: int, dishonest: set[str]
     ) -> Sequence[UpdateRecord] | FragmentState:
         self.asked.append(have)
         self.donors.append(donor)
@@ -138,10 +138,10 @@ class StubHost:
         claim = Claim(fragment=0, term=2, version=version, digest=digest_of(anchor))
         self.do(self.protocol.heard(OTHER, claim, self.now()))
 
-    async def catch_up(self, answers: Answers, outer: bool = False) -> None:
+    async def catch_up(self, answers: Answers) -> None:
         """Fetch what is newer from the other peer, which answers so."""
         self.client.answers = answers
-        await self.anchors.catch_up(0, [OTHER], outer=outer)
+        await self.anchors.catch_up(0, [OTHER])
 
     async def learn(self) -> None:
         """Load the anchors, and take a step from them that takes 1 from each parameter."""
@@ -162,7 +162,7 @@ class StubHost:
         said = {"shares": shares, "author": OTHER, "skipped": skipped}
         record = record_of(version, "f" * 64, digest, {}, **said) if version else None
         lines = [line_of(peer, share.last_version - 1, "f" * 64, share.tokens) for peer, share in shares.items()]
-        header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, lines=lines, outer=False)
+        header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, lines=lines)
         return FragmentState(header, anchor, donor=OTHER)
 
     def record(self, version: int, anchor: Tensor, before: str | None = None, norm: float = 100.0) -> UpdateRecord:

@@ -204,33 +204,6 @@ def test_a_joiner_draws_parts_from_three_donors_and_finishes_when_one_dies(
     victim.close()
 
 
-@pytest.mark.slow
-def test_a_leaver_hands_its_outer_state_over_bit_for_bit(crowds: Any) -> None:
-    crowd = crowds(fragments=5, codec_up="int8", codec_down="e3m0")
-    peers = crowd.start(3)
-    train(crowd, peers, range(2))
-    leaver, *others = peers
-    handed = {
-        fragment: (state.master.clone(), state.state.momentum.clone()) for fragment, state in outer_of([leaver]).items()
-    }
-    assert handed and all(bool(momentum.any()) for _, momentum in handed.values())
-    kept = [peer.holds() for peer in others]
-    leaver.leave(False)
-    leaver.close()
-    assert not leaver.said("gave_up_waiting")
-    eventually(lambda: sorted(outer_of(others)) == list(range(5)), "the successors to hold everything")
-    for fragment, (master, momentum) in handed.items():
-        state = outer_of(others)[fragment]
-        assert not torch.equal(master, leaver.replica.anchors[fragment]), "there is a residual to hand over"
-        assert torch.equal(state.master, master) and torch.equal(state.state.momentum, momentum)
-    assert all(set(before) <= set(peer.holds()) for before, peer in zip(kept, others, strict=True))
-    terms = {fragment: 2 if fragment in handed else 1 for fragment in range(5)}
-    eventually(lambda: all(peer.terms() == terms for peer in others), "both to know the new terms")
-    train(crowd, others, range(2, 3))
-    crowd.finish(*others)
-    assert others[0].digest == others[1].digest
-
-
 def test_a_peer_without_accelerator_holds_the_fragments_and_follows(crowds: Any) -> None:
     crowd = crowds(codec_up="int8", codec_down="int8")
     host = crowd.peer(trains=False).start()

@@ -24,7 +24,7 @@ from diloco.protocol.messages.base import (
     Units,
     at_most_keys,
 )
-from diloco.protocol.messages.heads import MAX_LINES, Delay, Line, Record, check_window
+from diloco.protocol.messages.heads import MAX_LINES, Line, Record
 from diloco.protocol.numbers import (
     MAX_COUNT,
     Count,
@@ -113,7 +113,7 @@ class Receipt(Message, kind="receipt"):
 
 
 class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEMBERS):
-    """Asks for a fragment's newest anchor, and with `outer` also for the syncer's outer state.
+    """Asks for a fragment's newest anchor.
 
     A donor that still has the update records from `have_version` on sends them instead. Else, with `in_parts`, it sends
     a `PartList` and waits for a `PartRequest` on the same stream.
@@ -122,7 +122,6 @@ class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEM
     manifest_hash: Digest
     fragment: Index
     have_version: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = -1
-    outer: bool = False
     in_parts: bool = False
 
 
@@ -173,20 +172,10 @@ class PartRequest(Message, kind="part_request", place=Place.REQUEST, roles=MEMBE
 
 
 class StateHeader(Anchor, kind="state"):
-    """Header of a fragment's state: the fp32 anchor follows. After it come with `outer` the master, the momentum, and
-    the window of a windowed optimizer, which has `pushes` of its `delay` contributions.
+    """Header of a fragment's state: the anchor follows.
 
     As the answer to a `PartRequest` it is followed by one part, and it has no shares: the `PartList` had them.
     """
-
-    outer: bool
-    pushes: Count = 0
-    delay: Delay = 1
-
-    @model_validator(mode="after")
-    def _window_is_not_full(self) -> StateHeader:
-        check_window(self.pushes, self.delay)
-        return self
 
 
 class UnitRequest(Message, kind="unit_request", place=Place.REQUEST, roles=WORKERS):

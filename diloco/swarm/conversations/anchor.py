@@ -1,10 +1,8 @@
 """A fragment's anchor, from a peer that has it to one that is behind.
 
 1. Newcomer: state request, with the version that it has. Donor: the update records that are missing, if it has them
-   and they are smaller than the state; otherwise the state: the anchor, and with `outer` also the syncer's master and
-   momentum (`parts.AnchorDonor`).
-2. An anchor of more than one part is only listed, and comes in parts from several donors at a time (see `parts`). With
-   the outer state, which only the syncer has, it comes whole.
+   and they are smaller than the state; otherwise the state, which is the anchor (`parts.AnchorDonor`).
+2. An anchor of more than one part is only listed, and comes in parts from several donors at a time (see `parts`).
 3. What was published meanwhile is fetched as the records that are missing, once the anchor is adopted.
 """
 
@@ -48,7 +46,7 @@ class AnchorFetcher:
         return announcing(self._context, fragment, lease.version)
 
     async def fetch(
-        self, donor: str, fragment: int, have: int, outer: bool, dishonest_donors: set[str]
+        self, donor: str, fragment: int, have: int, dishonest_donors: set[str]
     ) -> Sequence[framing.UpdateRecord] | framing.FragmentState:
         """Get the records that are missing after version `have` from a donor, otherwise the state.
 
@@ -56,17 +54,15 @@ class AnchorFetcher:
 
         Args:
             have: -1 asks for the state.
-            outer: ask for the donor's master and momentum too. All of it then comes from this donor alone.
             dishonest_donors: peers that are asked for no parts. A donor that sends what its header or the list of
                 parts does not name is added, and becomes the event `lying_donor`.
         """
         context, replica = self._context, self._context.replica
-        in_parts = not outer and 1 < len(part_ranges(replica.fragments[fragment].numel)) <= MAX_PARTS
+        in_parts = 1 < len(part_ranges(replica.fragments[fragment].numel)) <= MAX_PARTS
         request = StateRequest(
             manifest_hash=context.protocol.manifest_hash,
             fragment=fragment,
             have_version=have,
-            outer=outer,
             in_parts=in_parts,
         )
         async with context.open(donor) as stream:
@@ -82,8 +78,6 @@ class AnchorFetcher:
                 header = expect(answer, StateHeader)
                 if header.fragment != fragment:
                     raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
-                if header.outer and not outer:
-                    raise PayloadError(f"asked for the anchor of fragment {fragment}, got its outer state too")
                 check_anchor(context.protocol, header, donor)
                 return await framing.receive_state(stream, replica, fragment, header)
             except framing.WrongDigestError:

@@ -14,7 +14,6 @@ from diloco.outer.codecs import Codec, codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
-from diloco.outer.state import OuterState, state_root
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import StateHeader
 from diloco.protocol.messages.heads import Record
@@ -62,30 +61,15 @@ class UpdateRecord:
 
 @dataclass(frozen=True, eq=False)
 class FragmentState:
-    """A fragment's anchor (numel,) fp32, which has the digest of its header; and from a syncer its outer state: the
-    master, with momentum and window.
+    """A fragment's anchor (numel,) fp32, which has the digest of its header.
 
     On the way an anchor takes 4 bytes per element; with `outer.codec_down=fp16` it takes 2, because all its values are
-    exact in fp16. The outer state travels as fp32.
+    exact in fp16.
     """
 
     header: StateHeader
     anchor: Tensor
-    outer: tuple[Tensor, OuterState] | None = None
     donor: str = ""
-
-
-def intact(state: FragmentState) -> bool:
-    """Whether the outer state that came with an anchor is the one to which the author of its version committed.
-
-    That of a syncer which has made no version yet is not: it took the fragment over without one, or at version 0.
-    """
-    record = state.header.record
-    if record is None or state.outer is None:
-        return False
-    master, kept = state.outer
-    window = ((record.head.pushes + len(record.lines)) % record.head.delay, record.head.delay)
-    return (kept.pushes, kept.delay) == window and state_root(master, kept) == record.head.state
 
 
 async def send_records(stream: Stream, records: Sequence[UpdateRecord], replica: Replica) -> None:
@@ -140,34 +124,24 @@ def _payloads(update: Tensor, replica: Replica, fragment: int) -> Sequence[Tenso
 
 
 async def send_state(stream: Stream, state: FragmentState, replica: Replica) -> None:
-    """Write a fragment's state: its header, then the anchor and fp32 vectors, which nobody changes meanwhile."""
+    """Write a fragment's state: its header, then the anchor, which nobody changes meanwhile."""
     await stream.send(state.header)
     await send_vector(stream, state.anchor, codec=anchor_codec(replica, state.header.version))
-    if state.outer is not None:
-        master, kept = state.outer
-        for vector in (master, *kept.vectors):
-            await send_vector(stream, vector)
 
 
 async def receive_state(stream: Stream, replica: Replica, fragment: int, header: StateHeader) -> FragmentState:
-    """Read the vectors that follow the header of a state.
+    """Read the anchor that follows the header of a state.
 
     Raises `PayloadError` when it is of another fragment, or holds values that are not finite, and `WrongDigestError`
     when the anchor is not the one that the header names.
     """
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
-    vectors = [torch.empty(replica.fragments[fragment].numel)]
-    await receive_vector(stream, vectors[0], codec=anchor_codec(replica, header.version))
-    for _ in range(2 + replica.optimizer.num_buffers if header.outer else 0):
-        vectors.append(torch.empty_like(vectors[0]))
-        await receive_vector(stream, vectors[-1])
-    if await in_thread(digest_of, vectors[0]) != header.digest:
+    anchor = torch.empty(replica.fragments[fragment].numel)
+    await receive_vector(stream, anchor, codec=anchor_codec(replica, header.version))
+    if await in_thread(digest_of, anchor) != header.digest:
         raise WrongDigestError(f"the state of fragment {fragment} has another digest than its header")
-    if not header.outer:
-        return FragmentState(header, vectors[0], donor=stream.peer)
-    kept = OuterState(header.version, tuple(vectors[2:]), header.pushes, header.delay)
-    return FragmentState(header, vectors[0], (vectors[1], kept), stream.peer)
+    return FragmentState(header, anchor, stream.peer)
 
 
 async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK, codec: Codec = STATE_CODEC) -> None:

@@ -10,8 +10,7 @@
 5. When no donor is left (the swarm has moved on), what has arrived is kept for the next attempt, which begins anew.
 
 Memory: one fp32 vector of the fragment for the newcomer, into which the parts are received. A donor has one for each
-version that somebody still reads, however many do, and of a few versions at most (`limits`). The same holds for the
-outer state, which only the heir of a fragment gets.
+version that somebody still reads, however many do, and of a few versions at most (`limits`).
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.digest import part_digest, part_digests, part_ranges
 from diloco.outer.fragments import CHUNK
-from diloco.outer.held import Held
 from diloco.protocol.download import MAX_DONORS, PartPlan
-from diloco.protocol.limits import COPIES, MIN_BYTES_PER_S, OUTER_COPIES, PATIENCE_S
+from diloco.protocol.limits import COPIES, MIN_BYTES_PER_S, PATIENCE_S
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
 from diloco.protocol.rendezvous import score
@@ -45,7 +43,7 @@ from diloco.swarm.conversations.framing import (
 )
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.deadline import within
-from diloco.swarm.wire.streams import BROKEN, Stream, only_stream
+from diloco.swarm.wire.streams import BROKEN, Stream
 
 __all__ = ["AnchorDonor", "Download", "PartialAnchor", "announcing", "copy_state"]
 
@@ -124,7 +122,7 @@ class Download:
         listed = self._list
         header = StateHeader(
             fragment=listed.fragment, digest=listed.digest, record=listed.record, shares=listed.shares,
-            lines=listed.lines, outer=False,
+            lines=listed.lines,
         )  # fmt: skip
         return FragmentState(header, self._anchor, donor=self._donor)
 
@@ -188,42 +186,18 @@ async def fetch_part(context: Context, stream: Stream, listed: PartList, part: i
     await receive_vector(stream, out, PIECE, anchor_codec(context.replica, header.version))
 
 
-async def copy_state(context: Context, fragment: int, outer: bool = False) -> FragmentState:
-    """A copy of a fragment's anchor as it is now, and with `outer` of its outer state where this peer has it.
-
-    The originals move on while a slow peer reads. A version that closes first goes first: the peer that takes the outer
-    state over would make the next one without it.
-    """
-    protocol, replica = context.protocol, context.replica
-    while True:
-        async with context.locks[fragment].reading():
-            held = replica.held.get(fragment) if outer else None
-            if held is None or not protocol.merging(fragment):
-                return await _copy_state(context, fragment, held)
-        await context.tasks.until(lambda: not protocol.merging(fragment))
-
-
-async def _copy_state(context: Context, fragment: int, held: Held | None) -> FragmentState:
-    """The lock is held."""
-    protocol, replica = context.protocol, context.replica
-    anchor, state = replica.anchors[fragment], None
-    if held is not None:
-        protocol.handed_over(fragment)
-        state = await in_thread(lambda: (held.master.clone(), held.state.clone()))
-    anchor, here = await in_thread(anchor.clone), protocol.fragments[fragment]
-    if here.record is None and here.version > 0:
-        raise PayloadError(f"version {here.version} of fragment {fragment} has no certificate")
-    header = StateHeader(
-        fragment=fragment,
-        digest=here.digest,
-        record=here.record,
-        outer=state is not None,
-        pushes=0 if state is None else state[1].pushes,
-        delay=1 if state is None else state[1].delay,
-        shares=protocol.accounts.shares(fragment),
-        lines=here.further_lines(),
-    )
-    return FragmentState(header, anchor, state)
+async def copy_state(context: Context, fragment: int) -> FragmentState:
+    """A copy of a fragment's anchor as it is now, which may move on while a slow peer reads."""
+    async with context.locks[fragment].reading():
+        anchor = await in_thread(context.replica.anchors[fragment].clone)
+        here = context.protocol.fragments[fragment]
+        if here.record is None and here.version > 0:
+            raise PayloadError(f"version {here.version} of fragment {fragment} has no certificate")
+        header = StateHeader(
+            fragment=fragment, digest=here.digest, record=here.record,
+            shares=context.protocol.accounts.shares(fragment), lines=here.further_lines(),
+        )  # fmt: skip
+    return FragmentState(header, anchor)
 
 
 class AnchorDonor:
@@ -235,8 +209,6 @@ class AnchorDonor:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._outer: WeakValueDictionary[tuple[int, str], FragmentState] = WeakValueDictionary()
-        self._heirs: dict[tuple[str, int], Stream] = {}  # on which an heir reads the outer state of a fragment
         self._kept: WeakValueDictionary[tuple[int, str], FragmentState] = WeakValueDictionary()
         self._copying = [asyncio.Lock() for _ in context.replica.fragments]
 
@@ -245,39 +217,15 @@ class AnchorDonor:
         context, fragment = self._context, request.fragment
         self._check(request)
         await context.tasks.until(lambda: not context.protocol.merging(fragment))
-        records = [] if request.outer else context.records_since(fragment, request.have_version)
+        records = context.records_since(fragment, request.have_version)
         if records:
             await send_records(stream, records, context.replica)
-        elif request.in_parts and not request.outer:
-            await within(self._patience_s(fragment), self._offer(stream, fragment))
         else:
-            send = self._send_outer if request.outer else self._send_whole
+            send = self._offer if request.in_parts else self._send_whole
             await within(self._patience_s(fragment), send(stream, fragment))
 
     async def _send_whole(self, stream: Stream, fragment: int) -> None:
         await send_state(stream, await self.freeze(fragment), self._context.replica)
-
-    async def _send_outer(self, stream: Stream, fragment: int) -> None:
-        """Send the outer state to an heir. A stream on which it read this before ends."""
-        if not self._context.protocol.may_inherit(stream.peer, fragment):
-            raise PayloadError(f"only the heir of fragment {fragment} gets its outer state")
-        with only_stream(self._heirs, fragment, stream):
-            await send_state(stream, await self._freeze_outer(fragment), self._context.replica)
-
-    async def _freeze_outer(self, fragment: int) -> FragmentState:
-        """Anchor and outer state as they are now; heirs that ask for the same version share a copy."""
-        protocol = self._context.protocol
-        async with self._copying[fragment]:
-            await self._context.tasks.until(lambda: not protocol.merging(fragment))
-            kept = self._outer.get((fragment, protocol.fragments[fragment].digest))
-            if kept is not None:
-                protocol.handed_over(fragment)
-                return kept
-            if sum(copied == fragment for copied, _ in self._outer) >= OUTER_COPIES:
-                raise PayloadError(f"the outer state of fragment {fragment} is being read here; try again later")
-            state = await copy_state(self._context, fragment, outer=True)
-            self._outer[fragment, state.header.digest] = state
-            return state
 
     def _patience_s(self, fragment: int) -> float:
         """How long a peer may read a fragment."""

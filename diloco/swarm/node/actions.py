@@ -81,7 +81,7 @@ class Actions:
             case Renumber():
                 context.tasks.spawn(self._anchors.renumber(action.fragment, action.above))
             case CatchUp():
-                context.tasks.spawn(self._anchors.catch_up(action.fragment, action.donors, action.outer))
+                context.tasks.spawn(self._anchors.catch_up(action.fragment, action.donors))
 
     def _take_over(self, action: Hold) -> None:
         """Hold a fragment. One that had another syncer goes on with the momentum that is known here, or with none."""
@@ -89,8 +89,8 @@ class Actions:
         if action.term > 1:
             version, standby = context.protocol.fragments[fragment].version, context.replica.standby.get(fragment)
             momentum = "kept" if fragment in context.replica.held else "restarted"
-            if standby is not None:
-                momentum = "kept" if standby.version == version else "stale"
+            if standby is not None and standby.followed:
+                momentum = "kept" if standby.version == version and standby.known else "stale"
             context.note("takeover", fragment=fragment, term=action.term, version=version, momentum=momentum)
         context.replica.hold(fragment, context.protocol.fragments[fragment].version)
 

@@ -31,7 +31,7 @@ from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.conversations.certificates import Unbelieved, check_follows
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import FragmentState, UpdateRecord, intact
+from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.auditor import Auditor
 from diloco.swarm.node.bounds import Bounds, step_of
@@ -139,14 +139,14 @@ class Anchors:
 
     # -- from donors --------------------------------------------------------------------------------------------------
 
-    async def catch_up(self, fragment: int, donors: Sequence[str], outer: bool = False, whole: bool = False) -> None:
+    async def catch_up(self, fragment: int, donors: Sequence[str], whole: bool = False) -> None:
         """Fetch a fragment from the first donor that has what its header says.
 
-        That are the records that are missing here, or the state when they do not fit, or when `whole` or `outer` asks
-        for it. A donor whose version is not believed is not asked again for a second, then for two, and so on. When no
+        That are the records that are missing here, or the state when they do not fit, or when `whole` asks for it. A
+        donor whose version is not believed is not asked again for a second, then for two, and so on. When no
         donor answers, the peers are asked that have the version that the syncer published last.
         """
-        further = [] if outer else [one for one in self.fetcher.further_donors(fragment) if one not in donors]
+        further = [one for one in self.fetcher.further_donors(fragment) if one not in donors]
         dishonest: set[str] = set()
         now, here = self._context.now(), self._protocol.fragments[fragment]
         for donor in [*donors, *further]:
@@ -157,7 +157,7 @@ class Anchors:
                 if donor in dishonest:
                     break
                 try:
-                    fetched = await self.fetcher.fetch(donor, fragment, have, outer, dishonest)
+                    fetched = await self.fetcher.fetch(donor, fragment, have, dishonest)
                     if isinstance(fetched, FragmentState):
                         await self.adopt_state(fetched)
                     elif not await self.adopt_records(fetched):
@@ -233,7 +233,7 @@ class Anchors:
         return digest
 
     async def adopt_state(self, state: FragmentState) -> None:
-        """Take a fetched anchor over, and the outer state that came with it; `PayloadError` when it is not newer.
+        """Take a fetched anchor over; `PayloadError` when it is not newer.
 
         One of another history is taken over if that goes on (see `protocol.forks`), by the syncer under a number above
         both.
@@ -302,26 +302,19 @@ class Anchors:
     async def _replace(self, state: FragmentState) -> None:
         header, fragment = state.header, state.header.fragment
         here = self._protocol.fragments[fragment]
-        if here.syncer is None and state.outer is None and _only_renumbers(header.record, here):
-            self._protocol.catch_up_failed(fragment)  # should an outer state have been asked for, it did not come
+        if here.syncer is None and _only_renumbers(header.record, here):
             self._renumbered(here, header.record)
             return
         await self.bounds.adopt(state, here)
         base, _ = self.loaded[fragment]
         await self.about_to_move(fragment, [peer for peer, share in header.shares.items() if share.last_version > base])
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
-        outer = state.outer if await in_thread(intact, state) else None
-        if state.outer is not None and outer is None and header.record is not None:
-            self._context.note("handover_refused", fragment=fragment, version=header.version, peer=state.donor)
-        if outer is not None:
-            self._replica.hold(fragment, header.version, *outer)
         if fragment == CONTROL_FRAGMENT:
             self._recount(header.shares)
             if header.record is not None:
                 self._protocol.accounts.hear_data_cursor(header.record.head)
         self.moved(
-            fragment, header.version, header.digest, outer is not None, shares=header.shares, record=header.record,
-            lines=header.lines,
+            fragment, header.version, header.digest, shares=header.shares, record=header.record, lines=header.lines
         )  # fmt: skip
 
     async def about_to_move(self, fragment: int, contributors: Collection[str]) -> None:
@@ -339,19 +332,15 @@ class Anchors:
         fragment: int,
         version: int,
         digest: str,
-        outer: bool = False,
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
         record: Record | None = None,
         lines: Iterable[Line] | None = None,
     ) -> None:
-        """Tell the protocol that the anchor, whose lock is held, is at another version.
-
-        The outer state came with it (`outer`), or begins anew from it.
-        """
-        if not outer and self._protocol.fragments[fragment].syncer is not None:
+        """Tell the protocol that the anchor, whose lock is held, is at another version; its master begins there."""
+        if self._protocol.fragments[fragment].syncer is not None:
             self._replica.held[fragment].restart(version)
-        elif not outer:
+        else:
             self._replica.release(fragment)
         now = self._context.now()
         self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares, record, lines))

@@ -27,7 +27,6 @@ from diloco.swarm.conversations.units import LeasedData, UnitSupply
 from diloco.swarm.node.actions import Actions
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.node.auditor import Auditor
-from diloco.swarm.node.backups import Backups
 from diloco.swarm.node.dht import RECORD_PERIOD_S, learn_terms, store_leases
 from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.mesh import ControlMesh
@@ -75,7 +74,6 @@ class Node:
         merging = Merging(context, self._anchors)
         self._actions = Actions(context, self._mesh, self._anchors, merging, self._server)
         self.rounds = Rounds(context, self._anchors, self._units)
-        self._backups = Backups(context, self._anchors)
         self._interrupted = False
         self._paused_at = math.inf
 
@@ -148,7 +146,7 @@ class Node:
                 self._paused_at, said = math.inf, protocol.status()
                 protocol.progress(said.inner_step, said.target_steps, STALL_FACTOR / PAUSE_LIMIT_S, said.tokens)
             context.do(protocol.heartbeat(context.now(), (self.traffic.bytes_sent, self.traffic.bytes_received)))
-            self._backups.follow()
+            self._stand_by()
             self._units.refill()
             if context.now() - stored_at >= RECORD_PERIOD_S:
                 stored_at = context.now()
@@ -328,6 +326,19 @@ class Node:
 
     # -- between two rounds -------------------------------------------------------------------------------------------
 
+    def _stand_by(self) -> None:
+        """Be backup of what would come to this peer now, and of nothing else.
+
+        Where versions do not wait for this peer, it fetches them as they are published: an update that it misses would
+        be missing from the momentum. Its anchor then moves while it trains.
+        """
+        protocol, replica = self.protocol, self.replica
+        if protocol.state == "starting":
+            return  # a newcomer's link is busy with what it needs to begin
+        replica.stand_by(protocol.backs_up())
+        keeps_up = protocol.trains and replica.settings.staleness_limit > 0
+        protocol.followed = set(replica.standby) if keeps_up else set()
+
     async def pause(self) -> None:
         """The training loop takes no inner steps until the next `enter`: it evaluates, or it saves."""
         self._paused_at = self.context.now()
@@ -366,6 +377,10 @@ class Node:
 
         await self.rounds.cancel()
         self.leased.expect(0)
+        if not finished:
+            self.protocol.retired = True  # heirs claim as soon as they hear that this peer leaves
+            fragments = range(len(self.replica.fragments))
+            await self.context.tasks.until(lambda: not any(map(self.protocol.merging, fragments)))
         await self.enter("done" if finished else "leaving")
         patience_s = LEAVE_FLOOR_S + 3 * (self.rounds.longest_exchange_s or UNMEASURED_S)
         if finished:

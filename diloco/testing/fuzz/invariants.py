@@ -10,9 +10,7 @@ After every turn, of every living node that something happened to:
 - a version of a fragment under one term has one author and one digest, as long as all peers could always reach each
   other (two sides of a split may claim the same term);
 - its public record of who contributed how much is what its anchors are made of, and the swarm clock is the sum of it;
-- no version is beyond the bound of a peer, also where contributors lie;
-- a syncer that got the outer state from a peer that left makes the next version with the master and the momentum that
-  belong to its anchor, as long as all peers could always reach each other.
+- no version is beyond the bound of a peer, also where contributors lie.
 
 At the end, when everything is healed and everybody is done:
 
@@ -32,14 +30,11 @@ At the end, when everything is healed and everybody is done:
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from diloco.outer.digest import digest_of
 from diloco.outer.held import Held, Judged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
@@ -70,7 +65,6 @@ class Watch:
         self._seen: dict[str, tuple[list[int], list[str]]] = {}
         self._authors: dict[tuple[int, int, int], tuple[str, str]] = {}
         self._accused: list[str] = []
-        self._outer: defaultdict[str, set[str]] = defaultdict(set)  # by the digest of an anchor: those beside it
         crowd.on_life = self._observe
         crowd.loop.on_turn = self._look
 
@@ -153,17 +147,16 @@ class Watch:
             before = replica.held.get(fragment)
             hold(fragment, version, *outer)
             if replica.held[fragment] is not before:
-                self._watch_held(replica.held[fragment], handed_over=bool(outer))
+                self._watch_held(replica.held[fragment])
 
         replica.hold = holds  # type: ignore[method-assign, assignment]
         for held in replica.held.values():
             self._watch_held(held)
 
-    def _watch_held(self, held: Held, handed_over: bool = False) -> None:
+    def _watch_held(self, held: Held) -> None:
         take, fold_whole, merge_, restart = held.take, held.fold_whole, held.merge_, held.restart
         taken: dict[str, list[bytes]] = {}  # by peer, chunk by chunk; a few values, or zeros, may be those of others
         folded: list[bytes] = []
-        came_with = digest_of(held.anchor) if handed_over else ""
 
         def takes(chunk: int, peer: str, payload: Tensor, *counts: float) -> None:
             take(chunk, peer, payload, *counts)
@@ -173,18 +166,8 @@ class Watch:
             fold_whole(payloads, *rest)
             folded.append(b"".join(payload.numpy().tobytes() for payload in payloads))
 
-        if not handed_over:  # a backup has the momentum, and lacks what the codec has not said yet
-            self._outer[digest_of(held.anchor)].add(outer_state(held))
-
         def merges(step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
-            known = self._outer[digest_of(held.anchor)]
-            if known and handed_over and not self._crowd.torn and outer_state(held) not in known:
-                raise Violation(
-                    f"a new syncer makes version {step.version + 1} of fragment {held.fragment.index} with the "
-                    f"outer state of another version"
-                )
             digest = merge_(step, update, judged)
-            self._outer[digest].add(outer_state(held))
             whole = [peer for peer in sorted(taken) if len(taken[peer]) == len(held.chunks)]
             counted = [peer for peer in whole if judged is None or peer in judged[0]]
             self.lineage.payloads[digest] = [*folded, *(b"".join([peer.encode(), *taken[peer]]) for peer in counted)]
@@ -197,8 +180,6 @@ class Watch:
 
         def restarts(version: int) -> None:
             restart(version)
-            if digest_of(held.anchor) != came_with:  # the momentum stays where another history won
-                self._outer[digest_of(held.anchor)].add(outer_state(held))
             forget()
 
         held.take, held.fold_whole = takes, folds  # type: ignore[method-assign, assignment]
@@ -262,11 +243,6 @@ class Watch:
                     f"{name} collects for version {syncer.version + 1} of fragment {fragment}, and its anchor is at "
                     f"version {peer.versions[fragment]}"
                 )
-
-
-def outer_state(held: Held) -> str:
-    """The digest of a master, its momentum and its window."""
-    return digest_of(torch.cat([held.master, *held.state.vectors]))
 
 
 def moving(node: Node, fragment: int) -> bool:

@@ -287,7 +287,6 @@ class _Stage:
                 StateRequest(**run, fragment=fragment),
                 StateRequest(**run, fragment=fragment, have_version=max(0, protocol.versions[fragment] - 1)),
                 StateRequest(**run, fragment=fragment, in_parts=True),
-                StateRequest(**run, fragment=fragment, outer=True),
                 PartRequest(**run, fragment=fragment, digest=protocol.digests[fragment], part=0),
                 InnerRequest(**run), UnitRequest(**run, wanted=1, has=[]), ManifestRequest(), SnapshotRequest(),
                 Probe(sends=0, wants=1), DialBack(addresses=[]),

@@ -49,7 +49,7 @@ OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
 HAND_WRITTEN = """{
-  "wire_version": 9,
+  "wire_version": 10,
   "run": {"seed": 3, "id": "golden"},
   "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
             "codec_up": "int8", "codec_down": "e3m0"},
@@ -73,9 +73,9 @@ CANONICAL = (
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":null,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"robust":"auto","rounds":null,"staggered":false,"staleness_exponent":0.0,'
     '"staleness_limit":0,"sync_every":25,"weights":"tokens"},"run":{"id":"golden","key":null,"seed":3},'
-    '"wire_version":9}'
+    '"wire_version":10}'
 )
-GOLDEN_HASH = "5d9e3f604309f9515678efb10fb388f41277b424d5e065af16c422c57fdafbd1"
+GOLDEN_HASH = "31ce28d96bb4291d4d4e84dbbcdf1905db9354a680dc2d2dca35bcf381e64946"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -444,7 +444,7 @@ def edited(key: str, *value: object) -> str:
     return json.dumps(content)
 
 
-NOT_OURS = "this diloco speaks 9; install the same version on all peers"
+NOT_OURS = "this diloco speaks 10; install the same version on all peers"
 
 
 @pytest.mark.parametrize(

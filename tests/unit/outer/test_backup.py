@@ -35,7 +35,7 @@ class Rounds:
         start[:400] += 1.0
         self.syncer, self.backup = (Replica({"w": start}, partition({"w": NUMEL}, 1), plan) for _ in range(2))
         self.syncer.hold(0)
-        self.backup.stand_by(0)
+        self.backup.stand_by([0])
         self.drift = self.noise()
 
     def noise(self) -> Tensor:
@@ -99,17 +99,14 @@ def test_what_the_codec_loses_of_a_movement_is_not_missing(optimizer: str) -> No
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("how", ["handed over", "taken over"])
-def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str, how: str) -> None:
+def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str) -> None:
     """Eight contributions move the master as far, whoever was syncer of which."""
     undisturbed, rounds = (Rounds("fp32", optimizer=optimizer) for _ in range(2))
     start = rounds.syncer.anchors[0].clone()
     for version in range(8):
         merged(undisturbed.syncer, undisturbed.deltas(1))
         if version == 3:
-            before = rounds.syncer.held[0]
-            given = [before.master.clone(), before.state.clone()] if how == "handed over" else []
-            rounds.backup.hold(0, version, *given)
+            rounds.backup.hold(0, version)
             rounds.syncer = rounds.backup
         update, step = merged(rounds.syncer, rounds.deltas(1))
         if version < 3:
@@ -129,31 +126,50 @@ def test_a_successor_follows_a_last_version_of_its_predecessor() -> None:
     assert_same(rounds.backup.held[0].state, rounds.syncer.held[0].state)
 
 
-def test_a_backup_that_missed_an_update_keeps_only_its_momentum() -> None:
-    rounds = Rounds("int8", optimizer="delayed_nesterov")
-    rounds.versions(3)
-    known = rounds.backup.standby[0].clone()
-    assert known.version == 3 and known.pushes == 1
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_backup_that_begins_late_or_misses_an_update_is_soon_right(optimizer: str) -> None:
+    rounds = Rounds("int8", optimizer=optimizer)
+    for _ in range(3):
+        rounds.publish()
+    rounds.backup.anchors[0].copy_(rounds.syncer.anchors[0])
+    for followed in (1, 16, 32):
+        rounds.versions(16 if followed > 1 else 1)
+        state, true = rounds.backup.standby[0], rounds.syncer.held[0].state
+        error = relative_error(true.momentum, state.momentum)
+        assert (state.version, state.pushes, state.known) == (true.version, true.pushes, followed > 1)
+        assert error > 0.1 if followed == 1 else error < 1e-4
     rounds.publish()
-    rounds.backup.apply_update_(0, *rounds.publish())
-    assert_same(rounds.backup.standby[0], known, 0.0)
-    rounds.backup.hold(0, 5)
-    state = rounds.backup.held[0].state
-    assert torch.equal(state.momentum, known.momentum) and not state.vectors[1].any()
-    assert (state.version, state.pushes) == (5, 0)
+    rounds.backup.anchors[0].copy_(rounds.syncer.anchors[0])
+    rounds.versions(1)
+    assert not state.known and relative_error(true.momentum, state.momentum) < 0.5
+    rounds.backup.hold(0, true.version + 1)
+    heir = rounds.backup.held[0].state
+    assert (heir.version, heir.pushes) == (true.version + 1, 0) and heir.momentum.any()
+    assert not any(further.any() for further in heir.vectors[1:]), "what is in the window is not known"
+
+
+def test_a_backup_follows_what_it_is_backup_of() -> None:
+    rounds = Rounds("int8")
+    rounds.versions(2)
+    momentum = rounds.backup.standby[0].momentum
+    rounds.backup.stand_by([0])
+    assert rounds.backup.standby[0].momentum is momentum and momentum.any()
+    rounds.backup.stand_by([])
+    rounds.syncer.stand_by([0])
+    assert not rounds.backup.standby and not rounds.syncer.standby, "it is syncer"
 
 
 @pytest.mark.parametrize(
-    ("event", "mode"),
+    "mode",
     [
-        slow("crash:1@9.5,join:4@11,crash:2@21.5", ["budget.outer_steps=8"]),
-        ("crash:1@9.5", ["outer=async"]),
-        slow("crash:1@9.5", ["outer=decoupled", "outer.codec_down=fp16"]),
+        ["outer=diloco"],
+        slow(["outer=async", "budget.outer_steps=30", "sim.step_s=[0.71,0.93,1.12,1.37]"]),
+        slow(["outer=decoupled", "outer.codec_down=fp16"]),
     ],
-    ids=["all wait, two deaths", "async", "decoupled, fp16"],
+    ids=["all wait", "async", "decoupled, fp16"],
 )
 def test_a_syncers_death_costs_none_of_the_momentum(
-    event: str, mode: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: dict[int, list[tuple[Replica, OuterState]]] = {}
     hold = Replica.hold
@@ -165,7 +181,7 @@ def test_a_syncers_death_costs_none_of_the_momentum(
     monkeypatch.setattr(Replica, "hold", spy)
     small = ["outer.fragments=4", "outer.lr=0.1", "outer.momentum=0.5", "budget.outer_steps=6", "eval.every=0"]
     tiny = ["model.config.num_hidden_layers=1", "data.sequence_length=8", "inner.batch_size=1", "eval.sequences=1"]
-    simulated(tmp_path, *small, *tiny, *mode, f"sim.events=[{event}]")
+    simulated(tmp_path, *small, *tiny, *mode, "sim.events=[crash:1@9.5]")
     takeovers = [event for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "takeover"]
     assert takeovers and {event["momentum"] for event in takeovers} == {"kept"}
     for heirs in held.values():

@@ -366,7 +366,7 @@ def test_a_peer_that_was_away_believes_what_most_have() -> None:
 
 def test_the_dead_do_not_say_what_version_0_is() -> None:
     peer = follower("x")
-    theirs = StateHeader(fragment=0, digest=TWO, outer=False)
+    theirs = StateHeader(fragment=0, digest=TWO)
     with pytest.raises(PayloadError, match="not as its syncer published it"):
         check_anchor(peer, theirs, "x")
     peer.lost("h", 1.0, "connection reset")

@@ -65,7 +65,7 @@ def test_of_equal_histories_that_of_the_syncer_goes_on() -> None:
 
     def theirs(**tokens: int) -> StateHeader:
         record = record_of(5, ONE, TWO, {"a": 5}, term=2, author="a")
-        return StateHeader(fragment=0, digest=TWO, record=record, shares=shares(**tokens), outer=False)
+        return StateHeader(fragment=0, digest=TWO, record=record, shares=shares(**tokens))
 
     assert goes_on(theirs(a=20, b=10), here, "h") and goes_on(theirs(a=20, b=10), here, "x")
     assert not goes_on(theirs(a=15), here, "h"), "b did more in the history here"
@@ -98,7 +98,7 @@ def disputed(signed: dict[str, int], **tokens: int) -> StateHeader:
     """An anchor by `a`, whose shares are these, with lines of peers that have signed so many tokens."""
     record = record_of(5, ONE, TWO, {}, author="a", shares=shares(**tokens))
     lines = [line_of(peer, 4, ONE, 1, before=number - 1) for peer, number in signed.items()]
-    return StateHeader(fragment=0, digest=TWO, record=record, shares=shares(**tokens), lines=lines, outer=False)
+    return StateHeader(fragment=0, digest=TWO, record=record, shares=shares(**tokens), lines=lines)
 
 
 def test_work_that_its_contributors_have_signed_is_proved() -> None:

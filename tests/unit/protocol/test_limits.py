@@ -20,7 +20,7 @@ from diloco.protocol.limits import Bucket, Buckets, Dials, EventLines, Newest, f
 from diloco.protocol.membership import AddressBook
 from diloco.protocol.messages import Refusal, encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES, MAX_NAMED
-from diloco.protocol.messages.bulk import StateHeader, StateRequest, Verdict
+from diloco.protocol.messages.bulk import StateRequest, Verdict
 from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.peer import Peer
 from diloco.sim.virtual_time import virtual_time
@@ -216,32 +216,20 @@ def asks(**fields: Any) -> bytes:
 
 
 @played
-async def test_only_the_heir_gets_the_outer_state() -> None:
-    host = Host()
-    [header, *_] = await host.serve(asks(outer=True))
-    assert isinstance(header, StateHeader) and header.outer, "there is no other heir"
-    host.protocol.members.get(OTHER).may_hold = False  # type: ignore[union-attr]
-    host.protocol.members.generation += 1
-    [refusal] = await host.serve(asks(outer=True))
-    assert isinstance(refusal, Refusal) and refusal.reason == "only the heir of fragment 0 gets its outer state"
-
-
-@played
 async def test_all_readers_share_a_copy_and_there_are_few() -> None:
     host = Host()
     donor = host.server.anchors
-    await donor._freeze_outer(0)
-    assert not donor._outer, "forgotten with its readers"
-    kept = [await donor.freeze(0), await donor._freeze_outer(0)]
-    assert [await donor.freeze(0), await donor._freeze_outer(0)] == kept
-    held = []
+    await donor.freeze(0)
+    assert not donor._kept, "forgotten with its readers"
+    held = [await donor.freeze(0)]
+    assert await donor.freeze(0) is held[0]
     for version in range(1, 10):
         host.protocol.fragments[0].digest = f"{version:064d}"
         try:
             held.append(await donor.freeze(0))
         except Exception as error:
             assert "versions of fragment 0 are being read here" in str(error)
-    assert len(held) == limits.COPIES - 1 and len(donor._kept) == limits.COPIES > limits.OUTER_COPIES
+    assert len(held) == len(donor._kept) == limits.COPIES
 
 
 @played

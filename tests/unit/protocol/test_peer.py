@@ -175,7 +175,7 @@ def test_a_fragment_is_claimed_at_the_highest_version_anyone_has() -> None:
 
 
 def test_donors_are_asked_latest_first_and_again() -> None:
-    peer, fetch = make(min_peers=3), CatchUp(0, (OTHER, "x"), outer=False)
+    peer, fetch = make(min_peers=3), CatchUp(0, (OTHER, "x"))
     peer.connected("x", hello_of(status_of(versions=[3, 0]), holds=False), 0.0)
     assert of_type(CatchUp, peer.connected(OTHER, hello_of(status_of(versions=[4, 0]), holds=False), 0.0)) == [fetch]
     assert of_type(CatchUp, peer.tick(1.0)) == []
@@ -195,7 +195,7 @@ def test_a_syncer_steps_down_before_a_higher_term() -> None:
 def test_a_syncer_that_caught_up_says_where_it_stands_now() -> None:
     """Others take what the syncer said last for the version to agree with, and would wait for it for ever."""
     peer = pair()
-    assert of_type(CatchUp, peer.heard(OTHER, status_of(versions=[7, 0]), 1.0)) == [CatchUp(0, (OTHER,), outer=False)]
+    assert of_type(CatchUp, peer.heard(OTHER, status_of(versions=[7, 0]), 1.0)) == [CatchUp(0, (OTHER,))]
     actions = peer.adopted(0, 7, digest_of("seven"), 2.0)
     assert said(Claim, actions) == [claim_of(0, version=7, digest=digest_of("seven"))]
     assert peer.syncers[0].version == 7 and peer.fragments[0].agrees()
@@ -244,7 +244,7 @@ def test_nobody_claims_below_a_version_that_was_published() -> None:
     peer = pair()
     assert of_type(Hold, orphan(peer, holds=False)) == []
     actions = [*peer.heard("x", status_of("ready", versions=[0, 1]), 4.0), *peer.tick(5.0)]
-    assert of_type(CatchUp, actions) == [CatchUp(1, ("x",), outer=False)] and of_type(Hold, actions) == []
+    assert of_type(CatchUp, actions) == [CatchUp(1, ("x",))] and of_type(Hold, actions) == []
 
 
 def test_the_next_in_order_does_not_claim_with_the_right_holder() -> None:
@@ -261,30 +261,21 @@ def test_the_next_in_order_does_not_claim_with_the_right_holder() -> None:
     assert claimed_at - 3.0 == pytest.approx(2 * patience_s, abs=2 * TICK_S)
 
 
-def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
+def test_an_heir_claims_from_the_last_version_of_a_leaver() -> None:
     peer = pair()
-    actions = peer.heard(OTHER, status_of("leaving"), 1.0)
-    assert of_type(CatchUp, actions) == [CatchUp(1, (OTHER,), outer=True)] and of_type(Hold, actions) == []
-    record = peer.adopted(1, 1, ONE, 2.0, contributors={OTHER: 10})
-    assert of_type(Hold, record) == [], "the leaver may make another version, until it has given its state"
-    assert of_type(Hold, peer.adopted(1, 1, ONE, 3.0, shares={OTHER: Share(1, 10, 1, 1)})) == [Hold(1, 2)]
-
+    actions = peer.heard(OTHER, status_of("leaving", versions=[0, 1]), 1.0)
+    assert of_type(CatchUp, actions) == [CatchUp(1, (OTHER,))] and of_type(Hold, actions) == []
+    assert of_type(Hold, peer.adopted(1, 1, ONE, 2.0, contributors={OTHER: 10})) == [Hold(1, 2)]
     peer = pair()
-    peer.heard(OTHER, status_of("leaving"), 1.0)
-    peer.catch_up_failed(1)
-    actions = peer.tick(2.0)
-    assert of_type(CatchUp, actions) == [] and of_type(Hold, actions) == [Hold(1, 2)]
+    assert of_type(Hold, peer.heard(OTHER, status_of("leaving"), 1.0)) == [Hold(1, 2)]
 
 
-@pytest.mark.parametrize("handed_over", [False, True])
-def test_a_leaver_that_gave_its_outer_state_makes_no_version(handed_over: bool) -> None:
-    """The heir would go on with a momentum that lacks that version."""
+def test_a_peer_that_is_about_to_leave_makes_no_version() -> None:
+    """Its heirs would miss it."""
     peer = pair()
-    peer.enter("leaving", 1.0)
+    peer.retired = True
     assert peer.offer(OTHER, contribution(peer, 0)).accepted
-    if handed_over:
-        peer.handed_over(0)
-    assert bool(of_type(Merge, peer.arrived(OTHER, 0, 2.0))) is not handed_over
+    assert of_type(Merge, peer.arrived(OTHER, 0, 2.0)) == []
 
 
 def test_who_restarted_does_not_hold_what_its_hello_leaves_out() -> None:
@@ -374,7 +365,7 @@ def test_nothing_from_the_network_makes_a_peer_raise(events: list[tuple[str, Mes
 def test_a_peer_is_ready_when_it_agrees_with_every_syncer() -> None:
     peer = make(min_peers=2, digests=[DIGESTS[0], digest_of("mine")])
     actions = peer.connected(OTHER, hello_of(claims=[claim_of(1)]), 0.0)
-    assert peer.state == "starting" and of_type(CatchUp, actions) == [CatchUp(1, (OTHER,), outer=False)]
+    assert peer.state == "starting" and of_type(CatchUp, actions) == [CatchUp(1, (OTHER,))]
     actions = peer.adopted(1, 0, DIGESTS[1], 1.0)
     assert peer.state == "ready" and peer.heals == 0
     assert [status.state for status in said(Status, actions)] == ["starting", "ready"]
@@ -383,7 +374,7 @@ def test_a_peer_is_ready_when_it_agrees_with_every_syncer() -> None:
 def test_a_ready_peer_follows_publications_until_it_trains() -> None:
     peer = pair()
     peer.heard(OTHER, status_of(versions=[0, 1]), 1.0)
-    assert of_type(CatchUp, peer.heard(OTHER, news_of(), 1.1)) == [CatchUp(1, (OTHER,), outer=False)]
+    assert of_type(CatchUp, peer.heard(OTHER, news_of(), 1.1)) == [CatchUp(1, (OTHER,))]
     assert peer.state == "starting"
     peer.adopted(1, 1, ONE, 2.0)
     assert peer.state == "ready"
@@ -393,7 +384,7 @@ def test_a_ready_peer_follows_publications_until_it_trains() -> None:
     assert of_type(CatchUp, peer.heard(OTHER, news_of(), 1.0)) == [] and peer.state == "training"
 
     host = pair(trains=False)
-    assert of_type(CatchUp, host.heard(OTHER, news_of(digest=DIGESTS[0]), 1.0)) == [CatchUp(1, (OTHER,), outer=False)]
+    assert of_type(CatchUp, host.heard(OTHER, news_of(digest=DIGESTS[0]), 1.0)) == [CatchUp(1, (OTHER,))]
     assert host.state == "ready", "it follows every publication"
 
 
@@ -474,7 +465,7 @@ def test_messages_that_come_together_are_acted_upon_together() -> None:
     peer.tick(1.0)
     assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 4) == [Wake(1.0 + TICK_S)]
     assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 2) == []
-    assert of_type(CatchUp, peer.tick(1.0 + TICK_S)) == [CatchUp(0, (OTHER,), outer=False)]
+    assert of_type(CatchUp, peer.tick(1.0 + TICK_S)) == [CatchUp(0, (OTHER,))]
 
 
 @pytest.mark.parametrize("ends", ["arrival", "loss"])

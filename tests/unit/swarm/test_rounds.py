@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.protocol.exchange import Exchange
-from diloco.protocol.fragment import Busy, Lease
+from diloco.protocol.fragment import Lease
 from diloco.protocol.heads import wrong_record
 from diloco.protocol.messages.bulk import Contribution, StateHeader, Verdict
 from diloco.protocol.messages.control import Published
@@ -46,15 +46,6 @@ async def test_a_record_that_leads_elsewhere_is_replaced_by_the_state(wrong: str
     assert host.client.asked == [0, -1] and torch.equal(host.replica.anchors[0], target)
     assert host.protocol.versions == [1] and host.protocol.digests == [digest_of(target)] == host.replica.digests()
     assert host.protocol.heals == ("digest_mismatch" in host.notes) == (wrong == "update")
-
-
-async def test_an_heir_that_gets_no_outer_state_goes_on() -> None:
-    host = StubHost(OTHER)
-    state = host.state(1, full(3))
-    await host.anchors.adopt_state(state)
-    host.protocol.fragments[0].busy = Busy.INHERITING
-    await host.catch_up({1: state}, outer=True)
-    assert host.protocol.fragments[0].busy is Busy.NO
 
 
 def three(host: StubHost) -> list[UpdateRecord]:
@@ -133,12 +124,12 @@ async def test_a_higher_number_moves_no_anchor() -> None:
     here = host.protocol.fragments[0]
     assert (here.version, here.steps, here.digest) == (6, 0, follower.protocol.digests[0])
     assert wrong_record(Keys(OTHER), RUN, here.record) is None and here.record.head.author == ME
-    header = StateHeader(fragment=0, digest=here.digest, record=here.record, outer=False)
+    header = StateHeader(fragment=0, digest=here.digest, record=here.record)
     await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
     assert follower.protocol.versions == [6] and follower.protocol.steps == 0
     shares = {OTHER: Share(1, 10, 1, 7)}
     record = record_of(7, here.digest, here.digest, {}, shares=shares, author=ME)
-    header = StateHeader(fragment=0, digest=here.digest, record=record, shares=shares, outer=False)
+    header = StateHeader(fragment=0, digest=here.digest, record=record, shares=shares)
     await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
     assert follower.protocol.fragments[0].shares == shares, "of the same anchor, made in another way"
     assert await host.exchange() == (0, 7), "a contribution from the anchor that has the number 6 now"
@@ -329,7 +320,7 @@ async def test_a_cancelled_exchange_sends_nothing_more(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(CONTRIBUTE, slowly)
     with small_pieces(chunk=2):
-        host = StubHost(OTHER, overlap=1)
+        host = StubHost(OTHER, sync_every=2, overlap=1)
     await host.learn()
     await host.rounds.send({0: (1, 10)})
     await until(lambda: sent)
@@ -340,7 +331,7 @@ async def test_a_cancelled_exchange_sends_nothing_more(monkeypatch: pytest.Monke
 
 
 async def test_an_exchange_that_never_ran_releases_what_it_captured() -> None:
-    host = StubHost(OTHER, overlap=1)
+    host = StubHost(OTHER, sync_every=2, overlap=1)
     await host.learn()
     await host.rounds.send({0: (1, 10)})
     await host.rounds.cancel()

@@ -32,7 +32,7 @@ from diloco.config import Config
 from diloco.config.address import Address
 from diloco.config.foreign import sources_of
 from diloco.errors import ConfigError, SwarmError
-from diloco.rundir.reporting import Happened, Ready, Said, Stage, Status, read_message
+from diloco.rundir.reporting import Happened, Message, Ready, Stage, Status
 from diloco.swarm.visit.visitor import light_hivemind
 from diloco.text import counted, human_bytes, human_count, plain
 
@@ -297,9 +297,8 @@ class _Arrival:
         self._discarded = 0
         self._arrived = False
 
-    def __call__(self, said: Said) -> None:
-        message = read_message(said)
-        if message is None or (isinstance(message, Ready) and not message.advice):
+    def __call__(self, message: Message) -> None:
+        if isinstance(message, Ready) and not message.advice:
             return  # a guest need not invite others
         if isinstance(message, Happened):
             if message.subject in self._called:

@@ -11,7 +11,7 @@ from rich.console import Console
 from diloco.cli.table import LiveView, hear_warnings, say_who_can_join
 from diloco.config import Config
 from diloco.errors import on_signals
-from diloco.rundir.reporting import Ready, Said, json_lines, read_message
+from diloco.rundir.reporting import Message, Ready, json_lines
 from diloco.train.host import Host
 from diloco.train.run import run
 
@@ -28,10 +28,10 @@ def train(config: Config) -> int:
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, {config.outer.method}"
     with LiveView(console, [name], config.budget.outer_steps, title) as view:
 
-        def show(said: Said) -> None:
-            if isinstance(read_message(said), Ready):  # an error before that stands alone, in one line
+        def show(message: Message) -> None:
+            if isinstance(message, Ready):  # an error before that stands alone, in one line
                 say_who_can_join(console, config, config.run.key)
-            view.update(said)
+            view.update(message)
 
         summary = run(config, show)
     loss = summary.eval.loss

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from diloco.cli.table import LiveView, hear_warnings
 from diloco.config import Config
-from diloco.rundir.reporting import Said, read_message
+from diloco.rundir.reporting import Message
 from diloco.sim.run import simulate
 
 __all__ = ["run"]
@@ -23,12 +23,10 @@ def run(config: Config) -> int:
     names = [f"p{index}" for index in range(peers)]
     at_s = 0.0
 
-    def listen(said: Said) -> None:
+    def listen(message: Message) -> None:
         nonlocal at_s
-        message = read_message(said)
-        if message is not None:
-            at_s = message.time
-            view.update(message)
+        at_s = message.time
+        view.update(message)
 
     # Lines are a record and carry virtual time; a progress bar tells when the command ends, so it runs in real time.
     clock = time.monotonic if console.is_terminal else lambda: at_s

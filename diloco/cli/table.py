@@ -21,7 +21,7 @@ from rich.text import Text
 
 from diloco.config import Config
 from diloco.config.address import scope
-from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message, who_can_join
+from diloco.rundir.reporting import Finished, Message, Ready, Status, who_can_join
 from diloco.rundir.summary import Summary
 from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
@@ -86,9 +86,8 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, said: Said) -> None:
+    def update(self, message: Message) -> None:
         """Shows a message: `Ready`, `Status` or `Finished`; others are ignored."""
-        message = read_message(said)
         if isinstance(message, Ready):
             self._show_ready(message)
         elif isinstance(message, Status | Finished):

@@ -21,21 +21,9 @@ from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count
 
 __all__ = [
-    "Finished",
-    "Happened",
-    "Listener",
-    "Message",
-    "Ready",
-    "Stage",
-    "Status",
-    "json_lines",
-    "log_lines",
-    "read_fields",
-    "read_message",
-    "swarm_figures",
-    "to_wire",
-    "who_can_join",
-]
+    "Finished", "Happened", "Listener", "Message", "Ready", "Stage", "Status", "json_lines", "log_lines",
+    "read_message", "swarm_figures", "to_wire", "who_can_join",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -127,29 +115,23 @@ class Finished(Message):
     summary: Summary = field(default_factory=lambda: Summary.from_message({}))
 
 
-Said = Message | Mapping[str, Any]
-Listener = Callable[[Said], None]
+Listener = Callable[[Message], None]
 _KINDS: dict[str, type[Message]] = {kind.t: kind for kind in (Stage, Ready, Status, Happened, Finished)}
 
 
-def to_wire(said: Said) -> dict[str, Any]:
+def to_wire(message: Message) -> dict[str, Any]:
     """A message as a JSON object; `t` names its kind. Numbers that JSON lacks become null."""
-    if isinstance(said, Finished):
-        said = {"t": said.t, "peer": said.peer, "time": said.time, **said.summary.to_message()}
-    elif isinstance(said, Message):
-        said = {"t": said.t, **asdict(said)}
-    wire: dict[str, Any] = finite(dict(said))
+    content = message.summary.to_message() if isinstance(message, Finished) else asdict(message)
+    wire: dict[str, Any] = finite({"t": message.t, "peer": message.peer, "time": message.time, **content})
     return wire
 
 
-def read_message(said: Said) -> Message | None:
+def read_message(said: Mapping[str, Any]) -> Message | None:
     """A message from its JSON object; None if the kind is unknown or the summary is unreadable.
 
     Never raises: another version of diloco may have written the object. An unknown field is ignored; a field that is
     missing or of another type has its default.
     """
-    if isinstance(said, Message):
-        return said
     kind = _KINDS.get(str(said.get("t")))
     if kind is None:
         return None
@@ -158,17 +140,8 @@ def read_message(said: Said) -> Message | None:
             summary = Summary.from_message(said)
             return Finished(_text(said.get("peer")) or "?", number(said.get("time")) or 0.0, summary)
         return None
-    return kind(**read_fields(kind, said))
-
-
-def read_fields(kind: type[Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for a dataclass from a JSON object, by name; a field that is missing or of another type is left out."""
-    values = {}
-    for column in fields(kind):
-        value = _READ[str(column.type).removesuffix(" | None")](content.get(column.name))
-        if value is not None:
-            values[column.name] = value
-    return values
+    read = {one.name: _READ[str(one.type).removesuffix(" | None")](said.get(one.name)) for one in fields(kind)}
+    return kind(**{name: value for name, value in read.items() if value is not None})
 
 
 def _text(value: Any) -> str | None:
@@ -184,10 +157,10 @@ _READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def json_lines(said: Said) -> None:
+def json_lines(message: Message) -> None:
     """Writes a message to stdout at once, one JSON object per line: `diloco local` reads its peers this way."""
     with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this peer is about to leave
-        sys.stdout.write(json.dumps(to_wire(said)) + "\n")
+        sys.stdout.write(json.dumps(to_wire(message)) + "\n")
         sys.stdout.flush()
 
 
@@ -202,8 +175,7 @@ class log_lines:
         self._shown: int | None = -1  # the outer step of the last line
         self._known = Status()
 
-    def __call__(self, said: Said) -> None:
-        message = read_message(said)
+    def __call__(self, message: Message) -> None:
         if isinstance(message, Ready):
             self._ready(message)
         elif isinstance(message, Status):

@@ -23,7 +23,7 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Listener, Message, Status, to_wire
+from diloco.rundir.reporting import Listener, Message, Status
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions
 from diloco.sim import adversary, events
 from diloco.sim.events import Event
@@ -271,8 +271,8 @@ class _Simulation:
         manifest = config.manifest()
         return Swarm.of(config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime)
 
-    def _message(self, peer: _Peer, message: Message) -> dict[str, Any]:
-        return to_wire(replace(message, peer=peer.name, time=self.loop.time()))
+    def _message(self, peer: _Peer, message: Message) -> Message:
+        return replace(message, peer=peer.name, time=self.loop.time())
 
 
 def _config_of(config: Config, name: str, min_peers: int) -> Config:

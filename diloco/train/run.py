@@ -24,24 +24,8 @@ from diloco.errors import CheckpointError, UnsavedError, on_signals
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import (
-    Finished,
-    Happened,
-    Listener,
-    Message,
-    Ready,
-    Stage,
-    read_fields,
-    swarm_figures,
-    to_wire,
-)  # fmt: skip
-from diloco.rundir.summary import (
-    PhaseTimer,
-    Summary,
-    merge_peer_summaries,
-    write_contributions,
-    write_summary,
-)
+from diloco.rundir.reporting import Finished, Happened, Listener, Message, Ready, Stage, swarm_figures
+from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train import devices, origin
 from diloco.train.api import Swarm
@@ -88,7 +72,7 @@ def run(config: Config, listen: Listener) -> Summary:
             prepare_run_directory(config.run.dir)
 
             def tell(message: Message) -> None:
-                listen(to_wire(replace(message, peer=name, time=time.time())))
+                listen(replace(message, peer=name, time=time.time()))
 
             with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
                 return _run(config, island, tell)
@@ -211,7 +195,8 @@ def _sync(
     def happened(kind: str, fields: dict[str, object]) -> None:
         log.swarm_event(kind, fields)
         if kind in ("leave", "lost"):
-            tell(Happened(**read_fields(Happened, {**fields, "kind": kind, "peer": None, "subject": fields["peer"]})))
+            subject, live = str(fields["peer"]), int(str(fields["live"]))
+            tell(Happened(kind=kind, subject=subject, name=str(fields["name"]), why=str(fields["why"]), live=live))
 
     swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, happened, ready)
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)

@@ -34,7 +34,7 @@ from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
-from diloco.rundir.reporting import Happened, to_wire
+from diloco.rundir.reporting import Happened
 from diloco.swarm.conversations.probe import ProbeServer, _callable
 from diloco.swarm.visit.look import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
@@ -333,7 +333,7 @@ def test_a_volunteer_is_told_when_the_called_peer_goes() -> None:
         view, steps = LiveView(console, ["me"], 16, "run"), Steps(console)
         arrival = _Arrival(steps, view, ExitStack(), places)
         for subject in (OTHER, "QmSomebodyElse"):
-            arrival(to_wire(Happened(kind=kind, subject=subject, name="n1", why="silent", live=live)))
+            arrival(Happened(kind=kind, subject=subject, name="n1", why="silent", live=live))
         arrival(Happened(kind=kind, subject=OTHER, name="peer", why="silent", live=live))
         assert console.file.getvalue() == f"[  0.0s] {said}\n[  0.0s] {said.replace('n1', OTHER[-6:])}\n"
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from diloco.cli.table import LiveView, _Stderr
+from diloco.rundir.reporting import Message, Status, read_message
 from diloco.text import human_bytes, human_count, human_seconds
 
 
@@ -31,9 +32,16 @@ def make(
     return LiveView(console, [f"p{index}" for index in range(peers)], total, "run quickstart", clock), file, clock
 
 
-def status(peer: str = "p0", state: str = "training", version: int = 3, **fields: Any) -> dict[str, Any]:
-    defaults = {"inner_step": 90, "loss": 2.614, "eval_loss": 2.7, "tokens_per_s": 4100.0, "bytes_sent": 1.23e6}
-    return {"t": "status", "peer": peer, "state": state, "version": version, **defaults, **fields}
+def status(peer: str = "p0", state: str = "training", version: int = 3, **fields: Any) -> Status:
+    defaults = {"inner_step": 90, "loss": 2.614, "eval_loss": 2.7, "tokens_per_s": 4100.0, "bytes_sent": 1230000}
+    return Status(peer, 0.0, state, version, **{**defaults, **fields})
+
+
+def said(**content: Any) -> Message:
+    """From its JSON object."""
+    message = read_message(content)
+    assert message is not None
+    return message
 
 
 def shown(view: LiveView, width: int = 80) -> list[str]:
@@ -46,7 +54,7 @@ def test_a_line_has_the_documented_format() -> None:
     view, file, clock = make(terminal=False, width=20)  # and is never wrapped
     clock.now = 12.34
     view.update(status())
-    view.update({"t": "ready", "peer": "p0", "peer_id": "12D3", "address": "/ip4/127.0.0.1/tcp/1/p2p/12D3"})
+    view.update(said(t="ready", peer="p0", peer_id="12D3", address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
     view.note("one\ntwo")
     assert file.getvalue().splitlines() == [
         "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training",
@@ -81,8 +89,8 @@ def test_a_summary_ends_a_peer_with_a_line() -> None:
     """Even within the same step."""
     view, file, _ = make(terminal=False)
     view.update(status(version=16))
-    view.update({"t": "summary", "peer": "p0", "steps": 480, "outer_steps": 16, "eval": {"loss": 2.4}, "exit": 0})
-    view.update({"t": "summary", "peer": "p1", "steps": 80, "outer_steps": 4, "eval": {"loss": None}, "exit": 4})
+    view.update(said(t="summary", peer="p0", steps=480, outer_steps=16, eval={"loss": 2.4}, exit=0))
+    view.update(said(t="summary", peer="p1", steps=80, outer_steps=4, eval={"loss": None}, exit=4))
     assert file.getvalue().splitlines()[1:] == [
         "[  0.0s] p0 v16/16 loss 2.61 held-out 2.40 4.1k tok/s 1.2 MB sent done",
         "[  0.0s] p1 v4/16 loss - held-out - - tok/s - sent failed",
@@ -142,7 +150,7 @@ def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
     with view:
         logger.warning("the disk is %s", "behind")
         for peer in ("p0", "p1"):
-            view.update({"t": "ready", "peer": peer, "address": f"/address/of/{peer}"})
+            view.update(said(t="ready", peer=peer, address=f"/address/of/{peer}"))
         view.update(status(version=16, state="done"))
     logger.removeHandler(handler)
     assert "diloco: the disk is behind\n" in file.getvalue(), "above the table"
@@ -162,8 +170,9 @@ kinds = st.sampled_from(["ready", "status", "event", "summary", "other"])
 @given(messages=st.lists(st.builds(lambda kind, fields: {**fields, "t": kind}, kinds, st.dictionaries(names, values))))
 def test_no_message_can_end_the_view_or_break_its_lines(terminal: bool, messages: list[dict[str, Any]]) -> None:
     view, file, _ = make(terminal, total=None)
-    for message in messages:
-        view.update(message)
+    for content in messages:
+        if (message := read_message(content)) is not None:
+            view.update(message)
     shown(view)
     if not terminal:
         assert all(line.startswith("[  0.0s] ") for line in file.getvalue().split("\n")[:-1])

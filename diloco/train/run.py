@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 Tell = Callable[[Message], None]
 
 ARRIVAL_EVERY_S = 0.2
-ARRIVING_BYTES = 12  # per parameter: the anchor, and the two moments of a donor
 
 
 def run(config: Config, listen: Listener) -> Summary:
@@ -145,7 +144,7 @@ def _take_part(trainer: Trainer) -> None:
     """Joins the swarm, trains, saves and leaves."""
     island, sync, model, tell = trainer.island, trainer.sync, trainer.model, trainer.tell
     with ExitStack() as stack:
-        with _arriving(sync, model, tell):
+        with _arriving(sync, tell):
             stack.enter_context(sync)
         if sync.version == 0 and not island.sharded:
             origin.check_start(trainer.config, model)
@@ -203,15 +202,14 @@ def _sync(
 
 
 @contextmanager
-def _arriving(sync: Sync, model: nn.Module, tell: Tell) -> Iterator[None]:
+def _arriving(sync: Sync, tell: Tell) -> Iterator[None]:
     """Says how much has come from the swarm, while its state is fetched."""
     arrived = threading.Event()
-    wanted = ARRIVING_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def watch() -> None:
         while not arrived.wait(ARRIVAL_EVERY_S):
             if sync.view is not None:
-                tell(Stage(stage="state", received=sync.view.node.traffic.bytes_received, wanted=wanted))
+                tell(Stage(stage="state", received=sync.view.node.traffic.bytes_received))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

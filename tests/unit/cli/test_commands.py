@@ -86,9 +86,7 @@ LIGHT = {
     "train --cfg help": 0,
     "--help": 0,
     "train outer.lr=-1": 2,
-    "train --cfg job": 0,
     "local --cfg manifest experiment=quickstart": 0,
-    "train --help": 0,
 }
 HEAVY = {"torch", "transformers", "hivemind", "datasets", "numpy", "rich"}
 

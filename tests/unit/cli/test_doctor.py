@@ -65,7 +65,6 @@ def test_a_healthy_machine_and_swarm_are_all_ok(healthy: Doctor) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "verdict", "text", "remedy", "swarm"),
     [
-        ("clock", {"ahead_s": 2.0}, "warning", "+2.000 s against the swarm", "let NTP set it", False),
         ("clock", {"ahead_s": -9.0}, "failed", "-9.000 s against the swarm", "more than 3 s is refused", False),
         ("bandwidth", {"mbit": 2.0}, "warning", "2 Mbit/s up, 4 Mbit/s down", "diloco plan --doctor", False),
         ("swarm", {"silent": {PLACE: "no answer"}}, "warning", f"{PLACE}: no answer", "", False),
@@ -107,37 +106,17 @@ def test_disk_port_and_memory_are_those_that_join_takes(
     assert verdicts(typed)["disk"].verdict == "ok", "where join is told to write, the disk has room"
 
 
-class Result(Doctor):
-    """A doctor with given findings."""
-
-    found: tuple[Check, ...] = ()
-
-    def checks(self) -> Any:
-        self.figures["step_s"] = 0.5
-        return iter(self.found)
-
-
-@pytest.mark.parametrize(
-    ("found", "code"),
-    [
-        ([Check("a", "ok", "x"), Check("b", "warning", "y", "z")], 0),
-        ([Check("a", "failed", "x"), Check("b", "failed", "y", swarm=True)], 2),
-        ([Check("a", "ok", "x"), Check("b", "failed", "y", "do it", swarm=True)], 3),
-    ],
-)
 def test_the_exit_code_says_on_which_side_it_fails(
-    found: list[Check], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_home: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_home: Path
 ) -> None:
-    monkeypatch.setattr(Result, "found", tuple(found))
-    monkeypatch.setattr(module, "Doctor", Result)
-    assert module.run(compose(), None, True) == code
-    report = json.loads(capsys.readouterr().out)
-    assert [check["name"] for check in report["checks"]] == [check.name for check in found]
-    assert (report["exit"], report["figures"]) == (code, {"step_s": 0.5})
-    assert module.run(compose(), None, False) == code
-    shown = capsys.readouterr().out
-    verdicts = [line.split()[0] for line in shown.splitlines() if not line.startswith(" ")]
-    assert verdicts == [check.verdict for check in found] and all(check.remedy in shown for check in found)
+    here, there = Check("a", "failed", "x"), Check("b", "failed", "y", "do it", swarm=True)
+    for found, code in (([Check("c", "warning", "y", "z")], 0), ([here, there], 2), ([there], 3)):
+        monkeypatch.setattr(Doctor, "checks", lambda self, found=found: iter(found))
+        assert module.run(compose(), None, True) == module.run(compose(), None, False) == code
+        said, _, shown = capsys.readouterr().out.rpartition("}\n")
+        report = json.loads(said + "}")
+        assert [check["name"] for check in report["checks"]] == [check.name for check in found]
+        assert report["exit"] == code and all(check.verdict in shown and check.remedy in shown for check in found)
 
 
 def test_a_plan_takes_the_slower_direction(tmp_path: Path, typed: Typed) -> None:
@@ -150,17 +129,16 @@ def test_a_plan_takes_the_slower_direction(tmp_path: Path, typed: Typed) -> None
     plan = json.loads(typed(*arguments))
     assert (plan["step_s"], plan["step_measured"]) == (0.5, False)
     assert plan["link"] == {"bits_per_s": 2e7, "latency_s": 0.02}
-    plan = json.loads(typed(*arguments, "--step-s", "2", "--bandwidth", "1Gbit"))
-    assert (plan["step_s"], plan["link"]["bits_per_s"]) == (2.0, 1e9)
+    assert json.loads(typed(*arguments, "--step-s", "2"))["step_s"] == 2.0
 
 
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
-    for content in ("", "[]", '{"figures": 3}', '{"figures": {"latency_s": "x"}}', "\0"):
+    with pytest.raises(ConfigError, match=r"--doctor=.* cannot be read"):
+        read_figures(tmp_path / "x")
+    for content in ("", "[]", '{"figures": 3}', '{"figures": {"latency_s": "x"}}'):
         (tmp_path / "x").write_text(content)
-        with pytest.raises(ConfigError, match="--doctor="):
+        with pytest.raises(ConfigError, match=r"--doctor=.* is no report"):
             read_figures(tmp_path / "x")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_figures(tmp_path / "missing")
 
 
 def test_own_text_is_named_to_doctor_as_it_is_to_join(

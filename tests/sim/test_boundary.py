@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from diloco.errors import SwarmError
-from diloco.protocol.patience import PAUSE_LIMIT_S
 from diloco.swarm.node.node import Node
 from tests.support.village import Village, Villager, village_of
 
@@ -30,22 +29,6 @@ async def step_and_exchange(peer: Villager, busy_s: float = 0.0) -> None:
     peer.node.protocol.progress(1, 1, 10.0, 10)
     await asyncio.sleep(0.1)
     await peer.exchange()
-
-
-def test_a_loop_that_stopped_is_not_waited_for_for_ever(village: Village) -> None:
-    syncer, stopped = peers = village.donors(2)
-    village.run(village.all(peers, step_and_exchange))
-    began_at = village.loop.time()
-
-    async def rounds(peer: Villager) -> None:
-        if peer is syncer:
-            await step_and_exchange(peer)
-        else:
-            await peer.node.pause()  # and never goes on
-
-    village.loop.run_until_complete(village.all(peers, rounds))
-    assert PAUSE_LIMIT_S < village.loop.time() - began_at < PAUSE_LIMIT_S + 60.0
-    assert syncer.node.protocol.versions == [3] and stopped.node.protocol.versions == [2]
 
 
 def test_tensors_of_a_checkpoint_move_when_the_peer_goes_on(village: Village) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.protocol.syncer import Syncer
-from tests.support.stories import TOKENS_PER_ROUND, Belief, agreed, story
+from tests.support.stories import TOKENS_PER_ROUND, agreed, story
 
 seeds = pytest.mark.parametrize("seed", range(2))
 
@@ -94,42 +94,6 @@ def test_hosts_hold_fragments_for_a_trainer_and_follow_it(seed: int) -> None:
 # -- peers die --------------------------------------------------------------------------------------------------------
 
 
-DYING = 21  # of the turns of a round, at which somebody dies
-
-
-def turns_of_a_round() -> tuple[int, int]:
-    """After which turns of the loop a round begins, and is over for everybody, when nobody dies."""
-    with story(0, fragments=3, outer_steps=2) as swarm:
-        swarm.begin("abc")
-        begins = swarm.loop.turns
-        swarm.run_until(lambda: all(swarm.version(name) == 1 for name in "abc"), "its end")
-        return begins, swarm.loop.turns
-
-
-def test_a_peer_may_die_at_any_event() -> None:
-    """At turns of a round in turn, each time another victim: the two that live reach the last version."""
-    first, last = turns_of_a_round()
-    assert last - first > 100
-    for number in range(DYING):
-        at, victim = first + number * (last - first) // DYING, "abc"[number % 3]
-        one, other = (name for name in "abc" if name != victim)
-        with story(0, fragments=3, outer_steps=2) as swarm:
-            held: list[tuple[int, Belief]] = []  # what both believe that the victim holds when it dies
-
-            def die(swarm=swarm, held=held, at=at, victim=victim, one=one, other=other) -> None:  # type: ignore[no-untyped-def]
-                if swarm.loop.turns == at:
-                    both = swarm.beliefs(swarm.node(one)).items() & swarm.beliefs(swarm.node(other)).items()
-                    held += [(fragment, belief) for fragment, belief in both if belief.holder == victim]
-                    swarm.crowd.crash(victim)
-
-            swarm.every_turn(die)
-            swarm.start("abc", min_peers=3)
-            nodes = swarm.run_to_the_end()
-            assert [node.protocol.name for node in nodes] == [one, other]
-            agreed(swarm, nodes, version=2)
-            assert held and all(swarm.last_beliefs[0][fragment].term > belief.term for fragment, belief in held)
-
-
 @seeds
 def test_fragments_of_the_dead_are_held_evenly_by_the_living(seed: int) -> None:
     """Under a higher term, and also when one after the other dies, until a single one is left."""
@@ -152,21 +116,6 @@ def test_fragments_of_the_dead_are_held_evenly_by_the_living(seed: int) -> None:
 
 
 # -- peers come and go ------------------------------------------------------------------------------------------------
-
-
-@seeds
-def test_a_late_joiner_takes_nothing_and_is_soon_merged(seed: int) -> None:
-    with story(seed, outer_steps=6) as swarm:
-        swarm.begin("abc")
-        swarm.run_for(1.3 * seed)
-        before, began = swarm.beliefs(swarm.node("a")), swarm.version("a")
-        swarm.start("d")
-        agreed(swarm, swarm.run_to_the_end(), version=6)
-        assert swarm.last_beliefs[0] == before
-        assert all(swarm.crowd.lives[name].sync.discarded_tokens == 0 for name in "abc")  # type: ignore[union-attr]
-        assert all(set("abc") <= set(swarm.contributors(made)) for made in swarm.made())
-        assert began <= 2, "there is time enough to fetch three versions, and perhaps to come late for one"
-        assert all("d" in swarm.contributors(made) for made in swarm.made() if made.version == 6)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,14 +10,11 @@ fragments over. Right before each inner step this looks at what the step reads:
     optimizer moments     are a donor's, or the peer's own of its checkpoint; or their absence is an event
     masters               are beside the anchors that their syncers hold; the fuzz's invariants watch that they belong
     data                  no sequence of the common list is in the model twice
-
-At a barrier, the last versions are made of what all trainers learned.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -61,7 +58,6 @@ class Read:
     lr: float
     applied_tokens: int
     loaded: tuple[tuple[int, str], ...]  # version and digest of each fragment's base
-    anchors: tuple[int, ...]  # versions
 
     @property
     def progress(self) -> int:
@@ -94,14 +90,13 @@ class Reader:
         assert sync is not None and node is not None
         loaded = tuple(node._anchors.loaded)
         clock = sync.version, sync.inner_step, sync.target_steps, learning_rate(sync, INNER, BUDGET, H)
-        read = Read(self.swarm.loop.seconds, *clock, sync.applied_tokens, loaded, tuple(node.protocol.versions))
+        read = Read(self.swarm.loop.seconds, *clock, sync.applied_tokens, loaded)
         if life.owner not in self.reads:
             self._check_moments(life, read)
         before = self.reads.setdefault(life.owner, [])
         for fragment in range(FRAGMENTS):
             if not before or before[-1].loaded[fragment][1] != loaded[fragment][1]:  # a number alone loads nothing
                 self._check_parameters(life, fragment, loaded[fragment])
-            self._check_base(life, fragment, read, before)
         self._check_clock(life, read)
         before.append(read)
 
@@ -119,23 +114,6 @@ class Reader:
         moved = digest_of(replica.anchors[fragment] if at.base is None else at.base) != base[1]  # see below
         if not moved and any(float(chunk.abs().max()) for chunk in learned):
             self._say(life, f"fragment {fragment} has learned something before its round of version {base[0]}")
-
-    def _check_base(self, life: Life, fragment: int, read: Read, before: list[Read]) -> None:
-        """What the pseudo-gradient is measured against is what the parameters started from.
-
-        Where the others went on without this peer, it may take an inner step to notice. What it learned is refused.
-        """
-        assert life.node is not None
-        replica, peer = life.node.replica, life.node.protocol
-        local = replica._local[fragment]
-        if fragment in life.node.rounds.flying:
-            return
-        base = replica.anchors[fragment] if local.base is None else local.base
-        if digest_of(base) == read.loaded[fragment][1]:
-            return
-        noticed = not self.outer.lockstep and before and before[-1].loaded[fragment][0] < before[-1].anchors[fragment]
-        if self.outer.carries_late or noticed or peer.versions[fragment] <= read.loaded[fragment][0]:
-            self._say(life, f"fragment {fragment} is measured against another anchor than that of {read.loaded}")
 
     def _check_clock(self, life: Life, read: Read) -> None:
         lowest = min(version for version, _ in read.loaded)
@@ -208,13 +186,6 @@ def check_together(reads: dict[str, list[Read]], outer: OuterConfig) -> None:
     assert len({mine[-1].loaded for mine in reads.values()}) == 1
 
 
-def check_merged(swarm: Story, names: Set[str]) -> None:
-    """At a barrier, the version before the last is made of what everybody learned. Some are done after it."""
-    for one in swarm.made():
-        if one.version == swarm.crowd.goal - 1:
-            assert names <= set(swarm.contributors(one)), (one.fragment, one.version, swarm.contributors(one))
-
-
 def happens(swarm: Story, change: str, fresh: str) -> None:
     """One change of the swarm; `fresh` is the name of a peer that nobody knows."""
     assert not swarm.crowd.failures, swarm.crowd.failures
@@ -247,8 +218,6 @@ def test_nothing_is_stale_whatever_changes(mode: str) -> None:
         agreed(swarm, nodes)
         assert not reader.stale, "\n".join(reader.stale)
         check_together(reader.living(), reader.outer)
-        if reader.outer.barrier:
-            check_merged(swarm, reader.living().keys())
         for node in nodes:
             for fragment, held in node.replica.held.items():
                 assert held.anchor is node.replica.anchors[fragment]

@@ -139,29 +139,6 @@ def test_copies_beside_training_send_and_load_the_same_bits(case: Case) -> None:
         assert equal(rounds(case, LazyDevice()), rounds(case))
 
 
-def test_one_buffer_is_copied_while_the_other_is_used() -> None:
-    device, settings = LazyDevice(), Case(codec_up="fp32").settings()
-    with small_pieces(chunk=40):
-        replica = Replica(device.local({"w": torch.ones(200)}), partition({"w": 200}, 1), settings)
-        replica.capture(0)
-        copy, wait = "side copies 40", "waits for side"
-        assert device.log == [copy, copy, wait, copy, wait, copy, wait, copy, wait, wait]
-        device = LazyDevice()
-        replica = Replica(device.local({"w": torch.zeros(200)}), partition({"w": 200}, 1), settings)
-        replica.load_local_()
-        copy, wait = "training copies 40", "waits for training"
-        assert device.log == [copy, copy, wait, copy, wait, copy, wait, copy], "training goes on without waiting"
-
-
-def test_reading_a_copy_waits_for_nothing_begun_after_it() -> None:
-    case, device = Case(), LazyDevice()
-    replica, ran = case.replica(device.local), list[int]()
-    assert replica.copy_local(0)
-    device.training.put(lambda: ran.append(1))
-    replica.capture(0)
-    assert not ran
-
-
 def test_what_is_handed_to_other_ranks_is_on_the_device() -> None:
     device = LazyDevice()
     values = torch.arange(5.0)

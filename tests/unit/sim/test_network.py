@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.sim.network import BACKLOG_BYTES, PIECE_BYTES, Link, Network, SimTransport
+from diloco.sim.network import PIECE_BYTES, Link, Network, SimTransport
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.wire.streams import Stream, Traffic
 from diloco.swarm.wire.transport import Reader, Transport, Writer
@@ -104,15 +104,6 @@ async def test_streams_share_an_uplink_fairly(town: Town) -> None:
     assert arrival["two"] == pytest.approx(6.0, abs=turns_s)
 
 
-async def test_a_writer_waits_while_its_backlog_is_large(town: Town) -> None:
-    one = await town.peer("one", up=1 * MB)
-    await town.peer("two")
-    writer = await town.stream(one, "two")
-    writer.write(bytes(2 * MB))
-    await writer.drain()
-    assert town.loop.time() == pytest.approx((2 * MB - BACKLOG_BYTES) / MB, abs=0.07)
-
-
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=6), st.integers(1, 10), st.integers(1, 10))
 def test_every_byte_arrives_once_and_in_order(sizes: list[int], up: int, down: int) -> None:
     data = [bytes([index + 1]) * size for index, size in enumerate(sizes)]
@@ -187,15 +178,6 @@ async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) 
     }  # fmt: skip
 
 
-async def test_noise_keeps_the_length_of_one_message_and_no_more(town: Town) -> None:
-    one, _ = await town.peers("one", "two")
-    writer = await town.stream(one, "two")
-    town.network.garble("one")
-    await ends_with(writer, b"\0\0\0\3abc", b"\0\0\0\3def")
-    await sleep(1)
-    assert town.told("two") == [b"\0\0\0\3\xff\xff\xff" + b"\0\0\0\3def"]
-
-
 async def test_a_transport_closed_late_does_not_end_the_next_life(town: Town) -> None:
     one, before = await town.peers("one", "two")
     town.network.crash("two")
@@ -232,14 +214,6 @@ def test_a_doomed_stream_breaks_on_both_sides_as_seeds_decide() -> None:
 
     assert fates(1) == fates(1) != fates(2)
     assert 4 <= sum(fates(1)) <= 16
-
-
-async def test_records_live_as_long_as_they_were_stored_for(town: Town) -> None:
-    one, two = await town.peer("one", latency_s=0.1), await town.peer("two")
-    await one.store("run/peers", "one", ["x", 1], 10)
-    assert await two.get("run/peers") == {"one": ["x", 1]}
-    await sleep(10)
-    assert await two.get("run/peers") == {} == await two.get("run/other")
 
 
 class Trickle:

@@ -201,26 +201,6 @@ async def test_an_owner_reads_and_sleeps_by_its_own_clock(loop: VirtualLoop) -> 
     assert loop.time() == loop.seconds
 
 
-@pytest.mark.parametrize("rate", [1.0, 2.0])
-async def test_a_clock_that_stood_still_lacks_those_seconds(loop: VirtualLoop, rate: float) -> None:
-    """A suspended machine: timers that were set before do not notice, what reads the clock does."""
-    seen: list[tuple[float, float]] = []
-    loop.set_clock("a", rate, 50.0)
-
-    async def looks() -> None:
-        for _ in range(2):
-            await sleep(4.0 * rate)
-            seen.append((loop.seconds, loop.time()))
-
-    def opens_the_lid() -> None:
-        loop.set_back("a", 10.0)
-        loop.thaw("a")
-
-    starts(loop, "a", looks())
-    await at_times(loop, (1.0, lambda: loop.freeze("a")), (11.0, opens_the_lid))
-    assert seen == [pytest.approx((11.0, 50.0 + rate * 1.0)), pytest.approx((15.0, 50.0 + rate * 5.0))]
-
-
 async def test_threads_take_turns_in_virtual_time(loop: VirtualLoop) -> None:
     said: list[tuple[str, float]] = []
 

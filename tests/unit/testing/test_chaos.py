@@ -25,7 +25,7 @@ from diloco.testing.chaos.report import (
     lines_of,
     report,
 )
-from diloco.testing.chaos.schedule import Fault, ScheduleError, joins, parse, shuffled
+from diloco.testing.chaos.schedule import Fault, ScheduleError, joins, parse
 from diloco.testing.links.links import Links, unavailable
 from diloco.testing.links.pipe import Pipe, Shape, rate_bytes
 
@@ -59,18 +59,6 @@ def test_a_schedule_is_read_as_it_was_written() -> None:
 def test_a_schedule_that_cannot_be_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ScheduleError, match=rf"\A--schedule: .*{said}.*\Z"):  # one line, as . is no end of one
         parse(text, 4)
-
-
-def test_a_seed_draws_the_same_faults_and_they_can_be_done() -> None:
-    kinds = ["kill", "stop", "term", "partition", "slow", "delay", "loss"]
-    for seed in range(30):
-        faults = shuffled(seed, 4, 10, 300, kinds)
-        assert faults == shuffled(seed, 4, 10, 300, kinds)
-        text = ", ".join(f"{fault.at}:{fault}" for fault in faults)
-        assert [str(fault) for fault in parse(text, 4)] == [str(fault) for fault in faults]
-    assert shuffled(1, 4, 10, 300, kinds) != shuffled(2, 4, 10, 300, kinds)
-    with pytest.raises(ScheduleError, match="heal cannot be drawn"):
-        shuffled(0, 4, 10, 300, ["heal"])
 
 
 def stay(peer: int, steps: list[float], outer: list[float], digest: str = "a", **more: Any) -> Stay:
@@ -154,18 +142,6 @@ def test_a_rate_sends_packets_in_turn_and_drops_what_is_too_late() -> None:
     for _ in range(8):
         slow.push(0.0, bytes(65000))
     assert (len(slow.pull(10.0)), slow.dropped) == (5, 3), "it still carries large packets"
-
-
-def test_the_same_seed_loses_the_same_packets_as_many_as_asked() -> None:
-    def fates(seed: int) -> list[bytes]:
-        pipe = Pipe(seed, Shape(loss=0.02))
-        for number in range(20_000):
-            pipe.push(0.0, number.to_bytes(4, "big"))
-        assert pipe.lost + len(pipe._queue) == 20_000
-        return pipe.pull(0.0)
-
-    assert fates(1) == fates(1) != fates(2)
-    assert 20_000 - len(fates(1)) == pytest.approx(400, abs=60), "three standard deviations"
 
 
 @given(

@@ -1,157 +1,119 @@
-"""One member of a sweep: its command line, what an earlier sweep left of it, and its process."""
+"""The members of a sweep: their directories, what an earlier sweep left there, and their processes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from diloco.config import Start, compose
-from diloco.config.overrides import quoted
+import click
+
 from diloco.errors import ConfigError, DivergedError, on_signals
 from diloco.rundir.compare import read_json
 from diloco.rundir.files import write_atomic
 
-__all__ = ["Member", "Processes", "ended_before", "read_members"]
+__all__ = ["Member", "has_ended", "run_members", "state_of"]
 
 PROGRAM = (sys.executable, "-m", "diloco")
-
-# Settings that say where and how a member runs, not what it computes.
-NOT_COMPARED = {"run": ("dir", "id"), "train": ("threads",)}
+POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class Member:
-    """One run of a sweep. `exit` is None until it has ended; with `interrupted` we stopped it before its end."""
+class Member(NamedTuple):
+    """One run of a sweep."""
 
-    name: str
-    command: str
-    overrides: tuple[str, ...]
-    exit: int | None = None
-    interrupted: bool = False
+    place: Path
+    settings: tuple[str, ...]  # by which it is known again
+    varied: str  # what of them no other member has, for people
+    arguments: tuple[str, ...]  # of its process
 
-    @property
-    def state(self) -> str:
-        if self.interrupted:
-            return "interrupted"
-        return {None: "pending", 0: "done", DivergedError.exit_code: "diverged"}.get(self.exit, "failed")
+    def write(self, exit: int | None) -> None:
+        """Leaves member.json; `exit` is None until it has ended by itself."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        content = {"overrides": self.settings, "exit": exit}
+        write_atomic(self.place / "member.json", json.dumps(content, indent=2) + "\n")
 
-    def arguments(self, directory: Path, start: Start) -> list[str]:
-        """The command line of the process."""
-        place = str(directory / self.name)
-        shown = place if re.fullmatch(r"[\w./-]+", place) else quoted(directory / self.name)
-        return [self.command, *start.arguments(), *self.overrides, f"run.dir={shown}"]
+    def loss(self) -> float:
+        """The held-out loss that it ended with; infinite if it has none."""
+        summary = read_json(self.place / "summary.json")
+        loss = (summary.get("eval") or {}).get("loss") if summary.get("exit") == 0 else None
+        return float(loss) if isinstance(loss, int | float) else math.inf
 
 
-def ended_before(place: Path, member: Member, start: Start) -> Member:
-    """The member as an earlier sweep left it: ended, or still to be run.
+def state_of(record: dict[str, Any]) -> str:
+    """In words what a member.json says."""
+    exit = record.get("exit")
+    return {None: "unfinished", 0: "done", DivergedError.exit_code: "diverged"}.get(
+        exit, f"failed with exit code {exit}"
+    )
 
-    Raises ConfigError if the directory holds a run with other settings.
+
+def has_ended(member: Member) -> bool:
+    """Whether an earlier sweep ran it to its end. Raises ConfigError if its directory holds something else."""
+    record = read_json(member.place / "member.json")
+    if record and record.get("overrides") != list(member.settings):
+        raise ConfigError(f"{member.place} holds a run with other settings; choose another --dir")
+    return state_of(record) in ("done", "diverged")
+
+
+def run_members(members: Sequence[Member], jobs: int) -> None:
+    """Runs the members that have not ended, `jobs` at a time.
+
+    Ctrl+C lets those that run leave cleanly, a second one kills them; then KeyboardInterrupt is raised. Members are in
+    sessions of their own, so that a Ctrl+C in the terminal reaches each once, from here. None outlives the call.
     """
-    theirs = _settings(None, Start(place / "config.yaml"))
-    if theirs is not None and theirs != _settings(member, start):
-        raise ConfigError(f"{place} holds a run with other settings; choose another --dir")
-    record = read_json(place / "member.json")
-    if record.get("interrupted"):
-        return member
-    summary = read_json(place / "summary.json")
-    code = summary.get("exit") if "exit" in summary else record.get("exit")
-    ended = code == DivergedError.exit_code or (code == 0 and bool(summary))
-    return replace(member, exit=code) if ended else member
+    waiting = [one for one in members if not has_ended(one)]
+    if len(waiting) < len(members):
+        click.echo(f"{len(members) - len(waiting)} of {len(members)} members have ended before")
+    running: dict[subprocess.Popen[bytes], Member] = {}
+    stops, began = list[int](), time.monotonic()
 
-
-def read_members(directory: Path) -> list[Member]:
-    """The members of a sweep that were started, read from their member.json, in order."""
-    records = [read_json(file) for file in directory.glob("*/member.json")]
-    fields = ("name", "command", "exit", "interrupted")
-    found = [
-        Member(overrides=tuple(record["overrides"]), **{name: record[name] for name in fields})
-        for record in records
-        if "overrides" in record and all(name in record for name in fields)
-    ]
-    return sorted(found, key=lambda one: (int(re.sub(r"\D.*", "", one.name) or 0), one.name))
-
-
-def _settings(member: Member | None, start: Start) -> dict[str, Any] | None:
-    """The settings that decide what a run computes; None without a configuration."""
-    try:
-        content = compose(() if member is None else member.overrides, start).model_dump(mode="json")
-    except ConfigError:
-        return None
-    del content["sweep"]
-    for group, names in NOT_COMPARED.items():
-        for name in names:
-            del content[group][name]
-    return content
-
-
-class Processes:
-    """The running members. As a context manager it catches Ctrl+C and SIGTERM and passes them on.
-
-    Members are in sessions of their own, so that a Ctrl+C in the terminal reaches each once, from here. None outlives
-    the context.
-    """
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.RLock()  # a signal may arrive while it is held
-        self._signals = on_signals(lambda *_: self.stop(signal.SIGINT))
-        self.stopped = 0
-
-    def __enter__(self) -> Processes:
-        self._signals.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._signals.__exit__(None, None, None)
-        self._kill()
-
-    def stop(self, number: int) -> None:
-        """Starts no more members and sends the signal to the running ones; a second call kills them."""
-        with self._lock:
-            self.stopped += 1
-            if self.stopped > 1:
-                return self._kill()
-            for process in list(self._running):
-                process.send_signal(number)
-
-    def _kill(self) -> None:
-        for process in list(self._running):
-            with contextlib.suppress(ProcessLookupError):
+    def stop(number: int, _: object) -> None:
+        stops.append(number)
+        for process in running:
+            if len(stops) == 1:
+                process.send_signal(signal.SIGINT)
+            else:
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def run(self, member: Member, directory: Path, start: Start) -> Member:
-        """Runs one member to its end, and leaves member.json."""
-        place = directory / member.name
-        place.mkdir(parents=True, exist_ok=True)
-        _write_member(place, member)
-        with (place / "output.log").open("ab") as output, self._lock:
-            process = subprocess.Popen(
-                [*PROGRAM, *member.arguments(directory, start)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "WANDB_RUN_GROUP": directory.resolve().name},
-                start_new_session=True,
-            )
-            self._running.add(process)
-            if self.stopped:
-                process.send_signal(signal.SIGINT)
-        code = process.wait()
-        with self._lock:
-            self._running.discard(process)
-        ended = replace(member, exit=code, interrupted=self.stopped > 0)
-        _write_member(place, ended)
-        return ended
+    try:
+        with on_signals(stop):
+            while running or (waiting and not stops):
+                while waiting and len(running) < jobs and not stops:
+                    member = waiting.pop(0)
+                    running[_started(member)] = member
+                time.sleep(POLL_S)
+                for process in [one for one in running if one.poll() is not None]:
+                    member = running.pop(process)
+                    member.write(None if stops else process.returncode)
+                    _say(member, time.monotonic() - began)
+    finally:
+        for process in running:
+            os.killpg(process.pid, signal.SIGKILL)
+    if stops:
+        raise KeyboardInterrupt
 
 
-def _write_member(place: Path, member: Member) -> None:
-    write_atomic(place / "member.json", json.dumps(asdict(member), indent=2) + "\n")
+def _started(member: Member) -> subprocess.Popen[bytes]:
+    member.write(None)
+    with (member.place / "output.log").open("ab") as output:
+        return subprocess.Popen(
+            [*PROGRAM, *member.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "WANDB_RUN_GROUP": member.place.parent.name},
+            start_new_session=True,
+        )
+
+
+def _say(member: Member, elapsed_s: float) -> None:
+    state, loss = state_of(read_json(member.place / "member.json")), member.loss()
+    result = f", held-out {loss:.3f}" if math.isfinite(loss) else ""
+    click.echo(f"[{elapsed_s:5.1f}s] {member.place.name} {member.varied}: {state}{result}")

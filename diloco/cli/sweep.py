@@ -1,133 +1,195 @@
-"""`diloco sweep`: a command with every combination of several values, each in a process and a directory of its own.
+"""`diloco sweep`: a command with several values of some settings, by Hydra's own multirun.
 
-1. Every member is composed and validated before anything is written or started.
-2. A member is `python -m diloco COMMAND ... run.dir=DIR/NUMBER-VALUES`. Its output goes to `output.log`, its exit code
-   to `member.json`. The same command skips members that have ended, and so goes on with a sweep.
-3. At the end: `sweep.json`, the table of `diloco compare`, and its curves.
-
-The first Ctrl+C makes the members leave cleanly, the second kills them. A member that fails or diverges does not stop
-the others. Hydra's own sweepers and launchers do what a grid on this machine cannot: continuous ranges, clusters.
+1. Hydra's sweeper chooses the values: every combination, or what Optuna looks for, by the held-out loss.
+2. Its basic launcher is ours here: it checks a batch of members, and runs each as `diloco COMMAND ... run.dir=DIR/N`.
+   Other launchers, such as submitit's, call `Sweep` in a process of theirs, which does the same with one member.
+3. Members that ended before are not run again, so the same command goes on. At the end there is `diloco compare`.
 """
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import click
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Glob
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf
 
-from diloco.cli.members import Member, Processes, ended_before
-from diloco.cli.sweep_arguments import default_directory, given_directory, marked, member_of
-from diloco.cli.sweep_display import Display, conclude
-from diloco.cli.sweep_hydra import Sweep, run_with_hydra
-from diloco.config import Start, compose
-from diloco.config.compose import Composed
-from diloco.config.explain import show as show_value
-from diloco.config.overrides import key_of
-from diloco.config.sweeps import Axis, grid, plan_sweep
-from diloco.errors import ConfigError
+from diloco.cli import compare
+from diloco.cli.members import Member, has_ended, run_members, state_of
+from diloco.config import Start, choices, compose
+from diloco.config.compose import KEYS, check_key, compose_tree
+from diloco.config.explain import show
+from diloco.config.files import VERSION_BASE, Request, hydra_for, said_by_hydra, stored
+from diloco.config.overrides import Typed, key_of, parse, quoted
+from diloco.errors import ConfigError, DilocoError
 from diloco.rundir.compare import read_json
 from diloco.rundir.files import exclusive, prepare_run_directory
 
-__all__ = ["run"]
+__all__ = ["Members", "Sweep", "run"]
+
+OF_HYDRA = ("hydra/sweeper", "hydra.sweeper.", "hydra/launcher", "hydra.launcher.")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What every member is made from: the command, the settings that all have, and where their directories go."""
+
+    command: str
+    fixed: tuple[str, ...]
+    start: Start
+    place: Path
+    jobs: int = 1
+    dry_run: bool = False
+
+    def member(self, number: int, overrides: Sequence[str]) -> Member:
+        """The member with these settings. Raises ConfigError if they are not valid."""
+        keys = {key_of(one) for one in self.fixed}
+        varied = [one for one in overrides if key_of(one) not in keys]
+        settings, place = (*self.fixed, *varied), self.place / str(number)
+        config = compose(settings, self.start)
+        own = [] if "run.id" in map(key_of, varied) else [f"run.id={config.run.id[: 63 - len(str(number))]}-{number}"]
+        if self.jobs > 1 and config.train.threads is None:
+            processes = self.jobs * (config.local.peers if self.command == "local" else 1)
+            own.append(f"train.threads={max(1, (os.cpu_count() or 1) // processes)}")
+        arguments = (self.command, *self.start.arguments(), *settings, *own, f"run.dir={quoted(place)}")
+        return Member(place, settings, " ".join(varied), arguments)
+
+    def __call__(self, _: Any) -> float:
+        """Runs one member where a launcher of Hydra calls this; returns the held-out loss."""
+        job = HydraConfig.get()
+        member = self.member(job.job.num, job.overrides.task)
+        run_members([member], 1)
+        return member.loss()
+
+
+class Members(Launcher):
+    """Hydra's launcher of members here, several at a time."""
+
+    __module__ = "hydra_plugins.diloco"
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        """Takes the `Sweep`, which is the task."""
+        self._sweep: Sweep = task_function
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs a batch of members, once all have valid settings."""
+        sweep = self._sweep
+        if not job_overrides:
+            raise ConfigError("there are no members; check the ends of each range")
+        members = [sweep.member(initial_job_idx + number, one) for number, one in enumerate(job_overrides)]
+        if sweep.dry_run:
+            for one in members:
+                click.echo(f"{'ended' if has_ended(one) else 'to run':<7} diloco {' '.join(one.arguments)}")
+        else:
+            run_members(members, sweep.jobs)
+        return [JobReturn(_return_value=one.loss(), status=JobStatus.COMPLETED) for one in members]
 
 
 def run(
-    command: str,
-    overrides: Sequence[str],
-    start: Start,
-    jobs: int | None = None,
-    directory: Path | None = None,
-    sweeper: str | None = None,
-    launcher: str | None = None,
+    command: str, overrides: Sequence[str], start: Start, jobs: int = 1, directory: Path | None = None,
     dry_run: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Checks, runs and compares the members; returns the exit code, which is 0 even when some diverged.
 
-    Raises ConfigError before anything is written, if a member has invalid settings or a plugin is missing, and
-    DilocoError at the end, with the exit code of the first member that failed.
+    Raises ConfigError before a member of a batch starts, if one is not valid, and DilocoError at the end if one failed.
     """
-    plugins = [
-        f"hydra/{kind}={name}"
-        for kind, name in (("sweeper", sweeper), ("launcher", launcher))
-        if name not in (None, "grid")
-    ]
-    parsed, plan = plan_sweep([*overrides, *plugins], start)
-    for one in parsed:
-        if isinstance(one, Axis) and one.key in ("run.dir", "run.name"):
-            raise ConfigError(f"{one.key}={one.text}: each member has a directory of its own; set --dir")
-        if isinstance(one, Axis) and one.key.startswith("sweep."):
-            raise ConfigError(f"{one.key}={show_value(one.text)} is said once for all members; give one value")
-    directory = given_directory(directory, plan)
-    if any(one.key == "hydra.run.dir" for one in plan.typed):  # in a file it is for whoever starts one run
-        raise ConfigError(f"hydra.run.dir={plan.block.run_dir} has no effect in a sweep; set hydra.sweep.dir, or --dir")
-    if plugins or plan.block.sweeper != "basic" or plan.block.launcher != "basic":
-        return run_with_hydra(Sweep(command, tuple(parsed), start), plan, jobs, directory, dry_run)
-    _refuse_for_plugins(overrides, plan)
-    combinations = [(marked(arguments, plan), chosen) for arguments, chosen in grid(parsed)]
-    composed = [(arguments, chosen, compose(arguments, start)) for arguments, chosen in combinations]
-    first = composed[0][2]
-    jobs = jobs or first.sweep.jobs
-    directory = directory or default_directory(overrides, first)
-    width = len(str(len(composed) - 1))
-    members = [
-        member_of(command, arguments, chosen, f"{number:0{width}}", config, jobs, plan.block.sweep_subdir, start)
-        for number, (arguments, chosen, config) in enumerate(composed)
-    ]
-    names = [one.name for one in members]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"hydra.sweep.subdir calls two members {twice}; add ${{hydra:job.num}} to it")
-    ended = [ended_before(directory / one.name, one, start) for one in members]
+    fixed, lines = list[str](), list[str]()
+    groups = choices(start)
+    for one in overrides:
+        if one.startswith("hydra"):
+            if not one.startswith(OF_HYDRA):
+                raise ConfigError(f"{show(one)} has no effect on a sweep; drop it, or set --dir for hydra.sweep.dir")
+            lines.append(one)
+            continue
+        typed, override = parse(one, swept=True)
+        check_key(typed, groups)
+        if typed.key in ("run.dir", "run.name") and override.is_sweep_override():
+            raise ConfigError(f"{show(one)}: each member has a directory of its own; set --dir")
+        if not override.is_sweep_override():
+            fixed.append(one)
+        if override.is_sweep_override() or typed.key not in groups:
+            lines.append(_line(typed, override, groups))
+    composed = compose_tree(fixed, start)
+    place = directory or Path(str(OmegaConf.select(composed.tree, "run.dir")))
+    if directory is None and "run.dir" not in map(key_of, fixed):
+        place = place.with_name(f"{place.name}-sweep")
+    fixed = [one for one in fixed if key_of(one) != "run.dir"]
+    sweep = Sweep(command, tuple(fixed), start, place.absolute(), jobs, dry_run)
     if dry_run:
-        for member in ended:
-            click.echo(f"{member.state:<8} diloco {' '.join(member.arguments(directory, start))}")
+        with tempfile.TemporaryDirectory() as scratch:
+            _multirun(sweep, composed.request, lines, Path(scratch))
         return 0
-    for doubt in dict.fromkeys(text for _, _, config in composed for text in config.warnings()):
-        click.echo(f"diloco: warning: {doubt}", err=True)
-    prepare_run_directory(directory)
-    with exclusive(directory):
-        ended = _run_all(ended, directory, start, jobs)
-        return conclude(command, overrides, ended, directory, first)
-
-
-def _refuse_for_plugins(overrides: Sequence[str], plan: Composed) -> None:
-    """Raises ConfigError for what only a sweeper or a launcher of Hydra reads, where there is none."""
-    theirs = [f"hydra.{key}" for key in plan.block.settings if key.startswith(("sweeper.", "launcher."))]
-    typed = [key_of(one) for one in overrides if key_of(one) == "sweep.objective"]
-    for key in (*theirs, *typed):
-        if key != "hydra.sweeper.params":
-            raise ConfigError(f"{key} has no effect on every combination of values; drop it, or add --sweeper optuna")
-
-
-def _run_all(members: Sequence[Member], directory: Path, start: Start, jobs: int) -> list[Member]:
-    """Runs the members that have not ended, `jobs` at a time; returns all members with their results."""
-    ended = {one.name: one for one in members}
-    waiting = [one for one in members if one.exit is None]
-    with (
-        Processes() as processes,
-        Display(len(members), len(members) - len(waiting)) as display,
-        ThreadPoolExecutor(jobs) as pool,
-    ):
-
-        def work(member: Member) -> Member:
-            if processes.stopped:
-                return member
-            display.began(member)
-            return processes.run(member, directory, start)
-
+    prepare_run_directory(place)
+    with exclusive(place):
         try:
-            pending = {pool.submit(work, one) for one in waiting}
-            while pending:
-                # A signal that arrives just before a wait is handled after it. Waits are therefore short.
-                done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-                for future in done:
-                    one = future.result()
-                    ended[one.name] = one
-                    if one.state != "pending":
-                        display.ended(one, read_json(directory / one.name / "summary.json"))
-        except BaseException:
-            processes.stop(signal.SIGTERM)
-            raise
-    return [ended[one.name] for one in members]
+            _multirun(sweep, composed.request, lines, sweep.place)
+        except KeyboardInterrupt:
+            return _conclude(place, stopped=True)
+    return _conclude(place)
+
+
+def _line(typed: Typed, override: Any, groups: Mapping[str, Sequence[str]]) -> str:
+    """An argument as Hydra takes it: keys of an open mapping are new to it, and a pattern is for all folders."""
+    if isinstance(pattern := override.value(), Glob):
+        names = pattern.filter(list(groups.get(typed.key, ())))
+        if not names:
+            raise ConfigError(f"{typed.key}={show(typed.text)} matches nothing; expected a pattern for a group")
+        return f"{typed.key}={','.join(names)}"
+    known = typed.key in groups or (typed.key in KEYS and "dict" not in str(KEYS[typed.key].annotation))
+    return f"{'' if known or typed.sign else '++'}{override.input_line}"
+
+
+def _multirun(sweep: Sweep, request: Request, arguments: Sequence[str], place: Path) -> None:
+    """Lets Hydra choose and launch the members. Raises ConfigError for what it refuses."""
+    os.environ.setdefault("SQLALCHEMY_SILENCE_UBER_WARNING", "1")  # Optuna 2 needs its version 1.4
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra ends the process where there is one
+    with hydra_for(request.places):
+        name, chosen = stored(request)
+    # Hydra takes plugins from below hydra_plugins only. Where none is installed, there is no such package.
+    sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
+    sys.modules["hydra_plugins.diloco"] = sys.modules[__name__]
+    Plugins.instance().register(Members)
+    node = {"_target_": "hydra_plugins.diloco.Members"}
+    ConfigStore.instance().store("basic", node, group="hydra/launcher")
+    quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
+    places = (f"hydra.sweep.dir={quoted(place)}", "hydra.sweep.subdir=${hydra:job.num}")
+    before, sys.argv = sys.argv, ["diloco", "--multirun", *chosen, *arguments, *quiet, *places]
+    try:
+        hydra.main(config_path=str(request.places[0]), config_name=name, version_base=VERSION_BASE)(sweep)()
+    except HydraException as error:
+        text = said_by_hydra(error)
+        hint = "; list values, or add hydra/sweeper=optuna" if "does not support sweep type" in text else ""
+        raise ConfigError(f"{text}{hint}") from None
+    finally:
+        sys.argv = before
+
+
+def _conclude(place: Path, stopped: bool = False) -> int:
+    """The table of all members, and how the command ends."""
+    records = {file.parent: read_json(file) for file in place.glob("*/member.json")}
+    if records:
+        compare.run([place], None, None, None, False)
+    if stopped:
+        click.echo(f"stopped; the same command runs what is not done in {place}")
+        return 0
+    failed = {one: record for one, record in records.items() if state_of(record).startswith("failed")}
+    if failed:
+        first = min(failed)
+        error = DilocoError(f"{len(failed)} of {len(records)} members failed; see {first / 'output.log'}")
+        error.exit_code = max(1, failed[first]["exit"])
+        raise error
+    return 0

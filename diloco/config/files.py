@@ -1,36 +1,49 @@
-"""Hydra composes files: the search path becomes one tree, and the result is remembered while no file changes."""
+"""Hydra composes files: folders, a file to begin with and choices become one tree, remembered while no file changes."""
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 from yaml.error import MarkedYAMLError
 
 from diloco.config.explain import leaves, nearest, show
-from diloco.config.overrides import first_line, split
-from diloco.config.saved import Saved
+from diloco.config.overrides import first_line, key_of, split
 from diloco.config.schema import Config
 from diloco.config.sources import SCHEMA, SECTIONS, stamp
 from diloco.errors import ConfigError
 
 __all__ = [
-    "Request", "compose_files", "defaults_of_hydra", "hydra_for", "installed", "missing_plugin", "no_choice",
-    "prepared",
-]  # fmt: skip
+    "VERSION_BASE",
+    "Request",
+    "Saved",
+    "compose_files",
+    "hydra_for",
+    "no_choice",
+    "read_saved",
+    "said_by_hydra",
+    "stored",
+]
 
 BASE, SAVED = "diloco_base", "diloco_saved"
-PACKAGES = {
-    "optuna": "diloco[sweep]", "submitit": "diloco[sweep]", "ax": "hydra-ax-sweeper", "joblib": "hydra-joblib-launcher",
-    "nevergrad": "hydra-nevergrad-sweeper", "ray": "hydra-ray-launcher", "rq": "hydra-rq-launcher",
-}  # fmt: skip
+VERSION_BASE = "1.3"
+# Settings of earlier versions that say nothing about a run: a saved configuration may still name them.
+RETIRED = ("sim.mode",)
+
+
+class Saved(NamedTuple):
+    """The settings of a file of `--config`: the config.yaml of a run, or some settings of somebody's own."""
+
+    file: Path
+    text: str  # as JSON, which can be compared
+    whole: bool  # every setting without a default is there, so the file needs nothing else
 
 
 class Request(NamedTuple):
@@ -43,7 +56,7 @@ class Request(NamedTuple):
 
 
 def compose_files(request: Request) -> DictConfig:
-    """The tree with its node `hydra`. It is remembered: do not change it. Raises ConfigError with one line."""
+    """The tree without the node `hydra`. It is remembered: do not change it. Raises ConfigError with one line."""
     return _composed(request, stamp(request.places))
 
 
@@ -54,66 +67,69 @@ def _composed(request: Request, stamp: tuple[Any, ...]) -> DictConfig:
 
     with hydra_for(request.places):
         try:
-            name, chosen = prepared(request)
-            return hydra.compose(name, chosen, return_hydra_config=True)
+            name, chosen = stored(request)
+            return hydra.compose(name, chosen)
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
             raise ConfigError(_reason(request, error)) from None
 
 
-def prepared(request: Request) -> tuple[str, list[str]]:
-    """The file that Hydra begins with, and the choices. A file of `--config` is given to Hydra before."""
-    if request.saved is None:
-        return request.name, list(request.chosen)
-    return BASE, _store_saved(request, request.saved)
-
-
 @contextmanager
-def hydra_for(places: tuple[Path, ...]) -> Iterator[Any]:
-    """Hydra with this search path; the program around us may be a Hydra application, which gets its own one back."""
-    from hydra import version
-    from hydra._internal.hydra import Hydra
-    from hydra._internal.utils import create_config_search_path
-    from hydra.core.config_search_path import SearchPathQuery
-    from hydra.core.config_store import ConfigStore
+def hydra_for(places: tuple[Path, ...]) -> Iterator[None]:
+    """Hydra without another application's state; the program around us may be one, which gets its own back."""
+    from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
-    ConfigStore.instance().store(SCHEMA, schema_defaults())
-    state = GlobalHydra.instance()
-    application, state.hydra = state.hydra, None
-    version.setbase("1.3")
-    path = create_config_search_path(None)
-    for place in places:
-        path.prepend("diloco", f"file://{place}", SearchPathQuery(provider="schema"))
+    application = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
     try:
-        yield Hydra.create_main_hydra2("diloco", path)
+        with initialize_config_dir(str(places[0]), "diloco", VERSION_BASE):
+            yield
     finally:
         GlobalHydra.instance().hydra = application
 
 
-def installed(group: str) -> list[str]:
-    """The choices of one of Hydra's own groups, such as hydra/launcher, with those of the plugins that are there."""
-    with hydra_for(()) as hydra:
-        return sorted(hydra.config_loader.get_group_options(group))
+def stored(request: Request) -> tuple[str, list[str]]:
+    """What Hydra begins with, and the choices and folders as its overrides.
+
+    Gives Hydra the defaults of the schema, and the file of `--config`, which lies between groups and experiments. The
+    file to begin with is below another, because Hydra looks for the uppermost one in one folder only.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(SCHEMA, _schema_defaults())
+    further = ",".join(f"file://{place}" for place in request.places[1:])
+    folders = [f"hydra.searchpath=[{further}]"] if further else []
+    if request.saved is None:
+        store.store(BASE, {"defaults": [request.name]})
+        return BASE, [*request.chosen, *folders]
+    return BASE, [*_store_saved(request, request.saved, folders), *folders]
 
 
-def missing_plugin(group: str, name: str, there: Sequence[str]) -> str:
-    """Says that a sweeper or launcher is not installed, and how to install it where that is known."""
-    package = next((package for word, package in PACKAGES.items() if name.startswith(word)), None)
-    remedy = f"pip install '{package}', or choose" if package else "install the plugin that has it, or choose"
-    return f"{group}={show(name)} is a plugin of Hydra that is not installed: {remedy} one of {', '.join(there)}"
+def _store_saved(request: Request, saved: Saved, folders: Sequence[str]) -> list[str]:
+    """Returns the choices other than experiments. Those of groups replace what the file says of that group."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.types import RunMode
+
+    mine = [one for one in request.chosen if key_of(one) == "experiment"]
+    others = [one for one in request.chosen if key_of(one) != "experiment"]
+    value = OverridesParser.create().parse_override(mine[-1]).value() if mine else None
+    experiments = [f"experiment/{name}" for name in (value if isinstance(value, list) else [value]) if name]
+    below: list[Any] = [request.name]
+    if saved.whole:  # it needs no defaults, and an open mapping such as model.config is not to be mixed with theirs
+        below = [SCHEMA, *({section: None} for section in SECTIONS)]
+    store = ConfigStore.instance()
+    store.store(SAVED, {})
+    store.store(BASE, {"defaults": [*below, SAVED, *experiments]})
+    loader = GlobalHydra.instance().config_loader()
+    found = loader.compute_defaults_list(BASE, [*others, *folders], RunMode.RUN).overrides.override_choices
+    store.store(SAVED, {key: value for key, value in json.loads(saved.text).items() if key not in found})
+    return others
 
 
-@lru_cache(maxsize=8)
-def defaults_of_hydra(chosen: tuple[str, ...]) -> DictConfig:
-    """The node `hydra` of an application without files, for choices such as hydra/sweeper=optuna."""
-    import hydra
-
-    with hydra_for(()):
-        node: DictConfig = hydra.compose(None, list(chosen), return_hydra_config=True).hydra
-        return node
-
-
-def schema_defaults() -> dict[str, Any]:
+def _schema_defaults() -> dict[str, Any]:
     """The settings that have a default, as nested mappings."""
     tree: dict[str, Any] = {section: {} for section in SECTIONS}
     for key, field in leaves(Config):
@@ -125,58 +141,32 @@ def schema_defaults() -> dict[str, Any]:
     return tree
 
 
-def _store_saved(request: Request, saved: Saved) -> list[str]:
-    """Gives Hydra the file of `--config` between groups and experiments; returns the other choices."""
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.types import RunMode
-
-    mine = [one for one in request.chosen if split(one).key == "experiment"]
-    others = [one for one in request.chosen if split(one).key != "experiment"]
-    value = OverridesParser.create().parse_override(mine[-1]).value() if mine else None
-    experiments = [f"experiment/{name}" for name in (value if isinstance(value, list) else [value]) if name]
-    below: list[Any] = [request.name]
-    if saved.whole:  # it needs no defaults, and an open mapping such as model.config is not to be mixed with theirs
-        below = [SCHEMA, *({section: None} for section in SECTIONS)]
-    store = ConfigStore.instance()
-    store.store(SAVED, {})
-    store.store(BASE, {"defaults": [*below, SAVED, *experiments]})
-    found = GlobalHydra.instance().config_loader().compute_defaults_list(BASE, others, RunMode.RUN)
-    content = {key: value for key, value in saved.content().items() if key not in found.overrides.override_choices}
-    store.store(SAVED, content)
-    return others
-
-
-def _reason(request: Request, error: Exception) -> str:
-    """One line that names the file, or the argument."""
-    while isinstance(error.__cause__, Exception) and not isinstance(error, YAMLError):
-        error = error.__cause__
-    if isinstance(error, YAMLError):
-        return _yaml_error(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    if text.endswith("composing config:"):
-        text = f"{text} {lines[1]}"
-        empty = re.search(r"'hydra\.sweeper\.params\.(.+)' is not Optional", text)
-        if empty is not None:
-            return f"hydra.sweeper.params has no values for {empty[1]}; list some, such as {empty[1]}: 1,2"
-    plugin = re.search(r"Could not find '(hydra/(?:sweeper|launcher))/(\w+)'", text)
-    if plugin is not None:
-        return missing_plugin(plugin[1], plugin[2], installed(plugin[1]))
-    missing = re.search(r"In '(\S+)': Could not (?:find|load) '([^/']+)/([^']+)'", text)
-    if missing is not None:
-        return _missing_choice(request, *missing.groups())
-    for argument in request.chosen:
-        typed = split(argument)
-        if f"'{typed.key}'" in text and "Could not override" in text:
-            return f"{argument}: {typed.key} is not in the defaults list of {request.name}.yaml; write +{argument}"
-        if typed.sign.startswith("+") and ("Multiple values for" in text or "force-add of config groups" in text):
-            return f"{argument} adds a group, but {typed.key} is there already; write {argument.lstrip('+')}"
-    if "Cannot find primary config" in text or "Could not load" in text:
-        folders = ", ".join(map(str, request.places))
-        return f"--config-name={request.name} is not there; looked for {request.name}.yaml in {folders}"
-    return f"{', '.join(map(str, request.places))}: {first_line(ValueError(text))}"
+def read_saved(file: Path) -> Saved:
+    """Reads and checks a file. Raises ConfigError if it is not readable, no YAML or no settings, or holds ${...}."""
+    try:
+        saved = OmegaConf.load(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f"line {mark.line + 1}: "
+        raise ConfigError(f"{file} is not YAML: {line}{getattr(error, 'problem', None) or first_line(error)}") from None
+    if "${" in json.dumps(OmegaConf.to_container(saved), ensure_ascii=False, default=str):
+        # A part of it may come from a peer. To resolve it would put secrets of this machine into a setting.
+        raise ConfigError(f"{file} holds ${{...}}, which is resolved in configs/ only; write the value itself")
+    if not isinstance(saved, DictConfig) or saved.keys().isdisjoint({*SECTIONS, "defaults"}):
+        raise ConfigError(f"{file} is not a configuration; expected the config.yaml of a run directory")
+    if "defaults" in saved:
+        raise ConfigError(
+            f"{file} has a defaults list; start from it with --config-dir {file.parent} --config-name {file.stem}"
+        )
+    for key in RETIRED:
+        group, _, name = key.partition(".")
+        if isinstance(saved.get(group), DictConfig):
+            saved[group].pop(name, None)
+    required = (key for key, field in leaves(Config) if field.is_required())
+    whole = all(OmegaConf.select(saved, key, default=None) is not None for key in required)
+    return Saved(file, json.dumps(OmegaConf.to_container(saved), default=str), whole)
 
 
 def no_choice(group: str, name: str, there: Sequence[str]) -> str:
@@ -186,22 +176,26 @@ def no_choice(group: str, name: str, there: Sequence[str]) -> str:
     return f"{group}={show(name)} is not a choice{hint}; expected one of {', '.join(there)}"
 
 
-def _missing_choice(request: Request, where: str, group: str, name: str) -> str:
-    """The same of a choice in the defaults list of a file, which is named."""
-    # Of a choice that overrides another one Hydra says only that it is somewhere below the file to begin with.
-    pattern = f"{where}.yaml" if "/" in where else "*.yaml"
-    files = [file for place in request.places for file in sorted(place.rglob(pattern))]
-    files.sort(key=lambda file: file.stem != request.name and f"experiment={file.stem}" not in request.chosen)
-    wanted = re.compile(rf"(\b{group}(@\S*)?\s*:|[-/[])\s*['\"]?{re.escape(name)}\b")
-    named = next((f"{file}: " for file in files if wanted.search(file.read_text(errors="replace"))), "")
-    of_group = (place / group for place in request.places)
-    there = {str(file.relative_to(place).with_suffix("")) for place in of_group for file in place.rglob("*.yaml")}
-    return f"{named}{no_choice(group, name, sorted(there))}"
+def said_by_hydra(error: Exception) -> str:
+    """What an error of Hydra says, as one line."""
+    return show(" ".join(str(error).split()).partition(" Config search path:")[0], limit=300)
 
 
-def _yaml_error(error: YAMLError) -> str:
-    """The file, the line and what is wrong there."""
+def _reason(request: Request, error: Exception) -> str:
+    """One line that names the file, or the argument."""
+    while isinstance(error.__cause__, Exception) and not isinstance(error, YAMLError):
+        error = error.__cause__
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: {first_line(ValueError(error.problem or 'is not YAML'))}"
-    return first_line(error)
+    text = said_by_hydra(error)
+    for argument in request.chosen:
+        sign, key, _ = split(argument)
+        if f"'{key}'" in text and "Could not override" in text:
+            return f"{argument}: {key} is not in the defaults list of {request.name}.yaml; write +{argument}"
+        if sign and ("Multiple values for" in text or "force-add of config groups" in text):
+            return f"{argument} adds a group, but {key} is there already; write {argument.lstrip('+')}"
+    if f"Could not load '{request.name}'" in text:
+        folders = ", ".join(map(str, request.places))
+        return f"--config-name={request.name} is not there; looked for {request.name}.yaml in {folders}"
+    return f"{', '.join(map(str, request.places))}: {text}"

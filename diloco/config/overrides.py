@@ -1,4 +1,4 @@
-"""One argument of a command line, in Hydra's grammar: KEY=VALUE, +KEY=VALUE, ++KEY=VALUE, ~KEY, GROUP=CHOICE.
+"""One argument of a command line, in Hydra's grammar: KEY=VALUE, +KEY=VALUE, ++KEY=VALUE, ~KEY, and GROUP=CHOICE.
 
 Text that the grammar does not know (`data.path=~/a=b`) is taken as it is; Hydra wants it in quotes.
 Hydra is imported inside functions, so that a help text does not wait for it.
@@ -13,20 +13,15 @@ from typing import Any, NamedTuple
 from diloco.config.explain import show
 from diloco.errors import ConfigError
 
-__all__ = ["Typed", "first_line", "key_of", "parse", "quoted", "split", "value_of"]
+__all__ = ["Typed", "first_line", "key_of", "parse", "quoted", "split"]
 
 
 class Typed(NamedTuple):
     """An argument as somebody typed it."""
 
-    sign: str  # "", "+" (add), "++" (add or set) or "~" (delete)
+    sign: str  # "", "+", "++" or "~" (the schema's default counts, not the preset's)
     key: str
     text: str  # the value as typed
-
-    @property
-    def argument(self) -> str:
-        """The argument as Hydra takes it."""
-        return f"{self.sign}{self.key}" + ("" if self.sign == "~" and not self.text else f"={self.text}")
 
 
 def split(argument: str) -> Typed:
@@ -41,22 +36,20 @@ def key_of(argument: str) -> str:
     return split(argument).key
 
 
-def value_of(argument: str) -> str:
-    """The value of an argument as typed."""
-    return split(argument).text
+def parse(argument: str, swept: bool = False) -> tuple[Typed, Any]:
+    """The parts of an argument, and it as Hydra's parser reads it: its `input_line` is what Hydra can read again.
 
-
-def parse(argument: str) -> tuple[Typed, Any]:
-    """The parts of an argument, and it as Hydra's parser reads it. Raises ConfigError for what is no override."""
+    Raises ConfigError for what is no override, and for several values unless they may be `swept`.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     typed = split(argument)
-    if not typed.key or ("=" not in argument and typed.sign != "~"):
+    if not typed.key or ("=" in argument) == (typed.sign == "~"):
         raise ConfigError(f"{show(argument)} is not a setting; write KEY=VALUE or GROUP=CHOICE")
     parser = OverridesParser.create()
     try:
-        override = parser.parse_override(typed.argument)
+        override = parser.parse_override(argument)
     except HydraException as error:
         if typed.text[:1] in ("[", "{", "'", '"'):
             raise ConfigError(
@@ -67,7 +60,7 @@ def parse(argument: str) -> tuple[Typed, Any]:
             override = parser.parse_override(f"{typed.sign}{typed.key}={quoted(typed.text)}")
         except HydraException:
             raise ConfigError(f"{show(argument)} is not a setting; write KEY=VALUE or GROUP=CHOICE") from None
-    if override.is_sweep_override():
+    if override.is_sweep_override() and not swept:
         key, text = typed.key, typed.text
         raise ConfigError(f"{key}={text} is several values; give one value, or a list in brackets: '{key}=[{text}]'")
     return typed, override

@@ -13,7 +13,7 @@ from diloco.config.base import Directory, Multiaddr, Name, NotEmpty, PeerAddress
 from diloco.config.explain import Expected
 
 __all__ = [
-    "CheckpointConfig", "DataPlace", "EvalConfig", "LocalConfig", "RunPlace", "SimConfig", "SwarmConfig", "SweepConfig",
+    "CheckpointConfig", "DataPlace", "EvalConfig", "LocalConfig", "RunPlace", "SimConfig", "SwarmConfig",
     "TrainConfig", "WandbConfig",
 ]  # fmt: skip
 
@@ -167,17 +167,3 @@ class WandbConfig(PeerLocal):
     entity: str | None = Field(None, min_length=1, description="wandb team or user; null is your default.")
     aggregate: bool = False
     """Log the whole swarm as one run, as this peer sees it, instead of a run per peer."""
-
-
-class SweepConfig(PeerLocal):
-    """`diloco sweep`: how its members run, and what they are compared by."""
-
-    jobs: int = Field(1, ge=1, le=1024, description="Members at a time on this machine.")
-    objective: Annotated[
-        tuple[Literal["loss", "perplexity", "tokens", "bytes_sent", "wall_s", "virtual_s", "utilization"], ...],
-        Tuple,
-        NotEmpty,
-    ] = Field(("loss",))
-    """What a sweeper of Hydra looks for, of those that diloco compare has; hydra.sweeper.direction says which way."""
-    plot: Annotated[tuple[Literal["tokens", "time", "bytes"], ...], Tuple] = ("tokens", "time", "bytes")
-    """Held-out loss by these, a picture each, at the end; [] is none."""

@@ -42,7 +42,6 @@ class Config(Settings):
     checkpoint: peer_local.CheckpointConfig = Field(default_factory=peer_local.CheckpointConfig)
     eval: peer_local.EvalConfig = Field(default_factory=peer_local.EvalConfig)
     wandb: peer_local.WandbConfig = Field(default_factory=peer_local.WandbConfig)
-    sweep: peer_local.SweepConfig = Field(default_factory=peer_local.SweepConfig)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

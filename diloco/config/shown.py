@@ -1,72 +1,29 @@
-"""Settings as text: what `--cfg`, `--info` and `--package` print."""
+"""Settings as text: what `--cfg` prints."""
 
 from __future__ import annotations
 
-import io
-import logging
-from contextlib import redirect_stdout, suppress
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from diloco.config.compose import Composed, compose, resolved, validated
+from diloco.config.compose import compose
 from diloco.config.explain import expected, leaves, show
-from diloco.config.files import hydra_for, prepared
 from diloco.config.manifest import Manifest, flatten
 from diloco.config.schema import Config
 from diloco.config.sources import Start, choices
 from diloco.errors import ConfigError
 
-__all__ = ["cfg_text", "help_text", "info_text"]
+__all__ = ["cfg_text", "help_text"]
 
 
-def cfg_text(composed: Composed, which: str, package: str | None, resolve: bool) -> str:
-    """The composed configuration as YAML. `job` is what a command would use, resolved and with every key.
-
-    `package` is a part of it, such as outer or hydra.launcher. Raises ConfigError if that is not there, and for a
-    configuration that is not valid.
-    """
-    parts: dict[str, Any] = {}
-    if which in ("hydra", "all"):
-        node: Any = OmegaConf.to_container(composed.tree.hydra, enum_to_str=True)
-        parts["hydra"] = {name: value for name, value in node.items() if name not in ("help", "hydra_help")}
-        if resolve:
-            parts["hydra"] = _resolved(composed, "hydra", parts["hydra"])
-    if which in ("job", "all"):
-        parts |= validated(composed).model_dump(mode="json")
-    if package in (None, "_global_"):
-        return OmegaConf.to_yaml(OmegaConf.create(parts))
-    part: Any = parts
-    for name in str(package).split("."):
+def cfg_text(config: Config, package: str | None) -> str:
+    """The configuration as YAML, with every key, or a part of it such as outer. ConfigError if that is not there."""
+    part: Any = config.model_dump(mode="json")
+    for name in () if package is None else package.split("."):
         if not isinstance(part, dict) or name not in part:
             raise ConfigError(f"--package={package} is not in the configuration; expected a key such as outer")
         part = part[name]
-    whole = isinstance(part, dict | list)
-    return f"# @package {package}\n{OmegaConf.to_yaml(OmegaConf.create(part))}" if whole else f"{show(part)}\n"
-
-
-def _resolved(composed: Composed, key: str, value: Any) -> Any:
-    """The values below `key` without `${...}`; what has a value only when a run starts stays as it is."""
-    if isinstance(value, dict):
-        return {name: _resolved(composed, f"{key}.{name}", part) for name, part in value.items()}
-    if isinstance(value, str) and "${" in value:
-        with suppress(ConfigError):
-            return resolved(composed, key)
-    return value
-
-
-def info_text(composed: Composed, which: str) -> str:
-    """What Hydra itself says with --info: the search path, the defaults list, its plugins."""
-    root, shown = logging.getLogger(), io.StringIO()
-    before, level = list(root.handlers), root.level
-    try:
-        with hydra_for(composed.request.places) as hydra, redirect_stdout(shown):
-            name, chosen = prepared(composed.request)
-            hydra.show_info(which, config_name=name, overrides=[*chosen, *composed.arguments])
-    finally:
-        root.handlers[:] = before
-        root.setLevel(level)
-    return shown.getvalue()
+    return OmegaConf.to_yaml(OmegaConf.create(part)) if isinstance(part, dict | list) else f"{show(part)}\n"
 
 
 def help_text(start: Start | None = None) -> str:

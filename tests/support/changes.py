@@ -138,7 +138,4 @@ CHANGES: dict[str, list[str]] = {
     "wandb.project": ["wandb.project=other", "wandb.mode=offline"],
     "wandb.entity": ["wandb.entity=team", "wandb.mode=offline"],
     "wandb.aggregate": ["wandb.aggregate=true", "wandb.mode=offline"],
-    "sweep.jobs": ["sweep.jobs=2"],
-    "sweep.objective": ["sweep.objective=[loss,bytes_sent]"],
-    "sweep.plot": ["sweep.plot=[tokens]"],
 }

@@ -87,10 +87,8 @@ def simulate(**arguments: Any) -> int:
 
 @click.command(cls=Command)
 @configured
-@click.option("--jobs", type=click.IntRange(1, 1024), help="Members at a time.  [default: sweep.jobs]")
+@click.option("--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Members at a time.")
 @click.option("--dir", "directory", type=PATH, help="Where the members go.  [default: runs/RUN_ID-sweep]")
-@click.option("--sweeper", help="A Hydra sweeper such as optuna, instead of every combination.")
-@click.option("--launcher", help="A Hydra launcher such as submitit_slurm, instead of processes here.")
 @click.option("--dry-run", is_flag=True, help="Check and list the members, and stop.")
 def sweep(overrides: tuple[str, ...], asked: Asked, **arguments: Any) -> int:
     """Run every combination of several values.
@@ -98,13 +96,13 @@ def sweep(overrides: tuple[str, ...], asked: Asked, **arguments: Any) -> int:
     \b
     diloco sweep simulate experiment=smoke outer.lr=0.5,0.7,1.0 outer.sync_every=10,20
     diloco sweep local experiment=quickstart 'run.seed=range(0,3)' --jobs 2 --dir runs/seeds
-    diloco sweep local 'inner.lr=interval(1e-4,1e-2)' --sweeper optuna hydra.sweeper.n_trials=20
-    diloco sweep simulate experiment=sweep-mini
+    diloco sweep local 'inner.lr=interval(1e-4,1e-2)' hydra/sweeper=optuna hydra.sweeper.n_trials=20
+    diloco sweep simulate experiment=lr-sweep
 
-    The first argument is the command of a member: local (the default), train or simulate. What is swept may also be in
-    a file, as hydra.sweeper.params. Each member has its own run directory. The same command again runs the members that
-    are missing. At the end there are sweep.json, the table of diloco compare and its curves. A member that fails does
-    not stop the others.
+    The first argument is the command of a member: local (the default), train or simulate. What varies is in Hydra's
+    grammar, and may also be in a file, as hydra.sweeper.params. Each member has its own run directory. The same command
+    again runs the members that are not done. A member that fails does not stop the others. At the end there are the
+    table of diloco compare and its curves.
     """
     command, *rest = overrides if overrides and "=" not in overrides[0] else ("local", *overrides)
     if command not in ("local", "train", "simulate"):

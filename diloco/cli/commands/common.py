@@ -62,16 +62,14 @@ class Asked:
     folder: Path | None = None
     name: str | None = None
     cfg: str | None = None
-    resolve: bool = False
     package: str | None = None
-    info: str | None = None
 
     @property
     def shows(self) -> str | None:
         """The option that prints something, as typed; None: the command runs."""
-        if self.cfg is None and self.info is None and (self.resolve or self.package is not None):
-            raise ConfigError(f"{'--resolve' if self.resolve else '--package'} goes with --cfg; add --cfg job")
-        return f"--cfg={self.cfg}" if self.cfg is not None else self.info and f"--info={self.info}"
+        if self.cfg is None and self.package is not None:
+            raise ConfigError("--package goes with --cfg; add --cfg job")
+        return None if self.cfg is None else f"--cfg={self.cfg}"
 
     def start(self, guest: bool = False) -> Start:
         """The same for `compose`."""
@@ -83,20 +81,12 @@ class Asked:
 
 # Options of Hydra that have no use here: their names, whether they are flags, and what to type instead.
 INSTEAD = {
-    "config_path": (("--config-path", "-cp"), False, "--config-dir DIR, which adds a folder"),
-    "hydra_help": (("--hydra-help",), True, "--help, --cfg hydra or --info"),
     "shell_completion": (("--shell-completion", "-sc"), True, 'eval "$(_DILOCO_COMPLETE=bash_source diloco)"'),
-    "experimental_rerun": (("--experimental-rerun",), False, "--config RUN/config.yaml"),
 }
 OPTIONS = (
-    click.option("--info", "-i", is_flag=False, flag_value="all",
-                 type=click.Choice(["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]),
-                 help="Print how Hydra composes the configuration; then stop."),
     click.option("--package", "-p", metavar="KEY", help="Print only this part of --cfg, such as outer."),
-    click.option("--resolve", is_flag=True, help="Resolve ${...} in --cfg hydra; in --cfg job it always is."),
-    click.option("--cfg", "-c", type=click.Choice(["job", "hydra", "all", "manifest", "help"]),
-                 help="Print the composed configuration, Hydra's own, both, the manifest and its hash, or every "
-                 "setting; then stop."),
+    click.option("--cfg", "-c", type=click.Choice(["job", "manifest", "help"]),
+                 help="Print the composed configuration, the manifest and its hash, or every setting; then stop."),
     *(click.option(*names, key, hidden=True, is_flag=flag) for key, (names, flag, _) in INSTEAD.items()),
     click.option("--run", "-r", "once", hidden=True, is_flag=True),  # what a command does anyway
     click.option("--config-name", "-cn", "name", metavar="NAME", help="Begin with NAME.yaml instead of config.yaml."),
@@ -136,71 +126,47 @@ def run(
     overrides: tuple[str, ...],
     asked: Asked,
     given: Sequence[str] = (),
-    multirun: bool | None = None,
+    multirun: bool = False,
     guest: bool = False,
     **options: Any,
 ) -> int:
     """Composes the configuration, and prints it or runs the command with it.
 
-    `overrides` are the user's, `given` those that the command adds; `multirun` is None where there are no sweeps. A
-    setting that is probably not meant is a warning on stderr. A `guest` takes part in somebody's run.
+    `overrides` are the user's, `given` those that the command adds. A setting that is probably not meant is a warning
+    on stderr. A `guest` takes part in somebody's run.
     """
-    from diloco.config.compose import compose_tree, validated
+    from diloco.config import compose
 
     start = asked.start(guest)
     if asked.shows:
         if multirun:
             raise ConfigError(f"{asked.shows} shows one configuration; drop --multirun")
         return _show(overrides, given, asked, start)
-    multirun = multirun or (multirun is not None and "hydra.mode=MULTIRUN" in overrides)
     if multirun:
         return implementation("sweep")(command=command, overrides=overrides, start=start)
     overrides = tuple(map(_from_stdin, overrides))
-    composed = compose_tree([*overrides, *given], start)
-    block = composed.block
-    if block.multirun and multirun is not None:
-        return implementation("sweep")(command=command, overrides=overrides, start=start)
-    of_a_sweep = [*block.of_a_sweep, *(one.key for one in composed.typed if one.key.startswith("hydra.sweep."))]
-    if of_a_sweep and block.multirun is None:
-        how = "add --multirun" if multirun is not None else "use it with diloco sweep"
-        raise ConfigError(f"{of_a_sweep[0]} is for a sweep; {how}, or hydra.mode=RUN for one run without it")
-    config = validated(composed)
-    if command != "train" or not config.run.report:  # a supervisor has looked at what the user typed
+    config = compose([*overrides, *given], start)
+    if command != "train" or not config.run.report:  # a supervisor has checked what the user typed, and adds its own
         if command in STARTERS:
             config = with_digests(config)
         for doubt in config.warnings():
             click.echo(f"diloco: warning: {doubt}", err=True)
-    _listen(block.verbose)
     return implementation(command)(config, **options)
 
 
 def _show(overrides: tuple[str, ...], given: Sequence[str], asked: Asked, start: Start) -> int:
-    """Prints what --cfg or --info asks for."""
-    from diloco.config import help_text
-    from diloco.config.compose import compose_tree, validated
-    from diloco.config.shown import cfg_text, info_text
+    """Prints what --cfg asks for."""
+    from diloco.config import compose, help_text
+    from diloco.config.shown import cfg_text
 
     if asked.cfg == "help":
         return _write(help_text(start))
-    composed = compose_tree([*map(_from_stdin, overrides), *given], start)
-    if asked.info is not None:
-        return _write(info_text(composed, asked.info))
+    config = compose([*map(_from_stdin, overrides), *given], start)
     if asked.cfg == "manifest":
-        manifest = with_digests(validated(composed)).manifest()
+        manifest = with_digests(config).manifest()
         click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
         return _write(manifest.to_json(indent=2))
-    return _write(cfg_text(composed, asked.cfg or "job", asked.package, asked.resolve))
-
-
-def _listen(verbose: Any) -> None:
-    """`hydra.verbose=true`, or the names of loggers: they show everything."""
-    if not verbose:
-        return
-    import logging
-
-    logging.basicConfig(level=logging.DEBUG if verbose is True else logging.WARNING, format="%(name)s: %(message)s")
-    for name in () if verbose is True else (verbose,) if isinstance(verbose, str) else verbose:
-        logging.getLogger(str(name)).setLevel(logging.DEBUG)
+    return _write(cfg_text(config, asked.package))
 
 
 def _from_stdin(override: str) -> str:

@@ -131,7 +131,7 @@ EITHER = "host needs either the ADDRESS of a peer, as it prints it, or --new"
         ("train --fast", "No such option"),
         (
             "train --cfg yaml",
-            "Invalid value for '--cfg' / '-c': 'yaml' is not one of 'job', 'hydra', 'all', 'manifest', 'help'. See",
+            "Invalid value for '--cfg' / '-c': 'yaml' is not one of 'job', 'manifest', 'help'. See",
         ),
         ("eval", "Missing argument 'MODEL_DIR'. See diloco eval --help"),
         ("generate m --tokens 0", "Invalid value for '--tokens': 0 is not in the range"),

@@ -38,7 +38,7 @@ COMPANIONS = {
 DEFAULT = compose()
 SHIPPED = [(group, name) for group, names in choices().items() for name in names if name != "default"]
 
-OF_PEERS = ("swarm", "sim", "train", "checkpoint", "eval", "wandb", "sweep")
+OF_PEERS = ("swarm", "sim", "train", "checkpoint", "eval", "wandb")
 PEER_LOCAL = {key for key in CHANGES if key.split(".")[0] in OF_PEERS} | {
     *("run.dir", "run.name", "run.lead", "run.report", "local.peers", "local.step_delay_s", "model.directory"),
     *("data.path", "data.paths", "data.tokenizer_directory", "data.cache", "data.shard", "data.shards"),
@@ -339,7 +339,7 @@ def test_saved_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     assert message(base=tmp_path).startswith(f"{tmp_path} cannot be read: ")
     assert said("a: b: c").startswith("FILE is not YAML: ")
     assert said("just text") == "FILE is not a configuration; expected the config.yaml of a run directory"
-    newer = "f a newer diloco wrote FILE, use that one, or delete the key from the file"
+    newer = "f another diloco wrote FILE, use that one, or delete the key from the file"
     saved = DEFAULT.to_yaml()
     assert is_like(f"surprise is not a setting; …; i{newer}", said(f"{saved}surprise: 1\n"))
     telepathy = said(saved.replace("outer:\n", "outer:\n  telepathy: true\n"))

@@ -91,18 +91,24 @@ class ByteTokenizer:
 
     def save(self, directory: Path) -> None:
         """Writes an equivalent for plain `transformers`: byte-level BPE without merges, ids equal to bytes."""
-        from tokenizers import Tokenizer as Pipeline
-        from tokenizers import decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
         fast_tokenizer: Any = PreTrainedTokenizerFast  # has no annotations
         vocabulary = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
         # The end token is matched in the raw text, before bytes become characters, so its entry is NUL itself.
         vocabulary = {"\x00" if byte == 0 else character: byte for character, byte in vocabulary.items()}
-        pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=[]))
-        pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        pipeline.decoder = decoders.ByteLevel()
-        tokenizer = fast_tokenizer(tokenizer_object=pipeline, eos_token="\x00", clean_up_tokenization_spaces=False)
+        levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        pipeline = {
+            "version": "1.0",
+            "added_tokens": [],
+            "pre_tokenizer": levels,
+            "decoder": {**levels, "add_prefix_space": True, "use_regex": True},
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "tokenizer.json").write_text(json.dumps(pipeline), encoding="utf-8")
+        files = {"tokenizer_file": str(directory / "tokenizer.json")}
+        tokenizer = fast_tokenizer(**files, eos_token="\x00", clean_up_tokenization_spaces=False)
         tokenizer.save_pretrained(directory)
         (directory / _MARKER).write_text(json.dumps({"tokenizer": "bytes"}) + "\n", encoding="utf-8")
 

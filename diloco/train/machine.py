@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from diloco.train import devices
@@ -60,7 +59,10 @@ def _cores() -> int:
 
 def free_memory() -> float:
     """Bytes of main memory that the kernel has left and that the limit of this container allows."""
-    free = float(psutil.virtual_memory().available)
+    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # where the kernel does not say more
+    for line in (_read("/proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = float(line.split()[1]) * 1024
     limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
     if limit and used and limit.isdigit() and used.isdigit():
         lines = (_read("/sys/fs/cgroup/memory.stat") or "").splitlines()

@@ -142,7 +142,6 @@ class Swarm:
         self._sharded = False  # whether `shard` was asked for
         self._living: Living | None = None
         self._seed: int | None = None
-        self._told_address: str | None = None
         self.run_id, self.name = run_id, name
         self._settings: OuterSettings = outer_of(preset, outer, {**said, **settings})
         self.outer = self._settings.outer
@@ -161,8 +160,6 @@ class Swarm:
         self._files: Mapping[str, Path] = {}
         self._blank = False
         self._typed = runtime is None  # errors name these arguments; no simulation takes a `SystemExit`
-        self._thread: NodeThread | None = None  # where this peer listens already
-        self._listens_at = ""
         self.on_event: Callable[[str, dict[str, object]], None] = on_event or self._voice.event
         self.on_ready: Callable[[str], None] = on_ready or self._voice.address
         self.runtime = runtime
@@ -215,8 +212,6 @@ class Swarm:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with ExitStack() as stack:
-            if self._thread is not None:
-                stack.callback(self._thread.close)
             if self._scratch is not None:
                 stack.callback(self._scratch.cleanup)
             if self._checkpoints is not None:
@@ -228,22 +223,11 @@ class Swarm:
     def address(self) -> str:
         """The address with which others join; empty on ranks other than 0, and where others cannot call this peer.
 
-        Asked for before a model is attached, it makes this peer listen. Who calls it then waits until one is. Raises
-        `JoinError` when it cannot listen.
+        Raises `ConfigError` before a model is attached, because this peer listens nowhere until then.
         """
-        if self.attachment is not None:
-            return "" if self.attachment.view is None else self.attachment.view.address
-        if Island.place()[0] > 0:
-            return ""
-        if self._thread is None:
-            if self.runtime is not None:
-                raise ConfigError("Swarm.address: a simulated peer has none before attach(...)")
-            with as_typed(self._typed):
-                thread = NodeThread()
-                self._listens_at = thread.listen(self.network, self._key_file())
-            self._thread = thread
-            self._told(self._listens_at)
-        return self._listens_at
+        if self.attachment is None:
+            raise ConfigError("Swarm.address: a peer has none before attach(...)")
+        return "" if self.attachment.view is None else self.attachment.view.address
 
     @property
     def steps(self) -> int:
@@ -298,7 +282,7 @@ class Swarm:
                 f"optimizer={type(optimizer).__name__} is attached to a swarm already; use one callback, or one "
                 "attach, for one optimizer"
             )
-        runtime = self.runtime or self._thread or NodeThread()
+        runtime = self.runtime or NodeThread()
         options, parameters = None, Trained(model)
         self.outer = self._settings.of(sum(parameters.numels.values()))
         device = next((one.device for one in parameters.values()), torch.device("cpu"))
@@ -320,9 +304,6 @@ class Swarm:
                     saved.check_same_run(self.run, "the checkpoint" if checkpoints is None else f"{checkpoints=!s}")
             stack.pop_all()
         phases = phases or PhaseTimer(clock=runtime.clock, settle=partial(devices.synchronize, device))
-        if self._thread is None:
-            self._told_address = None
-        self._thread = None  # it is the node's from now on
         listener = Listener(self._heard, self._ready, self._ended, partial(as_typed, self._typed))
         self.attachment = Attachment(
             parameters, optimizer, self.outer, options, island, phases, runtime, listener, schedules
@@ -335,8 +316,8 @@ class Swarm:
         """From the newest checkpoint, if there is one."""
         if self._identity is None and self._scratch is not None:
             raise ConfigError(
-                f"checkpoints={checkpoints.directory}: this peer's key would be there, and swarm.seed, swarm.shard or "
-                "swarm.address has made another one; name its file with Swarm(identity=...)"
+                f"checkpoints={checkpoints.directory}: this peer's key would be there, and swarm.seed or "
+                "swarm.shard has made another one; name its file with Swarm(identity=...)"
             )
         self._identity = self._identity or checkpoints.directory / "identity.key"
         found = checkpoints.load(schedules)
@@ -487,14 +468,8 @@ class Swarm:
         if self._living is not None:
             self._living.are(node.protocol.me, _trainers(node))
 
-    def _told(self, address: str) -> None:
-        """The address is known, perhaps for the second time."""
-        if address != self._told_address:
-            self._told_address = address
-            self.on_ready(address)
-
     def _ready(self, address: str) -> None:
-        self._told(address)
+        self.on_ready(address)
         if self.attachment is not None and self.attachment.view is not None:
             self.attachment.view.look(self._share)
             self._voice.waits(self.attachment.view, self.network.min_peers)

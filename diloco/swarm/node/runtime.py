@@ -11,16 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from diloco.config import SwarmConfig
 from diloco.outer.replica import Replica
 from diloco.swarm.conversations.probe import ask_to_be_called
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.wire.early import Early
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.transport import Transport
 
@@ -54,46 +50,22 @@ class Runtime(Protocol):
         """End whatever still runs in the loop. Can be called twice, and without a node."""
 
 
-async def connect(options: NodeOptions, early: Early | None = None) -> Transport:
-    """Join the real network, with a daemon that may listen already."""
-    return await Libp2p.connect(
-        options.network, options.identity_path, options.gate, options.run.id, ask_to_be_called, early
-    )
+async def connect(options: NodeOptions) -> Transport:
+    """Join the real network."""
+    return await Libp2p.connect(options.network, options.identity_path, options.gate, options.run.id, ask_to_be_called)
 
 
 class NodeThread:
-    """An event loop in a thread of its own, as `Runtime`. The thread begins with `listen` or `open`."""
+    """An event loop in a thread of its own, as `Runtime`. The thread begins with `open`."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._early: Early | None = None
-
-    def listen(self, network: SwarmConfig, identity_path: Path) -> str:
-        """Listen before there is a node, which `open` makes then; returns the best address. Raises as `Libp2p.listen`,
-        and nothing is left then.
-        """
-        self._start()
-        try:
-            self._early = self.call(Libp2p.listen(network, identity_path))
-        except BaseException:
-            self.close()
-            raise
-        return next(iter(self._early.addresses), "")
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
-        if self._early is None:
-            self._start()
-        early = self._early
-        node = self.call(Node.open(options, replica, on_event, partial(connect, early=early)))
-        if early is not None:
-            early.serve()
-        self._early = None
-        return node
-
-    def _start(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
         self._thread.start()
+        return self.call(Node.open(options, replica, on_event, connect))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -109,10 +81,7 @@ class NodeThread:
     def close(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             return
-        early, self._early = self._early, None
         try:
-            if early is not None:
-                self.call(early.close())
             self.call(self._end())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)

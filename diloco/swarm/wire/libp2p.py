@@ -28,7 +28,6 @@ from diloco.config.address import Address, problem, same_subnet, scope
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
-from diloco.swarm.wire.early import Early, until_ready
 from diloco.swarm.wire.gate import GREETING, Gate, GuardedP2P
 from diloco.swarm.wire.identity import Identity, read_key, verify
 from diloco.swarm.wire.streams import BROKEN, CONTROL
@@ -183,16 +182,14 @@ class Libp2p:
 
     @classmethod
     async def connect(
-        cls, network: SwarmConfig, identity_path: Path, gate: Gate, run_id: str | None = None, ask: Ask | None = None,
-        early: Early | None = None,
-    ) -> Libp2p:  # fmt: skip
+        cls, network: SwarmConfig, identity_path: Path, gate: Gate, run_id: str | None = None, ask: Ask | None = None
+    ) -> Libp2p:
         """Start listening (nowhere with `reachable=no`) and join the DHT.
 
         Args:
             identity_path: private key of this peer; it is made when it is missing.
             run_id: the run whose DHT records this node takes in; None takes no part in the DHT.
             ask: with `reachable=auto`, asks a peer on another machine to call back; None believes that it can.
-            early: listens already, with these settings; it is this peer's from now on.
 
         Raises:
             SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, this
@@ -205,16 +202,13 @@ class Libp2p:
             raise SwarmError(
                 f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
             )
-        p2p = await _start_daemon(seeds, network, identity_path) if early is None else early.p2p
+        p2p = await _start_daemon(seeds, network, identity_path)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
         self._identity = Identity(read_key(identity_path))
         self._ranges |= {scope(seed) for seed in seeds}
         try:
-            if early is None:
-                await p2p.add_binary_stream_handler(GREETING, self._welcome)
-            else:
-                await early.join(seeds, self._welcome)
-            await until_ready(self._greet_seeds)
+            await p2p.add_binary_stream_handler(GREETING, self._welcome)
+            await self._greet_seeds()
             if network.reachable != "no":
                 self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()])
             self.reachable = bool(self.addresses)
@@ -247,12 +241,6 @@ class Libp2p:
             p2p=self._p2p, initial_peers=_multiaddrs(seeds), record_validator=records, client_mode=not self.reachable
         )
         self._dht.protocol.storage, self._dht.protocol.cache = BoundedStorage(), BoundedStorage()
-
-    @staticmethod
-    async def listen(network: SwarmConfig, identity_path: Path) -> Early:
-        """Listen, and put off whoever calls until `connect` takes over; raises as that does."""
-        own_id(identity_path)
-        return await Early.of(await _start_daemon((), network, identity_path), network.reachable != "no")
 
     @classmethod
     async def visit(

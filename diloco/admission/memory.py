@@ -20,9 +20,6 @@ __all__ = ["Memory"]
 
 logger = logging.getLogger(__name__)
 
-MAX_OFFENDERS = 4096  # each was proved by two signatures or more, but in an open run identities are free
-MAX_REASON = 500  # characters
-
 
 class Memory:
     """Refusals of one run, by `scope`: its id, and its key or the hash of its manifest.
@@ -30,7 +27,6 @@ class Memory:
     Attributes:
         revoked: the newest list of the run's owner.
         users: the first peer that used a token, by the token's id.
-        offenders: why a peer is out for good, by peer id. There is a proof against each.
         seal: the run key's signature of the manifest (see `RunKey.seal`); "" while nobody has shown it.
 
     A file that cannot be written is a warning in the log, and the run goes on. Then the next start forgets the change.
@@ -40,7 +36,6 @@ class Memory:
         """Raises ConfigError if the file is damaged. A file of another scope counts as none."""
         self.revoked = Revoked(0, (), (), b"")
         self.users: dict[str, str] = {}
-        self.offenders: dict[str, str] = {}
         self.seal = ""
         self._path, self._scope = path, scope
         if path is not None and path.exists():
@@ -62,15 +57,7 @@ class Memory:
             bytes.fromhex(listed["signature"]),
         )
         self.users = {str(token): str(peer) for token, peer in content["users"].items()}
-        self.offenders = {str(peer): str(why) for peer, why in content["offenders"].items()}
         self.seal = str(content["seal"])
-
-    def condemn(self, peer: str, why: str) -> None:
-        """Remember a peer that is out for good. Of more than `MAX_OFFENDERS` the oldest are forgotten."""
-        self.offenders.setdefault(peer, why[:MAX_REASON])
-        for oldest in list(self.offenders)[:-MAX_OFFENDERS]:
-            del self.offenders[oldest]
-        self.keep()
 
     def keep(self) -> None:
         """Write everything to the file."""
@@ -80,7 +67,6 @@ class Memory:
             "scope": self._scope,
             "revoked": {**asdict(self.revoked), "signature": self.revoked.signature.hex()},
             "users": self.users,
-            "offenders": self.offenders,
             "seal": self.seal,
         }
         try:

@@ -135,8 +135,6 @@ class OuterConfig(RunOwned):
     )
     clip_factor: float = Field(3.0, ge=1, le=1e6)
     """Times the median norm that a contribution may have (robust: auto, clip)."""
-    audit: float = Field(0.02, ge=0, le=1)
-    """Part of each version that the others recompute; 0: none. Contributions have to be judged together (robust)."""
     optimizer: OptimizerName = "nesterov"
     """nesterov: a step per version; delayed_nesterov: momentum once in `delay` contributions."""
     lr: float = Field(0.75, gt=0, le=10, description="Outer (Nesterov) learning rate.")
@@ -203,21 +201,6 @@ class OuterConfig(RunOwned):
     def judged_together(self) -> bool:
         """Whether a syncer keeps the contributions to a version until it closes, instead of folding each into a sum."""
         return self.judging == "clip"
-
-    @property
-    def audited(self) -> bool:
-        """Whether peers recompute parts of each other's versions. They can where a syncer has the payloads of a version
-        together, a part of it can be merged alone, and the optimizer and the codec of updates can be recomputed.
-        """
-        can = OPTIMIZERS[self.optimizer].audited and CODECS[self.codec_down].audited
-        return self.audit > 0 and self.judged_together and not self.flatten and can
-
-    @property
-    def momentum_risen(self) -> int:
-        """Version from which the momentum has its value; with the age of a run it comes ever nearer."""
-        if self.momentum_warmup is None:
-            return self.rounds or 10**6
-        return self.momentum_warmup
 
     @property
     def windowed(self) -> bool:

@@ -26,7 +26,6 @@ class OptimizerTraits(NamedTuple):
     """An outer optimizer."""
 
     windowed: bool = False  # a momentum step per outer.delay contributions, rather than per version
-    audited: bool = True
 
 
 class CodecTraits(NamedTuple):
@@ -34,7 +33,6 @@ class CodecTraits(NamedTuple):
 
     wide: bool = False  # two bytes per value or more
     publishes: bool = True  # updates, and not only contributions
-    audited: bool = True
 
 
 OPTIMIZERS = {
@@ -46,8 +44,8 @@ CODECS = {
     "fp16": CodecTraits(wide=True),
     "int8": CodecTraits(),
     "e3m0": CodecTraits(),
-    "stat2": CodecTraits(publishes=False, audited=False),
-    "topk": CodecTraits(publishes=False, audited=False),
+    "stat2": CodecTraits(publishes=False),
+    "topk": CodecTraits(publishes=False),
 }
 
 

@@ -2,13 +2,11 @@
 
     fragments   which elements travel together, and how they get in and out of a model
     payloads    the interface of a codec; `codecs` and, with error feedback, `lossy` are the codecs
-    merkle      roots over payloads that a peer signs, and proofs of their parts
     digest      names for values, so that replicas can be compared and repaired in parts
     replica     every peer's half of a fragment: anchor, pseudo-gradient, updates
     held        the syncer's half: contributions in, outer step, update out
     merging     merge rules, and `Staged`, which keeps what they compare; their math is in `rda` and `robust`
     spectrum    what evens out a merged matrix before the outer step
-    audit       recomputes parts of versions from what their contributors signed; its math is in `recompute`
     optimizer   outer optimizers, and how large their steps are
     extensions  outer optimizers and codecs from users' code
 

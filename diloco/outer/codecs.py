@@ -26,7 +26,7 @@ The codecs in `lossy.py` are for contributions only.
 *Where they run.* Tensors lie in main memory, wherever the parameters are. What has to have equal bits on all peers is
 an anchor after `apply_update_`. All peers move theirs on the CPU, where bits are equal for the reason given above. A
 contribution need not be what another device would make of it: its sender signs the bytes that it has made, and whoever
-folds in, audits, or keeps what was lost decodes these bytes. Nevertheless int8, e3m0 and the float codecs would encode
+folds in, or keeps what was lost, decodes these bytes. Nevertheless int8, e3m0 and the float codecs would encode
 alike on any device. They compute maxima, products with powers of two, one addition, and conversions that round to even;
 none of it can be fused or reordered to another result. A residual that fades (0 < beta < 1) is a product and a sum,
 which some hardware fuses. The sums in `lossy.py` depend on their order, and what `topk` chooses among equal magnitudes
@@ -43,7 +43,6 @@ working buffers, at most 6 MiB, belong to the thread.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
@@ -82,8 +81,6 @@ class _FloatCodec(Codec):
     carries_values = publishes = True
     dtype: ClassVar[torch.dtype]
     largest: ClassVar[float]
-    rounding: ClassVar[tuple[float, float]]
-    """How far rounding may move a value, as a part of it, and at least."""
 
     def widths(self, numel: int) -> list[int]:
         return [numel * self.dtype.itemsize]
@@ -116,29 +113,17 @@ class _FloatCodec(Codec):
             raise PayloadError(f"{self.name} payload holds {found}; values must be at most {largest}")
         return values
 
-    def cell(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        values = self.values(payload, numel).double()
-        part, least = self.rounding
-        off = values.abs().mul_(part).clamp_(min=least)
-        return values - off, values + off
-
-    def most_lost(self, payload: Tensor, numel: int, norm: float) -> float:
-        part, least = self.rounding
-        return part * norm + least * math.sqrt(numel)
-
 
 class _Fp32(_FloatCodec):
     name = "fp32"
     dtype = torch.float32
     largest = LIMIT
-    rounding = (0.0, 0.0)
 
 
 class _Fp16(_FloatCodec):
     name = "fp16"
     dtype = torch.float16
     largest = torch.finfo(torch.float16).max
-    rounding = (2.0**-11, 2.0**-25)
 
 
 class _BlockCodec(Codec):
@@ -146,14 +131,10 @@ class _BlockCodec(Codec):
 
     publishes = True
     codes_per_byte: ClassVar[int]
-    rounding: ClassVar[tuple[float, float]]
-    """How far encoding may move a value, as a part of what it becomes, and at least, over 2**exponent."""
     min_exponent: ClassVar[int]
     max_exponent: ClassVar[int]
     unit_exponent: ClassVar[int]
     """What decoding adds to the exponent of a block."""
-    least_top: ClassVar[float]
-    """The least that the largest magnitude of a block may be, over 2**exponent, unless the exponent is the smallest."""
 
     @abstractmethod
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
@@ -184,29 +165,6 @@ class _BlockCodec(Codec):
             scales = power_of_two(exponents, self.unit_exponent) * weight
             rows.addcmul_(self._dequantise(codes, rows.shape[1]), scales)
 
-    def cell(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        values = self.values(payload, numel)
-        exponents = payload[: -(-numel // BLOCK)].view(torch.int8)
-        low, high = torch.empty(numel, dtype=torch.float64), torch.empty(numel, dtype=torch.float64)
-        for rows, exponent, lows, highs in blockwise(values, [exponents, low, high], [1, BLOCK, BLOCK]):
-            units = torch.from_numpy(np.ldexp(1.0, exponent.int().numpy()))  # (r, 1) fp64
-            magnitudes = rows.double().abs_()
-            if bool(((magnitudes.amax(1, True) < self.least_top * units) & (exponent > self.min_exponent)).any()):
-                raise PayloadError(f"{self.name} payload holds a block with a larger exponent than its values need")
-            down, up = self._cell(magnitudes, units)
-            torch.where(rows < 0, -up, down, out=lows)
-            torch.where(rows < 0, -down, up, out=highs)
-        return low, high
-
-    def most_lost(self, payload: Tensor, numel: int, norm: float) -> float:
-        part, least = self.rounding
-        exponents = payload.numpy()[: -(-numel // BLOCK)].view(np.int8).astype(np.int32)
-        return part * norm + least * math.sqrt(BLOCK * float(np.ldexp(1.0, 2 * exponents).sum()))
-
-    @abstractmethod
-    def _cell(self, magnitudes: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and largest values of these magnitudes (r, n) fp64, for 2**exponent (r, 1) of their block."""
-
     def _check(self, payload: Tensor, numel: int) -> None:
         self._check_length(payload, numel)
         exponents = payload.numpy()[: -(-numel // BLOCK)].view(np.int8)
@@ -228,11 +186,9 @@ class _Int8(_BlockCodec):
 
     name = "int8"
     codes_per_byte = 1
-    rounding = (0.0, 0.5)
     min_exponent = _MIN_EXPONENT
     max_exponent = 58  # LIMIT is 64 * 2**58
     unit_exponent = 0
-    least_top = 64.0
 
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
         # 127.5 would round to 128: mantissas from 127.5/64 on take the next exponent.
@@ -247,9 +203,6 @@ class _Int8(_BlockCodec):
     def _dequantise(self, codes: Tensor, numel: int) -> Tensor:
         return buffer("values", torch.float32, *codes.shape).copy_(codes)
 
-    def _cell(self, magnitudes: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
-        return magnitudes - 0.5 * units, magnitudes + 0.5 * units
-
 
 class _E3m0(_BlockCodec):
     """A sign and one of seven powers of two, or zero; each value goes to the nearest.
@@ -261,11 +214,9 @@ class _E3m0(_BlockCodec):
 
     name = "e3m0"
     codes_per_byte = 2
-    rounding = (0.5, 2.0**-7)
     min_exponent = _MIN_EXPONENT + 6  # so that the lowest of the seven levels is a normal number
     max_exponent = 64  # LIMIT is 2**64
     unit_exponent = 8
-    least_top = 1.0
 
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
         # 1.5 is the middle of two levels. Half rounds magnitudes within 2**-11 of it up to 1.5, and so must the scale.
@@ -294,12 +245,6 @@ class _E3m0(_BlockCodec):
         # Widening copied the sign (bit 7) to bits 8 to 15; a shift by 6 brings it to bit 15 and k to bits 10 to 12.
         bits.mul_(1 << 6).bitwise_and_(_HALF_SIGN_AND_LEVEL)
         return buffer("values", torch.float32, blocks, numel).copy_(half)
-
-    def _cell(self, magnitudes: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
-        lowest, inexact = units * 2.0**-6, 2.0**-9  # half rounds before levels are chosen
-        down = torch.where(magnitudes > lowest, 0.75 * magnitudes, 0.5 * magnitudes) * (1 - inexact)
-        down = torch.where(magnitudes > 0, down, -0.5 * lowest)
-        return down, torch.where(magnitudes > 0, 1.5 * magnitudes, 0.5 * lowest)
 
 
 CODECS: dict[str, Codec] = {one.name: one for one in (_Fp32(), _Fp16(), _Int8(), _E3m0())}

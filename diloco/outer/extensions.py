@@ -14,9 +14,6 @@ The manifest names it, so all peers of a run need it: a loop imports the module,
 point of that name, `heavy_ball = "its.module"` in the group `diloco.extensions`, by which `diloco join` finds it too.
 All peers must compute alike, so another step or another encoding takes another name.
 
-Honest peers are never accused for it. A `push` is linear, so how far a version moves is bounded and its parts are
-recomputed, as for ours. Neither is done for an optimizer that is not `linear`, and updates of a codec without `cell`
-are not recomputed.
 """
 
 from __future__ import annotations
@@ -65,14 +62,13 @@ def register(cls: _Extension) -> _Extension:
         if wrong := _wrong_push(cls):
             raise ConfigError(f"{cls.__name__}.push {wrong}; mend it, or define transition instead")
         OPTIMIZERS[name] = cls
-        OPTIMIZER_TRAITS[name] = OptimizerTraits(cls.windowed, audited=cls.linear)
+        OPTIMIZER_TRAITS[name] = OptimizerTraits(cls.windowed)
     elif issubclass(cls, Codec):
         one = cls()
         if wrong := _wrong_codec(one):
             raise ConfigError(f"{cls.__name__}.{wrong}")
         (CODECS if one.publishes else LOSSY)[name] = one
-        wide, audited = one.nbytes(BLOCK) >= 2 * BLOCK, cls.cell is not Codec.cell
-        CODEC_TRAITS[name] = CodecTraits(wide, one.publishes, audited)
+        CODEC_TRAITS[name] = CodecTraits(one.nbytes(BLOCK) >= 2 * BLOCK, one.publishes)
     else:
         raise ConfigError(f"{cls.__name__} is neither an OuterOptimizer nor a Codec")
     return cls

@@ -6,16 +6,13 @@
 
 Memory, in fp32 copies of the fragment: 3 (master, momentum, sum), and 1 for the window of a windowed optimizer. Where
 contributions are judged together there is no sum but the payload of each contributor, a quarter of a copy with int8.
-With `outer.flatten` there is 1 more while a version is made. With `outer.audit` the payloads of two versions stay as
-well (see `shown`): with int8 half a copy for each contributor.
+With `outer.flatten` there is 1 more while a version is made.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,20 +20,16 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.outer.bounds import Bound, Moved, measured
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.merging import AVERAGES, Staged, Sum
-from diloco.outer.merkle import payload_root
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, alike, clip, clip_few, norm_of, opposes
-from diloco.outer.shown import VERSIONS, Kept
 from diloco.outer.spectrum import flatten_, matrices
-from diloco.outer.state import OuterState, adopt_, state_root
-from diloco.outer.tally import Tally
+from diloco.outer.state import OuterState, adopt_
 
 __all__ = ["Held", "Judged", "Seen"]
 
@@ -64,7 +57,6 @@ class Held:
         state: momentum and window at the anchor's version; starts at zeros, at version 0.
         norms: of recent contributions, where they are known.
         shapes: of the parameters, by name; only `outer.flatten` needs them.
-        bound: of the fragment; no contribution counts as longer than its limit.
 
     It lives as long as this peer is syncer of the fragment. A thread that makes a version keeps its object, so losing
     the lease meanwhile, and even winning it again, does not disturb it. An invalid payload raises `PayloadError` and
@@ -82,7 +74,6 @@ class Held:
         state: OuterState | None = None,
         norms: Norms | None = None,
         shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
-        bound: Bound | None = None,
     ) -> None:
         self.fragment, self.anchor, self.settings = fragment, anchor, settings
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
@@ -90,17 +81,10 @@ class Held:
         self.master = anchor.clone() if master is None else master
         self.state = OuterState.zeros(fragment.numel, self.optimizer.num_buffers) if state is None else state
         self.norms = Norms() if norms is None else norms
-        self.bound = Bound(settings) if bound is None else bound
         self.chunks = tuple(chunks(fragment.numel))
         self._numels = [stop - start for start, stop in self.chunks]
         self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
-        # Of the version that was made last: roots of the outer state and, in a run with audits, of the update.
-        self.root, self.update_root = bytes(32), bytes(32)
-        self.moved = Moved(0.0, 0.0)  # by that version
-        self.kept: list[Kept] = []  # contributions to the newest versions, in a run with audits
-        self.tallies: dict[str, Tally] = {}  # of contributions that come chunk by chunk
-        self._left: dict[str, float] = {}  # the square of how long the rest of each of these may be
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
         if not settings.judged_together:
@@ -112,39 +96,21 @@ class Held:
         self._sums_means = self.optimizer.can_follow  # another momentum may be far shorter than what it is made of
         self._update_at = self.down.offsets(fragment.numel)
 
-    def take(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
-        """Take in a received chunk as `put` does, and count it. A peer's chunks come in order."""
-        if self.staged is None:
-            norm = norm_of(self.up.values(payload, self._numels[chunk]))
-        else:
-            norm = self.staged.put(peer, chunk, payload)
-        left = self.bound.limit() ** 2 if chunk == 0 else self._left[peer]
-        scale = math.sqrt(left) / norm if norm**2 > left else 1.0
-        if self.staged is None:
-            self.fold(chunk, payload, weight, discount * scale)
-        if chunk == 0:
-            self.tallies[peer] = Tally()
-        self._left[peer] = max(0.0, left - (scale * norm) ** 2)
-        self.tallies[peer].add(self.up, payload, self._numels[chunk], norm)
-
     def put(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
-        """Stage or fold a chunk, as the merge rule needs it; `judge` gets the discounts of staged ones."""
+        """Stage or fold a received chunk, as the merge rule needs it; `judge` gets the discounts of staged ones."""
         if self.staged is None:
             self.fold(chunk, payload, weight, discount)
         else:
             self.staged.put(peer, chunk, payload)
 
-    def seen(self, payloads: Sequence[Tensor]) -> tuple[list[Seen], Tally]:
-        """Norms and directions of the chunks of a whole contribution, and its tally; `PayloadError` if `fold` would
-        refuse one.
-        """
-        found, tally = [], Tally()
+    def seen(self, payloads: Sequence[Tensor]) -> list[Seen]:
+        """Norms and directions of the chunks of a whole contribution; `PayloadError` if `fold` would refuse one."""
+        found = []
         for chunk, payload in enumerate(payloads):
             found.append(self._see(chunk, self.up.values(payload, self._numels[chunk])))
             if self._clips:
                 self.norms.check(chunk, found[chunk].norm)
-            tally.add(self.up, payload, self._numels[chunk], found[chunk].norm)
-        return found, tally
+        return found
 
     def _see(self, chunk: int, values: Tensor) -> Seen:
         norm = norm_of(values)
@@ -192,12 +158,7 @@ class Held:
         norms, scales = self.staged.norms(peers), judged.scales
         counted = [norm * min(scale, 1.0) for norm, scale in zip(norms, scales, strict=True)]
         self.norms.whole.extend(norm for norm, scale in zip(counted, scales, strict=True) if scale)
-        limit = self.bound.limit(dict(zip(peers, norms, strict=True)))
-        factors = [limit / norm if norm > limit else 1.0 for norm in counted]
-        too_long = {index for index, factor in enumerate(factors) if factor < 1.0}
-        judged = replace(judged, clipped=tuple(sorted(too_long.union(judged.clipped))))
-        late = [discounts.get(peer, 1.0) for peer in peers]
-        return peers, judged.discounted([one * other for one, other in zip(late, factors, strict=True)])
+        return peers, judged.discounted([discounts.get(peer, 1.0) for peer in peers])
 
     def alike(self, peers: Sequence[str]) -> list[tuple[str, str, float]]:
         """Two of these peers whose staged contributions are nearly parallel, and the cosine."""
@@ -221,22 +182,11 @@ class Held:
         `judged` says what staged contributions count; there is none where they were folded.
         """
         transition = self.optimizer.transition(step)
-        flattened, self.moved = self._flattened(judged) if self._matrices else None, Moved(0.0, 0.0)
+        flattened = self._flattened(judged) if self._matrices else None
         for chunk, (at, end) in enumerate(zip(self._update_at, self._update_at[1:], strict=False)):
             into = self._average(chunk, judged) if flattened is None else flattened[chunk]
             self._merge_chunk_(chunk, transition, update[at:end], into)
         self.state.took_(step)
-        if self.settings.audited and self.staged is not None and judged is not None:
-            payloads = self.staged.payloads(
-                [peer for peer, weight in zip(judged[0], judged[1].weights, strict=True) if weight]
-            )
-            hashes = {peer: self.tallies[peer].hashes for peer in payloads if peer in self.tallies}
-            kept = Kept(self.up, self.fragment.numel, step.version + 1, payloads, hashes)
-            self.kept = [*self.kept, kept][-VERSIONS:]
-            cut = [update[at:end] for at, end in zip(self._update_at, self._update_at[1:], strict=False)]
-            self.update_root = payload_root(cut, self.down, self.fragment.numel)
-        self.root = state_root(self.master, self.state)
-        self.tallies.clear()
         if self.staged is not None:
             self.staged.clear()
         return digest_of(self.anchor)
@@ -266,7 +216,6 @@ class Held:
         master, anchor, vectors = self.master[start:stop], self.anchor[start:stop], self.state.part(start, stop)
         transition.move_(master, into.total, vectors)
         self.down.encode_update(master, anchor, update)
-        self.moved += measured(self.down, update, anchor, len(anchor))
         adopt_(self.down, transition, anchor, vectors, update)
         into.clear()
 
@@ -277,7 +226,6 @@ class Held:
         """
         self.state.settle_(version)
         self.master.copy_(self.anchor)
-        self.tallies.clear()
         for into in self.sums:
             into.clear()
         if self.staged is not None:

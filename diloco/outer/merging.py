@@ -133,16 +133,13 @@ class Staged:
         self._begin: dict[int, int] = {}
         self._compared: tuple[tuple[str, ...], Tensor] | None = None  # whom `cosines` compared last
 
-    def put(self, peer: str, chunk: int, payload: Tensor) -> float:
-        """Keep a chunk (uint8) in place of an earlier one of this peer; an invalid one raises PayloadError. Returns its
-        L2 norm.
-        """
+    def put(self, peer: str, chunk: int, payload: Tensor) -> None:
+        """Keep a chunk (uint8) in place of an earlier one of this peer; an invalid one raises PayloadError."""
         values = self.codec.values(payload, self.sizes[chunk])
         norm = norm_of(values)
         self._norms.see(chunk, norm, math.inf)
         self._kept.setdefault(peer, {})[chunk] = _Chunk(payload, norm, self._sketch(chunk, values))
         self._compared = None
-        return norm
 
     def _sketch(self, chunk: int, values: Tensor) -> Tensor:
         stride = max(1, len(values) // SKETCH - 1 | 1)

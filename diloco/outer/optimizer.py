@@ -209,23 +209,20 @@ class OuterOptimizer(ABC):
     """An outer optimizer: what a merged pseudo-gradient does to the master parameters of a fragment.
 
     It keeps no vectors: those are in an `OuterState`, the momentum and `num_buffers` further ones. A linear optimizer
-    defines `push`, and everything else follows from that. Another one defines `transition`; then `linear` and
-    `can_follow` are False unless it says otherwise. `diloco.register` makes a class of yours known.
+    defines `push`, and everything else follows from that. Another one defines `transition`; then `can_follow` is
+    False unless it says otherwise. `diloco.register` makes a class of yours known.
     """
 
     name: ClassVar[str]
     num_buffers: ClassVar[int] = 1
     windowed: ClassVar[bool] = False
     """Whether a momentum step belongs to `outer.delay` contributions, rather than to a version."""
-    linear: ClassVar[bool] = True
-    """Whether every `transition` is `Linear`. Else peers neither bound how far a version moves nor recompute any."""
     can_follow: ClassVar[bool] = True
     """Whether a backup can compute the vectors from the updates that it applies."""
 
     def __init_subclass__(cls) -> None:
         if "transition" in vars(cls):
-            cls.linear = vars(cls).get("linear", False)
-            cls.can_follow = vars(cls).get("can_follow", cls.linear)
+            cls.can_follow = vars(cls).get("can_follow", False)
 
     def __init__(self, settings: OuterConfig) -> None:
         self.settings = settings

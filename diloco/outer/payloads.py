@@ -107,20 +107,6 @@ class Codec(ABC):
         else:
             self.accumulate_(anchor, payload, 1.0)
 
-    def cell(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The least and the largest values (numel,) fp64 of which `encode` makes this payload, for an audit.
-
-        For a block they are those of its exponent. PayloadError for a payload that `encode` makes of no values.
-        """
-        raise NotImplementedError(f"{self.name} does not publish updates")
-
-    def most_lost(self, payload: Tensor, numel: int, norm: float) -> float:
-        """An upper bound of the L2 norm of what `encode` lost of values; `norm` is that of what it made of them.
-
-        Without better knowledge it may have lost as much as it kept.
-        """
-        return norm
-
     def _check_length(self, payload: Tensor, numel: int) -> None:
         if payload.numel() != self.nbytes(numel):
             raise PayloadError(

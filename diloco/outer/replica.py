@@ -29,7 +29,6 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
-from diloco.outer.bounds import Bound
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
@@ -79,7 +78,6 @@ class Replica:
         self.rng: random.Random = random.SystemRandom()
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.anchors = [torch.empty(fragment.numel) for fragment in self.fragments]
-        self.bounds = [Bound(settings) for _ in self.fragments]
         self.held: dict[int, Held] = {}
         self.standby: dict[int, OuterState] = {}  # of fragments held elsewhere
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
@@ -282,7 +280,6 @@ class Replica:
         self.held[fragment] = Held(
             self.fragments[fragment], self.anchors[fragment], self.settings, self.rng,
             master=master, state=state, norms=None if held is None else held.norms, shapes=self.local.shapes,
-            bound=self.bounds[fragment],
         )  # fmt: skip
 
     def _zeros(self, fragment: int) -> OuterState:

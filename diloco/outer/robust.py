@@ -8,7 +8,7 @@ Limits. There is no defence against a majority that colludes, nor against one pe
 stays within the norm and the angle allowed here moves the model, as a back door may. Clipping alone bounds the *length*
 of a lie; the angle is what takes a reversed contribution out. Fewer than `MIN_JUDGED` contributions have no majority to
 compare with. They are compared with earlier ones, with the momentum, and with the syncer's own. That bounds their
-length, and takes out what opposes all of these. That a syncer does this, and nothing else, is for audits to find out.
+length, and takes out what opposes all of these.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diloco.outer import merkle
 from diloco.outer.optimizer import OuterStep, Transition
 from diloco.outer.payloads import Codec, buffer
 
-__all__ = ["OuterState", "adopt_", "state_root"]
+__all__ = ["OuterState", "adopt_"]
 
 SETTLED = 16  # steps after which less than 1e-5 of an error in the momentum is left
 
@@ -90,19 +89,6 @@ class OuterState:
     def known(self) -> bool:
         """Whether the momentum is the syncer's, but for rounding."""
         return self.followed >= min(self.version, SETTLED)
-
-
-def state_root(master: Tensor, state: OuterState) -> bytes:
-    """The Merkle root (32 bytes) over master, momentum and window, by which a head commits to them.
-
-    Its leaves are `merkle.LEAF` elements each, first those of the master. Takes 1 ns per element and vector.
-    """
-    hashes = []
-    for vector in (master, *state.vectors):
-        values = vector.numpy().data.cast("B")
-        width = 4 * merkle.LEAF
-        hashes += [merkle.leaf(values[at : at + width]) for at in range(0, len(values), width)]
-    return merkle.root(hashes)
 
 
 def adopt_(codec: Codec, transition: Transition, anchor: Tensor, vectors: list[Tensor], update: Tensor) -> None:

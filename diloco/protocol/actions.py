@@ -11,7 +11,6 @@ __all__ = [
     "Action",
     "Broadcast",
     "CatchUp",
-    "Condemn",
     "Disconnect",
     "Hold",
     "Merge",
@@ -43,14 +42,6 @@ class Disconnect:
     """End the streams to and from a peer. It is no member (any more); if it is alive, it has to say hello again."""
 
     peer: str
-
-
-@dataclass(frozen=True)
-class Condemn:
-    """There is a proof against a peer: let it in no more, also after a restart, and report it by `Peer.lost`."""
-
-    peer: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -108,4 +99,4 @@ class Note:
     fields: dict[str, object] = field(default_factory=dict)
 
 
-Action = Broadcast | CatchUp | Condemn | Disconnect | Hold | Merge | Note | Release | Renumber | Tell | Wake
+Action = Broadcast | CatchUp | Disconnect | Hold | Merge | Note | Release | Renumber | Tell | Wake

@@ -8,7 +8,6 @@ It weighs what is disputed too, but believes of it only what contributors have s
 
 from __future__ import annotations
 
-from diloco.protocol.beyond import refused
 from diloco.protocol.fragment import Fragment
 from diloco.protocol.messages.control import mark
 from diloco.protocol.messages.heads import Head, Record
@@ -20,8 +19,6 @@ __all__ = ["disputants", "donors", "doubt", "number_to_pass", "passed", "unbelie
 
 def unbelieved(view: View, record: Record, donor: str) -> str | None:
     """Why this peer does not believe that a version is the swarm's; None when it does."""
-    if (why := refused(view, record)) is not None:
-        return why
     head, here, lease = record.head, view.fragments[record.fragment], view.live_lease(record.fragment)
     if lease is not None and lease.holder != view.me:
         if donor == lease.holder or (head.version, head.digest) == (lease.version, lease.digest):

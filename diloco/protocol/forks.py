@@ -88,19 +88,19 @@ def goes_on(theirs: Anchor, here: Fragment, donor: str) -> bool:
     return outweighs(theirs.shares, here.shares)
 
 
-def renumbered(view: View, anchor: Fragment | Anchor, term: int, version: int, state: tuple[bytes, int, int]) -> Record:
+def renumbered(view: View, anchor: Fragment | Anchor, term: int, version: int, window: tuple[int, int]) -> Record:
     """The certificate by which an anchor gets a higher number from this peer, its syncer, under this term.
 
-    `state` is the root of the outer state, with `pushes` and `delay` of its window. Of everything else it says what the
-    certificate of the anchor says.
+    `window` are `pushes` and `delay` of the outer state. Of everything else it says what the certificate of the anchor
+    says.
     """
-    root, pushes, delay = state
+    pushes, delay = window
     before = None if anchor.record is None else anchor.record.head
     skipped = (0 if before is None else before.skipped) + version - anchor.version
     head = Head(
         fragment=anchor.fragment if isinstance(anchor, Anchor) else anchor.index, term=term, version=version,
         author=view.me, digest_before=anchor.digest, digest=anchor.digest, lines=lines_digest([]),
-        shares=shares_digest(anchor.shares), state=root, pushes=pushes, delay=delay, skipped=at_most(skipped),
+        shares=shares_digest(anchor.shares), pushes=pushes, delay=delay, skipped=at_most(skipped),
     )  # fmt: skip
     if before is not None:
         head = head.model_copy(update={name: getattr(before, name) for name in ("applied_tokens", "cursor", "open")})

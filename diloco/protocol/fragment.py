@@ -82,7 +82,6 @@ class Fragment:
         lines: the newest line of each peer that contributed to the anchor here, as far as they are known.
         lease: the newest claim that counts; None while nobody has claimed the fragment.
         elected_at: when this peer began to believe it.
-        told: the version of which each peer was sent the head here, because it has another anchor.
         claims: of peers that this one does not believe, by peer.
         votes: whom each peer believes to hold the fragment, with the term. met: whom it believed in its hello.
         term: the highest term that was ever seen.
@@ -110,7 +109,6 @@ class Fragment:
     lines: dict[str, Line] = field(default_factory=dict)
     authors: dict[int, str] = field(default_factory=dict)
     lease: Lease | None = None
-    told: dict[str, int] = field(default_factory=dict)
     elected_at: float = 0.0
     claims: dict[str, Waiting] = field(default_factory=dict)
     votes: dict[str, tuple[int, str]] = field(default_factory=dict)

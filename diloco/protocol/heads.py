@@ -15,13 +15,13 @@ from typing import Protocol
 
 import msgpack
 
-from diloco.protocol.messages.heads import Head, Line, Proof, Record
+from diloco.protocol.messages.heads import Head, Line, Record
 from diloco.protocol.numbers import MAX_TOKENS, at_most
 from diloco.protocol.shares import OTHERS, Share, clock_of, credited
 
 __all__ = [
-    "Nobody", "Signer", "does_not_follow", "equivocates", "lines_digest", "shares_digest", "sign_head", "sign_line",
-    "signed_head", "wrong_line", "wrong_record", "wrong_shares",
+    "Nobody", "Signer", "does_not_follow", "lines_digest", "shares_digest", "sign_head", "sign_line",
+    "wrong_line", "wrong_record", "wrong_shares",
 ]  # fmt: skip
 
 
@@ -78,18 +78,9 @@ def sign_head(signer: Signer, run_id: str, head: Head) -> Head:
     return head.model_copy(update={"signature": signer.sign(_head_content(run_id, head))})
 
 
-def signed_head(signer: Signer, run_id: str, head: Head) -> bool:
+def _signed_head(signer: Signer, run_id: str, head: Head) -> bool:
     """Whether the author that a head names has signed it."""
     return signer.verify(head.author, _head_content(run_id, head), head.signature)
-
-
-def equivocates(signer: Signer, run_id: str, proof: Proof) -> bool:
-    """Whether one author signed both heads, which are of one fragment, term and version, and differ."""
-    one, other = proof.one, proof.other
-    if (one.author, one.fragment, one.term, one.version) != (other.author, other.fragment, other.term, other.version):
-        return False
-    differ = _head_content(run_id, one) != _head_content(run_id, other)
-    return differ and signed_head(signer, run_id, one) and signed_head(signer, run_id, other)
 
 
 def _head_content(run_id: str, head: Head) -> bytes:
@@ -106,7 +97,7 @@ def shares_digest(shares: Mapping[str, Share]) -> bytes:
 def wrong_record(signer: Signer, run_id: str, record: Record) -> str | None:
     """What is wrong with a certificate by itself: no honest peer passes such a one on."""
     head, lines = record.head, record.lines
-    if not signed_head(signer, run_id, head):
+    if not _signed_head(signer, run_id, head):
         return f"a head is not signed by {head.author}, which it names as its author"
     if lines_digest(lines) != head.lines:
         return "a certificate has other lines than its head"

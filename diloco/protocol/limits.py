@@ -21,11 +21,10 @@ from typing import Generic, TypeVar
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 
 __all__ = [
-    "ACCUSATIONS", "ACCUSATIONS_PER_S", "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS",
-    "COPIES", "FILE_BYTES", "FILE_BYTES_IN_ALL", "FILE_BYTES_S", "LONGEST_DOUBT_S",
-    "MAX_PEERS", "MIN_BYTES_PER_S", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
-    "REFUSALS_PER_S", "REQUEST_BYTES", "UNSHOWN", "UNSHOWN_PER_S", "Bucket", "Buckets", "Dials", "EventLines",
-    "Limiter", "Newest", "audited_parts", "bulk_streams", "control_messages", "control_streams", "frame_bytes",
+    "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "COPIES", "FILE_BYTES", "FILE_BYTES_IN_ALL", "FILE_BYTES_S",
+    "LONGEST_DOUBT_S", "MAX_PEERS", "MIN_BYTES_PER_S", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
+    "REFUSALS_PER_S", "REQUEST_BYTES", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams",
+    "control_messages", "control_streams", "frame_bytes",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -48,10 +47,6 @@ LONGEST_DOUBT_S = 60.0  # before a donor is asked again whose version was not be
 # Copies of a fragment, and how slowly they are read.
 COPIES = 4
 MIN_BYTES_PER_S, PATIENCE_S = 2.0**14, 600.0
-# Audits: proofs that are looked at, and parts of a version that one peer is shown: four times what it may draw alone.
-ACCUSATIONS, ACCUSATIONS_PER_S = 4.0, 1 / 30
-UNSHOWN, UNSHOWN_PER_S = 3.0, 1 / 3600  # audits of one syncer that may fail
-AUDITED_TIMES, AUDITED_AT_LEAST = 4.0, 16
 # What a peer does because others ask for it.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
 PROBE_BYTES, PROBE_BYTES_IN_ALL = 2**25, 2**26  # in a minute
@@ -63,18 +58,12 @@ LINES, LINES_PER_S = 40.0, 0.1
 LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 
 CAUSED_BY_OTHERS: Mapping[str, str] = {
-    "audit_failed": "syncer", "beyond_bounds": "peer", "claim": "peer", "claim_ignored": "peer",
-    "contribution_broke": "syncer", "digest_mismatch": "", "fetch_failed": "donor",
-    "inner_state_failed": "donor", "join": "peer", "leave": "peer", "lighter_history": "peer", "lost": "peer",
-    "lying_donor": "peer", "missing": "", "penalty": "peer", "proved": "peer", "refused": "peer",
+    "claim": "peer", "claim_ignored": "peer", "contribution_broke": "syncer", "digest_mismatch": "",
+    "fetch_failed": "donor", "inner_state_failed": "donor", "join": "peer", "leave": "peer", "lighter_history": "peer",
+    "lost": "peer", "lying_donor": "peer", "missing": "", "penalty": "peer", "refused": "peer",
     "refused_us": "peer", "same_data": "", "unbelieved": "donor", "unseated": "peer",
 }  # fmt: skip
 """Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
-
-
-def audited_parts(parts: int, share: float) -> int:
-    """How many parts of one version a syncer shows to one peer, where all together audit that share of them."""
-    return int(AUDITED_TIMES * parts * share) + AUDITED_AT_LEAST
 
 
 def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:

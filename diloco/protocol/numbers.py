@@ -15,8 +15,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 __all__ = [
-    "LEAP", "MAX_BYTES", "MAX_COUNT", "MAX_LOSS", "MAX_NORM", "MAX_RATE", "MAX_SECONDS", "MAX_TOKENS", "MIN_RATE",
-    "Bytes", "Count", "Late", "Loss", "Norm", "Part", "Rate", "Seconds", "Sequence", "SomeSteps", "SomeTokens", "Term",
+    "LEAP", "MAX_BYTES", "MAX_COUNT", "MAX_LOSS", "MAX_RATE", "MAX_SECONDS", "MAX_TOKENS", "MIN_RATE",
+    "Bytes", "Count", "Late", "Loss", "Rate", "Seconds", "Sequence", "SomeSteps", "SomeTokens", "Term",
     "Tokens", "Version", "at_most", "leaps_too_far", "within_bounds",
 ]  # fmt: skip
 
@@ -26,7 +26,6 @@ MAX_BYTES = 2**60
 MIN_RATE, MAX_RATE = 1e-6, 1e6  # per second: a step takes between a microsecond and 11 days
 MAX_LOSS = 1e4  # nats per token: a thousand times that of a model that guesses
 MAX_SECONDS = 1e8  # three years
-MAX_NORM = 1e45  # of 2^40 values of fp32, and its square is finite
 LEAP = 2**20  # No honest peer is this far ahead of what is known here, so a few messages cannot exhaust a count.
 
 
@@ -52,10 +51,7 @@ Rate = Annotated[float, Field(ge=0, le=MAX_RATE, allow_inf_nan=False), AfterVali
 """Per second; 0 while there is no measurement."""
 Loss = Annotated[float, Field(ge=0, le=MAX_LOSS, allow_inf_nan=False)]
 """Nats per token; 0 while there is no measurement."""
-Norm = Annotated[float, Field(ge=0, le=MAX_NORM, allow_inf_nan=False)]
-"""L2 norm of a pseudo-gradient."""
 Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
-Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Late = Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)]
 """Staleness, in rounds."""
 

@@ -30,7 +30,7 @@ from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
-from diloco.protocol.messages.heads import Head, Line, Proof, Record
+from diloco.protocol.messages.heads import Line, Record
 from diloco.protocol.numbers import (
     MAX_BYTES,
     MAX_COUNT,
@@ -42,7 +42,6 @@ from diloco.protocol.numbers import (
     at_most,
     within_bounds,
 )
-from diloco.protocol.proofs import convict, disagreements, hear_head
 from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
 from diloco.protocol.succession import catch_ups, overtaken, to_claim, unseat, watch
@@ -94,12 +93,6 @@ class Peer(Elector):
                 if len(message.versions) == len(self.fragments):
                     self.members.hear(peer, message, now)
                     self.accounts.heard_units(peer, message)
-                    if told := disagreements(self, peer, message):
-                        return told + self.tick(now)
-            case Head():
-                return hear_head(self, message) + self.tick(now)
-            case Proof():
-                return convict(self, message) + self.tick(now)
             case Claim():
                 return self._heard_claim(peer, message, now) + self.tick(now)
             case Vote():
@@ -127,7 +120,6 @@ class Peer(Elector):
             self.doubted.pop((fragment.index, peer), None)
             fragment.claims.pop(peer, None)
             fragment.votes.pop(peer, None)
-            fragment.told.pop(peer, None)
             fragment.met.pop(peer, None)
         self.accounts.dealer.give_back(peer)
         kind = "leave" if member.status.gone else "lost"

@@ -217,11 +217,6 @@ class Syncer:
         offer = self._offers.get(peer)
         return None if offer is None else offer.line
 
-    def forget(self, peer: str) -> None:
-        """Parts of two payloads came under one name: the peer restarted. It sends all of the new one."""
-        if not self._closing:
-            self._offers.pop(peer, None)
-
     @property
     def has_late(self) -> bool:
         """Whether a contribution is here that missed its version."""

@@ -16,7 +16,6 @@ from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_NAMED, MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, Vote, mark
-from diloco.protocol.messages.heads import Head
 from diloco.protocol.numbers import MAX_COUNT, within_bounds
 from diloco.protocol.pace import Pace
 from diloco.protocol.penalties import Penalties
@@ -95,9 +94,7 @@ class View:
         self.retired = False  # it is about to leave, and makes no more versions: its heirs would miss them
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.deposed: set[str] = set()  # peers that hold nothing any more, unless most believe them
-        self.liars: set[str] = set()  # identities that are out for good; the gate remembers them
         self.doubted: dict[tuple[int, str], tuple[int, int]] = {}  # by fragment and peer; see `belief.doubt`
-        self.beyond: dict[tuple[int, int, str], Head] = {}  # by fragment, term and author; see `beyond`
         self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)

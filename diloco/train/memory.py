@@ -4,7 +4,7 @@ Per parameter, with n peers that share F fragments, of which the busiest holds h
 
     device   weights 4, gradients 4, AdamW's moments 8 (Muon's 4), a copy in bf16 2; with fsdp a part of each, and one
              layer whole; on an accelerator that trains on while it exchanges, 4/F for a copy of what is sent
-    main     anchors 4; in h/F of the model: master 4, momentum 4, what others contribute, and what audits may ask for
+    main     anchors 4; in h/F of the model: master 4, momentum 4, and what others contribute
 
 Each sequence that is computed at a time adds about 36 vectors per layer and token of activations. `memory_rows` is the
 table, `memory_need` its sum, `fit_micro_batch` what fits; where that was too much, the loop halves it.
@@ -27,7 +27,6 @@ from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS
-from diloco.outer.shown import VERSIONS
 from diloco.train import devices
 from diloco.train.inner import moment_numel
 from diloco.train.island import Island
@@ -159,7 +158,6 @@ def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
     yield "master and momentum of fragments held", FP32 * (1 + vectors) * held
     yield "contributions to them", held * (up * peers if outer.judged_together else FP32)
     yield "updates of them", held * (down if outer.barrier else FP32)
-    yield "contributions kept for audits", held * up * peers * VERSIONS if outer.audited else 0
     yield "flattening", FP32 / fragments if outer.flatten else 0
     yield "momentum of fragments backed up", FP32 * vectors * held if peers > 1 else 0
 

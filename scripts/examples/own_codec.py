@@ -5,8 +5,8 @@
 
 A bit for each value, its sign, and the mean magnitude of each block of 4096: a thirty-second of fp32. What it loses is
 sent in later rounds (`error_feedback`). A payload has its parts one after another, and each part has all blocks in
-order, so that a block can be cut out and audited. The codec encodes contributions; updates go out in int8. One that
-encodes updates, too, says `publishes = True`, and decodes to the same bits on every machine.
+order. The codec encodes contributions; updates go out in int8. One that encodes updates, too, says `publishes = True`,
+and decodes to the same bits on every machine.
 
 For `diloco train outer.codec_up=sign1` and `diloco join` see own_optimizer.py: the entry point is the same. Two
 networks learn from a teacher, each from inputs of its own, drawn with `swarm.seed`; both print the same anchors.

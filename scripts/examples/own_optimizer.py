@@ -3,10 +3,10 @@
     python scripts/examples/own_optimizer.py              starts a swarm, prints its ADDRESS and waits for a second peer
     python scripts/examples/own_optimizer.py ADDRESS      joins it, from another terminal
 
-`push` says what one merged pseudo-gradient does. It is linear in its four values, so peers bound and audit its versions
-as those of the built-in ones, and a backup goes on with its momentum. A step that is not linear, such as a sign,
-defines `transition` instead (`diloco.outer.optimizer`), and does without these. Another step needs another name,
-because peers compare names and not code.
+`push` says what one merged pseudo-gradient does. It is linear in its four values, so a backup goes on with its momentum
+as with that of the built-in ones. A step that is not linear, such as a sign, defines `transition` instead
+(`diloco.outer.optimizer`), and does without this. Another step needs another name, because peers compare names and not
+code.
 
 For `diloco train outer.optimizer=heavy_ball` and `diloco join` put the class into a package that all install:
 

@@ -35,22 +35,21 @@ NOTARY = Notary(0)
 
 
 def line_of(
-    peer: str, base_version: int, base: str, tokens: int = 10, *, before: int = 0, fragment: int = 0, steps: int = 1,
-    norm: float = 1.0, root: bytes = b"\0" * 32,
-) -> Line:  # fmt: skip
+    peer: str, base_version: int, base: str, tokens: int = 10, *, before: int = 0, fragment: int = 0, steps: int = 1
+) -> Line:
     """A line that the peer has signed; it had so many tokens in the anchor `before`."""
-    line = Line(peer, base_version, bytes.fromhex(base), steps, tokens, before + tokens, norm, root)
+    line = Line(peer, base_version, bytes.fromhex(base), steps, tokens, before + tokens)
     return sign_line(Keys(peer), RUN, fragment, line)
 
 
 def record_of(
     version: int, before: str, digest: str, contributors: Mapping[str, int], *, fragment: int = 0,
-    shares: Mapping[str, Share] = MappingProxyType({}), norm: float = 1.0, **fields: Any,
+    shares: Mapping[str, Share] = MappingProxyType({}), **fields: Any,
 ) -> Record:  # fmt: skip
     """The certificate of a version; `shares` are those before it."""
     had = {peer: shares[peer].tokens if peer in shares else 0 for peer in contributors}
     lines = [
-        line_of(peer, version - 1, before, tokens, before=had[peer], fragment=fragment, norm=norm)
+        line_of(peer, version - 1, before, tokens, before=had[peer], fragment=fragment)
         for peer, tokens in sorted(contributors.items())
     ]
     return certified(lines, version, before, digest, fragment=fragment, shares=shares, **fields)
@@ -65,5 +64,5 @@ def certified(
     clock = sum(share.tokens for share in after.values()) if fragment == 0 else 0
     named: dict[str, Any] = {"fragment": fragment, "term": term, "version": version, "author": author}
     named |= {"digest_before": before, "digest": digest, "applied_tokens": clock}
-    head = Head(**{**named, "lines": lines_digest(lines), "shares": shares_digest(after), "state": bytes(32), **fields})
+    head = Head(**{**named, "lines": lines_digest(lines), "shares": shares_digest(after), **fields})
     return Record(head=sign_head(Keys(author), RUN, head), lines=list(lines))

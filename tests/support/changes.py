@@ -93,7 +93,6 @@ CHANGES: dict[str, list[str]] = {
     "outer.lr_by_peers": ["outer.lr_by_peers={1:0.4,8:0.8}"],
     "outer.robust": ["outer.robust=none"],
     "outer.clip_factor": ["outer.clip_factor=2"],
-    "outer.audit": ["outer.audit=0.1"],
     "outer.momentum_warmup": ["outer.momentum_warmup=20"],
     "outer.rounds": ["outer.rounds=50"],
     "outer.delay": ["outer.delay=4", "outer.optimizer=delayed_nesterov"],

@@ -22,28 +22,6 @@ class Lion(OuterOptimizer):
 print("imported")
 """
 
-SIGN = """
-from diloco import OuterOptimizer, register
-from diloco.outer.optimizer import Transition
-
-class Step(Transition):
-    def __init__(self, lr):
-        self.lr = lr
-
-    def move_(self, master, mean, vectors):
-        master.add_(mean.sign(), alpha=-self.lr)
-
-    def follow_(self, vectors, moved):
-        pass
-
-@register
-class Sign(OuterOptimizer):
-    name = "sign"
-
-    def transition(self, step):
-        return Step(self.rates(step)[0])
-"""
-
 
 def installed(folder: Path, **points: str) -> str:
     """A package `others` as pip leaves it, with these entry points, and modules that some of them may name."""
@@ -53,6 +31,5 @@ def installed(folder: Path, **points: str) -> str:
     lines = "".join(f"{name} = {value}\n" for name, value in points.items())
     (about / "entry_points.txt").write_text(f"[diloco.extensions]\n{lines}")
     (folder / "lion_code.py").write_text(LION)
-    (folder / "sign_code.py").write_text(SIGN)
     (folder / "json_code.py").write_text("print('imported too')\n")
     return str(folder)

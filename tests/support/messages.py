@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco.config import WIRE_VERSION
-from diloco.protocol.messages import Message, Refusal, audits, bulk, control, heads, watching
+from diloco.protocol.messages import Message, Refusal, bulk, control, watching
 from diloco.protocol.numbers import MAX_TOKENS
 from diloco.protocol.shares import Share
 from tests.support.certificates import record_of
@@ -36,8 +36,6 @@ EXAMPLES: list[Message] = [
     bulk.Verdict(accepted=False, first_chunk=1, record_follows=True, reason="why", version=2, term=3),
     bulk.Receipt(),
     bulk.Signed(line=RECORD.lines[0]),
-    RECORD.head,
-    heads.Proof(one=RECORD.head, other=RECORD.head),
     RECORD,
     control.Vote(fragment=1, term=2, holder="a"),
     bulk.StateRequest(manifest_hash=D, fragment=1, have_version=2, in_parts=False),
@@ -46,11 +44,6 @@ EXAMPLES: list[Message] = [
     bulk.StateHeader(fragment=1, digest=D, record=RECORD, shares={"a": Share(2, 3, 1, 2, "b")}),
     bulk.InnerRequest(manifest_hash=D),
     bulk.InnerHeader(names=["0.0.exp_avg"], numels=[4], steps=[2]),
-    audits.AuditRequest(manifest_hash=D, fragment=1, version=2, numbers=[3]),
-    audits.Opening(paths=[bytes(64), b""]),
-    audits.Accusation(manifest_hash=D, fragment=1, author="a", part=3, steps=2),
-    audits.Wanted(),
-    audits.ProofStep(head=RECORD.head, paths=[bytes(32)]),
     bulk.UnitRequest(manifest_hash=D, wanted=2**20, has=[[0, 1]]),
     bulk.UnitGrant(units=[[0, 1]]),
     watching.ManifestRequest(),

@@ -74,7 +74,7 @@ def take(held: Held, peer: str, payloads: list[Tensor], weight: float = 1.0) -> 
     """A whole contribution, which is left as it is."""
     for chunk, payload in enumerate(payloads):
         before = payload.clone()
-        held.take(chunk, peer, payload, weight)
+        held.put(chunk, peer, payload, weight)
         assert torch.equal(payload, before)
 
 
@@ -82,7 +82,7 @@ def merge(
     held: Held, step: OuterStep, weights: Mapping[str, float] | None = None, me: str = ""
 ) -> tuple[Tensor, str, Judged | None]:
     """The update of a version of what was taken in, the anchor's digest, and what each contribution counted."""
-    judged = held.judge(weights or dict.fromkeys(held.tallies, 1.0), me=me) if held.staged is not None else None
+    judged = held.judge(weights or dict.fromkeys(held.staged._kept, 1.0), me=me) if held.staged is not None else None
     update = torch.empty(held.down.offsets(held.fragment.numel)[-1], dtype=torch.uint8)
     return update, held.merge_(step, update, judged), judged
 

@@ -23,7 +23,6 @@ from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
 from diloco.swarm.conversations.units import UnitSupply
 from diloco.swarm.node.anchors import Anchors
-from diloco.swarm.node.auditor import Auditor
 from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.rounds import Rounds
@@ -91,7 +90,7 @@ class StubHost:
             on_event=lambda kind, fields: self.notes.append(kind),
         )  # fmt: skip
         self.own_tokens = OwnTokens(saved.applied if saved else None)
-        self.anchors = Anchors(self.context, self.own_tokens, Auditor(self.context, "0"))
+        self.anchors = Anchors(self.context, self.own_tokens)
         self.client = self.anchors.fetcher = StubFetcher()  # type: ignore[assignment]
         self.rounds = Rounds(self.context, self.anchors, UnitSupply(self.context))
         self.merging = Merging(self.context, self.anchors)
@@ -165,14 +164,14 @@ class StubHost:
         header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, lines=lines)
         return FragmentState(header, anchor, donor=OTHER)
 
-    def record(self, version: int, anchor: Tensor, before: str | None = None, norm: float = 100.0) -> UpdateRecord:
+    def record(self, version: int, anchor: Tensor, before: str | None = None) -> UpdateRecord:
         """An update to an anchor; with the float codecs it carries the values themselves."""
         update = torch.empty(self.replica.update_nbytes(0), dtype=torch.uint8)
         self.replica.down.encode_update(anchor, self.replica.anchors[0], update)
         before = before or self.protocol.digests[0]
         given = version - self.protocol.versions[0] - 1  # in the versions between
         shares = {OTHER: Share(given, 10 * given, 1, version - 1)} if given > 0 else self.protocol.fragments[0].shares
-        header = record_of(version, before, digest_of(anchor), {OTHER: 10}, shares=shares, author=OTHER, norm=norm)
+        header = record_of(version, before, digest_of(anchor), {OTHER: 10}, shares=shares, author=OTHER)
         return UpdateRecord(header, update)
 
 

@@ -15,7 +15,6 @@ from diloco.protocol.actions import Note
 from diloco.protocol.messages import decode, encode
 from diloco.protocol.messages.bulk import Contribution
 from diloco.swarm.conversations.answer import BulkServer
-from diloco.swarm.node.auditor import Auditor
 from tests.support.certificates import MANIFEST
 from tests.support.coroutines import PATIENCE_S
 from tests.support.stub_host import OTHER, StubHost
@@ -59,7 +58,7 @@ class Host(StubHost):
         self.join()
         self.clock = 0.0
         self.context.tasks.until = self.until  # type: ignore[method-assign]
-        self.server = BulkServer(self.context, lambda: None, Auditor(self.context, "0").hear)
+        self.server = BulkServer(self.context, lambda: None)
 
     def now(self) -> float:
         return getattr(self, "clock", 0.0)

@@ -4,7 +4,6 @@
     heads       what a version is, signed: lines, heads, certificates
     control     members, what they are doing, what they hold           one stream in each direction between two peers
     bulk        contributions, updates, state, work units              one stream per transfer
-    audits      parts of contributions and updates, proofs             the same
     watching    the manifest, snapshots, probes                        the same, also for peers that take no part
 
 Each is one msgpack map behind a 4-byte length. Nothing read from the network becomes an object without passing its
@@ -27,7 +26,7 @@ from pydantic import ValidationError
 
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
-from diloco.protocol.messages import audits, bulk, control, heads, watching  # noqa: F401  (each registers its kinds)
+from diloco.protocol.messages import bulk, control, heads, watching  # noqa: F401  (each registers its kinds)
 from diloco.protocol.messages.base import KINDS, MAX_FRAME_BYTES, Message, Refusal
 
 __all__ = ["Message", "OtherVersion", "Refusal", "UnknownKind", "decode", "encode", "expect", "objection_to_wire"]

@@ -1,6 +1,6 @@
 """What a version of a fragment is, signed by whoever answers for it.
 
-Line      what one contributor signed: what it learned from which anchor, and the root over its payload
+Line      what one contributor signed: what it learned from which anchor
 Head      what the author signed: the step from one anchor to the next, and the lines that it is made of
     Record    a head with its lines: the *certificate* of a version, for anybody to check alone (see `protocol.heads`)
 """
@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import Field, model_validator
 
-from diloco.protocol.messages.base import Digest, Index, Message, Name, Place, Units
+from diloco.protocol.messages.base import Digest, Index, Message, Name, Units
 from diloco.protocol.numbers import (
     MAX_COUNT,
     Count,
-    Norm,
-    Part,
     Sequence,
     SomeSteps,
     SomeTokens,
@@ -27,7 +25,7 @@ from diloco.protocol.numbers import (
     Version,
 )
 
-__all__ = ["MAX_LINES", "MAX_RECORDS", "Delay", "Head", "Line", "Proof", "Record", "Signature", "check_window"]
+__all__ = ["MAX_LINES", "MAX_RECORDS", "Delay", "Head", "Line", "Record", "Signature", "check_window"]
 
 MAX_RECORDS = 8  # that are smaller than a state in fp32 together, with the codec of the fewest bits
 MAX_LINES = 256  # contributions to one version; their lines fit into a frame
@@ -52,8 +50,6 @@ class Line(NamedTuple):
         steps, tokens: inner steps and tokens of this contribution.
         total: the contributor's tokens in this history of the fragment, with these. The newest line of each peer
             therefore tells the work of a whole history.
-        norm: L2 norm of the pseudo-gradient as it was sent.
-        root: Merkle root over the blocks of the payload (see `outer.merkle`).
     """
 
     peer: Name
@@ -62,23 +58,15 @@ class Line(NamedTuple):
     steps: SomeSteps
     tokens: SomeTokens
     total: Tokens
-    norm: Norm
-    root: Raw
     signature: Signature = b""
 
 
-class Head(Message, kind="head", place=Place.CONTROL):
-    """What a version is, as its author signed it; the id of the run is signed with it. On a control stream it is
-    said to a peer that has another anchor of the same version.
+class Head(Message):
+    """What a version is, as its author signed it; the id of the run is signed with it.
 
     Attributes:
         digest_before, digest: of the anchor before and after.
         lines: digest over the lines, with their signatures. shares: digest over the shares after this version.
-        update: Merkle root over the update.
-        weights, coefficients: what each line counts, and what is left of that where it is late or too long, as parts of
-            all weights; the mean is sum(coefficient x) (see `robust.Judgement`). Like `update`, only in a run with
-            audits, and not in an empty head.
-        state: Merkle root over the syncer's master, momentum and window after this version.
         pushes, delay: `pushes` of the `delay` contributions of a window are in earlier versions (see `OuterStep`).
         applied_tokens: of the control fragment, the swarm clock after this version. cursor, open: its data cursor.
         skipped: numbers up to this one that were given to no version of this history (see `forks`).
@@ -92,10 +80,6 @@ class Head(Message, kind="head", place=Place.CONTROL):
     digest: Digest
     lines: Raw
     shares: Raw
-    state: Raw
-    update: Raw = bytes(32)
-    weights: Annotated[list[Part], Field(max_length=MAX_LINES), FailFast()] = Field(default_factory=list)
-    coefficients: Annotated[list[Part], Field(max_length=MAX_LINES), FailFast()] = Field(default_factory=list)
     pushes: Count = 0
     delay: Delay = 1
     applied_tokens: Tokens = 0
@@ -108,22 +92,6 @@ class Head(Message, kind="head", place=Place.CONTROL):
     def _window_is_not_full(self) -> Head:
         check_window(self.pushes, self.delay)
         return self
-
-    def misfit(self, fragments: int) -> str | None:
-        """The run has that fragment."""
-        known = self.fragment < fragments
-        return None if known else f"a head of fragment {self.fragment}, and the run has {fragments}"
-
-
-class Proof(Message, kind="proof", place=Place.CONTROL):
-    """Two heads of one version that one author has signed, which no honest author does (see `proofs`)."""
-
-    one: Head
-    other: Head
-
-    def misfit(self, fragments: int) -> str | None:
-        """The run has the fragment of both."""
-        return self.one.misfit(fragments) or self.other.misfit(fragments)
 
 
 class Record(Message, kind="record"):

@@ -11,7 +11,6 @@ from typing import Any
 from diloco.errors import PayloadError
 from diloco.protocol.limits import REQUEST_BYTES, bulk_streams
 from diloco.protocol.messages import Message, Refusal
-from diloco.protocol.messages.audits import Accusation, AuditRequest
 from diloco.protocol.messages.base import Place
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartRequest, StateRequest, UnitRequest
 from diloco.protocol.messages.watching import (
@@ -23,7 +22,7 @@ from diloco.protocol.messages.watching import (
     SnapshotRequest,
 )
 from diloco.protocol.penalties import Offence, offences
-from diloco.swarm.conversations import audit, contribution, units
+from diloco.swarm.conversations import contribution, units
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.files import FileDonor
 from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner
@@ -41,12 +40,9 @@ Answer = Callable[[Stream, Any], Awaitable[None]]
 
 
 class BulkServer:
-    """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason.
+    """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason."""
 
-    `accused` answers an `Accusation`.
-    """
-
-    def __init__(self, context: Context, inner_state: Snapshot, accused: Answer) -> None:
+    def __init__(self, context: Context, inner_state: Snapshot) -> None:
         self.serving = 0  # streams under way
         self.anchors = AnchorDonor(context)
         self._context = context
@@ -64,8 +60,6 @@ class BulkServer:
             ),
             SnapshotRequest: lambda stream, request: send_snapshot(stream, context.recorder.packed(context.now())),
             FileRequest: FileDonor(context).answer,
-            AuditRequest: lambda stream, request: audit.answer(context, stream, request),
-            Accusation: accused,
             Probe: probes.measure,
             DialBack: probes.call_back,
         }

@@ -10,9 +10,7 @@ Whether it follows what is here is asked again when it is adopted, because the a
 from __future__ import annotations
 
 from diloco.errors import PayloadError
-from diloco.protocol.audits import wrong_counts
 from diloco.protocol.belief import disputants, unbelieved
-from diloco.protocol.beyond import refused
 from diloco.protocol.forks import proved_heavier
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.heads import does_not_follow, wrong_record, wrong_shares
@@ -25,9 +23,7 @@ __all__ = ["Unbelieved", "check_anchor", "check_follows", "check_record"]
 
 
 class Unbelieved(PayloadError):
-    """A version with a certificate that is right, and that does not go on for this peer; `version` is its number, or 0
-    if no history has to pass it.
-    """
+    """A version with a certificate that is right, and that does not go on for this peer; `version` is its number."""
 
     def __init__(self, why: str, version: int) -> None:
         super().__init__(why)
@@ -37,14 +33,8 @@ class Unbelieved(PayloadError):
 def check_record(protocol: Peer, record: Record, donor: str) -> None:
     """Raises `Offence` for a certificate that is wrong, and `Unbelieved` for one that this peer does not believe."""
     _check_signed(protocol, record)
-    if (why := wrong_counts(protocol.outer, record)) is not None:
-        raise Offence(why)
     if (why := unbelieved(protocol, record, donor)) is not None:
-        raise _unbelieved(protocol, record, why)
-
-
-def _unbelieved(protocol: Peer, record: Record, why: str) -> Unbelieved:
-    return Unbelieved(why, 0 if refused(protocol, record) else record.version)
+        raise Unbelieved(why, record.version)
 
 
 def _check_signed(protocol: Peer, record: Record) -> None:
@@ -53,10 +43,7 @@ def _check_signed(protocol: Peer, record: Record) -> None:
 
 
 def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> None:
-    """The same of an anchor. Version 0 has no certificate: the syncer names it, as long as nothing was published.
-
-    What its contributions count is not asked, because it may have been made under other settings, before a restart.
-    """
+    """The same of an anchor. Version 0 has no certificate: the syncer names it, as long as nothing was published."""
     record, fragment = header.record, protocol.fragments[header.fragment]
     if record is None:
         lease = protocol.live_lease(header.fragment)
@@ -71,9 +58,8 @@ def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> 
         raise Offence(why)
     why = unbelieved(protocol, record, donor)
     disputed = fragment.syncer is not None and donor in disputants(protocol, fragment)
-    weighed = disputed and refused(protocol, record) is None
-    if why is not None and not (weighed and proved_heavier(protocol, header)):
-        raise _unbelieved(protocol, record, why)
+    if why is not None and not (disputed and proved_heavier(protocol, header)):
+        raise Unbelieved(why, record.version)
     if (fragment.version + 1, fragment.digest) == (record.version, record.digest_before):
         check_follows(protocol, record)
 

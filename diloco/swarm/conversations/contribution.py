@@ -4,8 +4,7 @@
 2. Contributor: payload chunk by chunk, each encoded just before it is sent. At a barrier the syncer validates each
    chunk on arrival and folds it in. With a quorum it collects the whole payload first, because the version may close
    at any moment; so it does at a barrier with what comes late.
-3. Contributor: its signed line, with the root over the whole payload. It encodes once more what an earlier stream
-   carried. Syncer: receipt, if the line is about the payload that is here. Both wait for the version to close.
+3. Contributor: its signed line. Syncer: receipt. Both wait for the version to close.
 4. Syncer: the update record, or several in a row if other versions were published meanwhile, or the state if that is
    smaller. The contributor adopts what comes once it is whole.
 
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer.tally import Tally
 from diloco.protocol.fragment import Lease
 from diloco.protocol.heads import sign_line, wrong_line
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, Receipt, Signed, StateHeader, Verdict
 from diloco.protocol.messages.heads import Line, Record
-from diloco.protocol.numbers import MAX_NORM, MAX_SECONDS, within_bounds
+from diloco.protocol.numbers import MAX_SECONDS, within_bounds
 from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations import framing
@@ -78,13 +76,9 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
                 return Answered(verdict, None)
             missed = expect(await stream.receive(), Record)
             return Answered(verdict, await framing.receive_records(stream, replica, fragment, missed, check))
-        tally = Tally()
-        for chunk, (start, stop) in enumerate(replica.chunks[fragment]):
-            payload = replica.encode(fragment, chunk)
-            tally.add(replica.up, payload, stop - start)
-            if chunk >= verdict.first_chunk:
-                await stream.send_payload(payload)
-        await stream.send(Signed(line=line_of(context, header, tally)))
+        for chunk in range(verdict.first_chunk, len(replica.chunks[fragment])):
+            await stream.send_payload(replica.encode(fragment, chunk))
+        await stream.send(Signed(line=line_of(context, header)))
         expect(await stream.receive(None), Receipt)
         sent_at = context.now()
         message = await stream.receive(None)
@@ -145,7 +139,7 @@ async def _take(
 ) -> int:
     """Take in what a verdict asks for; returns the version that it was not in yet, `before` unless others closed."""
     if syncer.line(stream.peer) is not None:
-        await _receive_line(stream, header)  # the payload is here with its line, from a stream that broke later
+        await _receive_line(context, stream, header)  # the payload is here, from a stream that broke later
         return before
     if syncer.collects(stream.peer):
         return await _collect(context, stream, syncer, header)
@@ -172,17 +166,9 @@ async def _fold_on_arrival(
             raise _closed_meanwhile(header)
         with offences():
             fold_chunk(context, syncer, peer, chunk, payload)
-    line = await _receive_line(stream, header)
+    line = await _receive_line(context, stream, header)
     if not context.holds(syncer) or not syncer.wants(peer, chunks, base_version):
         raise _closed_meanwhile(header)
-    try:
-        with offences():
-            _check_line(context, line, header, replica.held[fragment].tallies[peer])
-    except Offence as error:
-        if first_chunk == 0:
-            raise
-        syncer.forget(peer)  # The peer restarted between two streams, and its payload is another one now.
-        raise PayloadError(str(error)) from None
     context.do(context.protocol.arrived(peer, fragment, context.now(), line))
 
 
@@ -196,7 +182,7 @@ async def _collect(context: Context, stream: Stream, syncer: Syncer, header: Con
     payloads = [await _receive_chunk(context, stream, fragment, chunk) for chunk in chunks]
     if not context.holds(syncer):
         raise _another_syncer(fragment)
-    line = await _receive_line(stream, header)
+    line = await _receive_line(context, stream, header)
     await asyncio.sleep(0)  # what came whole in this turn of the loop is folded in first
     while True:
         async with context.locks[fragment].writing():
@@ -217,31 +203,25 @@ async def _receive_chunk(context: Context, stream: Stream, fragment: int, chunk:
     return payload
 
 
-async def _receive_line(stream: Stream, header: Contribution) -> Line:
-    """The line behind a payload, which says what its header said."""
+async def _receive_line(context: Context, stream: Stream, header: Contribution) -> Line:
+    """The line behind a payload, which is signed and says what its header said."""
     line = expect(await stream.receive(), Signed).line
     said = (stream.peer, header.base_version, header.base_digest, header.steps, header.tokens, header.total)
     if (line.peer, line.base_version, line.base.hex(), line.steps, line.tokens, line.total) != said:
         raise Offence("a contribution says another thing in its header than in its line")
+    why = wrong_line(context.protocol.signer, context.protocol.run_id, header.fragment, line)
+    if why is not None:
+        raise Offence(why)
     return line
 
 
-def line_of(context: Context, header: Contribution, tally: Tally) -> Line:
+def line_of(context: Context, header: Contribution) -> Line:
     """This peer's line for a contribution, signed."""
     line = Line(
         context.protocol.me, header.base_version, bytes.fromhex(header.base_digest), header.steps, header.tokens,
-        header.total, within_bounds(tally.norm, MAX_NORM), tally.root,
+        header.total,
     )  # fmt: skip
     return sign_line(context.protocol.signer, context.protocol.run_id, header.fragment, line)
-
-
-def _check_line(context: Context, line: Line, header: Contribution, tally: Tally) -> None:
-    """`PayloadError` when a line is not about this payload, or is not signed."""
-    why = wrong_line(context.protocol.signer, context.protocol.run_id, header.fragment, line)
-    if why is None and not tally.fits(line.root, line.norm):
-        why = f"a line of {line.peer} is about another payload than the one that came"
-    if why is not None:
-        raise PayloadError(why)
 
 
 def _closed_meanwhile(header: Contribution) -> PayloadError:
@@ -254,7 +234,7 @@ def _another_syncer(fragment: int) -> PayloadError:
 
 def fold_chunk(context: Context, syncer: Syncer, peer: str, chunk: int, payload: Tensor) -> None:
     """Fold in a chunk that the syncer wants, or keep it until the version closes. `PayloadError` changes nothing."""
-    context.replica.held[syncer.fragment].take(chunk, peer, payload, syncer.weight(peer))
+    context.replica.held[syncer.fragment].put(chunk, peer, payload, syncer.weight(peer))
     syncer.folded(peer)
 
 
@@ -277,19 +257,15 @@ async def fold_whole(
     held, before = context.replica.held.get(syncer.fragment), context.protocol.fragments[syncer.fragment].version
     if held is None or not context.holds(syncer):
         return None
-    seen, tally = await in_thread(held.seen, payloads)
-    if line is None:
-        line = line_of(context, header, tally)
-    else:
-        _check_line(context, line, header, tally)
+    seen = await in_thread(held.seen, payloads)
     if not context.holds(syncer) or not syncer.wants(peer, 0, header.base_version):
         return None
-    weight, discount = syncer.weight(peer), syncer.discount(peer) * held.bound.scales({peer: line.norm})[peer]
+    line = line or line_of(context, header)
+    weight, discount = syncer.weight(peer), syncer.discount(peer)
     if context.protocol.outer.barrier:  # the others' chunks go into the same sums in this thread
         for chunk, payload in enumerate(payloads):
             held.put(chunk, peer, payload, weight, discount)
             syncer.folded(peer)
-        held.tallies[peer] = tally
         context.do(context.protocol.arrived(peer, syncer.fragment, context.now(), line))
         return before
     for _ in payloads:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer import merkle
 from diloco.outer.codecs import Codec, codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
@@ -17,7 +16,6 @@ from diloco.outer.replica import Replica
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import StateHeader
 from diloco.protocol.messages.heads import Record
-from diloco.protocol.penalties import Offence
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.malloc import short_lived
 from diloco.swarm.wire.streams import Stream
@@ -49,14 +47,10 @@ class WrongDigestError(PayloadError):
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """The step of a fragment from one version to the next; `update` is the encoded displacement (uint8).
-
-    In a run with audits `hashes` are those of its leaves, where it came from another peer.
-    """
+    """The step of a fragment from one version to the next; `update` is the encoded displacement (uint8)."""
 
     header: Record
     update: Tensor
-    hashes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +79,8 @@ async def receive_records(
 ) -> list[UpdateRecord]:
     """Read the payload that follows the header of a record, and the records after it.
 
-    Raises `PayloadError` when one is of another fragment, or does not follow the one before it, what `check` raises of
-    a header, and `Offence` for an update that does not have the root in its head: no honest peer passes it on.
+    Raises `PayloadError` when one is of another fragment, or does not follow the one before it, and what `check` raises
+    of a header.
     """
     records = [await _receive_record(stream, replica, fragment, header, check)]
     while header.more:
@@ -106,17 +100,7 @@ async def _receive_record(
     update = short_lived(replica.update_nbytes(fragment))
     for payload in _payloads(update, replica, fragment):
         await stream.receive_payload(payload)
-    if not replica.settings.audited or not header.lines:
-        return UpdateRecord(header, update)
-    hashes = await in_thread(_hashes, update, replica, fragment)
-    if merkle.root(hashes) != header.head.update:
-        raise Offence(f"the update to version {header.version} of fragment {fragment} is not the one that was signed")
-    return UpdateRecord(header, update, hashes)
-
-
-def _hashes(update: Tensor, replica: Replica, fragment: int) -> list[bytes]:
-    rows = zip(_payloads(update, replica, fragment), replica.chunks[fragment], strict=True)
-    return [one for payload, (start, stop) in rows for one in merkle.leaves(replica.down, payload, stop - start)]
+    return UpdateRecord(header, update)
 
 
 def _payloads(update: Tensor, replica: Replica, fragment: int) -> Sequence[Tensor]:

@@ -13,7 +13,6 @@ from diloco.protocol.actions import (
     Action,
     Broadcast,
     CatchUp,
-    Condemn,
     Disconnect,
     Hold,
     Merge,
@@ -63,9 +62,6 @@ class Actions:
                 self._mesh.tell(action.peer, action.message)
             case Disconnect():
                 self._mesh.disconnect(action.peer)
-            case Condemn():
-                context.gate.condemn(action.peer, action.why)
-                self.expel()
             case Note():
                 context.note(action.kind, **action.fields)
             case Hold():

@@ -14,7 +14,7 @@ from typing import TypeGuard
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer.state import state_root
+from diloco.outer.optimizer import OuterStep
 from diloco.protocol.belief import disputants, doubt, passed, unbelieved
 from diloco.protocol.forks import goes_on, proved_heavier, renumbered
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
@@ -33,8 +33,6 @@ from diloco.swarm.conversations.certificates import Unbelieved, check_follows
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
 from diloco.swarm.conversations.tasks import in_thread
-from diloco.swarm.node.auditor import Auditor
-from diloco.swarm.node.bounds import Bounds, step_of
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import BROKEN
@@ -51,16 +49,14 @@ class Anchors:
     became of this peer's own.
     """
 
-    def __init__(self, context: Context, own_tokens: OwnTokens, auditor: Auditor) -> None:
+    def __init__(self, context: Context, own_tokens: OwnTokens) -> None:
         self._context = context
-        self._auditor = auditor
         self._protocol = context.protocol
         self._replica = context.replica
         self._outer = context.replica.settings
         self._refused: dict[tuple[int, str], tuple[float, float]] = {}  # until when, and for how long
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
-        self.bounds = Bounds(context)
         self.own_tokens = own_tokens
         self.loaded = [self._here(fragment) for fragment in range(len(context.protocol.fragments))]
 
@@ -208,8 +204,6 @@ class Anchors:
             self._check_free(fragment)
             check_follows(self._protocol, header)
             digest = await self._context.tasks.complete(self._apply(record))
-            if digest == header.digest:
-                await self._auditor.follow(record)
         if digest != header.digest:
             self._context.note(
                 "digest_mismatch", fragment=fragment, version=header.version, got=digest, expected=header.digest
@@ -220,15 +214,13 @@ class Anchors:
         return True
 
     async def _apply(self, record: UpdateRecord) -> str:
-        header, checked = record.header, await self.bounds.check(record)
-        if checked.digest not in ("", header.digest):
-            return checked.digest
+        header = record.header
+        if not header.lines:
+            raise PayloadError(f"version {header.version} of fragment {header.fragment} moves without a contribution")
         await self.about_to_move(header.fragment, header.contributors)
         self._protocol.accounts.hear_data_cursor(header.head)
-        digest = checked.digest
-        if not digest:
-            digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step_of(header))
-        self.bounds.follow(header, checked.moved)
+        step = OuterStep(header.version - 1, len(header.lines), header.head.pushes, header.head.delay)
+        digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step)
         self.moved(header.fragment, header.version, digest, contributors=header.contributors, record=header)
         return digest
 
@@ -249,7 +241,7 @@ class Anchors:
                 self._context.do(kept)
                 return
             if other and syncer is not None and header.version <= here.version:
-                record = await self._number(syncer, header, state.anchor, here.version + 1)
+                record = self._number(syncer, header, here.version + 1)
                 state = replace(state, header=header.model_copy(update={"record": record}))
             if state.header.version < here.version + (syncer is not None):
                 raise PayloadError(f"version {header.version} is not newer than what is here")
@@ -269,26 +261,18 @@ class Anchors:
             if held is None or syncer is None or here.version > above or self._protocol.merging(fragment):
                 self._protocol.catch_up_failed(fragment)
                 return
-            try:
-                record = await self._number(syncer, here, self._replica.anchors[fragment], above + 1)
-            except PayloadError:
-                self._protocol.catch_up_failed(fragment)
-                return
+            record = self._number(syncer, here, above + 1)
             passed(self._protocol, fragment)
             held.restart(above + 1)  # in the turn in which the protocol forgets the contributions too
             self._renumbered(here, record)
         self._context.note("renumbered", fragment=fragment, version=here.version, skipped=here.skipped)
 
-    async def _number(self, syncer: Syncer, anchor: Fragment | Anchor, master: Tensor, number: int) -> Record:
-        """As syncer, sign a higher number for an anchor; `PayloadError` when the lease is lost meanwhile."""
-        held = self._replica.held[syncer.fragment]
-        held.state.settle_(number)
-        root = await in_thread(state_root, master, held.state)
-        if not self._context.holds(syncer):
-            raise PayloadError(f"fragment {syncer.fragment} has another syncer now")
-        held.root = root
+    def _number(self, syncer: Syncer, anchor: Fragment | Anchor, number: int) -> Record:
+        """As syncer, sign a higher number for an anchor."""
+        state = self._replica.held[syncer.fragment].state
+        state.settle_(number)
         self._context.records.pop(syncer.fragment, None)
-        return renumbered(self._protocol, anchor, syncer.term, number, (root, held.state.pushes, held.state.delay))
+        return renumbered(self._protocol, anchor, syncer.term, number, (state.pushes, state.delay))
 
     def _renumbered(self, here: Fragment, record: Record) -> None:
         """The anchor that is here has a higher number. The lock is held."""
@@ -305,7 +289,6 @@ class Anchors:
         if here.syncer is None and _only_renumbers(header.record, here):
             self._renumbered(here, header.record)
             return
-        await self.bounds.adopt(state, here)
         base, _ = self.loaded[fragment]
         await self.about_to_move(fragment, [peer for peer, share in header.shares.items() if share.last_version > base])
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)

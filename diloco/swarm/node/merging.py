@@ -8,7 +8,6 @@ from typing import Any
 from diloco.outer.held import Held, Judged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.robust import Judgement
-from diloco.protocol.audits import counts
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.heads import lines_digest, shares_digest, sign_head
 from diloco.protocol.messages.heads import Head, Record
@@ -26,16 +25,6 @@ __all__ = ["Merging"]
 MOST_SAME = 256  # pairs of peers that are named
 
 Cursor = dict[str, Any]
-
-
-def _answers_for(held: Held, judged: Judged | None) -> dict[str, Any]:
-    """What the head of a version says for audits of it."""
-    if judged is None or not held.settings.audited:
-        return {}
-    peers, judgement = judged
-    weights = dict(zip(peers, judgement.weights, strict=True))
-    coefficients = dict(zip(peers, judgement.coefficients, strict=True))
-    return {"update": held.update_root, **counts([peer for peer in peers if weights[peer]], weights, coefficients)}
 
 
 def _compare(
@@ -88,9 +77,7 @@ class Merging:
         lost = not self._context.holds(syncer)
         if not lost:
             cursor = accounts.data_cursor(fragment.index, close.contributors)
-        cursor |= _answers_for(held, judged)
-        record = self._certificate(fragment, close, syncer, step, (digest, held.root), cursor)
-        self._anchors.bounds.follow(record, held.moved)
+        record = self._certificate(fragment, close, syncer, step, digest, cursor)
         if lost:
             accounts.hear_data_cursor(record.head)
             self._anchors.moved(fragment.index, record.version, digest, contributors=record.contributors, record=record)
@@ -101,14 +88,10 @@ class Merging:
         return True
 
     def _certificate(
-        self, fragment: Fragment, close: Close, syncer: Syncer, step: OuterStep, made: tuple[str, bytes], cursor: Cursor
+        self, fragment: Fragment, close: Close, syncer: Syncer, step: OuterStep, digest: str, cursor: Cursor
     ) -> Record:
-        """What this peer answers for as the author of a version, with the lines of its contributors.
-
-        `made` are the digest of the anchor and the root of the outer state.
-        """
+        """What this peer answers for as the author of a version, with the lines of its contributors."""
         protocol, accounts, version = self._protocol, self._protocol.accounts, close.base_version + 1
-        digest, root = made
         lines = [line for peer in sorted(close.contributors) if (line := syncer.line(peer)) is not None]
         shares = accounts.shares_after(fragment, version, close.contributors)
         control = fragment.index == CONTROL_FRAGMENT
@@ -116,7 +99,7 @@ class Merging:
             fragment=fragment.index, term=syncer.term, version=version, author=protocol.me,
             digest_before=fragment.digest, digest=digest, lines=lines_digest(lines), shares=shares_digest(shares),
             skipped=fragment.skipped,
-            state=root, pushes=step.pushes, delay=step.delay,
+            pushes=step.pushes, delay=step.delay,
             applied_tokens=clock_of(shares) if control else 0,
             **cursor,
         )  # fmt: skip

@@ -26,7 +26,6 @@ from diloco.swarm.conversations.inner_state import InnerState, Layout, fetch_inn
 from diloco.swarm.conversations.units import LeasedData, UnitSupply
 from diloco.swarm.node.actions import Actions
 from diloco.swarm.node.anchors import Anchors
-from diloco.swarm.node.auditor import Auditor
 from diloco.swarm.node.dht import RECORD_PERIOD_S, learn_terms, store_leases
 from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.mesh import ControlMesh
@@ -67,10 +66,9 @@ class Node:
         self.advice = context.transport.advice  # what would let others connect to this peer, where they cannot
         self._options = replace(options, saved=None)  # it may be as large as the model, and mapped from a file
         self._units = UnitSupply(context)
-        self.auditor = Auditor(context, options.seed)
-        self._server = BulkServer(context, options.inner_state, self.auditor.hear)
+        self._server = BulkServer(context, options.inner_state)
         self._mesh = ControlMesh(context, options.run)
-        self._anchors = Anchors(context, OwnTokens(saved.applied if saved else None), self.auditor)
+        self._anchors = Anchors(context, OwnTokens(saved.applied if saved else None))
         merging = Merging(context, self._anchors)
         self._actions = Actions(context, self._mesh, self._anchors, merging, self._server)
         self.rounds = Rounds(context, self._anchors, self._units)

@@ -357,6 +357,5 @@ class Rounds:
             fold_chunk(self._context, syncer, me, chunk, self._replica.encode(fragment, chunk))
             if chunk + 1 < len(self._replica.chunks[fragment]):
                 await asyncio.sleep(0)  # lets the others' chunks in
-        line = line_of(self._context, header, self._replica.held[fragment].tallies[me])
-        self._context.do(self._protocol.arrived(me, fragment, self._context.now(), line))
+        self._context.do(self._protocol.arrived(me, fragment, self._context.now(), line_of(self._context, header)))
         return True

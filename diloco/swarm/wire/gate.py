@@ -71,7 +71,6 @@ class Gate:
         self._greeted: set[str] = set()
         self._serving: defaultdict[str, dict[Writer, None]] = defaultdict(dict)  # in their order, unlike a set
         self._noted: deque[tuple[float, str, str]] = deque()
-        self._condemned: dict[str, str] = {}  # since `expel`
         self._lines: Buckets[str] = Buckets(REFUSALS_PER_S, REFUSALS)
         self._unnoted: Counter[str] = Counter()  # refusals by the same words, since the last one that was noted
         self._strangers: Newest[Writer] = Newest()
@@ -87,7 +86,7 @@ class Gate:
         """Whether the word of this peer counts. A stranger's refusal, for example, must not end this process, and an
         observer has nothing to say of the run.
         """
-        return peer not in self.memory.offenders and (self.admission is None or self.role_of(peer) in MEMBERS)
+        return self.admission is None or self.role_of(peer) in MEMBERS
 
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
         """Make both sides known to each other, unless they are."""
@@ -170,8 +169,8 @@ class Gate:
 
     def call_objection(self, peer: str) -> str | None:
         """Why this peer may not use the DHT here; None when it may."""
-        if self.admission is None or peer in self.memory.offenders:
-            return self.memory.offenders.get(peer)
+        if self.admission is None:
+            return None
         return self.admission.objection(peer, "a DHT call", MEMBERS, time.time())
 
     def objection(self, peer: str, message: Message) -> str | None:
@@ -186,8 +185,8 @@ class Gate:
 
     def _stranger(self, peer: str) -> str | None:
         """Why nothing is read of a peer; None when it is in."""
-        if self.admission is None or peer in self.memory.offenders:
-            return self.memory.offenders.get(peer)
+        if self.admission is None:
+            return None
         return None if self.role_of(peer) is not None else self.admission.admit(peer, "", time.time())
 
     def role_of(self, peer: str) -> Role | None:
@@ -203,11 +202,6 @@ class Gate:
         if self.admission is not None and isinstance(record, list | tuple) and len(record) == 2:
             self.admission.witness(peer, str(record[1]), time.time())
 
-    def condemn(self, peer: str, why: str) -> None:
-        """Refuse a peer for good, also after a restart: there is a proof that it lied. `expel` puts it out."""
-        self.memory.condemn(peer, why)
-        self._condemned[peer] = self.memory.offenders[peer]
-
     def vouches(self, peer: str, evidence: str) -> bool:
         """Whether a record with this evidence (see `evidence`) may be kept for the peer."""
         return evidence == "" if self.admission is None else self.admission.vouches(peer, evidence)
@@ -215,8 +209,6 @@ class Gate:
     def expel(self) -> dict[str, str]:
         """Put out the peers that are no longer admitted, and close their streams; returns the reasons by peer."""
         out = {} if self.admission is None else self.admission.expel(time.time())
-        out |= self._condemned
-        self._condemned = {}
         for peer, reason in out.items():
             self._greeted.discard(peer)
             self.refused(peer, reason)
@@ -288,8 +280,8 @@ class Gate:
         return Greeting(credential=credential, revoked=self.admission.revoked.number)
 
     def _take(self, peer: str, greeting: Greeting) -> str | None:
-        if self.admission is None or peer in self.memory.offenders:
-            return self.memory.offenders.get(peer)
+        if self.admission is None:
+            return None
         return self.admission.admit(peer, greeting.credential, time.time())
 
     async def _compare(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:

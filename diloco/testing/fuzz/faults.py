@@ -135,7 +135,6 @@ def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
     """Settings of the outer step: a barrier half of the time, and the other presets' kinds."""
     every = r.choice([2, 4])
     settings: dict[str, Any] = {"sync_every": every, "fragments": fragments, "lr": 0.7, "momentum": 0.9}
-    settings["audit"] = 1.0  # where that is possible; no honest peer may be accused
     settings |= r.choice(
         [{}, {}, {"codec_up": "fp32"}, {"codec_up": "e3m0"}, {"codec_up": "fp32", "codec_down": "fp32"}]
     )

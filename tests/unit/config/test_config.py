@@ -67,7 +67,7 @@ CANONICAL = (
     '"tokenizer_revision":null},"inner":{"batch_size":8,"betas":[0.9,0.95],"clip":1.0,"final_lr_ratio":0.1,'
     '"lr":0.003,"muon_lr_ratio":1.0,"optimizer":"adamw","schedule":"cosine","warmup_steps":25,"weight_decay":0.1},'
     '"model":{"config":{"eos_token_id":null,"rms_norm_eps":1e-05,"vocab_size":256},"model_type":"llama",'
-    '"name":"tiny","path":null,"revision":null},"outer":{"audit":0.02,"clip_factor":3.0,"codec_down":"e3m0",'
+    '"name":"tiny","path":null,"revision":null},"outer":{"clip_factor":3.0,"codec_down":"e3m0",'
     '"codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,"error_feedback":0.0,"flatten":0.0,'
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":null,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
@@ -75,7 +75,7 @@ CANONICAL = (
     '"staleness_limit":0,"sync_every":25,"weights":"tokens"},"run":{"id":"golden","key":null,"seed":3},'
     '"wire_version":10}'
 )
-GOLDEN_HASH = "31ce28d96bb4291d4d4e84dbbcdf1905db9354a680dc2d2dca35bcf381e64946"
+GOLDEN_HASH = "0eb28f064c5b6b2cee44115f39b20c4d91dfb04bf63b91b26e3232ef2861263b"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:

@@ -118,7 +118,7 @@ def test_an_invalid_payload_changes_nothing(rule: str, codec_up: str) -> None:
     invalid = torch.full((replica.up.nbytes(CHUNK),), 0x7F, dtype=torch.uint8)
     for peer, broken in itertools.product(found, (invalid, invalid[:-1])):
         with pytest.raises(PayloadError):
-            replica.held[0].take(0, peer, broken, 1.0)
+            replica.held[0].put(0, peer, broken, 1.0)
     assert torch.equal(version(replica, found), merged(settings, found))
 
 

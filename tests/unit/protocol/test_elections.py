@@ -1,4 +1,4 @@
-"""Whose claims one peer believes, what it believes of versions, and who is proved a liar."""
+"""Whose claims one peer believes, and what it believes of versions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Condemn, Note, Release, Renumber, Tell
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Note, Release, Renumber, Tell
 from diloco.protocol.belief import donors, doubt, number_to_pass, unbelieved
 from diloco.protocol.elections import believes
 from diloco.protocol.messages.bulk import StateHeader
 from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote, mark
-from diloco.protocol.messages.heads import Proof, Record
+from diloco.protocol.messages.heads import Record
 from diloco.protocol.numbers import LEAP
 from diloco.protocol.peer import Peer
 from diloco.protocol.states import State
@@ -511,33 +511,3 @@ def test_a_syncer_for_which_few_wait_or_that_is_new_stays() -> None:
     newcomer = stuck(100.0)
     newcomer.fragments[0].round_s = None
     assert not unseat(newcomer, 10.0 * LATER)
-
-
-# -- proofs -----------------------------------------------------------------------------------------------------------
-
-
-def test_who_signs_two_anchors_of_one_version_is_out_everywhere() -> None:
-    one, other = record("h", 3, digest=ONE), record("h", 3, digest=TWO)
-    peer = follower("x")
-    peer.adopted(0, 1, ONE, 1.0, contributors={"a": 10}, record=one)
-    told = peer.heard("x", status_of(1, TWO), LATER)
-    assert [(each.peer, each.message) for each in told if isinstance(each, Tell)] == [("x", one.head)]
-    assert not [each for each in peer.heard("x", status_of(1, TWO), LATER) if isinstance(each, Tell)], "once"
-    actions = peer.heard("x", other.head, LATER)
-    (proof,) = said(Proof, actions)
-    (condemned,) = [each for each in actions if isinstance(each, Condemn)]
-    assert "proved" in notes(actions) and condemned.peer == "h" and "signed two anchors" in condemned.why
-    elsewhere = follower("me")
-    assert said(Proof, elsewhere.heard("me", proof, LATER)) == [proof] and "h" in elsewhere.liars
-    assert said(Proof, elsewhere.heard("me", proof, LATER)) == [], "passed on once"
-
-
-def test_two_histories_of_a_split_are_no_proof() -> None:
-    peer = follower("x")
-    peer.adopted(0, 1, ONE, 1.0, contributors={"a": 10}, record=record("h", 3, digest=ONE))
-    for head in (record("o", 4, digest=TWO).head, record("o", 3, digest=TWO).head):
-        assert not said(Proof, peer.heard("x", head, LATER))
-    forged = record("h", 3, digest=TWO).head.model_copy(update={"signature": b"x"})
-    assert not said(Proof, peer.heard("x", forged, LATER)) and not peer.liars
-    wrong = Proof(one=record("h", 3).head, other=forged)
-    assert not said(Proof, peer.heard("x", wrong, LATER)) and not peer.liars

@@ -1,4 +1,4 @@
-"""Heads, lines and proofs: what is wrong with them is named in one line, and nothing raises."""
+"""Heads and lines: what is wrong with them is named in one line, and nothing raises."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.heads import Nobody, does_not_follow, equivocates, sign_head, wrong_record, wrong_shares
+from diloco.protocol.heads import Nobody, does_not_follow, sign_head, wrong_record, wrong_shares
 from diloco.protocol.messages import decode, encode
-from diloco.protocol.messages.heads import Head, Line, Proof, Record
+from diloco.protocol.messages.heads import Line, Record
 from diloco.protocol.shares import Share, credited
 from tests.support.certificates import RUN, Keys, certified, digest_of, line_of, record_of
 
@@ -137,31 +137,6 @@ def test_one_changed_field_of_a_head_breaks_its_signature(data: st.DataObject) -
     changed = head.model_copy(update={field: getattr(head, field) + data.draw(st.integers(1, 2**40))})
     record = first().model_copy(update={"head": changed})
     assert "not signed" in str(wrong_record(ANYBODY, RUN, record))
-
-
-# -- proofs -----------------------------------------------------------------------------------------------------------
-
-
-def test_two_heads_of_one_version_by_one_author_are_a_proof() -> None:
-    one, other = first().head, resigned(first(), digest=TWO).head
-    assert equivocates(ANYBODY, RUN, Proof(one=one, other=other))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        first().head,
-        resigned(first(), author="t", digest=TWO).head,
-        resigned(first(), term=2, digest=TWO).head,
-        resigned(first(), version=2, digest=TWO).head,
-        resigned(first(), fragment=1, digest=TWO).head,
-        altered(first(), digest=TWO).head,
-    ],
-    ids=["the same", "another author", "another term", "another version", "another fragment", "not signed"],
-)
-def test_what_proves_nothing_is_no_proof(other: Head) -> None:
-    assert not equivocates(ANYBODY, RUN, Proof(one=first().head, other=other))
-    assert not equivocates(ANYBODY, RUN, Proof(one=other, other=first().head))
 
 
 def test_shares_are_named_without_display_names() -> None:

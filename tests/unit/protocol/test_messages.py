@@ -105,7 +105,7 @@ def test_there_is_an_example_of_every_kind() -> None:
 def test_admission_lets_each_role_begin_these_conversations() -> None:
     may = {role: {kind for kind, message in KINDS.items() if role in message.roles} for role in EVERYBODY}
     watching = {"greeting", "manifest_request", "file_request", "snapshot_request", "probe", "dial_back"}
-    hosting = {"hello", "state_request", "part_request", "audit_request", "accusation"}
+    hosting = {"hello", "state_request", "part_request"}
     training = {"contribution", "unit_request", "inner_request"}
     assert may == {"observer": watching, "host": watching | hosting, "worker": watching | hosting | training}
     assert may["worker"] == {kind for kind, message in KINDS.items() if message.place.begins}

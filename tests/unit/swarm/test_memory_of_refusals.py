@@ -1,4 +1,4 @@
-"""What survives a restart: revocations, first users, proved liars, the seal of the manifest. Also: who is believed."""
+"""What survives a restart: revocations, first users, the seal of the manifest. Also: who is believed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 
 from diloco.admission import Admission, Memory, Revoked, RunKey, Token, issue
 from diloco.admission.keys import is_sealed, new_key
-from diloco.admission.memory import MAX_OFFENDERS
 from diloco.errors import ConfigError
 from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.wire.gate import Gate, gate_for, watching
-from diloco.swarm.wire.transport import Disbelieved, Refused
+from diloco.swarm.wire.transport import Disbelieved
 from tests.support.gates import gate, meet
 
 NOW = int(time.time())
@@ -61,9 +60,9 @@ def test_a_list_in_the_file_counts_only_if_its_owner_signed_it(path: Path) -> No
 
 def test_the_memory_of_another_run_of_that_name_is_left_out(path: Path) -> None:
     one = door(path)
-    one.memory.condemn(ALICE, "why")
-    assert door(path).memory.offenders == {ALICE: "why"}
-    assert door(path, RunKey(new_key())).memory.offenders == {}
+    assert one.revoke(Revoked.sign(KEY, "run", 3, [], [ALICE]))
+    assert door(path).revoked.number == 3
+    assert door(path, RunKey(new_key())).revoked.number == 0
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"scope": "run/x", "revoked": 1}'])
@@ -74,38 +73,10 @@ def test_a_damaged_memory_is_named_before_anybody_is_let_in(path: Path, content:
         Memory(path, "run/x")
 
 
-def test_offenders_are_few_and_a_full_disk_ends_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.parent.write_text("no directory")
-    memory = Memory(path, "run")
-    memory.offenders = {f"Qm{number}": "why" for number in range(MAX_OFFENDERS)}
-    memory.condemn(ALICE, "x" * 10_000)
-    assert len(memory.offenders) == MAX_OFFENDERS and "Qm0" not in memory.offenders
-    assert len(memory.offenders[ALICE]) == 500
+    Memory(path, "run").keep()
     assert "the next start forgets whom it refused" in caplog.text
-
-
-@pytest.mark.parametrize("closed", [True, False])
-async def test_a_proved_liar_is_out_at_once_and_after_a_restart(path: Path, tmp_path: Path, closed: bool) -> None:
-    key = RunKey.create(tmp_path / "run.key")
-
-    def start() -> Gate:
-        key_path = str(tmp_path / "run.key") if closed else None
-        made = gate_for("run", None, None, key_path, manifest_hash=HASH, memory_path=path)
-        made.me = ALICE
-        return made
-
-    one = start()
-    if closed:
-        await meet(gate(key, BOB), one)
-    assert one.expel() == {} and one._stranger(BOB) is None
-    one.condemn(BOB, "signed two heads for version 3")
-    assert one.expel() == {BOB: "signed two heads for version 3"} and one.expel() == {}
-    for now in (one, start()):
-        assert not now.believes(BOB)
-        assert now._stranger(BOB) == now.call_objection(BOB) == "signed two heads for version 3"
-        if closed:
-            with pytest.raises(Refused, match="signed two heads"):
-                await meet(gate(key, BOB), now)
 
 
 def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) -> None:

@@ -40,8 +40,7 @@ def test_the_bytes_of_peers_with_a_fragment_each() -> None:
 def test_what_a_setting_adds() -> None:
     plain, late = table(compose(PLAIN)), "payloads that are sent while training goes on"
     for overrides, what, more in (
-        ("outer.robust=clip outer.audit=0", "contributions to them", 3.0),
-        ("outer.robust=clip", "contributions kept for audits", 8.0),
+        ("outer.robust=clip", "contributions to them", 3.0),
         ("outer.quorum=1", "anchors of the round under way", 4.0),
         ("outer.overlap=5", late, 4.0),
         ("outer.overlap=5 outer.staggered=true", late, 1.0),

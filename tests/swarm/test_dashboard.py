@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.dashboards import PEERS
-from tests.support.peers import Command, eventually
+from tests.support.peers import Command, command, eventually, free_port
+from tests.support.places import ROOT
 
+PEERS = 64
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[tuple[str, Command]]:
+    """Address and process of the page of a fake swarm."""
+    port = free_port()
+    fake = str(ROOT / "tests" / "support" / "fake_swarm.py")
+    with command(fake, str(port), str(PEERS), directory=tmp_path) as process:
+
+        def answers() -> bool:
+            assert process.process.poll() is None, process.stderr
+            try:
+                return urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10).status == 200
+            except (urllib.error.URLError, ConnectionError):
+                return False
+
+        eventually(answers, "the page")
+        yield f"http://127.0.0.1:{port}", process
 
 
 @pytest.mark.skipif(

@@ -98,26 +98,16 @@ def test_a_run_ends_with_one_anchor_and_says_so(whole: tuple[Command, Path]) -> 
     assert started.stderr == ""
 
 
-def test_the_summary_has_the_fields_that_tools_rely_on(whole: tuple[Command, Path]) -> None:
+def test_the_summary_accounts_for_every_token(whole: tuple[Command, Path]) -> None:
     summary = summary_of(whole[1])
-    assert list(summary) == [
-        *("run_id", "manifest_hash", "mode", "wall_s", "outer_steps", "tokens", "eval", "peers"),
-        *("heals", "takeovers", "exit", "contributions"),
-    ]
     rounds, peers, per_round = 3, 2, 4 * 2 * 32  # inner steps x sequences x tokens
-    assert (summary["run_id"], summary["mode"], summary["outer_steps"]) == ("smoke", "diloco", rounds)
-    assert (summary["heals"], summary["takeovers"], summary["exit"]) == (0, 0, 0)
     total = rounds * peers * per_round
     assert summary["tokens"] == {"processed": total, "applied": total, "discarded": 0, "in_flight": 0}
-    assert summary["eval"]["perplexity"] == pytest.approx(2.718281828459045 ** summary["eval"]["loss"])
     assert len(summary["peers"]) == len({peer["peer_id"] for peer in summary["peers"]}) == peers
     for peer in summary["peers"]:
         assert (peer["steps"], peer["tokens"]) == (12, rounds * per_round)
         assert peer["bytes_sent"] > 10_000 and peer["bytes_received"] > 10_000
-        seconds = peer["seconds"]
-        assert set(seconds) == {"compute", "wait", "comm", "outer"} and min(seconds.values()) >= 0
-        assert peer["utilization"] == pytest.approx(seconds["compute"] / sum(seconds.values()))
-        assert sum(seconds.values()) < summary["wall_s"]
+        assert 0 < sum(peer["seconds"].values()) < summary["wall_s"]
     [digest] = {peer["anchor_digest"] for peer in summary["peers"]}
     assert len(digest) == 64
     record = {row.pop("name"): row for row in summary["contributions"]}
@@ -171,8 +161,8 @@ def test_the_model_loads_in_plain_transformers_and_eval_repeats_the_loss(
 
 
 def test_an_exported_checkpoint_is_the_final_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    outer = ["outer.fragments=2", "outer.pattern=strided", "outer.staggered=true", "outer.overlap=1"]
     run_dir, exported = tmp_path / "run", tmp_path / "exported"
+    outer = ["outer.fragments=2", "outer.pattern=strided", "outer.staggered=true", "outer.overlap=1"]
     run(compose([*SMOKE, f"run.dir={run_dir}", *outer]), lambda message: None)
     call(capsys, "export", str(run_dir), str(exported))
     final, written = (load_file(place / "model.safetensors") for place in (run_dir / "model", exported))

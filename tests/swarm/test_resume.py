@@ -16,8 +16,6 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.config import compose
-from diloco.errors import CheckpointError
-from diloco.rundir.checkpoint import CheckpointStore
 from diloco.train.baseline import DataParallel
 from diloco.train.run import run
 from tests.support.peers import SMOKE, command, eventually, json_lines
@@ -85,26 +83,7 @@ def test_a_peer_that_was_killed_at_a_boundary_ends_bit_equal_to_one_that_was_not
     assert resumed["seconds"]["compute"] >= state["seconds"]["compute"] > 4 * 0.02, "it slept in its first session"
 
 
-@pytest.mark.slow
-def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
-    uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = CheckpointStore.save
-
-    def full_at_first(store: CheckpointStore, step: int, *rest: Any) -> Path:
-        if step < 4:
-            raise CheckpointError(f"cannot write the checkpoint of outer step {step}")
-        return save(store, step, *rest)
-
-    monkeypatch.setattr(CheckpointStore, "save", full_at_first)
-    run_dir = tmp_path / "run"
-    assert kept(train(run_dir)) == kept(uninterrupted[1])
-    failed = [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == "checkpoint_failed"]
-    assert [event["version"] for event in failed] == [1, 2, 3]
-    assert sorted(path.name for path in (run_dir / "checkpoints" / "peer").iterdir())[-1] == "step-00000006"
-
-
-@pytest.mark.parametrize("stopped_at", [slow(4), 7, slow(10), slow(11)])
+@pytest.mark.parametrize("stopped_at", [7, slow(10)])
 def test_data_parallel_goes_on_from_the_middle_of_a_cycle_whether_or_not_its_boundary_got_a_checkpoint(
     stopped_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,20 +126,6 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(
         "step-00000006: anchor.safetensors is corrupt (its sha256 differs); using step-00000005 instead"
     ]
     assert kept(first) == kept(second)
-
-
-@pytest.mark.slow
-def test_without_any_usable_checkpoint_a_run_ends_instead_of_starting_over(
-    uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(uninterrupted[0], tmp_path / "run")
-    for state in (tmp_path / "run" / "checkpoints").rglob("state.json"):
-        state.write_bytes(state.read_bytes()[:100])
-    before = contents(tmp_path / "run")
-    assert refusal(capsys, "train", *ALONE, f"run.dir={tmp_path / 'run'}").startswith(
-        f"run.dir: no usable checkpoint in {tmp_path}/run/checkpoints/peer (step-00000006: state.json is corrupt;"
-    )
-    assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize("name", ["train", "local"])

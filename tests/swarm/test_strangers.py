@@ -29,7 +29,6 @@ from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
 from tests.support.peers import Crowd, Trainee, begin_together, eventually, together
-from tests.support.slow import slow
 
 SHAPES = {"embed": (60, 100), "norm": (5,)}
 RUN = "crowd"
@@ -85,16 +84,9 @@ def test_invited_peers_train_together(club: Club, members: list[Trainee]) -> Non
     [
         (lambda club: None, "admits invited peers only; ask its owner for a link"),
         (lambda club: club.token(life_s=-HOUR), "the invitation expired 60 minutes ago"),
-        slow(lambda club: club.token(run="another"), "the invitation is for run.id=another"),
-        slow(lambda club: club.members[0].node.context.gate.admission.token, "is in use by another identity"),
-        slow(lambda club: club.token(peer=club.members[0].peer_id), "the invitation is bound to peer"),
-        slow(
-            lambda club: issue(RunKey.create(club.directory / "other"), RUN, "worker", 2**40), "signed by another key"
-        ),
-        slow(lambda club: club.token("observer"), "allows to watch only"),
         (lambda club: club.token("host"), "role host does not allow training"),
     ],
-    ids=["none", "expired", "run", "in-use", "bound", "key", "observer", "host"],
+    ids=["none", "expired", "host"],
 )
 def test_a_stranger_ends_with_a_reason_that_is_an_event_here(
     club: Club, members: list[Trainee], make: Callable[[Club], Token | None], reason: str
@@ -105,8 +97,7 @@ def test_a_stranger_ends_with_a_reason_that_is_an_event_here(
     with pytest.raises(SwarmError, match=reason) as caught:
         stranger.start()
     assert caught.value.exit_code == 3 and str(caught.value).startswith("the swarm refused this peer: ")
-    expected = "does not allow a DHT call" if reason == "allows to watch only" else reason
-    assert expected in refused_by(members, gate.me)
+    assert reason in refused_by(members, gate.me)
     assert all(len(peer.node.protocol.members) == 1 for peer in members)
     stranger.close()
 

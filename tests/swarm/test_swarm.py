@@ -14,16 +14,12 @@ from hivemind.dht.node import DHTNode
 from torch import Tensor
 
 from diloco.errors import DilocoError, PayloadError, SwarmError
-from diloco.outer.digest import PART
 from diloco.outer.held import Held
 from diloco.protocol.messages import expect
-from diloco.protocol.messages.bulk import Contribution, PartList, Receipt, Verdict
+from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.penalties import Penalties
-from diloco.swarm.conversations import parts
-from diloco.swarm.conversations.context import Context
-from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
-from tests.support.peers import Crowd, Trainee, begin_together, dead_port, eventually, seeded, together
+from tests.support.peers import Crowd, Trainee, begin_together, eventually, seeded, together
 from tests.support.slow import slow
 
 SHAPES = {"embed": (300, 1000), "layer": (37, 13), "norm": (5,), "head": (1000, 300)}  # two of them over one chunk
@@ -136,19 +132,6 @@ def test_four_peers_end_with_one_anchor_that_nesterov_on_the_weighted_mean_gives
             torch.testing.assert_close(peer.parameters[name].double(), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.slow
-def test_the_same_int8_run_twice_gives_the_same_bits_whatever_the_order_of_arrival(crowds: Any) -> None:
-    digests, told = set(), []
-    for _ in range(2):
-        crowd = crowds(fragments=3, codec_up="int8", codec_down="int8")
-        peers = crowd.start(3)
-        train(crowd, peers, range(ROUNDS))
-        crowd.finish(*peers)
-        digests |= {peer.digest for peer in peers}
-        told.append({peer.options.name: peer.events for peer in peers})
-    assert len(digests) == 1, told
-
-
 # -- joining and leaving ----------------------------------------------------------------------------------------------
 
 
@@ -168,40 +151,6 @@ def test_a_joiner_with_other_parameters_takes_the_swarm_s_and_then_counts(crowds
     crowd.finish(*peers, joiner)
     assert {peer.node.protocol.applied_tokens for peer in (*peers, joiner)} == {400 + 600}
     assert len({peer.digest for peer in (*peers, joiner)}) == 1
-
-
-@pytest.mark.slow
-def test_a_joiner_draws_parts_from_three_donors_and_finishes_when_one_dies(
-    crowds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crowd = crowds({"embed": (9, PART)}, fragments=1)
-    peers = crowd.start(3)
-    train(crowd, peers, range(1))
-    [victim, *others] = sorted(peers, key=lambda peer: bool(peer.holds()))
-    came: list[tuple[str, int]] = []
-    fetch_part = parts.fetch_part
-
-    daemon = victim.node.context.transport._p2p._child
-    died = asyncio.Event()
-
-    async def staged(context: Context, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
-        """Everybody brings a part, then the victim dies, then the others go on."""
-        if stream.peer in [source for source, _ in came]:
-            if stream.peer == victim.peer_id:
-                daemon.kill()
-                died.set()
-            await died.wait()
-        await fetch_part(context, stream, listed, part, out)
-        came.append((stream.peer, part))
-
-    monkeypatch.setattr(parts, "fetch_part", staged)
-    joiner = crowd.peer(peers[0].address, peers[1].address, seed=7).start()
-    eventually(lambda: joiner.version == 1, "the joiner to have the anchor")
-    assert joiner.digest == others[0].digest == others[1].digest
-    assert sorted(part for _, part in came) == list(range(9))
-    assert {source for source, _ in came} == {peer.peer_id for peer in peers}
-    assert {event["donor"] for event in joiner.said("fetch_failed")} == {victim.peer_id}
-    victim.close()
 
 
 def test_a_peer_without_accelerator_holds_the_fragments_and_follows(crowds: Any) -> None:
@@ -249,60 +198,8 @@ def test_training_goes_on_while_an_update_is_on_its_way(crowds: Any) -> None:
     crowd.finish(*peers)
 
 
-@pytest.mark.slow
-def test_who_comes_later_is_merged_later_and_with_delayed_nesterov_nothing_is_lost(crowds: Any) -> None:
-    settings = {"quorum": 1, "staleness_limit": 4, "optimizer": "delayed_nesterov", "delay": 3, "weights": "uniform"}
-    crowd = crowds(fragments=2, **settings)
-    peers = crowd.start(3)
-    start = {name: value.clone() for name, value in peers[0].parameters.items()}
-    sizes = [0.1, 0.3, 0.5]
-    outcomes = [peer.round(size) for peer, size in zip(peers, sizes, strict=True)]  # one after another, from one base
-    assert [outcome.version for outcome in outcomes] == [1, 2, 3] and not any(o.discarded_tokens for o in outcomes)
-    step = 0.7 * 1.9 * sum(sizes) / 3  # that of Nesterov on the mean
-    for name, parameter in peers[2].parameters.items():
-        torch.testing.assert_close(parameter, start[name] - step, rtol=0, atol=1e-6)
-    crowd.finish(*peers)
-    assert len({peer.digest for peer in peers}) == 1, "whoever is done follows the others"
-    assert {peer.node.protocol.applied_tokens for peer in peers} == {300}
-
-
-@pytest.mark.slow
-def test_what_is_too_stale_is_discarded_and_counted(crowds: Any) -> None:
-    crowd = crowds(fragments=1, quorum=1, staleness_limit=1)
-    late, *others = crowd.start(3)
-    for _ in range(2):
-        for peer in others:
-            peer.round(0.1)
-    outcome = late.round(0.1, tokens=77)
-    assert outcome.discarded_tokens == 77 and outcome.version == 4
-    outcome = late.round(0.1, tokens=77)
-    assert not outcome.discarded_tokens
-    crowd.finish(late, *others)
-    assert {peer.node.protocol.applied_tokens for peer in (late, *others)} == {477}
-
-
-@pytest.mark.slow
-def test_a_grace_period_lets_the_others_into_the_same_version(crowds: Any) -> None:
-    crowd = crowds(fragments=1, quorum=2, grace_s=60.0, staleness_limit=1)
-    peers = crowd.start(3)
-    outcomes = together(*(lambda peer=peer: peer.round(0.1) for peer in peers))
-    assert [outcome.version for outcome in outcomes] == [1, 1, 1], "nobody waits when everybody is here"
-    crowd.finish(*peers)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        slow({"merge": "rda", "weights": "tokens2_per_step"}),
-        {"codec_up": "topk", "codec_down": "int8", "error_feedback": 0.95, "lr": 1.0, "momentum": 0.0},
-        slow({"codec_up": "stat2", "codec_down": "e3m0", "error_feedback": 0.9}),
-        slow({"optimizer": "delayed_nesterov", "quorum": 1, "staleness_limit": 9, "delay": 2}),
-        slow({"pattern": "strided", "fragments": 1, "momentum_warmup": 5, "lr_by_peers": {1: 0.4, 8: 0.8}}),
-    ],
-    ids=["rda", "topk", "stat2", "delayed", "rates"],
-)
-def test_all_settings_end_with_one_anchor_on_all_peers(crowds: Any, settings: dict[str, Any]) -> None:
-    crowd = crowds(**settings)
+def test_sparse_contributions_end_with_one_anchor_on_all_peers(crowds: Any) -> None:
+    crowd = crowds(codec_up="topk", codec_down="int8", error_feedback=0.95, lr=1.0, momentum=0.0)
     peers = crowd.start(3)
     train(crowd, peers, range(ROUNDS))
     crowd.finish(*peers)
@@ -313,8 +210,7 @@ def test_all_settings_end_with_one_anchor_on_all_peers(crowds: Any, settings: di
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", [slow("closes without a word"), "loses its daemon"])
-def test_others_go_on_when_a_peer_dies_amid_a_round_and_take_its_fragments_over(crowds: Any, end: str) -> None:
+def test_others_go_on_when_a_peer_dies_amid_a_round_and_take_its_fragments_over(crowds: Any) -> None:
     crowd = crowds(fragments=6)
     victim, *others = crowd.start(4)
     train(crowd, [victim, *others], range(2))
@@ -323,14 +219,11 @@ def test_others_go_on_when_a_peer_dies_amid_a_round_and_take_its_fragments_over(
     sent = victim.node.traffic.bytes_sent + payload_bytes(victim)
     exchanging = Background(lambda: victim.round(step_of(0, 2)))
     eventually(lambda: victim.node.traffic.bytes_sent > sent, "its contributions to be on their way")
-    if end == "closes without a word":
-        victim.close()
-    else:
-        victim.node.context.transport._p2p._child.kill()
+    victim.node.context.transport._p2p._child.kill()
     train(crowd, others, range(2, 4))
     crowd.finish(*others)
     victim.close()
-    assert isinstance(exchanging.error(), ConnectionError if end == "closes without a word" else SwarmError)
+    assert isinstance(exchanging.error(), SwarmError)
     assert {tuple(peer.node.protocol.versions) for peer in others} == {(4,) * 6}
     assert len({peer.digest for peer in others}) == 1
     assert [peer.said("lost")[0]["peer"] for peer in others] == [victim.peer_id] * 3
@@ -342,42 +235,11 @@ def test_others_go_on_when_a_peer_dies_amid_a_round_and_take_its_fragments_over(
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_whom_the_swarm_refuses_learns_why(crowds: Any) -> None:
-    crowd = crowds()
-    [first] = crowd.start(1)
-
-    for run, text in (
-        (
-            RunSpec("other", "0" * 64, "{}"),
-            "the swarm refused this peer: run.id=other is not the run here, which is run.id=crowd",
-        ),
-        (
-            RunSpec("crowd", "1" * 64, '{"outer": {"lr": 0.4}, "run": {"seed": 1}}'),
-            "the swarm refused this peer: the run there has other settings: "
-            "outer.lr is None there, 0.4 here; run.seed is None there, 1 here; use the same",
-        ),
-    ):
-        with pytest.raises(SwarmError) as caught:
-            crowd.peer(first.address, run=run).start()
-        assert str(caught.value) == text
-    assert len(first.node.protocol.members) == 0 and not first.said("join")
-    first.round(0.1)
-    assert first.version == 1
-
-
 def test_addresses_that_cannot_be_used_are_named(crowds: Any, tmp_path: Path) -> None:
     crowd = crowds()
     [first] = crowd.start(1)
-    port, own_key = first.address.split("/")[4], first.node._options.identity_path
-    nobody = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{first.peer_id}"
-    taken = f"/ip4/127.0.0.1/tcp/{port}"
+    own_key = first.node._options.identity_path
     for addresses, options, start in (
-        ([nobody], {}, f"swarm.initial_peers={nobody} cannot be reached; check that a peer is running there"),
-        (
-            [],
-            {"listen": [taken]},
-            f"swarm.listen={taken} cannot be listened on: Address already in use; choose another",
-        ),
         (
             [first.address],
             {"identity_path": own_key},
@@ -412,22 +274,8 @@ async def garbage(stream: Stream, header: Contribution) -> None:
     stream._writer.write((64).to_bytes(4, "big") + bytes(range(64)))
 
 
-async def an_endless_frame(stream: Stream, header: Contribution) -> None:
-    stream._writer.write((2**32 - 1).to_bytes(4, "big") + bytes(64))
-
-
-async def an_answer_to_nothing(stream: Stream, header: Contribution) -> None:
-    await stream.send(Receipt())
-
-
 async def nan(stream: Stream, header: Contribution) -> None:
     await contribute(stream, header, torch.full((NUMEL,), float("nan")))
-
-
-async def one_infinity(stream: Stream, header: Contribution) -> None:
-    values = torch.zeros(NUMEL)
-    values[-1] = float("inf")
-    await contribute(stream, header, values)
 
 
 async def half_of_it(stream: Stream, header: Contribution) -> None:
@@ -445,10 +293,7 @@ async def contribute(stream: Stream, header: Contribution, values: Tensor) -> No
     ("attack", "reason"),
     [
         (garbage, "a frame is not valid msgpack"),
-        (an_endless_frame, "a frame of 4294967295 bytes is over the limit of 65536"),
-        (an_answer_to_nothing, "a bulk stream cannot begin with Receipt"),
         (nan, "fp32 payload holds nan"),
-        (one_infinity, "fp32 payload holds inf"),
         (half_of_it, None),  # a stream that breaks is an ordinary event
     ],
 )

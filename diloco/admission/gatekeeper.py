@@ -13,28 +13,45 @@ __all__ = ["Admission"]
 
 TOLERANCE_S = 60  # clocks of honest peers differ by less: `doctor` and `join` check it
 MAX_OBSERVERS = 256  # admitted at a time; an observer may come with a new identity each time
+MAX_CONTRIBUTORS = 4096  # so may a contributor; the first ones have to greet again
+_REVOKED = "the owner of the run has revoked the invitation of this peer; ask for a new one"
 
 
 class Admission:
-    """One peer's record of who has been admitted to the closed run of `token`, this peer's own invitation.
+    """One peer's record of who has been admitted to the run of `token`, this peer's own invitation.
 
-    A peer is admitted by a valid credential, until the credential expires or is revoked. Untrusted input never raises:
-    `admit` returns a reason to refuse, `revoke` returns False. `memory` keeps revocations and first users.
+    A peer is admitted by a valid credential, until the credential expires or is revoked. A `public` run also admits who
+    shows none, as contributor, until its identity is revoked; a peer that is one itself has no token, and names the run
+    by key and id. Untrusted input never raises: `admit` returns a reason to refuse, `revoke` returns False. `memory`
+    keeps revocations and first users.
     """
 
-    def __init__(self, token: Token, memory: Memory | None = None) -> None:
-        self.token = token
-        self.run_key = token.grant.run_key
-        self.run_id = token.grant.run_id
+    def __init__(
+        self,
+        token: Token | None,
+        memory: Memory | None = None,
+        public: bool = False,
+        run: tuple[bytes, str] = (b"", ""),
+    ) -> None:
+        self.token, self.public = token, public
+        self.run_key, self.run_id = run if token is None else (token.grant.run_key, token.grant.run_id)
         self.memory = memory or Memory()
         self.revoked = Revoked(0, (), (), b"")
         self.revoke(self.memory.revoked)
         self._admitted: dict[str, Credential] = {}
+        self._contributors: dict[str, None] = {}
+
+    @property
+    def unknown(self) -> str:
+        """Why a peer that has not greeted may do nothing, with the remedy."""
+        if self.public:
+            return "whoever contributes to this run greets first; call again"
+        return "this run admits invited peers only; ask its owner for a link, or give swarm.token=@FILE"
 
     def admit(self, peer: str, text: str, now: float) -> str | None:
         """Admit an authenticated peer by its credential; returns None, or why it is refused, with the remedy."""
         if not text:
-            return "this run admits invited peers only; ask its owner for a link, or give swarm.token=@FILE"
+            return self._admit_contributor(peer, now)
         try:
             credential = Credential.from_text(text)
         except PayloadError as error:
@@ -46,6 +63,19 @@ class Admission:
             for one in observers[:-MAX_OBSERVERS]:
                 del self._admitted[one]
         return reason
+
+    def _admit_contributor(self, peer: str, now: float) -> str | None:
+        if not self.public or self.revoked.names("", peer):
+            return _REVOKED if self.public else self.unknown
+        if self.role_of(peer, now) is None:
+            self._contributors[peer] = None
+        while len(self._contributors) > MAX_CONTRIBUTORS:
+            del self._contributors[next(iter(self._contributors))]
+        return None
+
+    def invited(self, peer: str) -> bool:
+        """Whether the owner ever invited this peer to more than to look on, as far as it has shown that here."""
+        return peer in self.memory.users.values()
 
     def witness(self, peer: str, text: str, now: float) -> None:
         """Note which peer uses a token, from a credential in the DHT. This does not admit the peer."""
@@ -59,6 +89,8 @@ class Admission:
         """Whether the owner of the run invited this peer to take part, at any time. It says nothing of what became of
         the invitation since: all peers have to give the same answer, whatever they have heard.
         """
+        if not text:
+            return self.public
         try:
             credential = Credential.from_text(text)
         except PayloadError:
@@ -71,15 +103,15 @@ class Admission:
     def role_of(self, peer: str, now: float) -> Role | None:
         """The role of an admitted peer; None for any other."""
         credential = self._admitted.get(peer)
-        if credential is None or self._lapsed(peer, credential.grant, now) is not None:
-            return None
-        return credential.role
+        if credential is not None and self._lapsed(peer, credential.grant, now) is None:
+            return credential.role
+        return "contributor" if peer in self._contributors and not self.revoked.names("", peer) else None
 
     def objection(self, peer: str, what: str, roles: Collection[Role], now: float) -> str | None:
         """Why this peer may not do `what`, which peers in these roles may do; None when it may."""
         role = self.role_of(peer, now)
         if role is None:
-            return self.admit(peer, "", now)
+            return self.unknown
         if role in roles:
             return None
         return f"an invitation for role {role} does not allow {what}; ask the owner of the run for another one"
@@ -91,8 +123,10 @@ class Admission:
             for peer, credential in self._admitted.items()
             if (reason := self._lapsed(peer, credential.grant, now)) is not None
         }
+        out |= {peer: _REVOKED for peer in self._contributors if self.revoked.names("", peer)}
         for peer in out:
-            del self._admitted[peer]
+            self._admitted.pop(peer, None)
+            self._contributors.pop(peer, None)
         return out
 
     def revoke(self, revoked: Revoked) -> bool:
@@ -108,7 +142,9 @@ class Admission:
         return is_sealed(self.run_key, self.run_id, manifest_hash, seal)
 
     def lapsed(self, me: str, now: float) -> str | None:
-        """Why this peer's own invitation no longer counts; None while it does."""
+        """Why this peer is no longer admitted itself; None while it is."""
+        if self.token is None:
+            return _REVOKED if self.revoked.names("", me) else None
         return self._lapsed(me, self.token.grant, now)
 
     def _objection(self, peer: str, credential: Credential, now: float) -> str | None:
@@ -144,7 +180,7 @@ class Admission:
         if now > grant.expires_at + TOLERANCE_S:
             return f"the invitation expired {_ago(now - grant.expires_at)} ago; ask the owner of the run for a new one"
         if self.revoked.names(grant.token_id, peer):
-            return "the owner of the run has revoked the invitation of this peer; ask for a new one"
+            return _REVOKED
         return None
 
 

@@ -16,7 +16,7 @@ import re
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -25,8 +25,12 @@ from diloco.errors import ConfigError, PayloadError
 
 __all__ = ["MAX_CHARACTERS", "ROLES", "Credential", "Grant", "Role", "Token", "issue"]
 
-Role = Literal["worker", "host", "observer"]
-ROLES: tuple[Role, ...] = get_args(Role)  # from the most powerful to the least; the wire has the index
+Role = Literal["worker", "host", "observer", "contributor"]
+ROLES: tuple[Role, ...] = (
+    "worker",
+    "host",
+    "observer",
+)  # that are given, most powerful first; the wire has the index
 
 VERSION = 1
 MAX_CHARACTERS = 1024  # the longest token or credential that is read; real ones have about 300

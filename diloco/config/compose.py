@@ -21,6 +21,7 @@ from pydantic import ValidationError
 import diloco.config.sizes  # noqa: F401 (files of configs/ name what it registers)
 from diloco.config.explain import accepts, explain, leaves, show, unknown_key
 from diloco.config.files import Request, compose_files, no_choice, read_saved
+from diloco.config.groups import KEYLESS
 from diloco.config.hub_names import with_commits
 from diloco.config.overrides import Typed, first_line, parse
 from diloco.config.schema import Config
@@ -118,6 +119,8 @@ def _complaint(error: ValidationError, content: Mapping[Any, Any], typed: Mappin
 def _closed(config: Config) -> Config:
     """Fills in `run.key` from the private key or the invitation, which both contain it."""
     swarm, typed = config.swarm, config.run.key
+    if swarm.admit == "anyone" and typed is None and swarm.key_path is None and swarm.token is None:
+        raise ConfigError(KEYLESS)
     if swarm.key_path is None and swarm.token is None:
         return config
     from diloco.admission import RunKey, Token

@@ -16,10 +16,10 @@ from pydantic_core import PydanticCustomError
 from diloco.config.base import Name, RunOwned, Tuple
 from diloco.config.explain import Expected
 from diloco.config.names import CODECS, OPTIMIZERS, CodecDown, CodecUp, OptimizerName
-from diloco.config.peer_local import RunPlace
+from diloco.config.peer_local import RunPlace, SwarmPlace
 
 __all__ = [
-    "BudgetConfig", "InnerConfig", "OuterConfig", "RunConfig", "RunIdentity",
+    "KEYLESS", "BudgetConfig", "InnerConfig", "OuterConfig", "RunConfig", "RunIdentity", "SwarmConfig", "SwarmRules",
 ]  # fmt: skip
 
 # What `diloco/outer` implements. A new merge rule is a new name here; for codecs and outer optimizers see `names.py`.
@@ -48,6 +48,21 @@ class RunIdentity(RunOwned):
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the initial weights and of the order of the data.")
     key: RunKeyText | None = None
     """Public key of a run that admits invited peers only; null: whoever reaches it can join."""
+
+
+KEYLESS = (
+    "swarm.admit=anyone: a run without a key is open to all, and all make its versions; make a key by diloco keygen "
+    "run.key and add swarm.key_path=run.key, or drop it"
+)
+
+
+class SwarmRules(RunOwned):
+    admit: Literal["invited", "anyone"] = "invited"
+    """Who may contribute to a run with a key; anyone: whoever reaches a peer, and invited peers make the versions."""
+
+
+class SwarmConfig(SwarmPlace, SwarmRules):
+    """How this peer finds the others and is found, and whom the run admits."""
 
 
 class RunConfig(RunPlace, RunIdentity):

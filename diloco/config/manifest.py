@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from diloco.config.base import RunOwned
 from diloco.config.data import DataRecipe
 from diloco.config.explain import explain, show
-from diloco.config.groups import BudgetConfig, InnerConfig, OuterConfig, RunIdentity
+from diloco.config.groups import BudgetConfig, InnerConfig, OuterConfig, RunIdentity, SwarmRules
 from diloco.config.model import ModelRecipe
 from diloco.errors import ConfigError
 
@@ -40,6 +40,7 @@ class Manifest(RunOwned):
     data: DataRecipe
     inner: InnerConfig
     outer: OuterConfig
+    swarm: SwarmRules = Field(default_factory=SwarmRules)
     wire_version: int = Field(WIRE_VERSION, ge=1, description="Version of the protocol between peers.")
 
     @model_validator(mode="after")

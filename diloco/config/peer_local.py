@@ -13,7 +13,7 @@ from diloco.config.base import Directory, Multiaddr, Name, NotEmpty, PeerAddress
 from diloco.config.explain import Expected
 
 __all__ = [
-    "CheckpointConfig", "DataPlace", "EvalConfig", "LocalConfig", "RunPlace", "SimConfig", "SwarmConfig",
+    "CheckpointConfig", "DataPlace", "EvalConfig", "LocalConfig", "RunPlace", "SimConfig", "SwarmPlace",
     "TrainConfig", "WandbConfig",
 ]  # fmt: skip
 
@@ -98,7 +98,7 @@ class SimConfig(PeerLocal):
     """Peers that lie throughout: flip:3x10 sends -10 times what it learned, scale:3x10 10 times."""
 
 
-class SwarmConfig(PeerLocal):
+class SwarmPlace(PeerLocal):
     """How this peer finds the others and is found."""
 
     initial_peers: Annotated[tuple[PeerAddress, ...], Tuple] = ()

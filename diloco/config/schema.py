@@ -36,7 +36,7 @@ class Config(Settings):
     data: DataConfig
     inner: groups.InnerConfig
     outer: groups.OuterConfig
-    swarm: peer_local.SwarmConfig = Field(default_factory=peer_local.SwarmConfig)
+    swarm: groups.SwarmConfig = Field(default_factory=groups.SwarmConfig)
     sim: peer_local.SimConfig = Field(default_factory=peer_local.SimConfig)
     train: peer_local.TrainConfig = Field(default_factory=peer_local.TrainConfig)
     checkpoint: peer_local.CheckpointConfig = Field(default_factory=peer_local.CheckpointConfig)
@@ -57,7 +57,7 @@ class Config(Settings):
     @property
     def joining_command(self) -> str:
         """The command that others type before an address of this peer to join; in a closed run the owner types it."""
-        if self.run.key is None and self.swarm.key_path is None:
+        if self.swarm.admit == "anyone" or (self.run.key is None and self.swarm.key_path is None):
             return "diloco join"
         return f"diloco invite --key {shlex.quote(self.swarm.key_path or 'run.key')} --run {shlex.quote(self.run.id)}"
 
@@ -78,6 +78,7 @@ class Config(Settings):
             data=_half(DataRecipe, self.data),
             inner=self.inner,
             outer=self.outer,
+            swarm=_half(groups.SwarmRules, self.swarm),
         )
 
     def adopt(self, manifest: Manifest) -> Config:

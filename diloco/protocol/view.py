@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from statistics import median_low
 from typing import Any
@@ -95,6 +95,7 @@ class View:
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.deposed: set[str] = set()  # peers that hold nothing any more, unless most believe them
         self.doubted: dict[tuple[int, str], tuple[int, int]] = {}  # by fragment and peer; see `belief.doubt`
+        self.may_author: Callable[[str], bool] = lambda peer: True  # by admission
         self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)

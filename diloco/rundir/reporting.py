@@ -219,6 +219,8 @@ def who_can_join(config: Config, run_key: str | None) -> tuple[str, bool] | None
     """
     if config.outer.method != "diloco":
         return None
+    if run_key is not None and config.swarm.admit == "anyone":
+        return f"public run: anyone may contribute, invited peers make the versions, by key {run_key[:16]}", False
     if run_key is not None:
         return f"closed run: invited peers only, by key {run_key[:16]}", False
     if config.only_here:

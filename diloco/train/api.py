@@ -82,6 +82,8 @@ class Swarm:
         upload_limit: bytes per second of payload that this peer sends at most.
         inner_state: where the inner optimizer's state of a peer that joins comes from: `donor`, another peer's; `cold`,
             nowhere, and what it learns in its first round is left out.
+        admit: `anyone` lets whoever reaches a peer contribute to a run with a key, and only invited peers make the
+            versions; equal on all peers.
         manifest: the run-owned settings; peers with another manifest are refused. The default is made of `run_id`, the
             outer settings, the class of the model, the shapes of the trained parameters and the values of the frozen
             ones.
@@ -124,6 +126,7 @@ class Swarm:
         heartbeat_s: float = 1.0,
         upload_limit: float | None = None,
         inner_state: str = "donor",
+        admit: str = "invited",
         manifest: Manifest | None = None,
         quiet: bool = False,
         on_event: Callable[[str, dict[str, object]], None] | None = None,
@@ -148,7 +151,7 @@ class Swarm:
         self.network = network_of(
             initial_peers=several(address), listen=several(listen), announce=several(announce), reachable=reachable,
             min_peers=min_peers, heartbeat_s=heartbeat_s, upload_limit=upload_limit, inner_state=inner_state,
-            token=token, key_path=None if key_path is None else str(key_path),
+            token=token, key_path=None if key_path is None else str(key_path), admit=admit,
         )  # fmt: skip
         self.manifest = manifest
         self.key = key if manifest is None else manifest.run.key
@@ -353,14 +356,17 @@ class Swarm:
             tokens_per_step = self.manifest.inner.batch_size * self.manifest.data.sequence_length
             spec = RunSpec(self.run_id, self.manifest.hash(), self.manifest.to_json(), tokens_per_step)
         else:
-            spec = loop_spec(self.run_id, self.key, self.outer, parameters, *model)
+            spec = loop_spec(self.run_id, self.key, self.network.admit, self.outer, parameters, *model)
         if saved is not None and self.runtime is None:  # in a simulation, wires are in memory
             seeds = seeds_again(self.network, saved.addresses, identity, self.run_id, spec.manifest_hash)
             self.network = self.network.model_copy(update={"initial_peers": seeds})
             if saved.addresses and not seeds:
                 self.on_event("alone_again", {"called": list(saved.addresses)})
         network, made_by = self.network, spec.manifest_hash
-        gate = gate_for(self.run_id, self.key, network.token, network.key_path, trains, made_by, self._memory_path)
+        public = (self.network if self.manifest is None else self.manifest.swarm).admit == "anyone"
+        gate = gate_for(
+            self.run_id, self.key, network.token, network.key_path, trains, made_by, self._memory_path, public
+        )
         return NodeOptions(
             spec, network, identity, self.name, saved, gate, trains, device=device, blank=self._blank, files=self._files
         )

@@ -112,6 +112,7 @@ def _renamed(text: str) -> str:
 def loop_spec(
     run_id: str,
     key: str | None,
+    admit: str,
     outer: OuterConfig,
     parameters: Mapping[str, Tensor],
     model: str = "",
@@ -122,6 +123,7 @@ def loop_spec(
     """
     content = {
         "run": {"id": run_id, "key": key},
+        "swarm": {"admit": admit},
         "outer": outer.model_dump(mode="json"),
         **({"model": {"name": model}} if model else {}),
         "parameters": {name: list(parameter.shape) for name, parameter in parameters.items()},

@@ -51,6 +51,7 @@ CHANGES: dict[str, list[str]] = {
     ],
     "run.key": [f"run.key={'0123456789abcdef' * 4}"],
     "swarm.token": [f"swarm.token=@{SECRETS.name}/token"],
+    "swarm.admit": ["swarm.admit=anyone", f"run.key={'0123456789abcdef' * 4}"],
     "swarm.key_path": [f"swarm.key_path={SECRETS.name}/run.key"],
     "data.split": ["data.split=validation", "data.source=hub", "data.name=org/set"],
     "data.path": ["data.path=notes/", "data=text"],

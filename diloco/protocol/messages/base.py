@@ -70,9 +70,9 @@ class Place(Enum):
         return self in (Place.GREETING, Place.HELLO, Place.REQUEST)
 
 
-EVERYBODY: frozenset[Role] = frozenset({"worker", "host", "observer"})
-MEMBERS: frozenset[Role] = frozenset({"worker", "host"})
-WORKERS: frozenset[Role] = frozenset({"worker"})
+EVERYBODY: frozenset[Role] = frozenset({"worker", "host", "contributor", "observer"})
+MEMBERS: frozenset[Role] = frozenset({"worker", "host", "contributor"})
+WORKERS: frozenset[Role] = frozenset({"worker", "contributor"})
 
 KINDS: dict[str, type[Message]] = {}
 """Every kind of message by its name on the wire."""

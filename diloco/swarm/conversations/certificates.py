@@ -32,14 +32,17 @@ class Unbelieved(PayloadError):
 
 def check_record(protocol: Peer, record: Record, donor: str) -> None:
     """Raises `Offence` for a certificate that is wrong, and `Unbelieved` for one that this peer does not believe."""
-    _check_signed(protocol, record)
+    _check_signed(protocol, record, donor)
     if (why := unbelieved(protocol, record, donor)) is not None:
         raise Unbelieved(why, record.version)
 
 
-def _check_signed(protocol: Peer, record: Record) -> None:
+def _check_signed(protocol: Peer, record: Record, donor: str) -> None:
+    """An author that was invited, but never showed that here, is as good as the donor that names it."""
     if (why := wrong_record(protocol.signer, protocol.run_id, record)) is not None:
         raise Offence(why)
+    if not (protocol.may_author(record.head.author) or protocol.may_author(donor)):
+        raise Unbelieved(f"version {record.version} is by {record.head.author}, which was not invited", 0)
 
 
 def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> None:
@@ -48,12 +51,14 @@ def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> 
     if record is None:
         lease = protocol.live_lease(header.fragment)
         named = (
-            lease is None or lease.holder in (donor, protocol.me) or (lease.version, lease.digest) == (0, header.digest)
+            protocol.may_author(donor)
+            if lease is None
+            else lease.holder in (donor, protocol.me) or (lease.version, lease.digest) == (0, header.digest)
         )
         if fragment.version > 0 or not named:
             raise PayloadError(f"version 0 of fragment {header.fragment} is not as its syncer published it")
         return
-    _check_signed(protocol, record)
+    _check_signed(protocol, record, donor)
     if (why := wrong_shares(record, header.shares, header.fragment == CONTROL_FRAGMENT)) is not None:
         raise Offence(why)
     why = unbelieved(protocol, record, donor)

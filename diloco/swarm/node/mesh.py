@@ -179,7 +179,7 @@ class ControlMesh:
         """A peer does not let this one in. Only the word of a seed, or of a peer that is believed, counts."""
         context = self._context
         context.note("refused_us", peer=peer, why=reason)
-        if peer not in context.transport.seeds and not context.gate.believes(peer):
+        if peer not in context.transport.seeds and not (context.gate.believes(peer) and context.gate.authors(peer)):
             return
         if "manifest" in reason:
             try:
@@ -241,7 +241,7 @@ class ControlMesh:
             if objection is not None:
                 await stream.refuse(objection, discard=0)
                 return
-            self._check_possible(hello)
+            self._check_possible(peer, hello)
             await stream.send(self._protocol.status())
             self._greet(peer, hello, stream)
             while True:
@@ -251,7 +251,7 @@ class ControlMesh:
                 except UnknownKind as error:
                     logger.debug("%s may be newer: %s", peer, error)
                     continue
-                self._check_possible(message)
+                self._check_possible(peer, message)
                 self._hear(peer, message)
                 delay_s = self._messages.of(peer, context.now()).delay_s(context.now())
                 if delay_s:  # it says more than any honest peer, so it is read more slowly
@@ -294,8 +294,8 @@ class ControlMesh:
         if peer in self._protocol.members:
             context.recorder.heard(peer, message, now)
 
-    def _check_possible(self, message: Message) -> None:
-        why = self._protocol.impossible(message)
+    def _check_possible(self, peer: str, message: Message) -> None:
+        why = self._protocol.impossible(message) or self._context.gate.claim_objection(peer, message)
         if why is not None:
             raise Offence(why)
 

@@ -98,7 +98,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         versions=None if saved is None else list(saved.versions),
         applied_tokens=0 if saved is None else saved.applied_tokens,
         trains=options.trains,
-        holds=transport.reachable,
+        holds=transport.reachable and options.gate.authors(transport.me),
         min_peers=options.network.min_peers,
         newcomer=bool(transport.seeds),
         outer=replica.settings,
@@ -110,17 +110,8 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
     if options.blank and saved is None:
         begin_blank(protocol)
     if saved is not None:
-        # An author signs a version under a term once. Terms that came after the checkpoint are not in it.
-        gap = random.Random(options.seed).randint(1, TERM_GAP) if options.seed else secrets.randbelow(TERM_GAP) + 1
-        for fragment, term in enumerate(saved.terms):
-            protocol.leases.see_term(fragment, term)
-            protocol.fragments[fragment].floor = term + gap if term else 0
-        protocol.accounts.restore_shares(saved.shares)
-        for known, record in zip(protocol.fragments, saved.records, strict=False):
-            known.certified(record)
-            if record is not None:
-                known.authors[record.head.term] = record.head.author
-        protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))
+        _go_on(protocol, saved, options.seed)
+    protocol.may_author = options.gate.authors
     protocol.address_book.may_call = transport.may_call
     protocol.address_book.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
     transport.where = protocol.address_book.of
@@ -136,3 +127,18 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
     )
     options.gate.on_refused = lambda peer, why: context.note("refused", peer=peer, why=why)
     return context
+
+
+def _go_on(protocol: Peer, saved: Saved, seed: str | None) -> None:
+    """The protocol goes on where a checkpoint was written."""
+    # An author signs a version under a term once. Terms that came after the checkpoint are not in it.
+    gap = random.Random(seed).randint(1, TERM_GAP) if seed else secrets.randbelow(TERM_GAP) + 1
+    for fragment, term in enumerate(saved.terms):
+        protocol.leases.see_term(fragment, term)
+        protocol.fragments[fragment].floor = term + gap if term else 0
+    protocol.accounts.restore_shares(saved.shares)
+    for known, record in zip(protocol.fragments, saved.records, strict=False):
+        known.certified(record)
+        if record is not None:
+            known.authors[record.head.term] = record.head.author
+    protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))

@@ -93,7 +93,8 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
         value, signature, credential = signed
         if not verify(_CONTEXT, str(owner), _content(record, value), signature):
             return "is signed by another peer, or was changed after it was signed"
-        if not self._gate.vouches(str(owner), credential.decode("latin-1")):
+        vouched = self._gate.vouches(str(owner), credential.decode("latin-1"))
+        if not vouched or (form is _is_leases and not credential and self._gate.run_key is not None):
             return "is of a peer that was not invited"
         return None if form(_unpack(value)) else "does not have the form of one"
 

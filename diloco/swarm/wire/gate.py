@@ -29,11 +29,20 @@ from hivemind.p2p.p2p_daemon import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 
 from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
+from diloco.config.groups import KEYLESS
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.limits import REFUSALS, REFUSALS_PER_S, Buckets, Newest
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.base import MEMBERS
-from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
+from diloco.protocol.messages.control import (
+    MAX_GREETING_BYTES,
+    Claim,
+    Greeting,
+    Hello,
+    Published,
+    Revocations,
+    Vote,
+)  # fmt: skip
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
@@ -45,6 +54,7 @@ GREETING_TIMEOUT_S = 10.0
 QUIET_S = 60.0
 OWN_LIFE_S = 366 * 86400  # life of the invitation that the run's owner gives itself at each start
 VISIT_LIFE_S = 86400
+_CONTRIBUTES = "who was not invited to this run contributes and makes no versions; ask its owner for a link"
 WORDS = 3  # of a reason, that say what kind it is; the rest may name a peer or a run
 
 Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
@@ -179,6 +189,8 @@ class Gate:
             return None
         if getattr(message, "trains", False) and self.role_of(peer) == "host":
             return "an invitation for role host does not allow training; use diloco host, or ask for another one"
+        if isinstance(message, Hello) and (message.holds or message.claims or message.votes) and not self.authors(peer):
+            return _CONTRIBUTES
         return self.admission.objection(peer, message.kind, message.roles, time.time())
 
     # -- who is in ----------------------------------------------------------------------------------------------------
@@ -187,7 +199,17 @@ class Gate:
         """Why nothing is read of a peer; None when it is in."""
         if self.admission is None:
             return None
-        return None if self.role_of(peer) is not None else self.admission.admit(peer, "", time.time())
+        return None if self.role_of(peer) is not None else self.admission.unknown
+
+    def authors(self, peer: str) -> bool:
+        """Whether this peer may make versions, this one included: in a public run, whoever was invited."""
+        if self.admission is None or not self.admission.public:
+            return True
+        return self.admission.token is not None if peer == self.me else self.admission.invited(peer)
+
+    def claim_objection(self, peer: str, message: Message) -> str | None:
+        """Why the peer may not say this on a control stream; None when it may."""
+        return _CONTRIBUTES if isinstance(message, Claim | Published | Vote) and not self.authors(peer) else None
 
     def role_of(self, peer: str) -> Role | None:
         """The role of a peer that is in; None too where everybody is."""
@@ -195,7 +217,8 @@ class Gate:
 
     def evidence(self) -> list[str]:
         """What this peer's public record says about its invitation."""
-        return [] if self.admission is None else [self.admission.token.credential(self.me, self._role)]
+        own = None if self.admission is None else self.admission.token
+        return [] if own is None else [own.credential(self.me, self._role)]
 
     def witness(self, peer: str, record: object) -> None:
         """Learn from a public record which identity uses which invitation."""
@@ -276,8 +299,7 @@ class Gate:
     def _greeting(self) -> Greeting:
         if self.admission is None:
             return Greeting()
-        [credential] = self.evidence()
-        return Greeting(credential=credential, revoked=self.admission.revoked.number)
+        return Greeting(credential="".join(self.evidence()), revoked=self.admission.revoked.number)
 
     def _take(self, peer: str, greeting: Greeting) -> str | None:
         if self.admission is None:
@@ -339,13 +361,16 @@ def gate_for(
     trains: bool = True,
     manifest_hash: str = "",
     memory_path: Path | None = None,
+    public: bool = False,
 ) -> Gate:
-    """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`).
+    """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`; `public`: `swarm.admit`).
 
     With the private half it seals the manifest. The file at `memory_path` has whom this peer refused before. Raises
-    `ConfigError` when the run has a key and there is neither an invitation nor the private half, or they do not fit, or
-    the file is damaged.
+    `ConfigError` when the run has a key and there is neither an invitation nor the private half, and it is not public,
+    or they do not fit, or the file is damaged.
     """
+    if public and run_key is None and token is None and key_path is None:
+        raise ConfigError(KEYLESS)
     if run_key is None and token is None and key_path is None:
         return Gate(memory=Memory(memory_path, f"{run_id}/{manifest_hash}"))
     key, revoked = None, None
@@ -355,6 +380,11 @@ def gate_for(
         revoked = Revoked.remembered(key, Path(key_path), run_id)
     elif token is not None:
         own = Token.read(token)
+    elif public and run_key is not None:
+        if not trains:
+            raise ConfigError("whoever hosts a public run is invited; give swarm.token=@FILE, or use diloco join")
+        memory = Memory(memory_path, f"{run_id}/{run_key}")
+        return Gate(Admission(None, memory, True, (bytes.fromhex(run_key), run_id)))
     else:
         raise ConfigError(
             f"run.key={run_key} is the key of a run that admits invited peers only; give swarm.token=@FILE with an "
@@ -364,7 +394,7 @@ def gate_for(
         raise ConfigError(f"swarm.token is for run.id={own.grant.run_id}, and this is run.id={run_id}; ask for another")
     if run_key not in (None, own.grant.run_key.hex()):
         raise ConfigError(f"run.key={run_key} is not the key that signed swarm.token; ask the owner for another one")
-    admission = Admission(own, Memory(memory_path, f"{run_id}/{own.grant.run_key.hex()}"))
+    admission = Admission(own, Memory(memory_path, f"{run_id}/{own.grant.run_key.hex()}"), public)
     if revoked is not None:
         admission.revoke(revoked)
     gate = Gate(admission, "host" if own.grant.role == "worker" and not trains else None)

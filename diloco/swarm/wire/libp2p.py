@@ -222,7 +222,8 @@ class Libp2p:
             await p2p.shutdown()
             if isinstance(error, SwarmError) or not isinstance(error, Exception):
                 raise
-            if gate.admission is not None and gate.admission.token.grant.role == "observer":
+            token = None if gate.admission is None else gate.admission.token
+            if token is not None and token.grant.role == "observer":
                 raise SwarmError(
                     "the swarm refused this peer: its invitation allows to watch only; ask for another one"
                 ) from error

@@ -12,7 +12,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,6 +121,7 @@ class Crowd:
         loss: probability that a bulk stream breaks.
         inner_state: of joiners, as `swarm.inner_state`.
         closed: whether only invited peers take part; every peer has an invitation.
+        uninvited: peers without one, which contribute: the run is public.
 
     A life that fails is in `failures`. `on_life` is called with each life whose node is there.
     """
@@ -137,6 +138,7 @@ class Crowd:
         loss: float = 0.0,
         inner_state: str = "donor",
         closed: bool = False,
+        uninvited: Collection[str] = (),
     ) -> None:
         self.loop, self.seed, self.outer = loop, seed, {**RATES, **outer}
         self.network = Network(loop, seed, loss, {BULK})
@@ -150,7 +152,8 @@ class Crowd:
         self.on_life: Callable[[Life], None] = lambda life: None
         self.tell: Callable[[str], None] = lambda line: None
         self._elements, self._units, self._heartbeat_s, self._inner_state = elements, units, heartbeat_s, inner_state
-        self._key = RunKey(new_key()) if closed else None
+        self._key = RunKey(new_key()) if closed or uninvited else None
+        self._uninvited = uninvited
         self._tokens: dict[str, Token] = {}
         self._numbers = 0
         self._joins: Counter[str] = Counter()  # tries that failed
@@ -317,10 +320,12 @@ class Crowd:
         """The peer's own admission; in all its lives it shows the same invitation."""
         if self._key is None:
             return Gate()
+        if life.name in self._uninvited:
+            return Gate(Admission(None, public=True, run=(self._key.public, "run")))
         role: Role = "worker" if life.member.trains else "host"
         if life.name not in self._tokens:
             self._tokens[life.name] = issue(self._key, "run", role, int(time.time()) + 86400)
-        return Gate(Admission(self._tokens[life.name]))
+        return Gate(Admission(self._tokens[life.name], public=bool(self._uninvited)))
 
     def _parameters(self) -> Tensor:
         return torch.arange(float(self._elements * self.outer.get("fragments", 1))) / 10

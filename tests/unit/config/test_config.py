@@ -39,7 +39,7 @@ DEFAULT = compose()
 SHIPPED = [(group, name) for group, names in choices().items() for name in names if name != "default"]
 
 OF_PEERS = ("swarm", "sim", "train", "checkpoint", "eval", "wandb")
-PEER_LOCAL = {key for key in CHANGES if key.split(".")[0] in OF_PEERS} | {
+PEER_LOCAL = {key for key in CHANGES if key.split(".")[0] in OF_PEERS and key != "swarm.admit"} | {
     *("run.dir", "run.name", "run.lead", "run.report", "local.peers", "local.step_delay_s", "model.directory"),
     *("data.path", "data.paths", "data.tokenizer_directory", "data.cache", "data.shard", "data.shards"),
 }
@@ -59,7 +59,8 @@ HAND_WRITTEN = """{
   "inner": {"optimizer": "adamw", "lr": 3e-3, "batch_size": 8, "betas": [0.9, 0.95], "weight_decay": 0.1,
             "clip": 1.0, "schedule": "cosine", "warmup_steps": 25, "final_lr_ratio": 0.1},
   "data": {"source": "stdlib", "sequence_length": 128, "tokenizer": "bytes", "field": "text", "holdout": 0.02,
-           "name": null, "subset": null, "split": "train"}
+           "name": null, "subset": null, "split": "train"},
+  "swarm": {"admit": "invited"}
 }"""
 CANONICAL = (
     '{"budget":{"outer_steps":16,"tokens":null},"data":{"field":"text","holdout":0.02,"name":null,"revision":null,'
@@ -73,9 +74,9 @@ CANONICAL = (
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":null,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"robust":"auto","rounds":null,"staggered":false,"staleness_exponent":0.0,'
     '"staleness_limit":0,"sync_every":25,"weights":"tokens"},"run":{"id":"golden","key":null,"seed":3},'
-    '"wire_version":10}'
+    '"swarm":{"admit":"invited"},"wire_version":10}'
 )
-GOLDEN_HASH = "0eb28f064c5b6b2cee44115f39b20c4d91dfb04bf63b91b26e3232ef2861263b"
+GOLDEN_HASH = "be1b1a306485aff1c1fa3ff0e5af0561abfc8a421b864dc274e737a82b1276c6"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:

@@ -107,7 +107,10 @@ def test_admission_lets_each_role_begin_these_conversations() -> None:
     watching = {"greeting", "manifest_request", "file_request", "snapshot_request", "probe", "dial_back"}
     hosting = {"hello", "state_request", "part_request"}
     training = {"contribution", "unit_request", "inner_request"}
-    assert may == {"observer": watching, "host": watching | hosting, "worker": watching | hosting | training}
+    everything = watching | hosting | training
+    assert may == {
+        "observer": watching, "host": watching | hosting, "worker": everything, "contributor": everything,
+    }  # fmt: skip
     assert may["worker"] == {kind for kind, message in KINDS.items() if message.place.begins}
 
 

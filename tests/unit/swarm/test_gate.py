@@ -16,10 +16,11 @@ from diloco.errors import ConfigError
 from diloco.protocol.limits import REFUSALS
 from diloco.protocol.messages import Message, Refusal, encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
-from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting
+from diloco.protocol.messages.control import MAX_GREETING_BYTES, Claim, Greeting
 from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.wire.gate import Gate, GuardedP2P, gate_for, watching
 from diloco.swarm.wire.transport import Disbelieved, Refused
+from tests.support.core import contribution_of
 from tests.support.gates import SOON, Wire, gate, meet
 from tests.support.listener import hello
 
@@ -66,6 +67,47 @@ async def test_a_host_that_says_it_trains_is_refused(key: RunKey) -> None:
     await greet(door, "QmHost", host._greeting())
     assert door.objection("QmHost", hello(trains=False)) is None
     assert "role host does not allow training" in str(door.objection("QmHost", hello()))
+
+
+async def test_a_public_run_takes_contributors_and_only_invited_peers_make_its_versions(key: RunKey) -> None:
+    invited, hosts = (Gate(Admission(issue(key, "run", role, SOON), public=True)) for role in ("worker", "host"))  # type: ignore[arg-type]
+    anyone = gate_for("run", key.public.hex(), None, None, public=True)
+    invited.me, hosts.me, anyone.me = "QmInvited", "QmHost", "QmAnyone"
+    assert anyone.objection("QmInvited", hello()) is not None, "who has not greeted is not known"
+    for one in (anyone, hosts):
+        await meet(one, invited)
+    assert [invited.role_of(one) for one in ("QmAnyone", "QmHost", "QmNobody")] == ["contributor", "host", None]
+    assert anyone.role_of("QmInvited") == "worker" and anyone.authors("QmInvited") and not anyone.authors("QmAnyone")
+    assert invited.authors("QmInvited") and invited.authors("QmHost") and not invited.authors("QmAnyone")
+    claim = Claim(fragment=0, term=2, version=0, digest="0" * 64)
+    for fine in (contribution_of(), hello(holds=False)):
+        assert invited.objection("QmAnyone", fine) is None
+    for says_too_much in (hello(), hello(claim, holds=False)):
+        assert "makes no versions" in str(invited.objection("QmAnyone", says_too_much))
+    assert "makes no versions" in str(invited.claim_objection("QmAnyone", claim))
+    assert invited.claim_objection("QmHost", claim) is None and Gate().claim_objection("QmAnyone", claim) is None
+    assert invited.vouches("QmAnyone", "") and not gate(key, "QmClosed").vouches("QmAnyone", "")
+
+
+async def test_a_contributor_is_put_out_by_its_identity(key: RunKey) -> None:
+    door, anyone = (
+        Gate(Admission(issue(key, "run", "worker", SOON), public=True)),
+        gate_for("run", key.public.hex(), None, None, public=True),
+    )
+    door.me, anyone.me = "QmDoor", "QmAnyone"
+    await meet(anyone, door)
+    assert door.admission is not None
+    assert door.admission.revoke(Revoked.sign(key, "run", 1, [], ["QmAnyone"]))
+    assert list(door.expel()) == ["QmAnyone"] and door.role_of("QmAnyone") is None
+    with pytest.raises(Refused, match="has revoked"):
+        await meet(anyone, door)
+
+
+def test_a_public_run_needs_a_key_and_its_hosts_an_invitation(key: RunKey) -> None:
+    with pytest.raises(ConfigError, match=r"swarm.admit=anyone: a run without a key .* swarm.key_path=run.key"):
+        gate_for("run", None, None, None, public=True)
+    with pytest.raises(ConfigError, match=r"whoever hosts a public run is invited; give swarm\.token"):
+        gate_for("run", key.public.hex(), None, None, trains=False, public=True)
 
 
 def test_strangers_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:

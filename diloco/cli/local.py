@@ -237,7 +237,7 @@ def _started(
 
 def _listen(child: Child, output: IO[str], words: Words) -> None:
     for line in output:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a library may write there, too
             content = json.loads(line)
             message = read_message(content) if isinstance(content, dict) else None
             if message is not None:

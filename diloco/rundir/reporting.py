@@ -11,12 +11,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from diloco.config import Config
 from diloco.protocol.snapshot import Snapshot
-from diloco.rundir.files import finite, number
+from diloco.rundir.files import finite
 from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count
 
@@ -112,7 +112,7 @@ class Finished(Message):
     """The summary of this single peer, after its last step."""
 
     t = "summary"
-    summary: Summary = field(default_factory=lambda: Summary.from_message({}))
+    summary: Summary = field(default_factory=Summary)
 
 
 Listener = Callable[[Message], None]
@@ -126,35 +126,21 @@ def to_wire(message: Message) -> dict[str, Any]:
     return wire
 
 
-def read_message(said: Mapping[str, Any]) -> Message | None:
-    """A message from its JSON object; None if the kind is unknown or the summary is unreadable.
+def read_message(content: Mapping[str, Any]) -> Message | None:
+    """A message from the JSON object that `json_lines` has written; None for an object of another kind.
 
-    Never raises: another version of diloco may have written the object. An unknown field is ignored; a field that is
-    missing or of another type has its default.
+    Raises KeyError or TypeError for one whose fields are others.
     """
-    kind = _KINDS.get(str(said.get("t")))
+    kind = _KINDS.get(str(content.get("t")))
     if kind is None:
         return None
     if kind is Finished:
-        with contextlib.suppress(AttributeError, OverflowError, TypeError, ValueError):
-            summary = Summary.from_message(said)
-            return Finished(_text(said.get("peer")) or "?", number(said.get("time")) or 0.0, summary)
-        return None
-    read = {one.name: _READ[str(one.type).removesuffix(" | None")](said.get(one.name)) for one in fields(kind)}
-    return kind(**{name: value for name, value in read.items() if value is not None})
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "str": _text,
-    "int": lambda value: None if (found := number(value)) is None else int(found),
-    "float": number,
-    "bool": lambda value: value if isinstance(value, bool) else None,
-    "tuple[str, ...]": lambda value: tuple(map(str, value)) if isinstance(value, list | tuple) else None,
-}
+        return Finished(content["peer"], content["time"], Summary.from_message(content))
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+    fields: dict[str, Any] = {name: value for name, value in values.items() if name != "t"}
+    return kind(**fields)
+    del values["t"]
+    return kind(**values)
 
 
 def json_lines(message: Message) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.protocol.phase_seconds import PHASES, Phase, PhaseSeconds
+from diloco.protocol.phase_seconds import Phase, PhaseSeconds
 from diloco.protocol.shares import Contributor
 from diloco.rundir.files import finite, write_atomic
 
@@ -162,30 +162,19 @@ class Summary:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Summary:
-        """The inverse of `to_message`; a missing field is zero. A message lacks run_id, manifest_hash, mode and wall_s.
+        """The inverse of `to_message`; a message lacks run_id, manifest_hash, mode and wall_s.
 
-        Raises AttributeError, OverflowError, TypeError or ValueError if a field is of a type that is never written.
+        Raises KeyError or TypeError for what is none.
         """
-        loss, seconds = (message.get("eval") or {}).get("loss"), message.get("seconds") or {}
-        peer = PeerSummary(
-            peer_id=str(message.get("peer_id") or ""),
-            name=message.get("name") or message.get("peer"),
-            steps=_count(message.get("steps")),
-            tokens=_counts(message).processed,
-            anchor_digest=message.get("anchor_digest"),
-            bytes_sent=_count(message.get("bytes_sent")),
-            bytes_received=_count(message.get("bytes_received")),
-            seconds=PhaseSeconds(*(float(seconds.get(name) or 0) for name in PHASES)),
-        )
+        own: dict[str, Any] = {one.name: message.get(one.name) for one in fields(PeerSummary) if one.init}
+        own |= {"name": own["name"] or message["peer"], "tokens": message["tokens"]["processed"]}
+        own["seconds"] = PhaseSeconds(**own["seconds"])
         return cls(
-            outer_steps=_count(message.get("outer_steps")),
-            tokens=_counts(message),
-            eval=Evaluation(None if loss is None else float(loss)),
-            peers=[peer],
-            heals=_count(message.get("heals")),
-            takeovers=_count(message.get("takeovers")),
-            exit=_count(message.get("exit")),
-            contributions=[Contributor(**row) for row in message.get("contributions") or ()],
+            tokens=Tokens(**message["tokens"]),
+            eval=Evaluation(message["eval"]["loss"]),
+            peers=[PeerSummary(**own)],
+            contributions=[Contributor(**row) for row in message.get("contributions", ())],
+            **{name: message[name] for name in ("outer_steps", "heals", "takeovers", "exit")},
         )
 
 
@@ -240,15 +229,3 @@ def merge_peer_summaries(
         exit=exit,
         contributions=next((part.contributions for part in furthest if part.contributions), ()),
     )
-
-
-def _count(value: Any) -> int:
-    float(value or 0)  # raises OverflowError for a number that nobody could show
-    return int(value or 0)
-
-
-def _counts(message: Mapping[str, Any]) -> Tokens:
-    tokens = message.get("tokens") or 0
-    if not isinstance(tokens, Mapping):
-        return Tokens(processed=_count(tokens))
-    return Tokens(*(_count(tokens.get(column.name)) for column in fields(Tokens)))

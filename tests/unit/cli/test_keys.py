@@ -19,7 +19,7 @@ from diloco.cli.table import say_who_can_join
 from diloco.config import compose
 from diloco.config.address import Address
 from diloco.errors import ConfigError
-from diloco.rundir.reporting import log_lines
+from diloco.rundir.reporting import Ready, log_lines
 from tests.support.command_line import Typed
 from tests.support.peers import dead_port
 
@@ -159,5 +159,5 @@ def test_whoever_starts_a_peer_is_told_who_can_join(
     assert screen.getvalue().count("\n") == bool(text)
     caplog.set_level(logging.INFO)
     keyed = config.model_copy(update={"run": config.run.model_copy(update={"key": key})})
-    log_lines(keyed)({"t": "ready", "address": "", "first": True})
+    log_lines(keyed)(Ready(first=True))
     assert [(one.levelno, one.getMessage()[: len(text)]) for one in caplog.records] == [(level, text)] * bool(text)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from diloco.cli.table import LiveView, _Stderr
-from diloco.rundir.reporting import Message, Status, read_message
+from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.rundir.reporting import Finished, Message, Ready, Status
+from diloco.rundir.summary import Evaluation, PeerSummary, Summary
 from diloco.text import human_bytes, human_count, human_seconds
 
 
@@ -37,13 +39,6 @@ def status(peer: str = "p0", state: str = "training", version: int = 3, **fields
     return Status(peer, 0.0, state, version, **{**defaults, **fields})
 
 
-def said(**content: Any) -> Message:
-    """From its JSON object."""
-    message = read_message(content)
-    assert message is not None
-    return message
-
-
 def shown(view: LiveView, width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=24, color_system=None, _environ={})
     console.print(view.render())
@@ -54,7 +49,7 @@ def test_a_line_has_the_documented_format() -> None:
     view, file, clock = make(terminal=False, width=20)  # and is never wrapped
     clock.now = 12.34
     view.update(status())
-    view.update(said(t="ready", peer="p0", peer_id="12D3", address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
+    view.update(Ready("p0", address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
     view.note("one\ntwo")
     assert file.getvalue().splitlines() == [
         "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training",
@@ -89,8 +84,9 @@ def test_a_summary_ends_a_peer_with_a_line() -> None:
     """Even within the same step."""
     view, file, _ = make(terminal=False)
     view.update(status(version=16))
-    view.update(said(t="summary", peer="p0", steps=480, outer_steps=16, eval={"loss": 2.4}, exit=0))
-    view.update(said(t="summary", peer="p1", steps=80, outer_steps=4, eval={"loss": None}, exit=4))
+    mine = PeerSummary("", None, 480, 0, None, 0, 0, PhaseSeconds())
+    view.update(Finished("p0", summary=Summary(outer_steps=16, eval=Evaluation(2.4), peers=[mine])))
+    view.update(Finished("p1", summary=Summary(outer_steps=4, exit=4, peers=[mine])))
     assert file.getvalue().splitlines()[1:] == [
         "[  0.0s] p0 v16/16 loss 2.61 held-out 2.40 4.1k tok/s 1.2 MB sent done",
         "[  0.0s] p1 v4/16 loss - held-out - - tok/s - sent failed",
@@ -150,7 +146,7 @@ def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
     with view:
         logger.warning("the disk is %s", "behind")
         for peer in ("p0", "p1"):
-            view.update(said(t="ready", peer=peer, address=f"/address/of/{peer}"))
+            view.update(Ready(peer, address=f"/address/of/{peer}"))
         view.update(status(version=16, state="done"))
     logger.removeHandler(handler)
     assert "diloco: the disk is behind\n" in file.getvalue(), "above the table"
@@ -159,20 +155,20 @@ def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
     assert file.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
-values = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400) | st.lists(st.none())
-NAMES = "t peer state version inner_step steps loss eval_loss eval tokens_per_s bytes_sent bytes_received outer_steps"
-names = st.sampled_from([*NAMES.split(), "address", "kind", "exit", "unknown"])
-kinds = st.sampled_from(["ready", "status", "event", "summary", "other"])
+texts = st.text(max_size=9)
+figures = st.none() | st.floats() | st.integers(0, 10**12)
+messages = st.builds(Ready, texts, address=texts, advice=texts) | st.builds(
+    Status, texts, state=texts, version=figures, loss=figures, tokens_per_s=figures, bytes_sent=figures
+)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 @settings(max_examples=50, deadline=None)
-@given(messages=st.lists(st.builds(lambda kind, fields: {**fields, "t": kind}, kinds, st.dictionaries(names, values))))
-def test_no_message_can_end_the_view_or_break_its_lines(terminal: bool, messages: list[dict[str, Any]]) -> None:
+@given(said=st.lists(messages))
+def test_no_message_can_end_the_view_or_break_its_lines(terminal: bool, said: list[Message]) -> None:
     view, file, _ = make(terminal, total=None)
-    for content in messages:
-        if (message := read_message(content)) is not None:
-            view.update(message)
+    for message in said:
+        view.update(message)
     shown(view)
     if not terminal:
         assert all(line.startswith("[  0.0s] ") for line in file.getvalue().split("\n")[:-1])

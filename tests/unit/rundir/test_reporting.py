@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diloco.config import compose
 from diloco.protocol.phase_seconds import PhaseSeconds
@@ -44,32 +42,14 @@ def test_a_message_survives_the_pipe(message: Message, capsys: pytest.CaptureFix
 
 
 def test_a_line_has_the_fields_that_readers_rely_on() -> None:
-    """Unknown kinds and fields are passed over."""
+    """Objects of other kinds are passed over."""
     assert to_wire(Status("p0", 2.0, "training", 3, loss=math.nan))["loss"] is None
     assert to_wire(Status("p0", 2.0, "training", 3)).items() >= {"t": "status", "peer": "p0", "version": 3}.items()
     assert set(to_wire(MESSAGES[-1])) == {
         *("t", "peer", "time", "peer_id", "name", "steps", "tokens", "anchor_digest", "bytes_sent", "bytes_received"),
         *("seconds", "utilization", "eval", "heals", "takeovers", "outer_steps", "exit", "contributions"),
     }
-    assert read_message({"t": "status", "peer": "p0", "state": "left", "news": 1}) == Status("p0", state="left")
     assert read_message({"t": "gossip", "peer": "p0"}) is None and read_message({}) is None
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-names = st.sampled_from(
-    sorted({column.name for message in MESSAGES for column in fields(message)} | to_wire(MESSAGES[-1]).keys())
-)
-
-
-@given(kind=st.sampled_from(["stage", "ready", "status", "summary"]), given_fields=st.dictionaries(names, values))
-def test_no_object_breaks_a_reader(kind: str, given_fields: dict[str, Any]) -> None:
-    if (message := read_message({**given_fields, "t": kind})) is not None:
-        assert message.t == kind
-        json.dumps(to_wire(message), allow_nan=False)
 
 
 def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

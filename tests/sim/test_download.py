@@ -127,24 +127,6 @@ def test_donors_finish_the_version_they_began_with(village: Village) -> None:
     assert torch.equal(joiner.replica.anchors[0], torch.arange(float(NUMEL)) - 2.0)
 
 
-def test_a_version_is_there_for_all_as_long_as_one_reads_it(village: Village) -> None:
-    donors = village.donors(1)
-    village.network.uplinks["d0"]._bytes_per_s = None
-    slow = village.peer("slow", "d0", values=torch.zeros(NUMEL), down=UP / 3)
-    village.until(lambda: slow.node.traffic.bytes_received > PART_NBYTES)
-    joiner = village.joiner(down=UP)
-    village.until(lambda: len(village.came) == 3)
-    assert len(donors[0].node._server.anchors._kept) == 1, "one copy for both"
-    village.round(donors, torch.ones(NUMEL))
-    for pipe in [pipe for pipe in village.network._pipes if pipe.target == "joiner"]:
-        village.network.break_stream(pipe)
-    village.until(lambda: joiner.has(2))
-    assert village.parts() == list(range(PARTS)) and len(village.asked) == PARTS + 1
-    village.until(lambda: slow.has(2))
-    village.run(asyncio.sleep(1))
-    assert not donors[0].node._server.anchors._kept, "and none afterwards, without waiting for the collector"
-
-
 def test_a_broken_download_goes_on_with_what_did_not_change(village: Village) -> None:
     donors = village.donors(2)
     joiner = village.joiner()

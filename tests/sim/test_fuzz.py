@@ -17,7 +17,7 @@ from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.testing.fuzz.crowd import Crowd, Member
 from diloco.testing.fuzz.faults import Fault, Scenario, scenario
 from diloco.testing.fuzz.invariants import Violation, Watch, check_end
-from diloco.testing.fuzz.lineage import Contributed, Lineage, Made, Total
+from diloco.testing.fuzz.lineage import Contributed
 from diloco.testing.fuzz.splits import split_scenario
 from diloco.testing.fuzz.stage import Outcome, play
 from tests.support.certificates import MANIFEST, digest_of
@@ -75,33 +75,7 @@ def test_no_split_breaks_an_invariant(seed: int) -> None:
     assert play(split_scenario(seed)).violation is None
 
 
-def test_work_is_what_peers_did_since_two_histories_parted() -> None:
-    """Of each at most twice the median."""
-    lineage = Lineage()
-    start, common, one, other = (digest_of(name) for name in ("start", "common", "one", "other"))
-
-    def made(digest: str, before: str, version: int, **tokens: int) -> None:
-        contributions = tuple((Contributed(peer, version - 1), number) for peer, number in tokens.items())
-        lineage.add(digest, Made(before, 0, version, "a", 1, contributions))
-
-    made(common, start, 1, a=8, b=8, c=8)
-    made(one, common, 2, a=100)
-    made(other, common, 2, b=8, c=9)
-    assert (lineage.work(one, other), lineage.work(other, one)) == (18, 17)
-    assert (lineage.work(common, one), lineage.work(one, start), lineage.work(start, one)) == (0, 32, 0)
-
-
 # -- the invariants see what is wrong ---------------------------------------------------------------------------------
-
-
-def test_a_contribution_in_two_versions_of_one_anchor_is_found() -> None:
-    lineage, twice, once = Lineage(), Contributed("a", 0), Contributed("b", 1)
-    start, one, two = digest_of(0), digest_of(1), digest_of(2)
-    lineage.add(one, Made(start, 0, 1, "b", 1, ((twice, 8),)))
-    lineage.add(two, Made(one, 0, 2, "c", 2, ((twice, 8), (once, 8))))
-    assert lineage.repeated(one) == [] and lineage.repeated(two) == [twice]
-    assert lineage.merged(one) == {twice} and lineage.merged(two) == {twice, once}
-    assert lineage.totals(two)["a"] == Total(2, 16, 1, 2)
 
 
 def crowd_of_two(loop: VirtualLoop, units: bool = False, **settings: Any) -> tuple[Crowd, Watch]:

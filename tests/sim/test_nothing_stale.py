@@ -44,14 +44,12 @@ MODES: dict[str, dict[str, Any]] = {
 CHANGES = ("join", "resume", "takeover", "hand over")
 INNER = InnerConfig(lr=1e-3, batch_size=1, warmup_steps=10)
 BUDGET = BudgetConfig(outer_steps=100)
-HEARD_S = 5.0  # in which everybody has heard of a version: two heartbeats, two inner steps, and some latency
 
 
 @dataclass(frozen=True)
 class Read:
-    """What one inner step reads, and when."""
+    """What one inner step reads."""
 
-    at: float
     version: int
     inner_step: int
     target_steps: int
@@ -74,7 +72,6 @@ class Reader:
         self.reads: dict[str, list[Read]] = {}  # by owner
         self.moments: set[str] = set()
         self.stale: list[str] = []
-        self._published: list[tuple[float, int]] = []
         on_life = swarm.crowd.on_life
 
         def observe(life: Life) -> None:
@@ -90,7 +87,7 @@ class Reader:
         assert sync is not None and node is not None
         loaded = tuple(node._anchors.loaded)
         clock = sync.version, sync.inner_step, sync.target_steps, learning_rate(sync, INNER, BUDGET, H)
-        read = Read(self.swarm.loop.seconds, *clock, sync.applied_tokens, loaded)
+        read = Read(*clock, sync.applied_tokens, loaded)
         if life.owner not in self.reads:
             self._check_moments(life, read)
         before = self.reads.setdefault(life.owner, [])
@@ -119,14 +116,6 @@ class Reader:
         lowest = min(version for version, _ in read.loaded)
         if self.outer.barrier and read.version != lowest:
             self._say(life, f"at version {read.version}, but its parameters are of version {lowest}")
-        assert life.node is not None
-        # Of a fragment whose syncer died nobody knows the newest version, until another one has claimed it.
-        vacant = any(fragment.lease is None for fragment in life.node.protocol.fragments)
-        if not self.outer.barrier and not vacant:
-            heard = max((version for at, version in self._published if at < read.at - HEARD_S), default=0)
-            if read.version < heard and len(self.reads[life.owner]) >= H:
-                self._say(life, f"at version {read.version}, {HEARD_S} s after version {heard}")
-        self._published.append((read.at, min(life.node.protocol.versions)))
         if not (DYLU_FLOOR if self.outer.dylu else H) <= read.target_steps <= H:
             self._say(life, f"takes {read.target_steps} inner steps a round")
 

@@ -11,22 +11,18 @@ from hypothesis import strategies as st
 
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
-from diloco.outer.digest import digest_of
 from diloco.protocol import numbers
 from diloco.protocol.actions import Broadcast
 from diloco.protocol.fragment import Lease
-from diloco.protocol.ledger import Ledger, count
 from diloco.protocol.messages import decode, encode
-from diloco.protocol.messages.bulk import StateHeader
 from diloco.protocol.messages.control import Claim, Figures, Published, Status
 from diloco.protocol.numbers import LEAP, MAX_BYTES, MAX_COUNT, MAX_LOSS, MAX_RATE, MAX_SECONDS, MAX_TOKENS, MIN_RATE
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import MAX_SHARES, OTHERS, Share, credited
 from diloco.protocol.snapshot import pack, unpack
 from diloco.protocol.view import FASTEST
-from diloco.swarm.conversations.framing import FragmentState
 from diloco.swarm.conversations.recorder import Recorder
-from tests.support.certificates import MANIFEST, record_of
+from tests.support.certificates import MANIFEST
 from tests.support.core import hello_of
 from tests.support.stub_host import ME, OTHER, StubHost, run
 
@@ -143,13 +139,6 @@ def test_the_swarm_clock_and_the_record_stop_at_their_bounds() -> None:
     assert credited(peers, 2, {}, {})[OTHERS] == Share(MAX_COUNT, MAX_TOKENS, 1, 1)
 
 
-def test_there_is_an_end_of_sequences_and_of_terms() -> None:
-    ledger, peer = Ledger(MAX_TOKENS - 3), peer_of()
-    assert count(ledger.grant("a", 5, [])) == 3 and ledger.grant("a", 5, [(MAX_TOKENS - 3, MAX_TOKENS)]) == []
-    peer.fragments[0].term = MAX_COUNT
-    assert not any(isinstance(action, Broadcast) for action in peer.tick(1.0)) and not peer.syncers
-
-
 # -- leaps ------------------------------------------------------------------------------------------------------------
 
 
@@ -165,16 +154,3 @@ def test_no_version_that_leaves_none_behind_it_is_adopted() -> None:
     peer.heard(OTHER, published(MAX_COUNT), 1.0)
     peer.heard(OTHER, claim.model_copy(update={"term": 2, "version": MAX_COUNT}), 2.0)
     assert peer.leases.get(0) == Lease(0, OTHER, 1, 0, DIGEST)
-
-
-def test_a_state_that_leaps_is_refused() -> None:
-    async def scene() -> None:
-        host = StubHost(OTHER)
-        anchor = host.replica.anchors[0] + 1
-        record = record_of(MAX_COUNT, "f" * 64, digest_of(anchor), {}, author=OTHER)
-        header = StateHeader(fragment=0, digest=digest_of(anchor), record=record)
-        with pytest.raises(PayloadError, match="no run gets from version 0 to version"):
-            await host.anchors.adopt_state(FragmentState(header, anchor, donor=OTHER))
-        assert host.protocol.versions == [0]
-
-    run(scene)

@@ -174,13 +174,6 @@ class Staged:
         cosines: Tensor = torch.mv(sketches.double(), sketch) / lengths.clamp_min(1e-300)
         return cosines
 
-    def decoded(self, peers: Sequence[str], chunk: int) -> Tensor:
-        """(n, elements) fp32, a chunk of each of these peers."""
-        values = torch.empty(len(peers), self.sizes[chunk])
-        for row, peer in zip(values, peers, strict=True):
-            self.codec.decode(self.payload(peer, chunk), row)
-        return values
-
     def payload(self, peer: str, chunk: int) -> Tensor:
         """What a peer sent (uint8)."""
         return self._kept[peer][chunk].payload

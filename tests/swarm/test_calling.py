@@ -8,31 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hivemind.proto import p2pd_pb2
 
-from diloco.config import SwarmConfig
 from diloco.swarm.wire.dialing import mute
-from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from tests.support.peers import SMOKE, command, dead_port
 from tests.support.printing import printed_of
 
 NOBODY = "QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
-
-
-@pytest.mark.slow
-def test_who_loses_its_daemon_prints_nothing_of_what_was_still_to_be_said(tmp_path: Path) -> None:
-    async def scene() -> None:
-        listen = ["/ip4/127.0.0.1/tcp/0"]
-        peer = await Libp2p.connect(SwarmConfig(listen=tuple(listen)), tmp_path / "key", Gate())
-        control = peer._p2p._client.control
-        peer._p2p._child.kill()
-        await peer._p2p._child.wait()
-        control._pending_messages.put_nowait(p2pd_pb2.PersistentConnectionRequest(callId=b"1"))
-        await asyncio.wait([control._write_task])
-        await peer.close()
-
-    assert printed_of(scene) == []
 
 
 def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:

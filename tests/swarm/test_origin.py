@@ -11,27 +11,9 @@ import torch
 
 from diloco import model as models
 from tests.support.origins import BIAS, lines
-from tests.support.peers import Crowd, begin_together, command, eventually, together
+from tests.support.peers import command, eventually
 
 pytestmark = pytest.mark.usefixtures("own_home")
-
-
-def test_a_blank_peer_holds_nothing_before_it_has_the_anchors(tmp_path: Path) -> None:
-    crowd = Crowd(tmp_path, {"a": (40, 30), "b": (77,)})
-    try:
-        first = crowd.peer(min_peers=2).start()
-        before = first.digest
-        blank = crowd.peer(first.address, seed=5, blank=True, min_peers=2).start()
-        begin_together(first, blank)
-        assert first.digest == blank.digest == before
-        assert not blank.node.protocol.blank and blank.node.protocol.holds
-        together(lambda: first.round(0.1), lambda: blank.round(0.1))
-        assert first.digest == blank.digest != before
-        first.leave(False)
-        first.close()
-        eventually(lambda: blank.holds() == [0, 1, 2, 3], "the other one to hold everything")
-    finally:
-        crowd.close()
 
 
 @pytest.mark.slow

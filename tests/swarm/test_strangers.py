@@ -23,7 +23,6 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
 from diloco.protocol.messages.control import Revocations
 from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
-from diloco.swarm.visit.look import look
 from diloco.swarm.visit.revoke import revoke
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
@@ -209,20 +208,6 @@ def test_an_observer_may_ask_for_the_manifest_and_for_nothing_else(club: Club, m
         assert manifest == ManifestReply(text="{}")
         assert all("role observer does not allow" in answer for answer in refused), refused
     assert all(len(peer.node.protocol.members) == 1 for peer in members)
-
-
-def test_a_fake_swarm_is_not_believed_by_who_is_invited(club: Club, members: list[Trainee], tmp_path: Path) -> None:
-    own, other = Club(tmp_path), tmp_path / "open"
-    other.mkdir()
-    fakes = [own.member().start(), Crowd(other, SHAPES).peer().start()]
-    try:
-        for fake, reason in zip(fakes, ("signed by another key", "is not believed"), strict=True):
-            with pytest.raises(SwarmError, match=reason):
-                look([fake.address], gate=Gate(Admission(club.token()), "observer"))
-            with pytest.raises(SwarmError, match=reason):
-                club.member(fake.address).start()
-    finally:
-        together(*(fake.close for fake in fakes))
 
 
 def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, members: list[Trainee]) -> None:

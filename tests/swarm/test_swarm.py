@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,9 @@ import torch
 from hivemind.dht.node import DHTNode
 from torch import Tensor
 
-from diloco.errors import DilocoError, PayloadError, SwarmError
+from diloco.errors import DilocoError, SwarmError
 from diloco.outer.held import Held
-from diloco.protocol.messages import expect
-from diloco.protocol.messages.bulk import Contribution, Verdict
-from diloco.protocol.penalties import Penalties
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
-from tests.support.peers import Crowd, Trainee, begin_together, eventually, seeded, together
+from tests.support.peers import Crowd, Trainee, eventually, seeded, together
 from tests.support.slow import slow
 
 SHAPES = {"embed": (300, 1000), "layer": (37, 13), "norm": (5,), "head": (1000, 300)}  # two of them over one chunk
@@ -153,27 +149,6 @@ def test_a_joiner_with_other_parameters_takes_the_swarm_s_and_then_counts(crowds
     assert len({peer.digest for peer in (*peers, joiner)}) == 1
 
 
-def test_a_peer_without_accelerator_holds_the_fragments_and_follows(crowds: Any) -> None:
-    crowd = crowds(codec_up="int8", codec_down="int8")
-    host = crowd.peer(trains=False).start()
-    eventually(lambda: host.node.protocol.state == "ready", "the host to hold the model")
-    trainers = [crowd.peer(host.address, seed=seed, min_peers=3) for seed in (1, 2)]
-    together(*(trainer.start for trainer in trainers))
-    begin_together(*trainers, syncers=[host])
-    assert host.digest == trainers[0].digest == trainers[1].digest
-    train(crowd, trainers, range(ROUNDS))
-    assert host.holds() == [0, 1, 2, 3] and not trainers[0].holds()
-    follower = crowd.peer(host.address, seed=3, trains=False).start()
-    crowd.finish(*trainers)
-    assert host.digest == trainers[0].digest == trainers[1].digest
-    end = (host.digest, ROUNDS, ROUNDS * 200)
-
-    def reached(one: Trainee) -> bool:  # the anchor moves first, and what is known of it a moment later
-        return (one.digest, one.version, one.node.protocol.applied_tokens) == end
-
-    eventually(lambda: reached(host) and reached(follower), "both hosts to follow")
-
-
 # -- without a barrier ------------------------------------------------------------------------------------------------
 
 
@@ -264,78 +239,3 @@ def test_a_libp2p_node_that_is_no_peer_of_the_run_is_told_from_one(crowds: Any) 
             await stranger.shutdown()
 
     asyncio.run(join_a_stranger())
-
-
-Attack = Callable[[Stream, Contribution], Awaitable[None]]
-NUMEL = 6486  # of all parameters
-
-
-async def garbage(stream: Stream, header: Contribution) -> None:
-    stream._writer.write((64).to_bytes(4, "big") + bytes(range(64)))
-
-
-async def nan(stream: Stream, header: Contribution) -> None:
-    await contribute(stream, header, torch.full((NUMEL,), float("nan")))
-
-
-async def half_of_it(stream: Stream, header: Contribution) -> None:
-    await contribute(stream, header, torch.ones(NUMEL // 2))
-    stream.close()
-
-
-async def contribute(stream: Stream, header: Contribution, values: Tensor) -> None:
-    await stream.send(header)
-    assert expect(await stream.receive(), Verdict).accepted
-    await stream.send_payload(values.view(torch.uint8))
-
-
-@pytest.mark.parametrize(
-    ("attack", "reason"),
-    [
-        (garbage, "a frame is not valid msgpack"),
-        (nan, "fp32 payload holds nan"),
-        (half_of_it, None),  # a stream that breaks is an ordinary event
-    ],
-)
-def test_what_is_no_contribution_is_refused_and_changes_nothing(
-    crowds: Any, attack: Attack, reason: str | None
-) -> None:
-    crowd = crowds(fragments=1)
-    peers = crowd.start(2)
-    [syncer], [attacker] = ([peer for peer in peers if bool(peer.holds()) is holds] for holds in (True, False))
-    answer = answer_to(attack, attacker, syncer)
-    if reason is not None:
-        assert f"refused: {reason}" in answer
-        assert [(event["peer"], reason in event["why"]) for event in syncer.said("refused")] == [
-            (attacker.peer_id, True)
-        ]
-    syncer.node.protocol.penalties = Penalties()  # the time is over for which it was refused
-    train(crowd, peers, range(1))  # the attacker repents
-    assert {peer.node.protocol.applied_tokens for peer in peers} == {200}
-    for name, expected in reference(crowd, [100, 100], 1).items():
-        torch.testing.assert_close(syncer.parameters[name].double(), expected, rtol=0, atol=1e-6)
-    crowd.finish(*peers)
-    assert syncer.digest == attacker.digest
-
-
-def answer_to(attack: Attack, attacker: Trainee, syncer: Trainee) -> str:
-    """What one peer hears from the syncer of the only fragment after an attack."""
-    header = Contribution(
-        base_digest=syncer.node.protocol.digests[0],
-        manifest_hash="0" * 64,
-        fragment=0,
-        term=1,
-        base_version=syncer.version,
-        steps=10,
-        tokens=100,
-    )
-
-    async def work() -> str:
-        try:
-            async with open_bulk(attacker.node.context.transport, syncer.peer_id, Traffic()) as stream:
-                await attack(stream, header)
-                return str(expect(await stream.receive(), Verdict))
-        except (PayloadError, *BROKEN) as error:
-            return str(error)
-
-    return attacker.call(work())

@@ -7,8 +7,6 @@ import asyncio
 import msgpack
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.protocol.fragment import LEAP
 from diloco.protocol.messages import Message, Refusal
@@ -85,22 +83,6 @@ async def test_a_peer_that_takes_nothing_is_dropped_in_time(loop: VirtualLoop) -
     assert OTHER not in listener.mesh._outgoing
 
 
-async def test_a_refusal_counts_until_another_peer_lets_this_one_in(loop: VirtualLoop) -> None:
-    async def opened(peer: str, protocol: str) -> tuple[asyncio.StreamReader, Pipe]:
-        pipe = Blocked() if peer == OTHER else Pipe(framed(Refusal(reason="refused for 9 s more: noise")))
-        return pipe.reader, pipe
-
-    listener = Listener()
-    listener.transport.open = opened  # type: ignore[method-assign]
-    listener.transport.seeds, listener.mesh._started = ["seed"], True
-    assert not await listener.mesh.dial("seed")
-    assert listener.mesh.refusal == "the swarm refused this peer: refused for 9 s more: noise"
-    assert await listener.mesh.dial(OTHER)
-    assert listener.mesh.refusal is None
-    assert not await listener.mesh.dial("seed")
-    assert listener.mesh.refusal is None and len(listener.said("refused_us")) == 2
-
-
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
@@ -156,14 +138,6 @@ async def test_who_does_not_begin_with_a_fitting_hello_is_refused(sent: bytes, w
     assert OTHER not in listener.protocol.members
 
 
-async def test_a_kind_that_only_a_newer_peer_knows_is_skipped() -> None:
-    listener = Listener()
-    await listener.hear(framed(hello()), packed(kind="trumpet", loud=True), framed(claim(term=3)))
-    lease = listener.protocol.leases.get(0)
-    assert lease is not None and lease.term > 3, "what came after it was heard"
-    assert listener.said("penalty") == []
-
-
 HONEST: list[Message] = [
     status("starting"),
     status("leaving"),
@@ -183,16 +157,3 @@ async def test_what_an_honest_peer_says_late_or_wrong_is_no_offence(message: Mes
     assert listener.said("penalty") == []
     why = "said goodbye" if message == status("leaving") else "connection reset"
     assert [event["why"] for event in listener.said("lost") + listener.said("leave")] == [why]
-
-
-@settings(max_examples=30)
-@given(messages=st.lists(st.sampled_from(HONEST), max_size=5), cuts=st.lists(st.integers(0, 1500), max_size=8))
-def test_a_control_stream_that_breaks_anywhere_is_no_offence(messages: list[Message], cuts: list[int]) -> None:
-    async def scene() -> None:
-        listener, whole = Listener(), b"".join(map(framed, (hello(claim()), *messages)))
-        for cut in cuts:
-            await listener.hear(whole[:cut])
-        assert isinstance((await listener.hear(whole))[0], Status)
-        assert listener.said("penalty") == []
-
-    asyncio.run(scene())

@@ -65,13 +65,6 @@ def test_only_records_of_invited_peers_are_kept_in_a_closed_run(places: Path) ->
             assert "is of a peer that was not invited" in refusal(keeper, record(stranger, kind, value))
 
 
-def test_a_revoked_peer_spoils_nobody_s_dictionary(places: Path) -> None:
-    keeper, member = node(places, "keeper"), node(places, "member")
-    assert keeper._gate.admission is not None
-    assert keeper._gate.admission.revoke(Revoked.sign(KEY, "run", 1, [], [member.me]))
-    assert refusal(keeper, record(member, PEERS, ["name"])) == ""
-
-
 def test_records_have_sizes_and_lists_the_owner_s_signature(places: Path) -> None:
     keeper, member = node(places, "keeper"), node(places, "member")
     assert refusal(keeper, record(member, LEASES, [[65535, 2**40]] * MAX_LEASES)) == ""

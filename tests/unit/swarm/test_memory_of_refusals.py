@@ -73,12 +73,6 @@ def test_a_damaged_memory_is_named_before_anybody_is_let_in(path: Path, content:
         Memory(path, "run/x")
 
 
-def test_a_full_disk_ends_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path.parent.write_text("no directory")
-    Memory(path, "run").keep()
-    assert "the next start forgets whom it refused" in caplog.text
-
-
 def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) -> None:
     key = RunKey.create(tmp_path / "run.key")
     owner = gate_for("run", None, None, str(tmp_path / "run.key"), manifest_hash=HASH)
@@ -98,18 +92,6 @@ def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) ->
     one.learn_seal(HASH, seal)
     assert one.memory.seal == guest().memory.seal == seal and guest("00" * 32).memory.seal == ""
     assert Gate().sealed(HASH, "") and Gate().memory.seal == ""
-
-
-def test_the_copy_of_a_link_in_use_does_not_watch_either() -> None:
-    one, link, watch = Admission(invitation()), invitation(), invitation("observer")
-    for peer in (ALICE, BOB):  # to look on before anybody has joined is allowed, and uses nothing up
-        assert one.admit(peer, link.credential(peer, "observer"), NOW) is None
-    assert one.admit(ALICE, link.credential(ALICE), NOW) is None
-    assert one.role_of(BOB, NOW) is None
-    assert "in use by another identity" in str(one.admit(BOB, link.credential(BOB, "observer"), NOW))
-    assert one.admit(ALICE, link.credential(ALICE, "observer"), NOW) is None
-    for peer in (ALICE, BOB):
-        assert one.admit(peer, watch.credential(peer), NOW) is None
 
 
 async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:

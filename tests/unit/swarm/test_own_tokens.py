@@ -18,11 +18,6 @@ def test_memory_is_bounded_whatever_the_base_versions_are() -> None:
     assert max(tokens.applied) > base_version - 13, "the newest are kept"
 
 
-def test_a_checkpoint_with_too_many_is_cut_to_the_newest() -> None:
-    bases = sorted(range(3 * COUNTED), key=str)  # as JSON gives them back, in the order of their text
-    assert sorted(OwnTokens(dict.fromkeys(bases, 1)).applied) == list(range(2 * COUNTED, 3 * COUNTED))
-
-
 def test_what_another_history_lacks_is_lost_and_the_rest_found() -> None:
     tokens = OwnTokens({0: 10, 1: 20, 2: 30})
     tokens.was_left_out(3, 40)
@@ -32,22 +27,6 @@ def test_what_another_history_lacks_is_lost_and_the_rest_found() -> None:
     assert (recount.lost, recount.found) == ({}, {3: 40}) and tokens.take_lost() == -40
     assert tokens.applied == {0: 10, 1: 20, 3: 40}
     assert tokens.recount(-1, 0).lost == {0: 10, 1: 20, 3: 40} and tokens.applied == {}
-
-
-def test_a_history_that_comes_back_has_everything_that_was_in_it() -> None:
-    """Two sides of a split meet: the other one wins at first, then a version of this one that a thread had begun."""
-    tokens = OwnTokens({0: 16, 1: 16})
-    assert tokens.recount(-1, 0).lost == {0: 16, 1: 16} and tokens.take_lost() == 32
-    tokens.was_left_out(2, 16)
-    recount = tokens.recount(2, 48)
-    assert recount.found == {0: 16, 1: 16, 2: 16} and tokens.take_lost() == -48 and tokens.applied == recount.found
-
-
-def test_what_was_left_out_for_good_is_not_found_again() -> None:
-    tokens = OwnTokens({0: 16})
-    tokens.was_left_out(1, 16)
-    tokens.was_left_out(2, 16)
-    assert tokens.recount(2, 32).found == {2: 16} and tokens.applied == {0: 16, 2: 16}
 
 
 def test_a_contribution_on_its_way_is_not_one_that_was_left_out() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from diloco.protocol.membership import MAX_ADDRESSES, MAX_PEERS, AddressBook
+from diloco.protocol.membership import MAX_ADDRESSES, AddressBook
 from diloco.protocol.peer import Peer
 from diloco.swarm.visit.visitor import Visitor
 from diloco.swarm.wire.transport import Transport
@@ -41,13 +41,6 @@ def test_what_is_no_address_of_that_peer_is_left_out() -> None:
     places.hear(A, {A: [at(B), "nowhere", f"/ip4/0.0.0.0/tcp/1/p2p/{A}", *[at(A)] * 9], C: []})
     assert places.of(A) == (at(A),) * MAX_ADDRESSES
     assert places.all([A, B, C]) == {A: [at(A)] * MAX_ADDRESSES}
-
-
-def test_who_names_peers_without_end_is_remembered_to_a_limit() -> None:
-    places = AddressBook()
-    places.hear(A, {A: [at(A)]})
-    places.hear(B, {f"Qm{index:044d}".replace("0", "z"): [] for index in range(MAX_PEERS + 10)})
-    assert len(places._hearsay) == MAX_PEERS and places.of(A) == (at(A),)
 
 
 def test_a_watcher_calls_no_file_that_a_peer_names() -> None:

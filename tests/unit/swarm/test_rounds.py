@@ -16,8 +16,6 @@ from diloco.protocol.exchange import Exchange
 from diloco.protocol.fragment import Lease
 from diloco.protocol.heads import wrong_record
 from diloco.protocol.messages.bulk import Contribution, StateHeader, Verdict
-from diloco.protocol.messages.control import Published
-from diloco.protocol.numbers import MAX_COUNT
 from diloco.protocol.shares import Share
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
@@ -25,7 +23,7 @@ from diloco.swarm.conversations.contribution import Answered, fold_whole
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
 from diloco.swarm.conversations.parts import copy_state
 from diloco.testing.fuzz.crowd import small_pieces
-from tests.support.certificates import MANIFEST, RUN, Keys, line_of, record_of
+from tests.support.certificates import MANIFEST, RUN, Keys, record_of
 from tests.support.coroutines import Slow, turns, until
 from tests.support.stub_host import ME, OTHER, StubHost
 
@@ -108,13 +106,6 @@ async def test_a_peer_that_always_comes_too_late_is_told() -> None:
     assert host.notes.count("always_late") == 2
 
 
-async def test_a_donor_that_is_gone_is_asked_once_and_then_the_next() -> None:
-    host = StubHost(OTHER)
-    host.client.answers = {0: ConnectionError("gone")}
-    await host.anchors.catch_up(0, [OTHER, "third"])
-    assert host.client.asked == [0, 0] and host.notes.count("fetch_failed") == 2
-
-
 async def test_a_higher_number_moves_no_anchor() -> None:
     """Nor what is learned from it."""
     host, follower = StubHost(ME), StubHost(OTHER)
@@ -157,55 +148,6 @@ def offered(host: StubHost) -> tuple[Syncer, Contribution]:
     return syncer, header
 
 
-async def test_an_own_contribution_that_was_left_out_is_discarded() -> None:
-    host = StubHost(ME)
-    await host.anchors.load()
-    syncer, header = offered(host)
-    host.replica.held[0].fold(0, host.replica.encode(0, 0), 1.0)
-    syncer.folded(OTHER)
-    exchanging = asyncio.ensure_future(host.exchange())
-    syncer.wants = lambda peer, chunk, base: False  # type: ignore[method-assign]  # closed before the first chunk
-    await until(lambda: syncer._offers.get(ME))
-    host.protocol.state = "done"  # so that it is not waited for
-    host.do(host.protocol.arrived(OTHER, 0, host.now(), line_of(OTHER, 0, header.base_digest)))
-    assert await exchanging == (10, 1)
-
-
-async def test_of_two_histories_the_one_with_more_work_goes_on() -> None:
-    """Under a number above both."""
-    host = StubHost(ME)
-    host.join()
-    for version, tokens, skipped, goes_on, number, steps in [
-        (5, 50, 0, True, 5, 5),
-        (2, 100, 0, True, 6, 2),
-        (9, 60, 0, False, 10, 2),
-        (9, 100, 0, False, 10, 2),
-        (9, 110, MAX_COUNT, True, 11, 0),
-    ]:
-        shares = {OTHER: Share(version, tokens, 1, version)}
-        state = host.state(version, full(100 * version + tokens), skipped, **shares)
-        await host.anchors.adopt_state(state)
-        host.do(host.protocol.tick(host.now()))
-        assert torch.equal(host.replica.anchors[0], state.anchor) == goes_on
-        await host.context.tasks.until(lambda number=number: host.protocol.versions == [number])
-        assert host.protocol.steps == steps
-        lease = host.protocol.leases.get(0)
-        assert lease is not None and (lease.version, lease.steps) == (number, steps)
-
-
-async def test_an_anchor_that_is_being_merged_is_not_replaced() -> None:
-    host = StubHost(ME)
-    await host.learn()
-    async with host.context.locks[0].writing():  # the merge has to wait for this
-        exchanging = asyncio.ensure_future(host.exchange())
-        await until(lambda: host.protocol.merging(0))
-        host.client.answers = {0: host.state(1, full(9)), -1: host.state(1, full(9))}
-        catching_up = asyncio.ensure_future(host.anchors.catch_up(0, [OTHER]))
-    await catching_up
-    await exchanging
-    assert host.protocol.steps == 1 and torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1)
-
-
 async def test_tokens_of_a_lost_half_may_be_applied_after_all() -> None:
     """What was learned in another history is not sent, and a history that has it nevertheless wins later."""
     host, theirs = StubHost(OTHER), full(3)
@@ -222,69 +164,6 @@ async def test_tokens_of_a_lost_half_may_be_applied_after_all() -> None:
     await host.catch_up({0: won})
     assert host.notes.count("applied_after_all") == 1
     assert host.own_tokens.take_lost() == -10
-
-
-async def test_what_the_adopted_anchor_holds_is_not_discarded() -> None:
-    """It was learned in another history; a thread of this peer, syncer until now, has merged it meanwhile."""
-    host = StubHost(OTHER)
-    await host.anchors.load()
-    host.claimed(0, full(3))
-    host.client.answers = {-1: host.state(1, full(4), **{ME: Share(1, 10, 1, 1)})}
-    assert await host.exchange() == (0, 1)
-
-
-async def test_a_failed_fetch_waits_for_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure is an event itself: two flights that fail would wake each other without end."""
-
-    async def refused(context: Context, lease: Lease, header: Contribution) -> Answered:
-        return Answered(Verdict(accepted=False, reason="late", late=True, version=5, term=1), None)
-
-    monkeypatch.setattr(CONTRIBUTE, refused)
-    host = StubHost(OTHER)
-    await host.anchors.load()
-    news = Published(fragment=0, term=1, version=5, digest="5" * 64, contributors=[], applied_tokens=0)
-    for heard in (news, host.hello(claims=False).status.model_copy(update={"versions": [5]})):
-        host.do(host.protocol.heard(OTHER, heard, host.now()))
-    host.client.answers = {0: ConnectionError("nobody has it")}
-    exchanging = asyncio.ensure_future(host.exchange())
-    await until(lambda: "fetch_failed" in host.notes)
-    asked = len(host.client.asked)
-    for _ in range(100):
-        host.context.tasks.notify()
-        await asyncio.sleep(0)
-    assert len(host.client.asked) == asked
-    exchanging.cancel()
-    await host.rounds.cancel()
-
-
-async def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
-    host = StubHost(ME)
-    for version in (1, 2):
-        await host.learn()
-        assert await host.exchange() == (0, version)
-    await host.anchors.load()
-    # It has this peer's contribution from version 0, not the one from 1.
-    won = host.state(5, full(3), **{ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)})
-    host.join()
-    host.claimed(5, won.anchor)
-    await host.catch_up({2: won})
-    assert host.notes.count("discarded") == 1
-    assert await host.exchange() == (10 + 10, 5), "the lost one, and one that is too late"
-    assert host.own_tokens.take_lost() == 0
-
-
-async def test_tokens_that_arrived_are_discarded_when_another_wins() -> None:
-    """The exchange is over and not yet taken when another history wins."""
-    host = StubHost(ME)
-    await host.learn()
-    await host.rounds.send({0: (1, 10)})
-    await host.context.tasks.until(lambda: host.rounds.arrived([0]))
-    won = host.state(5, full(3))
-    host.join()
-    host.claimed(5, won.anchor)
-    await host.catch_up({1: won})
-    assert host.rounds.take([0])[0] == 10
-    assert host.own_tokens.applied == {}
 
 
 @pytest.mark.parametrize(("merged", "discarded"), [(1, 0), (0, 10)])
@@ -330,15 +209,6 @@ async def test_a_cancelled_exchange_sends_nothing_more(monkeypatch: pytest.Monke
     assert sent == [1.0] * len(sent) and len(sent) < len(host.replica.chunks[0])
 
 
-async def test_an_exchange_that_never_ran_releases_what_it_captured() -> None:
-    host = StubHost(OTHER, sync_every=2, overlap=1)
-    await host.learn()
-    await host.rounds.send({0: (1, 10)})
-    await host.rounds.cancel()
-    host.parameters["w"].sub_(1.0)
-    assert float(host.replica.encode(0, 0).view(torch.float32)[0]) == 2.0, "as the parameters are now"
-
-
 async def test_a_moving_anchor_arrives_though_its_exchange_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """1. The update is applied, in a thread. 2. Ctrl+C cancels the exchange. 3. A checkpoint is written: the version
     and the digest that it names are those of the anchor in it.
@@ -361,24 +231,6 @@ async def test_a_moving_anchor_arrives_though_its_exchange_ends(monkeypatch: pyt
     saved = await host.anchors.snapshot(copies=True)
     assert list(saved.versions) == [1] and torch.equal(saved.anchors[0], target)
     assert host.protocol.digests == host.replica.digests()
-
-
-async def test_a_lease_lost_between_own_chunks_leaves_the_rest_over() -> None:
-    """To the next syncer."""
-    with small_pieces(chunk=2):
-        host = StubHost(ME)
-    await host.learn()
-    host.join()
-    await host.rounds.send({0: (1, 10)})
-    offers = host.protocol.syncers[0]._offers
-    await until(lambda: offers and offers[ME].chunks)
-    assert offers[ME].chunks < len(host.replica.chunks[0])
-    host.claimed(0, host.replica.anchors[0])
-    assert 0 not in host.replica.held
-    await turns(10)
-    assert host.rounds.flying == [0] and not host.rounds.arrived([0]), "it goes on, and has not failed"
-    assert "contribution_broke" in host.notes, "the next syncer is tried, which nobody can reach here"
-    await host.rounds.cancel()
 
 
 def quorum_host() -> StubHost:
@@ -410,41 +262,6 @@ async def test_what_is_folded_in_while_a_version_closes_counts(monkeypatch: pyte
     assert threading.main_thread() not in fold.threads
 
 
-async def test_a_version_of_forgotten_contributions_is_not_made() -> None:
-    """An anchor of another history, of the same version, is adopted while the merge waits for the lock."""
-    host = quorum_host()
-    await host.anchors.load()
-    syncer, header = offered(host)
-    host.parameters["w"].sub_(1.0)
-    async with host.context.locks[0].writing():
-        others = asyncio.all_tasks()
-        await fold_whole(host.context, syncer, OTHER, header, [host.replica.encode(0, 0)])
-        host.do(host.protocol.tick(host.now()))
-        assert host.protocol.merging(0)
-        merging = asyncio.all_tasks() - others
-        await asyncio.sleep(0)  # it waits for the lock
-        host.replica.anchors[0].fill_(7.0)
-        host.anchors.moved(0, 0, host.replica.digest(0))
-    assert await asyncio.wait(merging)
-    assert host.protocol.versions[0] == 0 and not any(task.exception() for task in merging)
-    assert torch.equal(host.replica.anchors[0], full(7))
-
-
-async def test_a_lease_lost_during_a_fold_takes_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = quorum_host()
-    await host.anchors.load()
-    host.join()
-    fold, offers = Slow(host.replica.held[0].fold), host.protocol.syncers[0]._offers
-    monkeypatch.setattr(host.replica.held[0], "fold", fold)
-    await host.rounds.send({0: (1, 10)})
-    await until(lambda: offers and offers[ME].whole)
-    host.claimed(0, host.replica.anchors[0])
-    fold.go_on.set()
-    await until(lambda: "contribution_broke" in host.notes)
-    assert not host.rounds.arrived([0]) and host.protocol.versions == [0]
-    await host.rounds.cancel()
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -467,13 +284,3 @@ async def test_nothing_moves_under_a_checkpoint_that_is_written() -> None:
     host.anchors.end_snapshot()
     assert await exchanging == (0, 1)
     assert not torch.equal(before[0], host.replica.anchors[0])
-
-
-async def test_a_checkpoint_is_copied_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    clones = Slow(lambda tensors: [tensor.clone() for tensor in tensors])
-    clones.go_on.set()
-    monkeypatch.setattr("diloco.swarm.node.anchors._clones", clones)
-    host = StubHost(ME)
-    saved = await host.anchors.snapshot(copies=True)
-    assert torch.equal(saved.anchors[0], host.replica.anchors[0])
-    assert clones.threads and threading.main_thread() not in clones.threads and not host.context.locks[0]._readers

@@ -43,11 +43,6 @@ async def test_a_thread_given_up_has_ended_before_its_lock_is_free() -> None:
         await task
 
 
-async def test_a_failure_in_a_thread_is_its_caller_s() -> None:
-    with pytest.raises(ZeroDivisionError):
-        await in_thread(lambda: 1 // 0)
-
-
 async def test_moot_work_has_ended_when_its_caller_goes_on() -> None:
     steps, moot = list[str](), False
 
@@ -88,24 +83,6 @@ async def test_work_that_must_be_whole_ends_before_its_caller() -> None:
         with pytest.raises(asyncio.CancelledError):
             await caller
         assert steps == ["one half", "the other"]
-
-
-async def test_only_the_tasks_whose_condition_holds_are_woken() -> None:
-    value, woken = 0, list[int]()
-    async with closing() as tasks:
-
-        async def wait_for(wanted: int) -> None:
-            await tasks.until(lambda: value == wanted)
-            woken.append(wanted)
-
-        waiting = [asyncio.ensure_future(wait_for(number)) for number in (2, 1)]
-        await turns()
-        for number in (1, 2):
-            value = number
-            tasks.notify()
-            await turns()
-        assert woken == [1, 2]
-        await asyncio.gather(*waiting)
 
 
 async def test_a_condition_that_holds_no_more_is_waited_for_again() -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,11 +15,9 @@ from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
 from diloco.protocol.peer import Peer
-from diloco.rundir.checkpoint import Checkpoint
 from diloco.swarm.conversations.units import LeasedData
 from diloco.train.island import Island
 from diloco.train.leases import IslandLeases
-from diloco.train.session import Session
 from tests.support.certificates import MANIFEST, digest_of, record_of
 from tests.support.listener import hello
 from tests.support.stories import SEQUENCES_PER_ROUND, story
@@ -51,18 +47,6 @@ def test_a_swarm_applies_no_unit_twice_and_loses_none(seed: int, dies: str) -> N
             assert len(dealt.learned) == 3 * 6 and union(dealt.applied, dealt.open) == [(0, dealt.cursor)]
             # Right after the start, or when a stream broke, peers may have trained on data of their own.
             assert count(dealt.applied) >= 3 * 6 * SEQUENCES_PER_ROUND * 0.75
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_swarm_with_lossy_quorums_applies_nothing_twice(seed: int) -> None:
-    outer = {"quorum": 1, "grace_s": 1.0, "staleness_limit": 4}
-    with story(seed, fragments=2, outer_steps=9, units=True, loss=0.1, outer=outer) as swarm:
-        swarm.start("abc", min_peers=3)
-        swarm.run_until_training()
-        swarm.run_for(5.0)
-        swarm.crowd.crash(swarm.dealer())
-        dealt = swarm.dealt(swarm.run_to_the_end())
-        assert count(dealt.applied) > 0 and dealt.twice == 0
 
 
 # -- one peer, by hand ------------------------------------------------------------------------------------------------
@@ -140,14 +124,6 @@ def test_only_the_syncer_of_the_control_fragment_deals() -> None:
     assert peer.accounts.lease_units("b", 4, []) is None and peer.accounts.dealer.cursor_at(1) == (9, [(2, 9)])
 
 
-def test_a_successor_hands_out_what_only_the_dead_had() -> None:
-    peer = follower(version=3, cursor=16, open=[[4, 16]])
-    peer.accounts.units = [(4, 8)]
-    peer.heard("b", Status(state="training", versions=[3], units=[[10, 12], [20, 24]]), 0.5)
-    take_over(peer)
-    assert peer.accounts.lease_units("b", 14, [(10, 12), (20, 24)]) == [(8, 10), (12, 20), (24, 28)]
-
-
 @pytest.mark.parametrize("heard", ["published", "record"])
 def test_what_a_version_holds_is_not_handed_out_again(heard: str) -> None:
     """1. s merges b's units 0 to 4 into version 1. 2. It dies before b has said that they are not its any more."""
@@ -172,16 +148,6 @@ def test_a_version_that_died_with_its_author_keeps_no_units() -> None:
     assert take_over(peer).free == [(0, 8)] and peer.versions == [0]
 
 
-def test_units_of_a_contribution_stay_when_its_sender_dies() -> None:
-    peer, _ = dealing(8)
-    peer.enter("exchanging", 9.0)
-    offer(peer, "b", [(0, 4)])
-    peer.lost("b", 9.5, "connection reset")
-    assert peer.accounts.lease_units("a", 6, []) == [(4, 10)]
-    peer.published(0, digest_of(1), {"a": 1}, 10.0)  # it never became whole
-    assert peer.accounts.lease_units("a", 4, [(4, 10)]) == [(0, 4)]
-
-
 def test_units_of_one_that_comes_back_are_its_again_or_counted() -> None:
     peer, ledger = dealing(8)
     peer.lost("b", 9.0, "silent")
@@ -196,24 +162,6 @@ def test_one_message_does_not_use_up_the_list() -> None:
     peer, ledger = dealing()
     peer.heard("b", Status(state="training", versions=[0], units=[[2**48, 2**49]]), 9.5)
     assert peer.accounts.lease_units("b", 4, []) == [(0, 4)] and ledger.cursor == 4
-
-
-def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
-    peer = Peer("a", "a", "run", MANIFEST, [digest_of(7)], versions=[7])
-    peer.accounts.dealer.know(7, (12, [(2, 4), (8, 12)]))
-    peer.tick(0.0)
-    assert peer.accounts.lease_units("a", 8, []) == [(2, 4), (8, 14)]
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_checkpoint_brings_the_word_back(known: bool) -> None:
-    """An old one has none."""
-    state = {"versions": [3], "terms": [1], "applied_tokens": 5, **({"units": [9, [[2, 4]]]} if known else {})}
-    session = Session.__new__(Session)
-    tensors = {"anchor": {"0": torch.zeros(1)}, "outer": {}, "residual": {}}
-    session._checkpoint = Checkpoint(Path("step-3"), 3, state, tensors)
-    saved = session.outer()
-    assert saved is not None and tuple(saved.units) == ((9, [[2, 4]]) if known else (0, ()))
 
 
 # -- what a peer has --------------------------------------------------------------------------------------------------
@@ -285,10 +233,3 @@ def test_all_ranks_of_an_island_take_the_units_of_rank_0(steps: list[tuple[str, 
         assert leads.ahead(3 * size) == coming == follows.ahead(3 * size)
         assert count(follows.ahead(size)) <= size
     assert data.send() == alone.send()
-
-
-def test_before_and_after_the_swarm_an_island_has_no_units() -> None:
-    said: list[list[int]] = []
-    for leads in (True, False):
-        leases = IslandLeases(cast(Island, Ranks(leads, said)), lambda: None, 3)
-        assert leases.take(4) is None and leases.ahead(4) == []

@@ -139,8 +139,6 @@ def read_message(content: Mapping[str, Any]) -> Message | None:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
     fields: dict[str, Any] = {name: value for name, value in values.items() if name != "t"}
     return kind(**fields)
-    del values["t"]
-    return kind(**values)
 
 
 def json_lines(message: Message) -> None:

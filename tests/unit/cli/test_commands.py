@@ -179,16 +179,10 @@ def test_eval_starts_from_the_configuration_of_the_run(recorder: Recorder, tmp_p
     assert recorder.config.data.holdout == compose().data.holdout
 
 
-def test_export_and_generate_need_no_configuration(recorder: Recorder, typed: Typed) -> None:
-    typed("export", "runs/a", "out")
-    where = {"source": Path("runs/a"), "out": Path("out")}
-    assert recorder.calls[-1] == ((), {**where, "name": None, "private": False})
+def test_a_private_model_is_one_that_is_uploaded(recorder: Recorder, typed: Typed) -> None:
+    assert "--private has no effect without --push-to-hub" in typed.refused("export", "runs/a", "out", "--private")
     typed("export", "runs/a", "out", "--push-to-hub", "me/x", "--private")
-    assert recorder.calls[-1] == ((), {**where, "name": "me/x", "private": True})
-    typed("export", "runs/a", "out", "--private", code=2)
-    typed("generate", "out", "--prompt", "def", "--tokens", "5", "--temperature", "0", "--seed", "3")
-    options = {"model": Path("out"), "prompt": "def", "tokens": 5, "temperature": 0.0, "seed": 3}
-    assert recorder.calls[-1] == ((), options)
+    assert recorder.calls[-1][1] == {"source": Path("runs/a"), "out": Path("out"), "name": "me/x", "private": True}
 
 
 def test_a_guest_takes_the_settings_of_the_run_from_the_swarm(recorder: Recorder, typed: Typed) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +28,6 @@ from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline
 from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot
-from tests.support.places import ROOT
 from tests.support.statuses import status
 
 MANIFEST = "0" * 64
@@ -166,17 +163,6 @@ def test_a_snapshot_comes_in_pieces_and_damage_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(schema, "MAX_SNAPSHOT_PIECE_BYTES", 1000)
     pieces = pack(sent)
     assert len(pieces) > 3 and unpack(b"".join(pieces)) == sent
-
-
-def test_who_only_watches_imports_no_torch_and_little_hivemind() -> None:
-    code = (
-        "import sys, diloco.cli.table\nfrom diloco.cli import status\n"
-        "from diloco.swarm.visit.visitor import light_hivemind\nlight_hivemind()\n"
-        "from diloco.swarm.wire.libp2p import Libp2p\n"
-        "print(sorted({'torch', 'hivemind.dht.node', 'transformers', 'numpy'} & set(sys.modules)), Libp2p.__name__)"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert shown.stdout == "[] Libp2p\n", shown.stderr
 
 
 class Answering:

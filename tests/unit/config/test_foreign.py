@@ -18,8 +18,6 @@ from diloco.config import Config, Manifest, compose
 from diloco.config.foreign import check_foreign, sources_of
 from diloco.errors import ConfigError, DataError
 from diloco.swarm.visit.look import parse_manifest
-from diloco.train.machine import inspect_machine
-from diloco.train.memory import fit_micro_batch, memory_need
 from tests.support.errors import error_text
 
 COMMIT = "a1" * 20
@@ -97,14 +95,6 @@ def test_who_starts_a_run_that_nobody_can_join_is_told() -> None:
     assert any("nobody can join this run" in line for line in compose(["data=hub", "swarm=network"]).warnings())
     for fine in (["data=hub"], ["swarm=network"], [*ON_THE_HUB, "swarm=network"]):
         assert not any("nobody can join" in line for line in compose(fine).warnings())
-
-
-def test_a_batch_that_fits_no_memory_is_refused_beforehand() -> None:
-    machine = inspect_machine("cpu")
-    for keys in (("inner.batch_size", "data.sequence_length"), ("data.sequence_length",)):
-        huge = compose([f"{key}=1048576" for key in (*keys, "model.config.max_position_embeddings")])
-        with pytest.raises(ConfigError, match="this machine is too small for the run"):
-            fit_micro_batch(memory_need(huge, machine), machine, huge.inner.batch_size)
 
 
 def test_what_comes_from_elsewhere_is_named() -> None:

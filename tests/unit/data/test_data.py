@@ -21,7 +21,7 @@ from pyarrow import Table, parquet
 from diloco import data
 from diloco.config import DataConfig
 from diloco.data.numbered import LeasedStream, NumberedStream, Rows
-from diloco.data.packing import Packer, is_held_out, permuted, token_dtype
+from diloco.data.packing import Packer, is_held_out, permuted
 from diloco.data.sources import documents, open_pinned
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import CheckpointError, DataError
@@ -90,12 +90,6 @@ def test_packing_loses_and_repeats_no_token(texts: list[bytes], length: int, tak
     assert bytes(out + packer.waiting().tolist()) == b"".join(text + b"\0" for text in texts)
 
 
-def test_tokens_are_kept_in_the_smallest_integers_that_hold_them() -> None:
-    for vocab_size, size in ((256, 1), (257, 2), (65_536, 2), (65_537, 4)):
-        dtype = np.dtype(token_dtype(vocab_size))
-        assert dtype.itemsize == size and np.iinfo(dtype).max >= vocab_size - 1
-
-
 def test_held_out_text_is_not_trained_on_and_the_same_for_all(tmp_path: Path) -> None:
     files = {f"part{part}.txt": f"part {part}: " + "a line of text\n" * (3 + part) for part in range(60)}
     book = written(tmp_path, dict(files))
@@ -121,15 +115,6 @@ def test_shards_are_disjoint_and_cover_every_epoch(rows: int, shards: int, batch
     dealt = [row for place in range(needed) for row in (one[place] for one in lists)][: rows * epochs]
     for epoch in range(epochs):
         assert Counter(dealt[epoch * rows : (epoch + 1) * rows]) == Counter(tuples(array))
-
-
-def test_epochs_seeds_and_unsharded_peers_have_own_orders() -> None:
-    array = numbered(50)
-    both = rows_of(NumberedStream(array, 50, 0, 0, 1), 2)
-    orders = [both[:50], both[50:], rows_of(NumberedStream(array, 50, 1, 0, 1), 1)]
-    orders += [rows_of(NumberedStream(array, 50, 0, peer, None), 1) for peer in range(2)]
-    assert len({tuple(order) for order in orders}) == 5
-    assert all(sorted(order) == tuples(array) for order in orders)
 
 
 @given(before=st.integers(0, 12), shards=st.sampled_from([None, 1, 3]))
@@ -207,11 +192,7 @@ def test_the_standard_library_is_real_text_in_a_fixed_order() -> None:
     """Without tests, tables or local paths."""
     opened = data.load(DataConfig(source="stdlib", sequence_length=128), seed=0)
     assert len(opened.training) > 30_000  # type: ignore[attr-defined]
-    assert opened.training.rows.dtype == np.uint8  # type: ignore[attr-defined]
-    assert opened.holdout(64).shape == (64, 128)
-    batch = next(opened.batches(4))
-    assert (batch.shape, batch.dtype) == ((4, 128), torch.int64)
-    assert "stdlib: " in opened.description
+    assert next(opened.batches(4)).shape == (4, 128)
     texts = list(documents(config("stdlib")))
     assert texts == list(documents(config("stdlib")))
     assert Path(json.__file__).read_bytes() in texts
@@ -248,7 +229,7 @@ def test_rows_of_json_and_parquet_are_documents(tmp_path: Path) -> None:
     assert list(documents(config("parquet", tmp_path / "rows.parquet", field="body"))) == expected
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4, 7])
+@pytest.mark.parametrize("shards", [1, 7])
 def test_shards_of_a_hub_stream_are_disjoint_and_cover_all(streamed: Any, shards: int) -> None:
     """But the text that is held out."""
     seen: Counter[bytes] = Counter()
@@ -261,12 +242,7 @@ def test_shards_of_a_hub_stream_are_disjoint_and_cover_all(streamed: Any, shards
     assert max(seen.values()) == 1
 
 
-def test_peers_without_shards_read_the_files_in_own_orders(streamed: Any) -> None:
-    streams = [streamed.batches(1, shard=peer, shards=None) for peer in range(6)]
-    assert len({tuple(stream._next_document()[:6] for _ in range(90)) for stream in streams}) > 1
-
-
-@pytest.mark.parametrize("shards", [None, 1, 2, 7])
+@pytest.mark.parametrize("shards", [None, 2])
 def test_a_resumed_hub_stream_equals_an_uninterrupted_one(hub: Path, streamed: Any, shards: int | None) -> None:
     """At its beginning, in its first and in a later epoch; and a state can be used twice."""
     stream, states, whole = streamed.batches(2, shard=0, shards=shards), {}, []
@@ -281,16 +257,6 @@ def test_a_resumed_hub_stream_equals_an_uninterrupted_one(hub: Path, streamed: A
         assert rows_of(resumed, 80) == whole[2 * batch : 2 * batch + 160]
 
 
-def test_a_stream_of_parquet_row_groups_resumes_exactly(tmp_path: Path) -> None:
-    rows = [{"text": f"row {number}", "likes": number} for number in range(200)]
-    parquet.write_table(Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=30)
-    opened = data.load(config("hub", name=str(tmp_path)), seed=0)
-    stream, resumed = opened.batches(3), opened.batches(3)
-    rows_of(stream, 11)
-    resumed.restore(through_json(stream.state()))
-    assert rows_of(resumed, 40) == rows_of(stream, 40)
-
-
 def test_a_hub_stream_with_other_shards_goes_on_about_there(streamed: Any, caplog: pytest.LogCaptureFixture) -> None:
     stream = streamed.batches(1, shard=0, shards=1)
     while stream.state()["visit"] < 2:
@@ -300,14 +266,6 @@ def test_a_hub_stream_with_other_shards_goes_on_about_there(streamed: Any, caplo
     assert fewer.state()["visit"] == 1
     assert "data.shards changed since the checkpoint" in caplog.text
     next(fewer)
-
-
-def test_everybody_evaluates_on_the_same_rows_of_the_hub(hub: Path, streamed: Any) -> None:
-    first = data.load(config("hub", name=str(hub)), seed=0).holdout(6)
-    assert first.shape == (6, T)
-    assert torch.equal(first[:4], streamed.holdout(4))
-    texts = bytes(first.flatten().tolist()).split(b"\0")[:-1]
-    assert texts and all(text in ROWS and is_held_out(text, 0.2) for text in texts)
 
 
 def test_a_transformers_tokenizer_packs_its_tokens(word_tokenizer: str, tmp_path: Path) -> None:
@@ -335,7 +293,6 @@ def test_bytes_survive_the_round_trip(text: str) -> None:
 
 
 BAD: dict[str, str | bytes] = {
-    "none/.hidden": "",
     "empty/file.txt": "",
     "short/file.txt": "abc",
     "latin/file.txt": b"caf\xe9 " * 10,
@@ -351,21 +308,18 @@ BAD: dict[str, str | bytes] = {
     ("source", "path", "values", "message"),
     [
         ("text", "nowhere", {}, "nowhere does not exist; give a file or a directory"),
-        ("text", "none", {}, "none has no files in it; give a file or"),
         ("json", "empty", {}, "empty has no .json, .jsonl, "),
         ("text", "empty", {}, "empty has no text; give files that are not empty"),
         ("text", "short", {"holdout": 1e-9}, "data.sequence_length: 16 tokens are more than all training text of"),
         ("text", "some.txt", {"holdout": 1e-9}, "data.holdout: 1e-09 of 4 documents leaves no held-out sequence of 16 "
          "tokens; set it to 0.5, or add text"),
         ("text", "latin", {}, "file.txt is not UTF-8 text; convert it or leave it out"),
-        ("json", "rows.jsonl", {}, "data.field: 'text' is no field of the data; its fields are body, id"),
         ("json", "rows.jsonl", {"field": "id"}, "data.field: 'id' holds int, not text; fields with text: body"),
         ("json", "broken.jsonl", {}, "broken.jsonl cannot be read as json: "),
         ("parquet", "broken.parquet", {}, "broken.parquet cannot be read as parquet: "),
         ("stdlib", None, {"tokenizer": "nowhere"}, "data.tokenizer: 'nowhere' is no tokenizer that transformers can"),
         ("hub", None, {}, "data.field: 'text' is no field of the data; its fields are body, id"),
         ("hub", None, {"split": "nope"}, "hub: Bad split: nope. Available splits: ['train']; check data.name"),
-        ("hub", None, {"subset": "nope"}, "hub: BuilderConfig 'nope' not found"),
     ],
 )  # fmt: skip
 def test_data_that_cannot_be_used_is_an_error_of_one_line(
@@ -374,14 +328,6 @@ def test_data_that_cannot_be_used_is_an_error_of_one_line(
     monkeypatch.chdir(written(tmp_path, BAD))
     paths, name = [path] if path else [], "hub" if source == "hub" else None
     assert message in error_text(DataError, data.load, config(source, *paths, name=name, **values), seed=0)
-
-
-def test_a_file_that_cannot_be_read_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path, {"secret.txt": "text"})
-    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
-    monkeypatch.setattr(Path, "open", denied)  # file modes do not stop root, and tests may run as root
-    with pytest.raises(DataError, match=r"secret\.txt: Permission denied; make it readable or leave it out"):
-        data.load(config("text", tmp_path), seed=0)
 
 
 def test_a_hub_stream_without_a_document_for_a_shard_says_so(tmp_path: Path) -> None:

@@ -43,8 +43,7 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["numbered", "hub", "hub rows"])
-@pytest.mark.parametrize("depth", [1, AHEAD, 4])
-def test_batches_and_positions_are_those_of_the_stream(kind: str, depth: int, streamed: Any) -> None:
+def test_batches_and_positions_are_those_of_the_stream(kind: str, streamed: Any) -> None:
     """So a run goes on with the next sequence, and not behind what was made."""
 
     def make() -> Any:
@@ -53,12 +52,12 @@ def test_batches_and_positions_are_those_of_the_stream(kind: str, depth: int, st
         return streamed.batches(2, shard=0, shards=2) if kind == "hub" else streamed.batches(4, rows=(1, 2))
 
     plain = make()
-    with closing(Prefetched(make(), depth=depth)) as stream, closing(Prefetched(make(), depth=depth)) as resumed:
+    with closing(Prefetched(make())) as stream, closing(Prefetched(make())) as resumed:
         assert stream.state() == plain.state()
         for _ in range(12):
             assert torch.equal(next(stream), next(plain))
             assert stream.state() == plain.state()
-        wait_for(lambda: stream.ready == depth)
+        wait_for(lambda: stream.ready == AHEAD)
         resumed.restore(json.loads(json.dumps(stream.state())))
         assert rows_of(resumed, 9) == rows_of(stream, 9) == rows_of(plain, 9)
 
@@ -169,38 +168,8 @@ def test_a_rank_reads_its_own_sequences_only() -> None:
     assert numbers.tolist() == [1, 5]
 
 
-def test_ranks_of_a_hub_stream_keep_their_rows_of_one_batch(streamed: Any) -> None:
-    whole, ranks = streamed.batches(6), [streamed.batches(6, rows=(rank, 3)) for rank in range(3)]
-    for _ in range(5):
-        expected = next(whole)
-        for rank, stream in enumerate(ranks):
-            assert torch.equal(next(stream), expected[rank::3])
-
-
 def leased(data_: LeasedData, size: int = 4) -> Prefetched:
     return Prefetched(LeasedStream(numbered(500), size, 0, 7, data_), depth=3)
-
-
-def test_units_are_taken_when_their_batch_is_handed_out() -> None:
-    """And not when it is made."""
-    units = LeasedData()
-    units.add([(0, 40)])
-    with closing(leased(units)) as stream:
-        next(stream)
-        wait_for(lambda: stream.ready == 3)
-        assert units.send() == [(0, 4)]
-        next(stream)
-    assert units.all == [(0, 40)] and units.send() == [(0, 8)], "what was made and not trained on is still ahead"
-
-
-def test_a_wrong_forecast_is_made_again_before_its_turn() -> None:
-    units = LeasedData()
-    units.add([(0, 8)])
-    with closing(leased(units)) as stream:
-        next(stream)  # then come 4 to 8, and batches of its own order
-        units.add([(8, 40)])
-        next(stream)
-        assert [plan.numbers for plan, _ in stream._foreseen] == [(range(start, start + 4),) for start in (8, 12, 16)]
 
 
 STEP = st.tuples(st.sampled_from(["grant", "train", "train", "send", "settle"]), st.integers(0, 40), st.integers(1, 9))
@@ -235,7 +204,6 @@ def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[tuple[st
     ("overrides", "rank", "size", "expected"),
     [
         ([], 0, 1, [call.lease_units(8, AHEAD), call.leased(ANY, ANY, shard=7, rows=(0, 1))]),
-        ([], 1, 2, [call.lease_units(8, AHEAD), call.leased(ANY, ANY, shard=7, rows=(1, 2))]),
         (["data.shard=1", "data.shards=3"], 1, 2, [call.batches(ANY, shard=7, shards=3, rows=(1, 2))]),
         (["data.source=hub", "data.name=a/b"], 0, 2, [call.batches(ANY, shard=7, shards=None, rows=(0, 2))]),
     ],

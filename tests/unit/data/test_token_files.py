@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import torch
 
 from diloco import data
 from diloco.config import DataConfig
-from diloco.data import local, token_files, tokenise
+from diloco.data import local, token_files
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import DataError
 from tests.support.data import T, config, rows_of, written
@@ -121,17 +120,6 @@ def test_several_that_want_the_same_tokens_make_them_once(book: Path, tmp_path: 
     assert len(made) == 1
 
 
-def test_without_locks_the_faster_one_wins(
-    book: Path, tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both, write = threading.Barrier(2), token_files._write
-    no_locks = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
-    monkeypatch.setattr(token_files.fcntl, "flock", no_locks)
-    monkeypatch.setattr(token_files, "_write", lambda *arguments: (write(*arguments), both.wait(120))[0])
-    one, other = together(*[lambda: data.load(cached(tmp_path, book), 0)] * 2)
-    assert same(one, other) and len(made) == 2
-
-
 def test_a_full_disk_is_one_line_and_leaves_nothing(book: Path, tmp_path: Path) -> None:
     cache, full = tmp_path / "cache", OSError(errno.ENOSPC, "No space left on device")
     with patch.object(token_files.os, "fsync", side_effect=full):
@@ -147,13 +135,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(book: Path, tmp_path: Path) 
         data.load(cached(tmp_path, book), 0)
 
 
-def test_bad_files_are_named_and_leave_no_entry(tmp_path: Path) -> None:
-    bad = written(tmp_path / "bad", {"one.txt": "good text " * 50, "two.txt": b"caf\xe9 " * 20})
-    with pytest.raises(DataError, match=r"^data\.path: .*two\.txt is not UTF-8 text"):
-        data.load(cached(tmp_path, bad), 0)
-    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
-
-
 def test_the_place_is_that_of_caches(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -162,19 +143,6 @@ def test_the_place_is_that_of_caches(book: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("XDG_CACHE_HOME")
     data.load(config("text", book), 0)
     assert list((tmp_path / "home" / ".cache" / "diloco" / "tokens").glob("*/index.json"))
-
-
-def test_progress_is_told_in_bytes_of_text(
-    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(token_files, "PROGRESS_S", 0.0)
-    monkeypatch.setattr(token_files, "LONG_BYTES", 1000)
-    monkeypatch.setattr(tokenise, "_BYTES_AT_ONCE", 1000)
-    told: list[tuple[int, int]] = []
-    data.load(cached(tmp_path, book), 0, lambda *both: told.append(both))
-    total = sum(file.stat().st_size for file in book.iterdir())
-    assert len(told) > 5 and sorted(told) == told and told[-1] == (total, total)
-    assert f"tokenising 0.0 GB into {tmp_path / 'cache'}; this is done once" in caplog.text
 
 
 def test_little_text_has_no_files(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +159,3 @@ def test_a_tokenizer_has_the_same_digest_wherever_it_lies(word_tokenizer: str, t
     content["model"]["vocab"]["another"] = len(content["model"]["vocab"])
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert HubTokenizer(str(tmp_path)).digest != one.digest
-
-
-def test_much_text_for_a_slow_tokenizer_is_worth_processes(word_tokenizer: str) -> None:
-    slow = HubTokenizer(word_tokenizer)
-    assert tokenise.processes_for(10**12, ByteTokenizer()) == tokenise.processes_for(10**6, slow) == 1
-    assert tokenise.processes_for(10**9, slow) >= 1

@@ -53,15 +53,6 @@ def test_recomputed_layers_have_equal_gradients_and_keep_less() -> None:
     assert len(layers_of(plain)) == 2 and layers_of(nn.Linear(1, 1)) == []
 
 
-def test_models_that_cannot_recompute_or_compile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small()
-    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
-    with pytest.raises(ConfigError, match=r"^train\.checkpointing=true: LlamaForCausalLM does not support"):
-        recompute_layers_(model)
-    with pytest.raises(ConfigError, match=r"^train\.compile=true: Linear has no stack of layers to compile"):
-        compile_layers_(nn.Linear(1, 1))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's own tracing, which hides it
 def test_compiled_layers_keep_names_and_gradients() -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,8 +166,6 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
         ),
         (settings(hidden_size="a"), "model.config: Field 'hidden_size' expected int, got str"),
         (settings(hidden_size=33), "The hidden size (33) is not a multiple of the number of attention heads (2)"),
-        (settings(hidden_act="nope"), "model.config: cannot build this llama: 'nope'; change it"),
-        (settings(num_key_value_heads=3), "model.config: cannot build this llama: "),
         (
             settings(vocab_size=100),
             "model.config.vocab_size: 100 is smaller than the tokenizer's 256; set it to 256",
@@ -225,11 +222,3 @@ def test_numbers_that_no_model_has_are_refused(saved: Path, small: nn.Module, tm
     for load in (models.outline, lambda given: models.build(given, 0)):
         with pytest.raises(ConfigError, match=r"model\.path: .*num_hidden_layers: 1000000000 is more than"):
             load(pretrained)
-
-
-def test_a_model_of_too_many_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["diloco.model.build"], "MAX_PARTS", 100)  # the package has a function of this name
-    with torch.device("meta"):
-        with pytest.raises(ConfigError, match="it has more than 100 layers and other parts"):
-            models.outline(settings(num_hidden_layers=1000))
-        assert all(one.is_meta for one in models.outline(settings()).parameters())

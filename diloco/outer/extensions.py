@@ -47,8 +47,8 @@ def register(cls: _Extension) -> _Extension:
     """Make an `OuterOptimizer` or a `Codec` known by its `name`; a class decorator.
 
     Raises `ConfigError` for a name that is one of ours, and for a class that breaks what other modules rely on: a
-    `push` that is not linear, or a codec of which a part of a payload does not stand for a part of the values. Nothing
-    is registered then. A class of the same name takes the place of the one before, so a notebook's cell may run twice.
+    `push` that is not linear, or a codec that adds another thing than it decodes, or takes NaN. Nothing is registered
+    then. A class of the same name takes the place of the one before, so a notebook's cell may run twice.
     """
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
@@ -104,14 +104,6 @@ def _wrong_codec(one: Codec) -> str | None:
     payload, decoded = torch.empty(one.nbytes(numel), dtype=torch.uint8), torch.empty(numel)
     one.encode(values, payload)
     one.decode(payload, decoded)
-    for start in range(0, numel, BLOCK):
-        stop = min(start + BLOCK, numel)
-        part = torch.empty(stop - start)
-        one.decode(one.cut(payload, numel, start, stop), part)
-        if not torch.equal(part, decoded[start:stop]):
-            return (
-                f"encode mixes blocks of {BLOCK} values; it must encode each alone, each part for all blocks in order"
-            )
     total = torch.ones(numel)
     one.accumulate_(total, payload, 0.5)
     if not torch.allclose(total, 1 + 0.5 * decoded):

@@ -174,19 +174,11 @@ class Staged:
         cosines: Tensor = torch.mv(sketches.double(), sketch) / lengths.clamp_min(1e-300)
         return cosines
 
-    def payload(self, peer: str, chunk: int) -> Tensor:
-        """What a peer sent (uint8)."""
-        return self._kept[peer][chunk].payload
-
-    def payloads(self, peers: Sequence[str]) -> dict[str, list[Tensor]]:
-        """What these peers sent, chunk by chunk."""
-        return {peer: [self.payload(peer, chunk) for chunk in range(len(self.sizes))] for peer in peers}
-
     def add_(self, into: Sum, chunk: int, peers: Sequence[str], judged: Judgement, average: Average) -> None:
         """Add a chunk of these contributions to a sum, as they were judged."""
         for peer, weight, scale in zip(peers, judged.weights, judged.scales, strict=True):
             if weight:
-                average.add_encoded_(into, self.codec, self.payload(peer, chunk), weight, scale)
+                average.add_encoded_(into, self.codec, self._kept[peer][chunk].payload, weight, scale)
                 into.weight += weight
 
     def clear(self) -> None:

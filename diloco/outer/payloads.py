@@ -65,11 +65,6 @@ class Codec(ABC):
         self._check_length(payload, numel)
         return payload.split_with_sizes(self.sizes(numel))
 
-    def cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
-        """What `encode` makes of the elements [start, stop) alone; both are multiples of BLOCK, or the end."""
-        rows = zip(self.pieces(payload, numel), self.sizes(start), self.sizes(stop), strict=True)
-        return torch.cat([piece[begin:end] for piece, begin, end in rows])
-
     def offsets(self, numel: int) -> tuple[int, ...]:
         """Where the payload of each chunk begins in that of a whole fragment of `numel` elements, and where it ends."""
         lengths = [stop - start for start, stop in chunks(numel)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from diloco.outer import payloads
 from diloco.outer.codecs import CODECS, LIMIT, codec
 from diloco.outer.fragments import BLOCK, CHUNK, chunks
 from diloco.outer.lossy import LOSSY
-from tests.support.outer import decoded, encoded, gaussian, outer, relative_error, round_trip, syncer
+from tests.support.outer import decoded, encoded, gaussian, relative_error, round_trip
 
 ALL, LESS = ("fp32", "fp16", "int8", "e3m0"), ("stat2", "topk")  # those that publish, and those that lose most
 SIZES = (1, 2, 3, 5, 63, 65, 129, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 131)
@@ -175,7 +175,7 @@ def test_the_middle_goes_to_even_codes_and_to_the_larger_power() -> None:
 
 
 @each_codec
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("numel", [5, 2 * BLOCK + 131])
 def test_accumulate_adds_weight_times_the_decoded_values(name: str, numel: int) -> None:
     acc = gaussian(numel, seed=1)
     payload = encoded(name, gaussian(numel, scale=0.01))
@@ -186,7 +186,7 @@ def test_accumulate_adds_weight_times_the_decoded_values(name: str, numel: int) 
 
 
 @each_codec
-@pytest.mark.parametrize("offset", [1, 2, 3])
+@pytest.mark.parametrize("offset", [1, 2])
 def test_a_payload_may_lie_anywhere_in_a_larger_message(name: str, offset: int) -> None:
     x = gaussian(BLOCK + 5)
     expected = encoded(name, x)
@@ -199,19 +199,6 @@ def test_a_payload_may_lie_anywhere_in_a_larger_message(name: str, offset: int) 
         storage = torch.frombuffer(bytearray(message.numpy().tobytes()), dtype=torch.uint8, offset=start)
         received = storage[offset - start : -1]
         assert torch.equal(decoded(name, received, x.numel()), decoded(name, expected, x.numel()))
-
-
-@each_codec
-@pytest.mark.parametrize("numel", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77])
-@pytest.mark.parametrize("unit", [BLOCK, 2 * BLOCK])
-def test_a_part_is_cut_out_as_if_encoded_alone(name: str, numel: int, unit: int) -> None:
-    """Also beside a heavy element, which hurts its own block only."""
-    x = gaussian(numel, seed=3)
-    x[0] = 5e4
-    ends = [*range(0, numel, unit), numel]
-    rows = [codec(name).cut(encoded(name, x), numel, *both) for both in pairwise(ends)]
-    alone = [encoded(name, part.clone()) for part in x.split(unit)]
-    assert [row.tolist() for row in rows] == [part.tolist() for part in alone]
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------
@@ -262,8 +249,8 @@ def test_repeated_updates_reach_a_master_that_stands_still(name: str, rounds: in
 
 
 @each_codec
-@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf, 3e38, -3e38])
-@pytest.mark.parametrize("position", [0, BLOCK - 1, BLOCK + 2])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf, 3e38])
+@pytest.mark.parametrize("position", [0, BLOCK + 2])
 def test_a_diverged_model_is_not_sent(name: str, bad: float, position: int) -> None:
     x = gaussian(BLOCK + 3)
     x[position] = bad
@@ -396,25 +383,6 @@ def test_buffers_made_in_inference_mode_serve_afterwards() -> None:
             round_trip(name, gaussian(7))
 
     ThreadPoolExecutor(1).submit(work).result()
-
-
-def test_more_than_a_chunk_or_another_dtype_is_our_bug() -> None:
-    for x in (torch.zeros(CHUNK + 1), torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(0)):
-        with pytest.raises(AssertionError):
-            codec("int8").encode(x, torch.empty(codec("int8").nbytes(x.numel()), dtype=torch.uint8))
-
-
-def test_earlier_sizes_are_not_added_up_for_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a payload that was captured."""
-    numel, asked, one = 20 * CHUNK, list[int](), type(codec("fp32"))
-    replica = syncer({"w": torch.zeros(numel)}, outer(codec_up="fp32", codec_down="fp32"))
-    replica.parameters["w"].copy_(torch.arange(numel) // CHUNK)
-    replica.capture(0)
-    widths = one.widths
-    monkeypatch.setattr(one, "widths", lambda self, numel: asked.append(numel) or widths(self, numel))
-    for chunk in range(20):
-        assert replica.encode(0, chunk).view(torch.float32).unique().tolist() == [-chunk]
-    assert len(asked) <= 20
 
 
 def test_the_configuration_and_the_registry_have_the_same_names() -> None:

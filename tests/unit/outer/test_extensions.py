@@ -155,10 +155,6 @@ def _twice(self: Codec, acc: Tensor, payload: Tensor, weight: float) -> None:
             "Mine.encode takes NaN; call diloco.outer.payloads.refuse_diverged first",
         ),
         ({"accumulate_": _twice}, "Mine.accumulate_ does not add what .decode gives"),
-        (
-            {"decode": lambda self, payload, out: Thirds.decode(self, payload.flip(0), out)},
-            "Mine.encode mixes blocks of 4096 values; it must encode each alone, each part for all blocks in order",
-        ),
         ({"decode": Codec.decode}, "Mine lacks decode; define it"),
     ],
 )

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.errors import PayloadError
@@ -72,26 +70,6 @@ def test_four_workers_follow_what_was_worked_out_by_hand(codec: str, fragments: 
             assert all(torch.equal(values, peers[0].parameters[name]) for name, values in peer.parameters.items())
 
 
-@settings(max_examples=15)
-@given(seed=st.integers(0, 2**31), tokens=st.lists(st.integers(1, 5000), min_size=1, max_size=5))
-def test_fp32_is_nesterov_sgd_on_the_weighted_mean(seed: int, tokens: list[int]) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    peers = alike(len(tokens), fragments=2)
-    expected = {name: torch.zeros(shape, dtype=torch.float64, requires_grad=True) for name, shape in SHAPES.items()}
-    sgd = torch.optim.SGD(expected.values(), lr=0.7, momentum=0.9, nesterov=True)
-    for _ in range(3):
-        steps = [{name: 0.1 * torch.randn(size, generator=generator) for name, size in SHAPES.items()} for _ in tokens]
-        for name, parameter in expected.items():
-            parameter.grad = sum(n * step[name].double() for n, step in zip(tokens, steps, strict=True)) / sum(tokens)
-        sgd.step()
-        for peer, step in zip(peers, steps, strict=True):
-            for name, parameter in peer.parameters.items():
-                parameter.sub_(step[name])
-        exchange(peers, [count / tokens[0] for count in tokens])
-    for name, parameter in peers[-1].parameters.items():
-        torch.testing.assert_close(parameter.double(), expected[name].detach(), rtol=0, atol=1e-6)
-
-
 def test_a_chunk_is_averaged_over_the_contributions_that_arrived() -> None:
     peers = alike(3, shapes={"long": (CHUNK + 10,)}, lr=1.0, momentum=0.0)
     first, whole, broken = peers
@@ -109,19 +87,13 @@ def test_a_chunk_is_averaged_over_the_contributions_that_arrived() -> None:
         assert not part.total.any() and part.weight == 0.0, "the next round starts anew"
 
 
-def test_an_invalid_payload_leaves_sum_and_anchor_as_they_were() -> None:
-    first, other = alike(2)
-    first.held[0].fold(0, first.encode(0, 0), 1.0)
-    [part] = first.held[0].sums
-    total = part.total.clone()
-    nan = torch.full((21,), float("nan")).view(torch.uint8)
+def test_an_invalid_update_leaves_the_anchor_as_it_was() -> None:
+    [peer] = alike(1)
+    before, nan = peer.digest(0), torch.full((21,), float("nan")).view(torch.uint8)
     for payload in (nan, nan[:-4], torch.zeros(21 * 4 + 1, dtype=torch.uint8)):
         with pytest.raises(PayloadError):
-            first.held[0].fold(0, payload, 1.0)
-        with pytest.raises(PayloadError):
-            other.apply_update_(0, payload)
-    assert torch.equal(part.total, total) and part.weight == 1.0
-    assert other.digest(0) == first.digest(0)
+            peer.apply_update_(0, payload)
+    assert peer.digest(0) == before
 
 
 def test_a_syncer_takes_over_a_state_or_starts_at_the_anchor() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from matplotlib import image
 
 from diloco.errors import ConfigError
-from diloco.rundir.plot import Curve, _smooth, _spread, plot_losses, read_curves
+from diloco.rundir.plot import Curve, _spread, plot_losses, read_curves
 
 
 def write(path: Path, *records: Any, tail: str = "") -> Path:
@@ -85,15 +85,6 @@ def test_inner_steps_stay_in_order_and_within_their_round(x: list[float]) -> Non
         following = [other for other in rounds if other > value]
         assert value <= here and (not following or here < following[0])
     assert len(rounds) <= 1 or len(set(spread)) == len(x)
-
-
-def test_smoothing_takes_the_noise_and_leaves_the_line() -> None:
-    line = [5.0 - 0.01 * index for index in range(400)]
-    noisy = [value + 0.5 * (-1) ** index for index, value in enumerate(line)]
-    smooth = _smooth(noisy)
-    assert smooth[0] == noisy[0] and _smooth(line)[:-5] == pytest.approx(line[:-5])
-    assert max(abs(a - b) for a, b in zip(smooth[10:], line[10:], strict=True)) < 0.12
-    assert _smooth([1.0, 9.0]) == [1.0, 9.0] and _smooth([]) == []
 
 
 @pytest.mark.parametrize("peers", [0, 1, 9])

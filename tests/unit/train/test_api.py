@@ -69,16 +69,6 @@ def test_a_mistake_is_named_as_it_was_typed(settings: dict[str, Any], said: str)
     assert "\n" not in str(caught.value) and "swarm." not in str(caught.value)
 
 
-def test_a_key_that_is_none_is_named_by_the_argument(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text("no key")
-    file.chmod(0o600)
-    swarm = made(identity=file, quiet=True)
-    for ask in (lambda: swarm.seed, lambda: attached(swarm).open()):
-        with pytest.raises(ConfigError, match=f"^identity={file} holds no private key; name another file, or a new on"):
-            ask()
-
-
 def test_settings_of_the_outer_step_come_from_several_places() -> None:
     """A preset is below `outer`, and that below the keywords; the size of a model decides on its fragments."""
     swarm = Swarm(run_id="run", preset="streaming", outer={"lr": 0.5, "mixing": 0.25}, lr=0.6)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diloco.config import BudgetConfig, InnerConfig
 from diloco.train.loop import finished, learning_rate
@@ -89,23 +87,3 @@ def test_a_part_of_the_run_is_so_many_of_its_steps(schedule: str) -> None:
     rates = [learning_rate(time, part, budget(8), 5) for time in times]
     assert rates == pytest.approx([learning_rate(time, steps, budget(8), 5) for time in times])
     assert rates[9] == 2.0, "the tenth of forty steps"
-
-
-def test_who_joins_late_has_the_rate_of_the_others() -> None:
-    settings, limits = inner(warmup_steps=30), budget(10)
-    assert learning_rate(Time(4, 2), settings, limits, 10) == learning_rate(Time(4, 2, 999), settings, limits, 10)
-    assert learning_rate(Time(4, 0), settings, limits, 10) < settings.lr, "its warm-up is over with that of the others"
-
-
-@given(
-    version=st.integers(0, 200),
-    step=st.integers(0, 19),
-    tokens=st.integers(0, 10**7),
-    warmup=st.integers(0, 3000) | st.floats(0.001, 0.999),
-    limits=st.tuples(st.integers(1, 100) | st.none(), st.integers(1, 10**6) | st.none()).filter(any),
-)
-def test_the_rate_is_positive_and_never_above_the_peak(
-    version: int, step: int, tokens: int, warmup: float, limits: tuple[int | None, int | None]
-) -> None:
-    rate = learning_rate(Time(version, step, tokens), inner(warmup_steps=warmup), budget(*limits), 20)
-    assert 0 < rate <= 2.0

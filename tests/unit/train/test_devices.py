@@ -96,16 +96,3 @@ def test_collectives_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPat
     for ranks, shared in (("2", [False, False, True]), ("1", [False] * 3)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert [devices.shares_device(setting) for setting in ("auto", "cuda", "cuda:0")] == shared
-
-
-def test_on_the_cpu_random_numbers_come_back() -> None:
-    cpu = torch.device("cpu")
-    devices.synchronize(cpu)
-    devices.empty_cache(cpu)
-    assert devices.name_of(cpu) == "CPU" and devices.native_precision(cpu) == "fp32"
-    expected = torch.random.get_rng_state()
-    with devices.forked_random(cpu):
-        devices.seed_random(cpu, 7)
-        assert torch.initial_seed() == 7
-        torch.rand(3)
-    assert torch.equal(torch.random.get_rng_state(), expected)

@@ -100,15 +100,6 @@ def test_evaluating_leaves_everything_as_it_was() -> None:
         evaluate(Table(torch.full((4, 4), math.nan)), torch.zeros(1, 3, dtype=torch.int64), 1, "cpu")
 
 
-def test_a_model_that_was_evaluated_trains_on(small: nn.Module) -> None:
-    """And it is deterministic, though a model that trains drops out."""
-    holdout = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(0))
-    assert evaluate(small, holdout, 2, "cpu") == evaluate(small, holdout, 2, "cpu")
-    assert small.training
-    models.loss(small, holdout).backward()
-    small.zero_grad()
-
-
 def test_what_a_model_caches_meanwhile_can_be_trained_with() -> None:
     class Caching(Table):
         cache: Tensor | None = None

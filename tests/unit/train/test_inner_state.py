@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from diloco.config import compose
 from diloco.errors import PayloadError
@@ -38,7 +38,6 @@ from tests.support.inner_states import anchors, said
 from tests.support.peers import DEADLINE_S
 from tests.support.simulated import digests
 from tests.support.simulated import simulated as simulated_with
-from tests.support.slow import slow
 from tests.support.stub_wire import Pipe
 
 LATE = ("local.peers=3", "budget.outer_steps=4", "sim.events=[join:3@6.5]")
@@ -112,24 +111,6 @@ def stepped(name: str = "adamw") -> InnerState:
     optimizer = MAKERS[name](model)
     step(model, optimizer)
     return taken(optimizer)
-
-
-def test_every_rank_of_an_island_has_what_its_first_has() -> None:
-    """Rank 0's figures and tensors come by broadcast."""
-    state = stepped()
-
-    class Ranks:
-        def agree(self, values: Sequence[float]) -> list[float]:
-            assert len(values) == len(state.steps)
-            return list(map(float, state.steps))
-
-        def share_(self, tensors: Iterable[Tensor]) -> None:
-            [values] = tensors
-            values.copy_(state.values)
-
-    optimizer = MAKERS["adamw"](net())
-    InnerStart(optimizer, Ranks(), lambda kind, fields: None).take_over_(None)  # type: ignore[arg-type]
-    assert taken(optimizer).steps == state.steps and torch.equal(taken(optimizer).values, state.values)
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.5), (0.0, 0.9)])
@@ -293,28 +274,6 @@ def test_a_joiner_has_a_donor_s_moments(tmp_path: Path, monkeypatch: pytest.Monk
     assert not said(tmp_path, "cold_start") and not said(tmp_path, "discarded")
 
 
-@pytest.mark.usefixtures("p0_first")
-def test_after_diverged_and_lying_donors_another_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[InnerState] = []
-    sent: list[InnerState] = []
-
-    def diverged(optimizer: torch.optim.Optimizer) -> InnerState:
-        given.append(taken(optimizer))
-        return spoiled(given[-1], 0, math.inf) if len(given) == 1 else given[-1]
-
-    async def lying(stream: Stream, state: InnerState) -> None:
-        sent.append(state)
-        await send_anything(stream, spoiled(state, -1, math.nan) if len(sent) == 1 else state)
-
-    monkeypatch.setattr(attachment_module, "snapshot", diverged)
-    monkeypatch.setattr("diloco.swarm.conversations.answer.send_inner", lying)
-    outcome = simulated(tmp_path, *LATE)
-    [first, second], [event] = said(tmp_path, "inner_state_failed"), said(tmp_path, "inner_state")
-    assert [first["donor"], second["donor"], event["from"]] == ["p0", "p1", "p2"]
-    assert "refused: the inner state's 0.0.exp_avg holds" in first["why"] and "holds nan" in second["why"]
-    assert len(digests(outcome)) == 1
-
-
 def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
     """Nobody waits for it: until it takes part, every anchor is the one of a run without it."""
     cold = ("swarm.inner_state=cold", "budget.outer_steps=6", "sim.step_s=[1,1,1,1.7]", "sim.latency_s=0")
@@ -332,18 +291,6 @@ def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
     tokens = outcome.summary.tokens
     assert tokens.processed == tokens.applied + tokens.discarded
     assert outcome.virtual_s > without.virtual_s
-
-
-@pytest.mark.parametrize("outer", [slow("streaming"), "async"])
-def test_a_cold_joiner_comes_to_take_part_without_a_barrier(tmp_path: Path, outer: str) -> None:
-    small = ["outer.overlap=1", "outer.fragments=2"] if outer == "streaming" else []
-    every = ("outer.sync_every=4", "budget.outer_steps=12", "swarm.inner_state=cold")
-    outcome = simulated(tmp_path, *LATE, f"outer={outer}", *every, *small)
-    assert [event["peer"] for event in said(tmp_path, "cold_start")] == ["p3"]
-    [first, *_] = said(tmp_path, "discarded")
-    assert first["peer"] == "p3" and first["tokens"] == 4 * 64
-    joiner = next(peer for peer in outcome.summary.peers if peer.name == "p3")
-    assert joiner.steps > 4 and len({peer.anchor_digest for peer in outcome.summary.peers}) == 1
 
 
 def test_without_a_donor_a_joiner_starts_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,8 @@ from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError
 from diloco.rundir.files import files_of, origin_of
 from diloco.swarm.visit.look import parse_manifest
 from diloco.train import origin
-from diloco.train.run import run
 from tests.support.models import small_model
-from tests.support.origins import BIAS, config_of, experts, lines, started
+from tests.support.origins import BIAS, config_of, experts, started
 from tests.support.stub_hub import COMMIT, go_online, stub_hub
 
 pytestmark = pytest.mark.usefixtures("own_home")
@@ -189,21 +188,3 @@ def test_a_wrong_file_of_a_frozen_tensor_is_refused(saved: Path, tmp_path: Path)
         place.write_bytes(content)
         with pytest.raises(ConfigError, match=rf"^model\.frozen\.{BIAS}: {why}"):
             models.build(other.model, 0)
-
-
-def test_an_export_needs_neither_the_directory_nor_the_hub(saved: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    from diloco.cli.model import export
-
-    source = shutil.copytree(saved, tmp_path / "source")
-    short = ["budget.outer_steps=1", "outer.sync_every=2", "inner.batch_size=2", "inner.warmup_steps=0"]
-    short += ["data=json", f"data.path={lines(tmp_path)}", "eval.sequences=2", "data.holdout=0.5"]
-    config = origin.resolved(config_of(source, None, f"run.dir={tmp_path / 'run'}", *short))
-    run(config, lambda message: None)
-    shutil.rmtree(source)
-    export(tmp_path / "run", tmp_path / "out")
-    final, written = (load_file(tmp_path / place / "model.safetensors") for place in ("run/model", "out"))
-    assert final.keys() == written.keys() and all(torch.equal(final[name], written[name]) for name in final)
-    assert torch.equal(written[BIAS], torch.arange(4.0))
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == (saved / "chat_template.jinja").read_text()

@@ -12,16 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import model as models
 from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError
-from diloco.rundir.summary import PhaseTimer
 from diloco.train import precision
-from diloco.train.baseline import DataParallel
-from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast, precision_of, prepare_
-from diloco.train.run import run
 from tests.support.inner_states import said
 from tests.support.models import small_model
 from tests.support.peers import json_lines
@@ -124,21 +119,6 @@ def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) 
     assert plain.scale == 1 and plain.state == ()
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_step_without_gradients_changes_nothing_and_counts(name: str) -> None:
-    config = compose(["experiment=smoke", f"inner.optimizer={name}"])
-    model = models.build(config.model, 0)
-    optimizer = inner_optimizer(model, config.inner)
-    with DataParallel(model, optimizer, Island(CPU), 3, PhaseTimer()) as sync:
-        models.loss(model, torch.ones(1, 4, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        optimizer.zero_grad(set_to_none=True)
-        optimizer.step()
-        assert sync.steps == 2
-    assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
-
-
 @pytest.fixture
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
     """At this scale the gradients of some first steps overflow; whatever is above 65504 is infinite in fp16."""
@@ -155,13 +135,3 @@ def test_peers_in_fp16_skip_steps_and_still_exchange(tmp_path: Path) -> None:
     assert [peer.steps for peer in outcome.summary.peers] == [12, 12], "a skipped step counts"
     losses = [line["eval_loss"] for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line]
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.usefixtures("overflowing")
-def test_a_run_that_is_resumed_does_not_look_for_its_scale(tmp_path: Path) -> None:
-    settings = ("experiment=smoke", "outer=data_parallel", "outer.sync_every=8", "train.precision=fp16")
-    for outer_steps in (1, 2):
-        run(compose([*settings, f"run.dir={tmp_path}", f"budget.outer_steps={outer_steps}"]), lambda message: None)
-    scales = [event["scale"] for event in said(tmp_path, "step_skipped")]
-    assert scales[:2] == [2.0**23, 2.0**22], "the scale had to be found"
-    assert len(set(scales)) == len(scales), "and only once"

@@ -96,9 +96,9 @@ class Ledger:
     `foreign` finds the units of a contribution that were not leased to its contributor.
     """
 
-    def __init__(self, cursor: int = 0, open_: Iterable[Sequence[int]] = ()) -> None:
-        self.cursor = cursor
-        self.open = union(open_)
+    def __init__(self) -> None:
+        self.cursor = 0
+        self.open: Units = []
         self.leased: dict[str, Units] = {}
 
     @property

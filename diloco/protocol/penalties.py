@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from diloco.errors import PayloadError
 from diloco.protocol.limits import MAX_PEERS
@@ -47,39 +46,28 @@ def offences() -> Iterator[None]:
         raise Offence(str(error)) from None
 
 
-@dataclass
-class _Record:
-    offences: int = 0
-    until: float = 0.0
-    reason: str = ""
-
-
 class Penalties:
     """Which peers are refused until when. Never raises; times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, tuple[int, float, str]] = {}  # offences, until when, why; the newest is last
 
     def offence(self, peer: str, reason: str, now: float) -> float:
         """Count an offence; returns for how many seconds the peer is refused from now on.
 
         Further offences while it is refused, from streams that were already open, count as one.
         """
-        record = self._records.pop(peer, _Record())
-        self._records[peer] = record  # moved to the end: the order is that of the last offence
-        if now >= record.until + FORGET_S:
-            record.offences = 0
-        if now >= record.until:
-            record.offences += 1
-            record.until = now + min(LONGEST_S, FIRST_S * 2.0 ** min(record.offences - 1, 32))
-        record.reason = reason
+        before, until, _ = self._records.pop(peer, (0, 0.0, ""))
+        if now >= until + FORGET_S:
+            before = 0
+        if now >= until:
+            before, until = before + 1, now + min(LONGEST_S, FIRST_S * 2.0 ** min(before, 32))
+        self._records[peer] = (before, until, reason)
         while len(self._records) > MAX_PEERS:
             del self._records[next(iter(self._records))]
-        return record.until - now
+        return until - now
 
     def refusal(self, peer: str, now: float) -> str | None:
         """One line for a peer that is refused now, with the reason and the seconds left; None for all others."""
-        record = self._records.get(peer)
-        if record is None or now >= record.until:
-            return None
-        return f"refused for {record.until - now:.0f} s more: {record.reason}"[:400]
+        _, until, reason = self._records.get(peer, (0, now, ""))
+        return f"refused for {until - now:.0f} s more: {reason}"[:400] if now < until else None

@@ -16,11 +16,11 @@ __all__ = ["assign", "order", "score"]
 
 
 @lru_cache(maxsize=1 << 16)  # asked for again whenever somebody joins or goes
-def score(peer: str, fragment: int, weight: float = 1.0) -> float:
-    """Rendezvous score of a peer for a fragment; higher is better (weighted form: -weight / ln(hash))."""
+def score(peer: str, fragment: int) -> float:
+    """Rendezvous score of a peer for a fragment; higher is better."""
     digest = hashlib.sha256(f"{fragment}:{peer}".encode()).digest()
     uniform = (int.from_bytes(digest[:8], "big") + 0.5) / 2**64  # in (0, 1), so the logarithm is finite and not zero
-    return -weight / math.log(uniform)
+    return -1.0 / math.log(uniform)
 
 
 def order(peers: Iterable[str], fragment: int) -> list[str]:

@@ -44,10 +44,10 @@ _REASONS = {  # libp2p's words, and what they mean; the first that is found coun
 }
 
 
-async def call_each(p2p: P2P, addresses: Sequence[str], all_of_them: bool = False) -> dict[str, str]:
+async def call_each(p2p: P2P, addresses: Sequence[str]) -> dict[str, str]:
     """Connect to the peers at these addresses, all at once. Returns the error by address, "" where a peer answered.
 
-    An address that is a second slower than the first one counts as silent, unless `all_of_them` are waited for.
+    An address that is a second slower than the first one counts as silent.
     """
     calls = {address: asyncio.ensure_future(_call(p2p, address)) for address in addresses}
     waiting = set(calls.values())
@@ -57,7 +57,7 @@ async def call_each(p2p: P2P, addresses: Sequence[str], all_of_them: bool = Fals
             done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
-            if not all_of_them and any(call.result() == "" for call in done):
+            if any(call.result() == "" for call in done):
                 timeout_s = LATECOMERS_S
     finally:
         for call in waiting:

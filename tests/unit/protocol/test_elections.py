@@ -8,7 +8,7 @@ import pytest
 
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Note, Release, Renumber, Tell
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Note, Release, Renumber
 from diloco.protocol.belief import donors, doubt, number_to_pass, unbelieved
 from diloco.protocol.elections import believes
 from diloco.protocol.messages.bulk import StateHeader
@@ -94,13 +94,6 @@ def test_of_two_that_claim_one_term_the_one_of_most_stays() -> None:
         for turn in range(5):
             peer.tick(1.0 + turn)
             assert holder_of(peer) == (ours, 3)
-
-
-def test_who_says_that_it_gave_way_claims_no_more() -> None:
-    peer = follower("a", "b", "c", "e")
-    peer.heard("h", Vote(fragment=0, term=3, holder="e"), 1.0)
-    peer.heard("e", claim_of(3), 1.0)
-    assert holder_of(peer) == ("e", 3) and "h" not in peer.fragments[0].claims
 
 
 def test_an_early_claim_is_believed_when_the_holder_goes() -> None:
@@ -209,17 +202,6 @@ def test_a_holder_gives_way_to_a_lower_term_that_more_believe() -> None:
     assert holder_of(peer) == ("h", 1)
 
 
-def test_a_claim_in_vain_is_answered_and_withdrawn_by_a_vote() -> None:
-    """Nobody tells votes for first terms, and two holders that meet count them."""
-    peer = follower("e", term=1)
-    told = [each for each in peer.heard("e", claim_of(2), LATER) if isinstance(each, Tell)]
-    assert [(each.peer, each.message) for each in told] == [("e", Vote(fragment=0, term=1, holder="h"))]
-    peer.heard("e", Vote(fragment=0, term=1, holder="h"), LATER)  # under a term below the one that it claimed
-    peer.lost("h", LATER, "reset")
-    peer.tick(LATER + 1)
-    assert holder_of(peer) != ("e", 2)
-
-
 def test_three_parts_of_a_swarm_end_with_one_holder() -> None:
     """Each of three holders has a follower, and hears all claims and votes, in any order."""
     names = ("h", "o", "x")
@@ -236,62 +218,6 @@ def test_three_parts_of_a_swarm_end_with_one_holder() -> None:
                 peer.connected(name, hello_of(*([claim] if claim else []), votes=votes), 2.0)
             gave_way.append(holder_of(peer) != (me, 2))
         assert sorted(gave_way) == [False, True, True]
-
-
-def test_a_claim_in_a_hello_on_a_vacancy_waits_for_its_turn() -> None:
-    peer = follower("a", "b", "c")
-    peer.holds = False
-    peer.lost("h", LATER, "reset")
-    last = next(name for name in "abc" if not believed_at_once(peer, name))
-    peer.connected(last, hello_of(claim_of(4)), LATER)
-    assert peer.live_lease(0) is None
-
-
-def test_what_a_peer_believed_before_it_claimed_counts_no_more() -> None:
-    peer = follower("a", "b", "c")
-    for voter in "ab":
-        peer.heard(voter, Vote(fragment=0, term=1, holder="c"), LATER)
-    peer.lost("h", LATER, "reset")
-    heir = next(name for name in ("a", "b", "me") if name == "me" or believed_at_once(peer, name))
-    if heir != "me":
-        peer.heard(heir, claim_of(4), LATER)
-    before = holder_of(peer)
-    peer.connected("c", hello_of(claim_of(1)), LATER + 1)
-    assert holder_of(peer) == before
-
-
-def test_nobody_takes_all_fragments_because_it_waited() -> None:
-    peer = Peer("me", "me", "run", MANIFEST, [ZERO] * 4, min_peers=2)
-    peer.tick(0.0)
-    status = Status(state="ready", versions=[0] * 4)
-    hello = hello_of(status=status).model_copy(update={"status": status})
-    peer.connected("a", hello, LATER)
-    peer.tick(LATER)
-    assert len(peer.syncers) == 2
-
-
-def test_a_living_holder_that_others_believe_gives_nothing_away() -> None:
-    holder = holder_with("a", "e")
-    assert not [one for one in holder.heard("e", claim_of(2), 2.0) if isinstance(one, Release)]
-    holder.tick(3.0)
-    assert holder_of(holder) == ("h", 1)
-
-
-def test_of_two_holders_with_nobody_else_the_higher_term_stays() -> None:
-    """A newcomer did not believe this peer, claimed a higher term, and both live."""
-    holder = holder_with("e")
-    holder.heard("e", Vote(fragment=0, term=1, holder="h"), 1.0)
-    holder.heard("e", claim_of(2), 2.0)
-    assert holder_of(holder) == ("e", 2)
-
-
-def test_a_newcomer_believes_a_hello_when_the_holder_is_gone() -> None:
-    """The claim in the hello of another peer."""
-    peer = Peer("me", "me", "run", MANIFEST, [ZERO], newcomer=True, signer=Keys("me"))
-    peer.connected("h", hello_of(claim_of(3)), 0.0)
-    peer.lost("h", 1.0, "reset")
-    peer.connected("o", hello_of(claim_of(4)), 1.0)
-    assert holder_of(peer) == ("o", 4)
 
 
 def test_who_is_not_next_in_order_waits_for_its_turn() -> None:
@@ -472,15 +398,6 @@ def test_a_version_that_few_miss_unseats_nobody() -> None:
     for other in "abc":
         unmoved.heard(other, status_of().model_copy(update={"missed": [0]}), LATER)
     assert not unseat(unmoved, LATER), "this peer does not"
-
-
-def test_whoever_got_version_or_another_syncer_misses_nothing() -> None:
-    peer = believer("a", "b")
-    misses(peer)
-    peer.adopted(0, 1, ONE, LATER, contributors={"a": 10}, record=record("h", 3))
-    assert not peer.status().missed and not unseat(peer, LATER)
-    misses(peer)
-    assert not peer.status().missed, "nothing newer is announced"
 
 
 def stuck(round_s: float, waiting: str = "ab") -> Peer:

@@ -38,14 +38,6 @@ def exchange() -> Exchange:
     return exchange
 
 
-def test_the_header_says_what_is_contributed_when_and_to_whom() -> None:
-    exchange = begun(begun_at=3.0)
-    header = exchange.header(lease_of(term=9))
-    assert (header.manifest_hash, header.fragment, header.term) == (MANIFEST, 0, 9)
-    assert (header.base_version, header.steps, header.tokens) == (BASE, 4, 32)
-    assert [exchange.header(lease_of(), now).age_s for now in (3.0, 5.5)] == [0.0, 2.5], "it is sent again"
-
-
 def test_the_syncer_says_whether_what_may_be_late_is_too_late() -> None:
     """The anchor here moves on, as that of a syncer does while it trains."""
     exchange = begun(may_be_late=True)
@@ -53,12 +45,6 @@ def test_the_syncer_says_whether_what_may_be_late_is_too_late() -> None:
     exchange.header(lease_of())
     exchange.refused(refusal(BASE + 9), lease_of())
     assert exchange.next_step(lease_of(BASE + 9), BASE + 9, 0.0) is Step.DONE and exchange.discarded
-
-
-def test_a_contribution_is_sent_as_soon_as_there_is_a_syncer() -> None:
-    exchange = begun()
-    assert [exchange.next_step(lease, BASE, 0.0) for lease in (None, lease_of())] == [Step.WAIT, Step.CONTRIBUTE]
-    assert exchange.next_step(lease_of(BASE + 1), BASE + 1, 0.0) is Step.DONE and exchange.discarded, "too late"
 
 
 # What happened to a contribution, and what it does next: by the versions of the syncer (-1: there is none) and here.
@@ -91,12 +77,6 @@ def test_every_outcome_leads_to_the_version_of_the_syncer(
     assert exchange.discarded == discarded
 
 
-def test_the_syncers_own_contribution_is_done_when_published() -> None:
-    exchange = begun()
-    exchange.header(lease_of(holder="me"))
-    assert exchange.next_step(lease_of(BASE + 1, holder="me"), BASE + 1, 0.0) is Step.DONE and not exchange.discarded
-
-
 def test_a_new_term_is_tried_at_once_and_the_same_one_later() -> None:
     """After a broken stream."""
     exchange = begun()
@@ -118,16 +98,6 @@ def test_a_refusal_for_any_other_reason_is_tried_again(exchange: Exchange, versi
     exchange.refused(refusal(version), lease_of())
     assert exchange.next_step(lease_of(), BASE, 0.5, retry_at=1.0) is Step.WAIT
     assert exchange.next_step(lease_of(), BASE, 1.0, retry_at=1.0) is Step.CONTRIBUTE and not exchange.discarded
-
-
-def test_a_contribution_counts_again_when_the_later_version_died(exchange: Exchange) -> None:
-    exchange.refused(refusal(BASE + 2), lease_of())
-    assert exchange.next_step(lease_of(), BASE, 0.0) is Step.CATCH_UP  # an old notion of the same lease
-    assert exchange.next_step(lease_of(BASE + 2, term=2), BASE, 0.0) is Step.CATCH_UP
-    assert exchange.next_step(lease_of(term=2), BASE, 0.0) is Step.CONTRIBUTE
-    exchange.header(lease_of(term=2))
-    exchange.recorded(["me"], "me")
-    assert exchange.next_step(lease_of(term=2), BASE + 1, 0.0) is Step.DONE and not exchange.discarded
 
 
 @given(st.randoms(), st.lists(st.integers(0, 9), max_size=30))

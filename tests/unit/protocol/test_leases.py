@@ -32,19 +32,6 @@ claims = st.lists(
 )
 
 
-def test_a_claim_becomes_the_lease() -> None:
-    table = table_of(claim_of("a", 2, 7))
-    assert table.get(0) == Lease(0, "a", 2, 7, digest_of("a", 0, 2, 7))
-    assert table.get(1) is None
-    assert (table.term(0), table.term(1)) == (2, 0)
-
-
-def test_a_higher_term_wins_even_at_a_lower_version() -> None:
-    table = table_of(claim_of(FIRST, 1, 9))
-    assert table.claim(*claim_of(THIRD, 2, 3))
-    assert table.held_by(THIRD) == [table.get(0)] and table.held_by(FIRST) == []
-
-
 def test_a_stale_term_is_ignored_even_in_a_vacancy() -> None:
     table = table_of(claim_of(THIRD, 2, 0))
     assert not table.claim(*claim_of(FIRST, 1, 9))
@@ -52,13 +39,6 @@ def test_a_stale_term_is_ignored_even_in_a_vacancy() -> None:
     assert not table.claim(*claim_of(FIRST, 1, 9))
     assert table.get(0) is None and table.term(0) == 2
     assert table.claim(*claim_of(FIRST, 3, 0))
-
-
-def test_claims_of_one_term_are_settled_by_rendezvous_order() -> None:
-    """And not by version."""
-    for claims in ([claim_of(SECOND, 1, 5), claim_of(FIRST, 1, 2)], [claim_of(FIRST, 1, 2), claim_of(SECOND, 1, 5)]):
-        lease = table_of(*claims).get(0)
-        assert lease is not None and (lease.holder, lease.version) == (FIRST, 2)
 
 
 def test_a_repeated_claim_of_a_holder_elsewhere_counts() -> None:
@@ -132,11 +112,6 @@ def test_there_is_a_next_term_whatever_others_claim() -> None:
     assert table.claim(*claim_of("a", LEAP, 0))
     table.see_term(0, 2 * LEAP)
     assert table.term(0) == 2 * LEAP
-
-
-def test_leases_of_a_peer_are_listed_by_fragment() -> None:
-    table = table_of(*(claim_of("a", 1, 0, fragment) for fragment in (5, 1, 3)), claim_of("b", 1, 0, 2))
-    assert [lease.fragment for lease in table.held_by("a")] == [1, 3, 5]
 
 
 @given(st.lists(st.tuples(claims, st.none() | st.integers(0, 1)), max_size=6))

@@ -46,14 +46,6 @@ def test_units_of_the_dead_are_handed_out_before_new_ones() -> None:
     assert ledger.grant("b", 6, [(8, 16)]) == [(4, 8), (16, 18)] and ledger.cursor == 18
 
 
-def test_what_a_peer_no_longer_has_goes_to_the_next_that_asks() -> None:
-    ledger = Ledger()
-    ledger.grant("a", 8, [])
-    ledger.grant("a", 2, [(4, 8)])  # its contribution of 0 to 4 was discarded
-    assert ledger.leased["a"] == [(0, 2), (4, 8)]
-    assert ledger.grant("b", 4, []) == [(2, 4), (8, 10)]
-
-
 def test_a_late_contribution_from_units_of_another_is_told() -> None:
     ledger = Ledger()
     ledger.grant("a", 8, [])
@@ -86,17 +78,6 @@ def test_a_peer_has_a_few_times_what_the_others_ask_for() -> None:
     assert dealer.ledger is not None and dealer.ledger.cursor == 88
     for number in range(20):  # whoever trains is not held up
         assert count(dealer.lease("a", 8, dealer.ledger.leased["a"][-1:]) or []) == 8, number
-
-
-def test_a_successor_knows_what_was_handed_out_since_the_word() -> None:
-    ledger, successor = Ledger(), Ledger()
-    ledger.grant("a", 4, [])
-    word = (ledger.cursor, ledger.open)
-    for peer, has in (("b", []), ("dead", []), ("a", [(0, 4)])):
-        ledger.grant(peer, 4, has)
-    successor.resume(*word, {"a": [(0, 4), (12, 16)], "b": [(4, 8)]})
-    assert successor.cursor == 16 and successor.free == [(8, 12)]
-    assert successor.leased == {"a": [(0, 4), (12, 16)], "b": [(4, 8)]}
 
 
 kinds = st.sampled_from(["grant", "merge", "discard", "die", "succeed"])

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.config import WIRE_VERSION, OuterConfig
-from diloco.protocol.actions import Action, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.actions import Action, CatchUp, Disconnect, Hold, Merge, Wake
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.messages.control import Claim, Published, Status, Vote
-from diloco.protocol.pace import HEARTBEATS_PER_S, STATUSES_PER_S, TICK_S
+from diloco.protocol.pace import TICK_S
 from diloco.protocol.peer import Peer
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.shares import Share
-from diloco.protocol.states import STATES, State, may_follow
+from diloco.protocol.states import STATES, State
 from diloco.protocol.succession import CLAIM_PATIENCE_S
 from tests.support import core
 from tests.support.certificates import MANIFEST, digest_of
@@ -83,14 +83,6 @@ def test_a_hello_that_does_not_fit_is_objected_to(fields: dict[str, object], obj
     assert make().objection(hello_of(**fields)) == objection  # type: ignore[arg-type]
 
 
-def test_a_hello_says_who_is_known_and_what_is_held() -> None:
-    peer = pair()
-    hello = peer.hello()
-    assert (hello.peers, hello.claims) == ([OTHER], [claim_of(0)])
-    assert (hello.name, hello.trains, hello.holds, hello.status) == (ME, True, True, peer.status())
-    assert make().objection(hello) is None
-
-
 # -- claims -----------------------------------------------------------------------------------------------------------
 
 
@@ -138,22 +130,6 @@ def test_the_next_peer_in_order_waits_for_the_one_before_it() -> None:
     assert of_type(Hold, peer.heard(ME, status_of(), 5.1 + CLAIM_PATIENCE_S + turn_s)) == [Hold(0, 1)]
 
 
-def test_patience_begins_anew_with_each_vacancy() -> None:
-    """The fragment was vacant at the start, was claimed, and becomes vacant again much later."""
-    peer = make(OTHER, min_peers=2, digests=[*DIGESTS, digest_of(2), digest_of(3)])
-    for name in (ME, "x"):
-        peer.connected(name, hello_of(status_of(versions=[0] * 4)), 0.0)
-    holders = assign(range(4), ["a", "b", "x"], {})
-    for fragment, holder in holders.items():
-        if holder != OTHER:
-            peer.heard(holder, Claim(fragment=fragment, term=1, version=0, digest=peer.digests[fragment]), 1.0)
-    vacant = [fragment for fragment, holder in holders.items() if holder == "x"]
-    load = {name: len(peer.leases.held_by(name)) for name in (ME, OTHER)}
-    actions = peer.heard(ME, status_of(versions=[0] * 4), 8.0) + peer.lost("x", 8.5, "reset")
-    mine = [fragment for fragment, holder in assign(vacant, [ME, OTHER], load).items() if holder == OTHER]
-    assert [hold.fragment for hold in of_type(Hold, actions)] == mine
-
-
 @pytest.mark.parametrize(("state", "note"), [("ready", "lost"), ("done", "leave")])
 def test_fragments_are_taken_over_when_their_peer_goes(state: State, note: str) -> None:
     peer = pair()
@@ -172,24 +148,6 @@ def test_a_fragment_is_claimed_at_the_highest_version_anyone_has() -> None:
     actions = peer.adopted(0, 4, digest_of("four"), 1.0, shares={"x": Share(4, 100, 1, 4)})
     assert said(Claim, actions) == [claim_of(0, version=4, digest=digest_of("four"), applied_tokens=100)]
     assert of_type(Hold, actions) == [Hold(0, 1)] and peer.applied_tokens == 100
-
-
-def test_donors_are_asked_latest_first_and_again() -> None:
-    peer, fetch = make(min_peers=3), CatchUp(0, (OTHER, "x"))
-    peer.connected("x", hello_of(status_of(versions=[3, 0]), holds=False), 0.0)
-    assert of_type(CatchUp, peer.connected(OTHER, hello_of(status_of(versions=[4, 0]), holds=False), 0.0)) == [fetch]
-    assert of_type(CatchUp, peer.tick(1.0)) == []
-    peer.catch_up_failed(0)
-    assert of_type(CatchUp, peer.tick(2.0)) == [fetch]
-
-
-def test_a_syncer_steps_down_before_a_higher_term() -> None:
-    """At once, however short the time since the last tick."""
-    peer = alone()
-    peer.connected(OTHER, hello_of(), 0.0)
-    actions = peer.connected(OTHER, hello_of(claims=[claim_of(1, term=2)]), 0.0)  # it was cut off until now
-    assert of_type(Release, actions) == [Release(1)] and set(peer.syncers) == {0}
-    assert not peer.offer("x", contribution(peer, 1)).accepted and peer.offer("x", contribution(peer, 0)).accepted
 
 
 def test_a_syncer_that_caught_up_says_where_it_stands_now() -> None:
@@ -213,21 +171,6 @@ def test_contributions_to_a_healed_anchor_are_forgotten() -> None:
     assert peer.offer(OTHER, contribution(peer, 0)).first_chunk == 0
 
 
-def test_an_anchor_replaced_at_its_version_is_a_heal() -> None:
-    peer = pair(versions=[0, 3])
-    for version, digest, heals in ((3, DIGESTS[1], 0), (3, digest_of("right"), 1), (4, digest_of("next"), 1)):
-        peer.adopted(1, version, digest, 1.0)
-        assert peer.heals == heals
-
-
-def test_a_syncer_takes_nothing_that_is_in_what_it_fetched() -> None:
-    peer = pair(outer=quick(staleness_limit=2))
-    late = contribution(peer, 0)
-    peer.adopted(0, 1, ONE, 2.0, shares={OTHER: Share(1, 10, 1, 1)})
-    verdict = peer.offer(OTHER, late)
-    assert not verdict.accepted and verdict.merged
-
-
 def test_a_successor_takes_nothing_that_is_in_its_anchor() -> None:
     peer = pair(outer=quick(staleness_limit=2))
     peer.connected("x", hello_of(status_of("training"), holds=False), 1.0)
@@ -245,20 +188,6 @@ def test_nobody_claims_below_a_version_that_was_published() -> None:
     assert of_type(Hold, orphan(peer, holds=False)) == []
     actions = [*peer.heard("x", status_of("ready", versions=[0, 1]), 4.0), *peer.tick(5.0)]
     assert of_type(CatchUp, actions) == [CatchUp(1, ("x",))] and of_type(Hold, actions) == []
-
-
-def test_the_next_in_order_does_not_claim_with_the_right_holder() -> None:
-    """Both wait for a version that nobody has. Two syncers at once would make two versions of one number."""
-    peer = pair()
-    assert assign([1], [ME, "x"], {ME: 1, "x": 0})[1] == "x" and order([ME, "x"], 1)[0] == ME
-    orphan(peer)
-    claimed_at, now = None, 3.0
-    while claimed_at is None:
-        now += TICK_S
-        actions = [*peer.heard("x", status_of("ready"), now), *peer.tick(now)]
-        claimed_at = now if of_type(Hold, actions) else None
-    patience_s = CLAIM_PATIENCE_S + len(peer.members) / STATUSES_PER_S
-    assert claimed_at - 3.0 == pytest.approx(2 * patience_s, abs=2 * TICK_S)
 
 
 def test_an_heir_claims_from_the_last_version_of_a_leaver() -> None:
@@ -293,14 +222,6 @@ def test_who_restarted_does_not_hold_what_its_hello_leaves_out() -> None:
 
 
 # -- members ----------------------------------------------------------------------------------------------------------
-
-
-def test_joining_and_losing_a_peer_are_noted() -> None:
-    peer = make(min_peers=9)
-    assert peer.connected(OTHER, hello_of(), 0.0) == [Note("join", {"peer": OTHER, "name": "other", "live": 2})]
-    assert peer.connected(OTHER, hello_of(), 1.0) == []
-    lost = Note("lost", {"peer": OTHER, "name": "other", "why": "reset", "live": 1})
-    assert peer.lost(OTHER, 2.0, "reset") == [lost] and peer.lost(OTHER, 3.0, "reset") == []
 
 
 def test_a_silent_peer_is_lost_and_its_streams_are_ended() -> None:
@@ -449,25 +370,6 @@ def test_a_peer_that_was_waited_for_makes_a_whole_round() -> None:
 # -- how often --------------------------------------------------------------------------------------------------------
 
 
-def crowd(others: int) -> Peer:
-    """A peer that trains among many, of whom the first holds fragment 0 and the second fragment 1."""
-    peer = make(newcomer=True)
-    for number in range(others):
-        claims = [claim_of(number)] if number < FRAGMENTS else []
-        peer.connected(f"x{number:04d}", hello_of(status_of("training"), claims, holds=number < FRAGMENTS), 0.0)
-    peer.discovered(0.0)
-    peer.enter("training", 0.0)
-    return peer
-
-
-def test_messages_that_come_together_are_acted_upon_together() -> None:
-    peer, ahead = pair(), status_of(versions=[5, 0])
-    peer.tick(1.0)
-    assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 4) == [Wake(1.0 + TICK_S)]
-    assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 2) == []
-    assert of_type(CatchUp, peer.tick(1.0 + TICK_S)) == [CatchUp(0, (OTHER,))]
-
-
 @pytest.mark.parametrize("ends", ["arrival", "loss"])
 def test_what_ends_a_wait_is_acted_upon_at_once(ends: str) -> None:
     """However short the time since the last tick."""
@@ -479,41 +381,6 @@ def test_what_ends_a_wait_is_acted_upon_at_once(ends: str) -> None:
     assert of_type(Merge, peer.arrived(ME, 0, 1.0)) == []
     actions = peer.arrived(OTHER, 0, 1.0) if ends == "arrival" else peer.lost(OTHER, 1.0, "connection reset")
     assert len(of_type(Merge, actions)) == 1
-
-
-def test_a_large_swarm_is_told_changes_together() -> None:
-    peer = crowd(int(STATUSES_PER_S))  # a status a second
-    assert said(Status, peer.adopted(0, 1, ONE, 5.0)) == [peer.status()]
-    actions = peer.adopted(1, 1, ONE, 5.2) + peer.enter("exchanging", 5.4)
-    assert said(Status, actions) == [] and of_type(Wake, actions) == [Wake(6.0)]
-    assert said(Status, peer.tick(5.9)) == [] and said(Status, peer.tick(6.0)) == [peer.status()]
-    assert peer.status().versions == [1, 1] and said(Status, peer.tick(7.0)) == []
-    assert said(Status, peer.enter("leaving", 6.1)) == [peer.status()], "others act upon it"
-
-
-def test_in_a_large_swarm_heartbeats_are_rare() -> None:
-    peer = crowd(int(4 * HEARTBEATS_PER_S))
-    beats = [now for now in range(1, 10) if said(Status, peer.heartbeat(float(now), (now, 2 * now)))]
-    assert beats == [1, 5, 9]
-    figures = peer.status(figures=True).figures
-    assert (figures.bytes_sent, figures.bytes_received) == (9, 18)
-    assert all(said(Status, pair().heartbeat(now / 2)) for now in range(4)), "few peers: whenever the owner asks"
-
-
-@pytest.mark.parametrize("before", STATES)
-def test_a_state_is_entered_as_the_table_says(before: State) -> None:
-    for state in STATES:
-        peer = make(min_peers=9)
-        peer.state = before
-        if may_follow(state, before):
-            assert said(Status, peer.enter(state, 0.0))[0].state == state
-        else:
-            with pytest.raises(AssertionError, match=f"{state} does not follow {before}"):
-                peer.enter(state, 0.0)
-        if STATES[before].gone:
-            assert state == before or not may_follow(state, before), "who has left does not come back"
-        else:
-            assert not STATES[state].gone or may_follow(state, before), "anybody may leave"
 
 
 # -- the syncer's side ------------------------------------------------------------------------------------------------
@@ -549,27 +416,6 @@ def test_a_round_is_merged_published_and_announced() -> None:
     assert not peer.merging(0) and peer.fragments[0].agrees()
 
 
-def test_only_the_control_fragment_moves_the_clock() -> None:
-    peer = alone()
-    for fragment in (0, 1):
-        assert peer.offer("x", contribution(peer, fragment)).accepted
-        peer.arrived("x", fragment, 1.0)
-        peer.published(fragment, digest_of(), {"x": 9}, 2.0)
-    assert peer.applied_tokens == 9
-    for fragment, clock in ((1, 9), (0, 500)):
-        peer.adopted(fragment, 5, digest_of(5), 3.0, shares={"x": Share(5, 500, 1, 5)})
-        assert peer.applied_tokens == clock
-
-
-def test_those_who_were_left_out_are_noted() -> None:
-    peer = alone(trains=False)
-    peer.connected(OTHER, hello_of(status_of("training")), 0.0)
-    peer.offer(OTHER, contribution(peer, 0))
-    assert peer.offer("x", contribution(peer, 0)).accepted
-    actions = peer.arrived(OTHER, 0, 1.0)
-    assert Note("missing", {"fragment": 0, "peers": ["x"]}) in actions and len(of_type(Merge, actions)) == 1
-
-
 def test_a_syncer_does_not_wait_for_its_own_hanging_training() -> None:
     """Its node lives on and sends heartbeats; without this nobody would ever get its fragments' next version."""
     peer = pair()
@@ -593,10 +439,3 @@ def test_a_fragment_lost_during_its_merge_is_not_published() -> None:
     peer.connected(OTHER, hello_of(claims=[claim_of(0, term=2), claim_of(1)]), 1.5)
     assert peer.published(0, digest_of(), {"x": 9}, 2.0) == [] and peer.versions[0] == 0
     assert not peer.merging(0)
-
-
-def test_the_time_to_deliver_rises_at_once_and_falls_slowly() -> None:
-    peer = pair(outer=quick(staleness_limit=2))
-    for seconds, expected in ((2.0, 2.0), (1.0, 1.8), (5.0, 5.0)):
-        peer.delivered(seconds)
-        assert peer.sync_s == pytest.approx(expected)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.errors import SwarmError
 from diloco.protocol.limits import bulk_streams
 from diloco.protocol.messages import Refusal
 from diloco.protocol.messages.bulk import Receipt, Verdict
 from diloco.protocol.messages.control import Claim
 from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
-from diloco.swarm.node.node import Node
 from tests.support.scenes import played
 from tests.support.stub_host import OTHER
 from tests.support.stub_wire import NUMEL, Host, Pipe, contribution, framed
@@ -45,13 +40,6 @@ def test_each_offence_doubles_the_time_and_a_day_forgets_it() -> None:
     assert [penalties.offence("a", "x", now) for now in (0.0, 4.0, FIRST_S)] == [FIRST_S, FIRST_S - 4, 2 * FIRST_S]
 
 
-def test_memory_is_bounded_whoever_comes() -> None:
-    penalties = Penalties()
-    for number in range(5000):
-        penalties.offence(str(number), "x", number)
-    assert len(penalties._records) <= 4096
-
-
 def test_too_many_streams_at_a_time_or_in_a_second_are_refused() -> None:
     limiter, greedy = bulk_streams(fragments=2), bulk_streams(fragments=2)
     for _ in range(limiter.most):
@@ -67,20 +55,6 @@ def test_too_many_streams_at_a_time_or_in_a_second_are_refused() -> None:
         else:
             refused += 1
     assert refused == 780 and greedy.opened("a", 1.0) is None
-
-
-@given(seed=st.integers(0, 2**31), fragments=st.integers(1, 64), broken=st.floats(0, 1))
-def test_who_tries_again_after_a_second_is_never_over_a_limit(seed: int, fragments: int, broken: float) -> None:
-    """Every fragment is contributed, broken or not, and read again a second later at the soonest; streams linger."""
-    dice, limiter, ends = random.Random(seed), bulk_streams(fragments), list[float]()
-    for second in range(60):
-        for at in [end for end in ends if end <= second]:
-            ends.remove(at)
-            limiter.closed("a")
-        for _ in range(fragments):
-            if dice.random() < broken or second % 5 == 0:
-                assert limiter.opened("a", float(second)) is None
-                ends.append(second + dice.random() * 2)
 
 
 @pytest.mark.parametrize(
@@ -151,22 +125,3 @@ async def test_nobody_waits_for_a_peer_that_is_refused() -> None:
     host.do(host.protocol.offence(OTHER, "sent nonsense", host.now()))
     assert host.protocol.merging(0)
     await host.context.tasks.close(1.0)
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_one_refusal_ends_nobody_whom_another_peer_lets_in(others: int) -> None:
-    """A seed is leaving, or penalises this peer for some seconds, and refuses its call; another peer accepts it."""
-
-    async def until(condition: Callable[[], bool]) -> None:
-        assert condition()
-
-    protocol = SimpleNamespace(may_train=lambda: True, swarm_clock=lambda: (3, 0))
-    protocol.members = SimpleNamespace(all=lambda: ["somebody"] * others)
-    mesh = SimpleNamespace(refusal="the swarm refused this peer: this peer is leaving")
-    context = SimpleNamespace(tasks=SimpleNamespace(until=until))
-    node: Any = SimpleNamespace(_mesh=mesh, _interrupted=False, protocol=protocol, context=context)
-    if others:
-        assert asyncio.run(Node.joins_late(node))
-    else:
-        with pytest.raises(SwarmError, match=r"refused this peer: this peer is leaving"):
-            asyncio.run(Node.joins_late(node))

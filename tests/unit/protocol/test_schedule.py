@@ -35,20 +35,6 @@ def test_at_a_barrier_all_is_sent_and_received_at_the_end() -> None:
     assert schedule.inner_step == 0 and schedule.flying == ()
 
 
-def test_staggered_fragments_take_turns() -> None:
-    """And they are received an overlap later."""
-    due = cycle(started(3, 6, True, 1), 9)
-    assert due[::2] == [(2, "send", (0,)), (4, "send", (1,)), (6, "send", (2,)), (8, "send", (0,))]
-    assert due[1::2] == [(step + 1, "receive", one) for step, _, one in due[::2]]
-
-
-def test_with_overlap_the_update_is_due_in_the_next_cycle() -> None:
-    schedule = started(1, 4, False, 2)
-    assert cycle(schedule, 5) == [(4, "send", (0,))]
-    assert schedule.flying == (0,) and schedule.inner_step == 1
-    assert cycle(schedule, 5) == [(1, "receive", (0,)), (3, "send", (0,)), (5, "receive", (0,))]
-
-
 def test_a_shorter_cycle_or_what_is_left_of_one_ends_sooner() -> None:
     assert cycle(started(1, 10, position=7), 3) == [(3, "send", (0,)), (3, "receive", (0,))]
     assert sends(started(5, 10, True, position=4), 6) == [(2, 2), (4, 3), (6, 4)]

@@ -86,14 +86,6 @@ def test_the_clock_goes_back_when_versions_die_with_their_syncer(successor: str)
     assert peer.swarm_clock() == (1, 10)
 
 
-def test_the_record_of_a_history_that_won_replaces_the_own_one() -> None:
-    peer = newcomer()
-    peer.adopted(0, 1, D, 0.0, contributors={"me": 30})
-    theirs = {"a": Share(3, 9, 1, 3), "b": Share(2, 4, 2, 3, "bert")}
-    peer.adopted(0, 3, D, 0.0, shares=theirs)
-    assert peer.accounts.shares(0) == theirs and peer.applied_tokens == 13, "the clock is what is in the anchor"
-
-
 def test_the_clock_of_a_checkpoint_without_shares_stays() -> None:
     """Its tokens are those of others: the clock is the sum of the shares, and must not go back by a restart."""
     peer = newcomer(versions=[4], applied_tokens=70)

@@ -97,12 +97,6 @@ def test_a_version_closes_when_everybody_has_arrived(order: list[str]) -> None:
     assert syncer.poll(ALL, 0.0) is None  # once
 
 
-def test_a_version_without_contributions_never_closes(syncer: Syncer) -> None:
-    assert syncer.poll({}, 1e9) is None and syncer.poll(members(member("a", "done")), 1e9) is None
-    send(syncer, "a", chunks=1)
-    assert syncer.poll({}, 1e9) is None
-
-
 @pytest.mark.parametrize(
     ("other", "waited_for"),
     [
@@ -295,17 +289,6 @@ def test_last_contributors_are_expected_with_an_older_status(syncer: Syncer) -> 
     publish(syncer, members(member("a", version=VERSION + 2), member("b", version=VERSION + 1)))
 
 
-def test_a_newcomer_that_sends_is_expected_when_staggered() -> None:
-    outer = OuterConfig(method="diloco", sync_every=6, fragments=2, staggered=True, overlap=1)
-    syncer = Syncer(1, TERM, VERSION, outer, contributors="a")
-    both = members(*(member(peer, "exchanging", target_steps=6, steps_per_s=2.0) for peer in "ax"))
-    send(syncer, "x", chunks=1)
-    send(syncer, "a")
-    assert syncer.poll(both, 0.0) is None
-    send(syncer, "x")
-    assert publish(syncer, both) == ("a", "x")
-
-
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
@@ -315,29 +298,11 @@ def test_a_newcomer_that_sends_is_expected_when_staggered() -> None:
     ],
     ids=["future", "old term", "new term"],
 )
-@pytest.mark.parametrize("moment", ["collecting", "begun", "whole", "closing"])
-def test_what_does_not_fit_is_refused_at_any_moment(header: Contribution, reason: str, moment: str) -> None:
+def test_what_does_not_fit_is_refused(header: Contribution, reason: str) -> None:
     syncer = Syncer(0, TERM, VERSION)
-    if moment != "collecting":
-        send(syncer, "a", chunks=1 if moment == "begun" else CHUNKS)
-    if moment == "closing":
-        assert syncer.poll({}, 0.0) is not None
     verdict = syncer.offer("a", header)
     assert not verdict.accepted and reason in verdict.reason
     assert (verdict.version, verdict.term) == (VERSION, TERM)
-
-
-def test_a_broken_stream_goes_on_with_the_next_chunk(syncer: Syncer) -> None:
-    send(syncer, "a", chunks=2)
-    assert [wants(syncer, "a", chunk) for chunk in (1, 2, 3)] == [False, True, False] and not wants(syncer, "b", 0)
-    verdict = syncer.offer("a", contribution())
-    assert verdict.accepted and verdict.first_chunk == 2
-    send(syncer, "a")
-    assert syncer.offer("a", contribution()).first_chunk == CHUNKS, "it is here, and is not sent again"
-    assert "100 tokens is here already" in syncer.offer("a", contribution(tokens=99)).reason, "nor replaced"
-    assert syncer.poll({}, 0.0) is not None
-    verdict = syncer.offer("a", contribution())  # its stream broke while it waited for the record
-    assert verdict.accepted and verdict.first_chunk == CHUNKS
 
 
 def test_nothing_is_folded_into_a_version_that_closes(syncer: Syncer) -> None:
@@ -354,22 +319,6 @@ def test_nothing_is_folded_into_a_version_that_closes(syncer: Syncer) -> None:
     assert not wants(syncer, "a", 0) and syncer.poll({}, 0.0) is None
     send(syncer, "a", tokens=7)
     assert syncer.poll({}, 0.0) == Close(0, VERSION + 1, {"a": 7}, ("b",)), "the next version collects anew"
-
-
-def test_catching_up_forgets_what_was_collected(syncer: Syncer) -> None:
-    send(syncer, "a")
-    syncer.advance(VERSION + 5)
-    assert syncer.poll({}, 0.0) is None and not syncer.offer("a", contribution(), carried=False).accepted
-    assert syncer.offer("a", contribution(VERSION + 5)).accepted
-
-
-def test_weights_are_tokens_over_those_of_the_first(syncer: Syncer) -> None:
-    for peer, tokens, weight in (("a", 200, 1.0), ("b", 50, 0.25), ("c", 200, 1.0)):
-        send(syncer, peer, tokens)
-        assert syncer.weight(peer) == weight
-    publish(syncer, {})
-    send(syncer, "b", tokens=50)
-    assert syncer.weight("b") == 1.0
 
 
 def test_a_peer_that_restarted_may_go_on_with_other_tokens(syncer: Syncer) -> None:

@@ -41,25 +41,11 @@ def test_the_callback_of_the_readme_is_one_that_a_trainer_takes() -> None:
     assert isinstance(callback, TrainerCallback)
 
 
-def tree(text: str) -> set[str]:
-    """Paths of the files and folders (with a slash) in a drawn tree: four characters per level, `name  # role`."""
-    paths: set[str] = set()
-    above: list[str] = []
-    for line in filter(None, text.splitlines()):
-        drawn = re.fullmatch(r"((?:│   |    )*(?:[├└]── )?)([\w.]+/?) +# \S.*", line)
-        assert drawn is not None, f"not a line of a tree: {line}"
-        depth = 0 if not drawn[1] else len(drawn[1]) // 4
-        above[depth:] = [drawn[2].rstrip("/")]
-        paths.add("/".join(above) + drawn[2][len(drawn[2].rstrip("/")) :])
-    return paths
-
-
-def test_the_tree_in_the_readme_of_the_package_has_every_folder() -> None:
-    root = ROOT / "diloco"
-    drawn = (root / "README.md").read_text().split("## Tree")[1].split("```")[1]
-    there = {f"{module.parent.relative_to(root)}/" for module in root.rglob("__init__.py")} - {"./"}
-    missing, gone = sorted(there - tree(drawn)), sorted(tree(drawn) - there)
-    assert not missing and not gone, f"not in the tree: {missing}; only in the tree: {gone}"
+def test_the_design_names_every_room_of_the_package() -> None:
+    storeys = (ROOT / "diloco" / "README.md").read_text().split("## Storeys")[1].split("```")[1]
+    named = {word for line in storeys.splitlines() for word in line.strip()[:24].split("  ")[0].split(" | ")}
+    rooms = {place.parent.name for place in (ROOT / "diloco").glob("*/__init__.py")}
+    assert rooms and rooms <= named
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

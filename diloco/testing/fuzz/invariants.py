@@ -10,6 +10,8 @@ After every turn, of every living node that something happened to:
   other (two sides of a split may claim the same term);
 - its public record of who contributed how much is what its anchors are made of, and the swarm clock is the sum of it.
 
+Before the first inner step of a trainer from a version, each fragment is the anchor that it will name as its base.
+
 At the end, when everything is healed and everybody is done:
 
 - all anchors are equal;
@@ -31,8 +33,11 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from diloco.outer.digest import digest_of
+from diloco.outer.fragments import gather_
 from diloco.outer.held import Held, Judged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
@@ -71,6 +76,9 @@ class Watch:
         node.context.do = self._told(life, peer.me, node.context.do)  # type: ignore[method-assign, assignment]
         self._seen[life.owner] = (list(peer.versions), list(peer.digests))
         self._watch_bytes(node.replica)
+        if life.sync is not None:
+            loaded: dict[int, str] = {}
+            life.sync._optimizer.register_step_pre_hook(lambda *_: self._check_loaded(life.name, node, loaded))
         published, adopted, offer = peer.published, peer.adopted, peer.offer
 
         def makes(index: int, digest: str, contributors: Any, now: float, record: Any = None) -> Any:
@@ -130,6 +138,16 @@ class Watch:
                     f"{syncer.protocol.me} takes what {peer_id} learned from another version {header.base_version} of "
                     f"fragment {at}"
                 )
+
+    def _check_loaded(self, name: str, node: Node, before: dict[int, str]) -> None:
+        """What an inner step begins with; `before` has the bases of the one before it."""
+        replica = node.replica
+        for fragment, (version, digest) in enumerate(node._anchors.loaded):
+            if before.get(fragment) != digest:  # a number alone loads nothing
+                before[fragment], values = digest, torch.empty(replica.fragments[fragment].numel)
+                gather_(values, replica.fragments[fragment], 0, values.numel(), replica.parameters)
+                if digest_of(values) != digest:
+                    self._crowd.failures.append(f"fragment {fragment} of {name} is not its anchor of version {version}")
 
     def _watch_bytes(self, replica: Replica) -> None:
         """Note the bytes of every payload that goes into a version: a name alone may be that of other bytes."""

@@ -104,8 +104,6 @@ class Doctor:
                 yield self._of(name, getattr(self, f"_{name}"), self._found)
         for name in ("memory", "disk", "port"):
             yield self._of(name, getattr(self, f"_{name}"))
-        if self._found is not None:
-            yield self._of("reachable", self._reachable, self._found)
 
     def _of(self, name: str, check: Any, *arguments: Any) -> Check:
         swarm = name in ("swarm", "manifest", "clock", "bandwidth")
@@ -197,15 +195,12 @@ class Doctor:
         return "ok", text
 
     def _port(self) -> tuple[str, ...]:
-        listen = self.config.swarm.listen
-        result = try_to_listen((), listen, self.config.swarm.announce, self._gate())
+        swarm, seeds = self.config.swarm, self._seeds() if self._found is not None else ()
+        result = try_to_listen(seeds, swarm.listen, swarm.announce, self._gate(), self.directory.identity)
         best = result.addresses[0].rpartition("/p2p/")[0]
-        return "ok", f"{', '.join(listen)} can be listened on, for example as {best} ({scope(best)})"
-
-    def _reachable(self, found: Found) -> tuple[str, ...]:
-        swarm = self.config.swarm
-        result = try_to_listen(self._seeds(), swarm.listen, swarm.announce, self._gate(), self.directory.identity)
+        if not seeds:
+            return "ok", f"{', '.join(swarm.listen)} can be listened on, for example as {best} ({scope(best)})"
         if result.reachable:
-            return "ok", f"a peer called back {result.addresses[0].rpartition('/p2p/')[0]}; no relay is needed"
+            return "ok", f"a peer called back {best}; no relay is needed"
         text = "others cannot call this peer: it trains over its own connections and holds no fragments"
         return "warning", text, result.advice

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from diloco.config import SwarmConfig
 from diloco.swarm.conversations.probe import ask_to_be_called
@@ -26,23 +25,19 @@ class Rehearsal:
 
 
 def try_to_listen(
-    seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str], gate: Gate, identity_path: Path | None = None
+    seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str], gate: Gate, identity_path: Path
 ) -> Rehearsal:
-    """Listen for a moment, and have a peer at `seeds` call back.
-
-    Without an `identity_path` it uses a key that it throws away. Raises as `Libp2p.connect`.
-    """
+    """Listen for a moment, and have a peer at `seeds` call back. Raises as `Libp2p.connect`."""
     network = SwarmConfig().model_copy(
         update={"initial_peers": tuple(seeds), "listen": tuple(listen), "announce": tuple(announce), "reachable": "yes"}
     )
 
     async def listen_and_ask() -> Rehearsal:
-        with TemporaryDirectory(prefix="diloco-") as directory:
-            peer = await Libp2p.connect(network, identity_path or Path(directory) / "identity.key", gate)
-            try:
-                reachable, advice = (await ask_to_be_called(peer)) if seeds else (peer.reachable, "")
-                return Rehearsal(peer.addresses, reachable, advice)
-            finally:
-                await peer.close()
+        peer = await Libp2p.connect(network, identity_path, gate)
+        try:
+            reachable, advice = (await ask_to_be_called(peer)) if seeds else (peer.reachable, "")
+            return Rehearsal(peer.addresses, reachable, advice)
+        finally:
+            await peer.close()
 
     return asyncio.run(listen_and_ask())

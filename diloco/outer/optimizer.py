@@ -35,12 +35,10 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.outer.fragments import chunks
-from diloco.outer.payloads import buffer
 
 __all__ = [
     "OPTIMIZERS", "Linear", "OuterOptimizer", "OuterStep", "Transition", "delayed_nesterov", "lr_at",
-    "mean_", "momentum_at", "nesterov_", "pseudo_gradient_",
+    "mean_", "momentum_at", "pseudo_gradient_",
 ]  # fmt: skip
 
 Value = TypeVar("Value", float, Tensor)
@@ -124,21 +122,6 @@ def mean_(weighted_sum: Tensor, total_weight: float) -> None:
     """Turn sum(w_m * delta_m) into the weighted mean, in place; (n,) fp32."""
     assert math.isfinite(total_weight) and total_weight > 0, f"total weight {total_weight} is not positive"
     weighted_sum.div_(total_weight)
-
-
-@torch.no_grad()
-def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: float) -> None:
-    """One outer step, bit for bit that of `torch.optim.SGD(nesterov=True, momentum=beta, dampening=0)`.
-
-    m = beta m + delta;  master -= lr (delta + beta m). From a momentum of zero the first step is
-    lr (1 + beta) delta, and a constant delta approaches lr / (1 - beta) delta. `delta` is left as it is.
-    """
-    assert master.shape == momentum.shape == delta.shape, "master, momentum and delta must have one shape"
-    for start, stop in chunks(master.numel()):  # so that the direction needs a temporary of one chunk only
-        gradient, velocity = delta[start:stop], momentum[start:stop]
-        velocity.mul_(beta).add_(gradient)
-        direction = buffer("displacement", master.dtype, stop - start)
-        master[start:stop].add_(torch.add(gradient, velocity, alpha=beta, out=direction), alpha=-lr)
 
 
 def delayed_nesterov(

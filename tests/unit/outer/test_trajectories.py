@@ -22,7 +22,6 @@ from diloco.outer.optimizer import (
     lr_at,
     mean_,
     momentum_at,
-    nesterov_,
 )
 from diloco.outer.rda import add_directions_, radial_directional_
 from diloco.protocol.messages.bulk import Contribution
@@ -39,6 +38,13 @@ def full(value: float) -> Tensor:
 
 def assert_all(vector: Tensor, value: float) -> None:
     torch.testing.assert_close(vector, torch.full_like(vector, value), rtol=1e-6, atol=0)
+
+
+def nesterov_(theta: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: float) -> None:
+    """A step with each mean."""
+    moved = delayed_nesterov(theta, momentum, torch.zeros_like(theta), delta, lr=lr, beta=beta, delay=1, last=True)
+    theta.copy_(moved[0])
+    momentum.copy_(moved[1])
 
 
 def merged(deltas: Sequence[float], weights: Sequence[float]) -> Tensor:

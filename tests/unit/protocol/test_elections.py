@@ -8,7 +8,7 @@ import pytest
 
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Note, Release, Renumber
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Note, Renumber
 from diloco.protocol.belief import donors, doubt, number_to_pass, unbelieved
 from diloco.protocol.elections import believes
 from diloco.protocol.messages.bulk import StateHeader
@@ -131,22 +131,6 @@ def test_votes_of_peers_that_are_gone_or_changed_do_not_count() -> None:
     peer.heard("e", claim_of(4), LATER + 1)
     peer.tick(LATER + 2)
     assert holder_of(peer) == ("h", 3)
-
-
-def test_a_holder_that_meets_another_history_gives_way() -> None:
-    """And the others follow it."""
-    holder = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
-    holder.tick(0.0)
-    actions = holder.connected("o", hello_of(claim_of(2)), LATER)
-    assert [action for action in actions if isinstance(action, Release)] and holder_of(holder) == ("o", 2)
-    votes = said(Vote, actions)
-    assert [(vote.term, vote.holder) for vote in votes] == [(2, "o")]
-    peer = follower("o", term=1)
-    peer.heard("o", claim_of(2), LATER)
-    assert holder_of(peer) == ("h", 1)
-    peer.heard("h", votes[0], LATER)
-    peer.tick(LATER + 1)
-    assert holder_of(peer) == ("o", 2)
 
 
 def holder_with(*followers: str) -> Peer:

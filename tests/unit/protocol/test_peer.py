@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.config import WIRE_VERSION, OuterConfig
-from diloco.protocol.actions import Action, CatchUp, Disconnect, Hold, Merge, Wake
+from diloco.protocol.actions import CatchUp, Disconnect, Hold, Merge, Wake
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
@@ -16,7 +16,7 @@ from diloco.protocol.pace import TICK_S
 from diloco.protocol.peer import Peer
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.shares import Share
-from diloco.protocol.states import STATES, State
+from diloco.protocol.states import STATES
 from diloco.protocol.succession import CLAIM_PATIENCE_S
 from tests.support import core
 from tests.support.certificates import MANIFEST, digest_of
@@ -52,14 +52,6 @@ def pair(**settings: object) -> Peer:
 
 def quick(sync_every: int = 1, **settings: object) -> OuterConfig:
     return OuterConfig.parse({"method": "diloco", "sync_every": sync_every, "quorum": 1, **settings})
-
-
-def orphan(peer: Peer, **fields: object) -> list[Action]:
-    """The other peer dies with a version that nobody else has; `x`, which says these fields in its hello, lives."""
-    peer.connected("x", hello_of(**fields), 1.0)  # type: ignore[arg-type]
-    peer.heard(OTHER, news_of(), 2.0)
-    peer.catch_up_failed(1)
-    return peer.lost(OTHER, 3.0, "reset")
 
 
 # -- admission --------------------------------------------------------------------------------------------------------
@@ -130,15 +122,6 @@ def test_the_next_peer_in_order_waits_for_the_one_before_it() -> None:
     assert of_type(Hold, peer.heard(ME, status_of(), 5.1 + CLAIM_PATIENCE_S + turn_s)) == [Hold(0, 1)]
 
 
-@pytest.mark.parametrize(("state", "note"), [("ready", "lost"), ("done", "leave")])
-def test_fragments_are_taken_over_when_their_peer_goes(state: State, note: str) -> None:
-    peer = pair()
-    assert of_type(Hold, peer.heard(OTHER, status_of(state), 1.0)) == []
-    actions = peer.lost(OTHER, 5.0, "connection reset")
-    assert notes(actions)[0] == note and peer.takeovers == 1
-    assert of_type(Hold, actions) == [Hold(1, 2)] and said(Claim, actions) == [claim_of(1, term=2)]
-
-
 def test_a_fragment_is_claimed_at_the_highest_version_anyone_has() -> None:
     peer = make(min_peers=2)
     peer.connected("x", hello_of(status_of(versions=[3, 0]), holds=False), 0.0)
@@ -180,14 +163,6 @@ def test_a_successor_takes_nothing_that_is_in_its_anchor() -> None:
     assert of_type(Hold, peer.lost(OTHER, 3.0, "reset")) == [Hold(1, 2)]
     verdict = peer.offer("x", again)
     assert not verdict.accepted and verdict.merged
-
-
-def test_nobody_claims_below_a_version_that_was_published() -> None:
-    """Not before all have said what they have."""
-    peer = pair()
-    assert of_type(Hold, orphan(peer, holds=False)) == []
-    actions = [*peer.heard("x", status_of("ready", versions=[0, 1]), 4.0), *peer.tick(5.0)]
-    assert of_type(CatchUp, actions) == [CatchUp(1, ("x",))] and of_type(Hold, actions) == []
 
 
 def test_an_heir_claims_from_the_last_version_of_a_leaver() -> None:

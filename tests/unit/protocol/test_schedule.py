@@ -29,12 +29,6 @@ def started(*settings: object, **begin: int) -> Schedule:
     return schedule
 
 
-def test_at_a_barrier_all_is_sent_and_received_at_the_end() -> None:
-    schedule, both = started(2, 3), (0, 1)
-    assert cycle(schedule, 6) == [(3, "send", both), (3, "receive", both), (6, "send", both), (6, "receive", both)]
-    assert schedule.inner_step == 0 and schedule.flying == ()
-
-
 def test_a_shorter_cycle_or_what_is_left_of_one_ends_sooner() -> None:
     assert cycle(started(1, 10, position=7), 3) == [(3, "send", (0,)), (3, "receive", (0,))]
     assert sends(started(5, 10, True, position=4), 6) == [(2, 2), (4, 3), (6, 4)]

@@ -87,16 +87,6 @@ A, B, C = map(member, "abc")
 ALL = members(A, B, C)
 
 
-@given(st.permutations("abc"))
-def test_a_version_closes_when_everybody_has_arrived(order: list[str]) -> None:
-    syncer = Syncer(0, TERM, VERSION)
-    for peer in order:
-        assert syncer.poll(ALL, 0.0) is None
-        send(syncer, peer)
-    assert syncer.poll(ALL, 0.0) == Close(0, VERSION, {"a": 100, "b": 100, "c": 100}, ())
-    assert syncer.poll(ALL, 0.0) is None  # once
-
-
 @pytest.mark.parametrize(
     ("other", "waited_for"),
     [
@@ -387,21 +377,6 @@ def test_a_quorum_of_one_closes_at_once_and_takes_the_late() -> None:
     assert verdict.late and not syncer.offer("d", contribution(VERSION + 4)).late, "the future"
 
 
-@settings(max_examples=30)
-@given(st.integers(2, 32), st.integers(0, 10**6))
-def test_peers_of_one_pace_are_less_than_a_round_late(active: int, seed: int) -> None:
-    """However far out of phase."""
-    syncer, order = quick(staleness_limit=1), random.Random(seed).sample(range(active), active)
-    bases = dict.fromkeys(order, VERSION)
-    for peer in order * 3:
-        assert syncer.staleness(bases[peer]) < 1
-        assert syncer.offer(f"p{peer}", contribution(bases[peer]), active).accepted
-        assert wants(syncer, f"p{peer}", 0)
-        syncer.arrived(f"p{peer}")
-        publish(syncer, ALL)
-        bases[peer] = syncer.version
-
-
 def test_a_round_is_as_many_contributions_as_there_are_peers() -> None:
     """However few versions they make, and what is late by a part of a round counts less."""
     syncer = quick(quorum=3, staleness_limit=1, staleness_exponent=0.5)
@@ -440,17 +415,6 @@ def test_adaptive_grace_is_a_part_of_what_the_overlap_leaves() -> None:
     contribute(slow, "b", active=3, now=1.9)
     close = slow.poll(ALL, 1.9, sync_s=0.2)
     assert close is not None and tuple(close.contributors) == ("a", "b"), "the quorum took all that the overlap hides"
-
-
-def test_no_contributor_waits_longer_than_its_own_overlap() -> None:
-    syncer = quick(grace_slack=0.5, overlap=4, sync_every=10)
-    contribute(syncer, "a")
-    paced = members(member("a", steps_per_s=0.5), member("b", steps_per_s=4.0), member("c", steps_per_s=0.1))
-    assert syncer.poll(paced, 0.0) is None and syncer.grace_until == 4.0
-    assert syncer.offer("b", contribution(age_s=0.5), 3, 2.0).accepted  # taken at 1.5; its update is due a second later
-    syncer.arrived("b")
-    assert syncer.poll(paced, 2.0) is None and syncer.grace_until == 2.25
-    assert syncer.poll(paced, 2.25) is not None
 
 
 def test_a_quorum_is_never_more_than_the_peers_that_train() -> None:

@@ -23,13 +23,16 @@ TOKEN = re.compile(r"[A-Za-z0-9_.-]{1,4096}")
 MAX_FILE_CHARACTERS = 1 << 16
 EXAMPLE = "/ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..."
 
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-# Prefix of the multihash and length in characters of the ids that libp2p makes: of Ed25519 and of RSA keys.
-_ID_LENGTHS = {"12D3Koo": 52, "Qm": 46}
-_PASTED = ".,;:!?)]}>\"'`"
+_BASE58 = "[1-9A-HJ-NP-Za-km-z]"
+_ID = re.compile(f"12D3Koo{_BASE58}{{45}}|Qm{_BASE58}{{44}}")  # the ids that libp2p makes, of Ed25519 and of RSA keys
+# Host, port, flags of the transport, the peer's id, and after a relay the id behind it.
+_SHAPE = re.compile(
+    r"/(ip4|ip6|dns|dns4|dns6)/([^/\s]+)/(?:tcp|udp)/(\d{1,5})(?:/(?:quic|quic-v1|ws|wss))*"
+    r"(?:/p2p/([^/]+)(?:/p2p-circuit/p2p/([^/]+))?)?"
+)
+_PASTED = ".,;:!?)]}>\"'`/"
 _HOST_PORT = re.compile(r"\[?[A-Za-z0-9.:-]+\]?:\d+")
 _DNS_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
-_FLAGS = ("quic", "quic-v1", "ws", "wss")
 
 
 @dataclass(frozen=True)
@@ -116,96 +119,43 @@ def _content(path: Path) -> str:
 
 def _token(text: str, query: str) -> str:
     token = query.removeprefix("token=")
-    if query in ("", "token", "token="):
-        raise ConfigError(f"ADDRESS={_shown(text)}: its token is missing after '?'; copy the whole link again")
-    if query.startswith("token=") and token[-1] in _PASTED and TOKEN.fullmatch(token.rstrip(_PASTED)):
-        raise ConfigError(f"ADDRESS={_shown(text)}: its token ends in {token[-1]!r}, pasted along; drop it")
-    if not query.startswith("token=") or not TOKEN.fullmatch(token):
-        raise ConfigError(
-            f"ADDRESS={_shown(text)} ends in ?{_shown(query)[:40]}; expected ?token=TOKEN, as an invitation says"
-        )
+    if token == query or not TOKEN.fullmatch(token):
+        raise ConfigError(f"ADDRESS={_shown(text)}: its token is damaged or missing; copy the whole link again")
     return token
 
 
 def problem(address: str) -> str | None:
     """What is wrong with the address of a peer, as a clause with its remedy; None when nothing is."""
-    if not address.strip("/"):
-        return f"it is empty; one looks like {EXAMPLE}"
     if re.match(r"https?:", address):
         return f"it is the address of a web page; that of a peer looks like {EXAMPLE}"
-    if not address.startswith("/"):
-        if _HOST_PORT.fullmatch(address):
-            host, _, port = address.rpartition(":")
-            return f"it is HOST:PORT; write {_family(host.strip('[]'))}/tcp/{port}/p2p/PEER_ID, as the peer prints it"
-        return f"it does not begin with '/'; one looks like {EXAMPLE}"
-    if any(character.isspace() for character in address):
-        return "there is a space in it; quote or copy it again in one piece"
-    *_, last = address.split("/")
-    parts = address[1:].split("/")
-    wrong = _host(parts) or _port(parts) or _rest(parts)
-    if wrong is not None and last and last[-1] in _PASTED and problem(address.rstrip(_PASTED)) is None:
-        return f"it ends in {last[-1]!r}, pasted along; drop it"
+    if _HOST_PORT.fullmatch(address):
+        host, _, port = address.rpartition(":")
+        return f"it is HOST:PORT; write {_family(host.strip('[]'))}/tcp/{port}/p2p/PEER_ID, as the peer prints it"
+    shape = _SHAPE.fullmatch(address)
+    wrong = _wrong(shape) if shape else f"it is damaged; one looks like {EXAMPLE}"
+    if wrong is not None and address and address[-1] in _PASTED and problem(address.rstrip(_PASTED)) is None:
+        return f"it ends in {address[-1]!r}, pasted along; drop it"
     return wrong
 
 
-def _host(parts: list[str]) -> str | None:
-    kind, value = parts[0], parts[1] if len(parts) > 1 else ""
-    if kind in ("dns", "dns4", "dns6"):
-        return None if _DNS_NAME.fullmatch(value) else f"{value!r} is no host name"
-    if kind not in ("ip4", "ip6"):
-        return f"/{kind} is not known; it begins with /ip4/, /ip6/ or /dns/, such as {EXAMPLE}"
+def _wrong(shape: re.Match[str]) -> str | None:
+    """What is wrong with an address of the right shape."""
+    kind, host, port, *ids = shape.groups()
     try:
-        found = ipaddress.IPv4Address(value) if kind == "ip4" else ipaddress.IPv6Address(value)
+        unspecified = kind.startswith("ip") and ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        other = {"ip4": "ip6", "ip6": "ip4"}[kind]
-        if _family(value) == f"/{other}/{value}":
-            return f"{value} after /{kind} belongs after /{other}"
-        return f"{value!r} is no IP{kind[2]} address"
-    if found.is_unspecified:
-        return f"{value} is where a peer listens, not where others reach it; put the address of its machine there"
-    return None
-
-
-def _port(parts: list[str]) -> str | None:
-    kind, port = parts[2] if len(parts) > 2 else "", parts[3] if len(parts) > 3 else ""
-    if kind == "p2p":
-        return f"the port is missing before /p2p; one looks like {EXAMPLE}"
-    if kind not in ("tcp", "udp") or not port:
-        return f"it has no port and no peer id; one looks like {EXAMPLE}"
-    if not (port.isascii() and port.isdigit()):
-        return f"{port!r} after /{kind} is no port"
-    fits = len(port) <= 5 and 1 <= int(port) <= 65535
-    return None if fits else f"port {port[:20]} after /{kind} is not one of 1 to 65535"
-
-
-def _rest(parts: list[str]) -> str | None:
-    """Checks what follows the port: flags of the transport, the peer's id, and after a relay the id behind it."""
-    rest = [part for part in parts[4:] if part not in _FLAGS]
-    if rest and rest[-1] == "" and len(rest) % 2 and rest[:-1]:
-        return "it ends in '/', pasted along or cut off; copy it again"
-    if not rest or rest[0] != "p2p":
+        return f"{host!r} is no IP{kind[2]} address"
+    if _family(host)[:4] != f"/{kind[:3]}" or not (kind.startswith("ip") or _DNS_NAME.fullmatch(host)):
+        return f"{host!r} does not belong after /{kind}"
+    if unspecified:
+        return f"{host} is where a peer listens, not where others reach it; put the address of its machine there"
+    if not 1 <= int(port) <= 65535:
+        return f"port {port} is not one of 1 to 65535"
+    if ids[0] is None:
         return "/p2p/PEER_ID is missing at its end; copy the whole line that the peer printed"
-    if "p2p-circuit" in rest:
-        at = rest.index("p2p-circuit")
-        return _rest([*parts[:4], *rest[:at]]) or _rest([*parts[:4], *rest[at + 1 :]])
-    if len(rest) > 2:
-        return f"/{'/'.join(rest[2:])[:40]} after the peer id is not known; drop it"
-    return _peer_id(rest[1] if len(rest) > 1 else "")
-
-
-def _peer_id(text: str) -> str | None:
-    if not text:
-        return "the peer id after /p2p/ is missing; copy the whole line that the peer printed"
-    strange = next((character for character in text if character not in _BASE58), None)
-    if strange is not None:
-        return f"its peer id {_shown(text)} holds {strange!r}, which no peer id does; copy it again"
-    wanted = next((length for prefix, length in _ID_LENGTHS.items() if text.startswith(prefix)), None)
-    if wanted is None:
-        return f"{_shown(text)} is no peer id; one begins with 12D3Koo or Qm"
-    if len(text) < wanted:
-        return f"its peer id is cut off after {len(text)} of {wanted} characters; copy the whole line again"
-    if len(text) > wanted:
-        return f"its peer id has {len(text) - wanted} characters too many, from {text[wanted:][:20]!r} on; drop them"
+    for one in filter(None, ids):
+        if not _ID.fullmatch(one):
+            return f"its peer id {_shown(one)} is cut off or damaged; copy the whole line that the peer printed"
     return None
 
 

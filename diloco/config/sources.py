@@ -1,22 +1,14 @@
 """Where files of settings are looked for, and the choices that are found there.
 
-The first place that has a file counts: `configs/` in the working directory, `--config-dir`, then the package. A folder
-`configs/` without a group of ours is not looked at. Where it has a file of a name of ours with other content, it
-belongs to another program: it comes last, so that it adds choices and replaces none. For a guest in somebody's swarm it
-comes last, too: nothing that lies in the working directory counts there without being typed.
+The first place that has a file counts: `--config-dir`, the package, then `configs/` in the working directory. So that
+one, which may belong to another program or lie there by chance, adds choices and replaces none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from diloco.config.explain import leaves
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
@@ -26,7 +18,6 @@ PRIMARY = "config"
 SCHEMA = "diloco_schema"  # the name under which Hydra finds the defaults of the schema
 SECTIONS = tuple(Config.model_fields)
 OWN = Path("configs")
-_KEYS = frozenset(key for key, _ in leaves(Config))
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,6 @@ class Start:
     base: Path | None = None  # --config: a file over the defaults, or the config.yaml of a run instead of them
     folder: Path | None = None  # --config-dir
     name: str = PRIMARY  # --config-name
-    guest: bool = False  # of a swarm whose run is its own
 
     def arguments(self) -> list[str]:
         """The same start as options of a command line."""
@@ -57,9 +47,8 @@ def search_path(start: Start) -> tuple[Path, ...]:
     typed = [] if start.folder is None else [start.folder.resolve()]
     places = [*typed, _package().resolve()]
     own = OWN.resolve()
-    if own not in places and _is_used(own, start):
-        last = start.guest or _is_foreign(own)
-        places = [*places, own] if last else [own, *places]
+    if _is_used(own, start):
+        places.append(own)
     return tuple(dict.fromkeys(places))
 
 
@@ -102,29 +91,3 @@ def _package() -> Path:
 def _is_used(own: Path, start: Start) -> bool:
     named = start.name != PRIMARY and (own / f"{start.name}.yaml").is_file()
     return named or any(next((own / name).glob("**/*.yaml"), None) for name in (*SECTIONS, "experiment"))
-
-
-def _is_foreign(own: Path) -> bool:
-    """Whether a file in `own` would take the place of one of the package without a setting of ours in it."""
-    return any(not _is_ours(own / file, file) for file in _names(_package()) if (own / file).is_file())
-
-
-def _names(package: Path) -> Iterator[Path]:
-    yield Path(f"{PRIMARY}.yaml")
-    for group in (*SECTIONS, "experiment"):
-        yield from (file.relative_to(package) for file in (package / group).glob("*.yaml"))
-
-
-def _is_ours(file: Path, name: Path) -> bool:
-    try:
-        content = OmegaConf.load(file)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
-        return True  # whoever chooses it is told what is wrong with it
-    if not isinstance(content, DictConfig):
-        return False
-    if len(name.parts) == 1:
-        return SCHEMA in content.get("defaults", ())
-    prefix = "" if name.parts[0] == "experiment" else f"{name.parts[0]}."
-    keys = [f"{prefix}{key}" for key in map(str, content) if key not in ("defaults", "hydra")]
-    known = _KEYS if prefix else frozenset(SECTIONS)
-    return not keys or any(key in known for key in keys)

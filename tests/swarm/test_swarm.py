@@ -220,7 +220,7 @@ def test_addresses_that_cannot_be_used_are_named(crowds: Any, tmp_path: Path) ->
             {"identity_path": own_key},
             f"swarm.identity_path={own_key} is in use by a running peer; give this one another file",
         ),
-        (["/ip4/127.0.0.1"], {}, "swarm.initial_peers: '/ip4/127.0.0.1' is not a peer address: it has no port"),
+        (["/ip4/127.0.0.1"], {}, "swarm.initial_peers: '/ip4/127.0.0.1' is not a peer address: it is damaged"),
     ):
         with pytest.raises(DilocoError) as caught:
             crowd.peer(*addresses, **options).start()

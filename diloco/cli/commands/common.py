@@ -71,12 +71,12 @@ class Asked:
             raise ConfigError("--package goes with --cfg; add --cfg job")
         return None if self.cfg is None else f"--cfg={self.cfg}"
 
-    def start(self, guest: bool = False) -> Start:
+    def start(self) -> Start:
         """The same for `compose`."""
         from diloco.config import Start
 
         given = {} if self.name is None else {"name": self.name.removesuffix(".yaml")}
-        return Start(base=self.base, folder=self.folder, guest=guest, **given)
+        return Start(base=self.base, folder=self.folder, **given)
 
 
 # Options of Hydra that have no use here: their names, whether they are flags, and what to type instead.
@@ -127,17 +127,16 @@ def run(
     asked: Asked,
     given: Sequence[str] = (),
     multirun: bool = False,
-    guest: bool = False,
     **options: Any,
 ) -> int:
     """Composes the configuration, and prints it or runs the command with it.
 
     `overrides` are the user's, `given` those that the command adds. A setting that is probably not meant is a warning
-    on stderr. A `guest` takes part in somebody's run.
+    on stderr.
     """
     from diloco.config import compose
 
-    start = asked.start(guest)
+    start = asked.start()
     if asked.shows:
         if multirun:
             raise ConfigError(f"{asked.shows} shows one configuration; drop --multirun")

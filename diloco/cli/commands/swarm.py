@@ -68,12 +68,12 @@ def join(address: str | None, yes: bool, overrides: tuple[str, ...], asked: Aske
     comes back.
     """
     if asked.shows:
-        return run("join", overrides, asked, guest=True)
+        return run("join", overrides, asked)
     if address is None or common.split_address(address, overrides)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
     found, given = common.guest(address, overrides)
     given, typed = [*_text(overrides), *given], _typed(overrides)
-    return run("join", overrides, asked, given, guest=True, address=found, typed=typed, yes=yes)
+    return run("join", overrides, asked, given, address=found, typed=typed, yes=yes)
 
 
 @click.command(cls=Command)
@@ -97,7 +97,7 @@ def host(new: bool, until_done: bool, address: str | None, overrides: tuple[str,
     if address is not None:
         found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
         given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
-    return run("host", overrides, asked, given, guest=address is not None, until_done=until_done)
+    return run("host", overrides, asked, given, until_done=until_done)
 
 
 @click.command(cls=Command)
@@ -153,15 +153,14 @@ def doctor(address: str | None, overrides: tuple[str, ...], asked: Asked, as_jso
     that the swarm cannot be joined. Nothing takes part in the run. An ADDRESS brings the run's own settings.
     """
     address, overrides = common.split_address(address, overrides)
-    guest = address is not None
     if asked.shows:
-        return run("doctor", overrides, asked, guest=guest)
+        return run("doctor", overrides, asked)
     found, given = None, list[str]()
     if address is not None:
         found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
         given = [*_text(overrides), *given]
     typed = _typed(overrides)
-    return run("doctor", overrides, asked, given, guest=guest, address=found, as_json=as_json, typed=typed)
+    return run("doctor", overrides, asked, given, address=found, as_json=as_json, typed=typed)
 
 
 def _text(overrides: tuple[str, ...]) -> list[str]:

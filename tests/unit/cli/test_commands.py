@@ -137,7 +137,7 @@ EITHER = "host needs either the ADDRESS of a peer, as it prints it, or --new"
         ("generate m --tokens 0", "Invalid value for '--tokens': 0 is not in the range"),
         ("host", EITHER),
         (f"host {ADDRESS} --new", EITHER),
-        ("host /ip4/127.0.0.1", "ADDRESS=/ip4/127.0.0.1 cannot be used: it has no port and no peer id"),
+        ("host /ip4/127.0.0.1", "ADDRESS=/ip4/127.0.0.1 cannot be used: it is damaged"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_two(line: str, text: str, recorder: Recorder, typed: Typed) -> None:

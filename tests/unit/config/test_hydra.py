@@ -117,24 +117,16 @@ def test_torchrun_takes_the_same_options() -> None:
 
 
 # --- Where files are looked for ---------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_the_working_directory_comes_before_folder_and_package(own: Path) -> None:
+def test_a_folder_that_is_named_comes_before_the_package_and_the_working_directory_last(own: Path) -> None:
     write("configs/outer/diloco.yaml", "method: diloco\nsync_every: 11\n")
     write("shared/outer/diloco.yaml", "method: diloco\nsync_every: 12\n")
-    both = Start(folder=Path("shared"))
-    assert search_path(both) == (own / "configs", own / "shared", PACKAGE)
-    assert compose([], both).outer.sync_every == 11
-    Path("configs/outer/diloco.yaml").unlink()
-    assert compose([], both).outer.sync_every == 12
-    assert compose().outer.sync_every == 100
-    write("configs/train/default.yaml", "threads: 9\n")
-    guest = Start(guest=True)  # takes nothing from there that was not typed
-    assert (compose().train.threads, compose([], guest).train.threads) == (9, None)
-    assert compose(["train=h100"], guest).train.threads == 3
+    named = Start(folder=Path("shared"))
+    assert search_path(named) == (own / "shared", PACKAGE, own / "configs")
+    assert (compose([], named).outer.sync_every, compose().outer.sync_every) == (12, 100)
 
 
 def test_a_choice_that_is_not_there_says_where_it_was_looked_for(here: Path) -> None:
-    looked = f"looked in {here / 'configs' / 'wandb'}, {PACKAGE / 'wandb'}"
+    looked = f"looked in {PACKAGE / 'wandb'}, {here / 'configs' / 'wandb'}"
     assert complaint("wandb=team") == f"wandb=team is not a choice; expected one of default, offline, online; {looked}"
     assert complaint("experiment=./mine.yaml").endswith("or give --config ./mine.yaml")
     nowhere = "--config-dir=nowhere is no directory; make it, or drop the option"
@@ -142,32 +134,10 @@ def test_a_choice_that_is_not_there_says_where_it_was_looked_for(here: Path) -> 
     assert complaint(start=Start(name="nothing")).startswith("--config-name=nothing is not there; looked for nothing.y")
 
 
-FOREIGN: list[dict[str, str]] = [
-    {"trainer/default.yaml": "gpus: 4", "callbacks/none.yaml": "x: 1"},
-    {"config.yaml": "defaults: [model: resnet]\nlr: 1", "model/resnet.yaml": "depth: 18"},
-    {"train/default.yaml": "max_epochs: 3\n_target_: os.system", "eval/default.yaml": "ckpt: last"},
-    {"data/stdlib.yaml": "- a list"},
-]
-
-
-@pytest.mark.parametrize("files", FOREIGN)
-def test_others_configs_change_nothing(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = compose()
-    monkeypatch.chdir(tmp_path)
-    for name, text in files.items():
-        write(f"configs/{name}", text)
-    assert compose(["outer=diloco", "train=default"]) == usual
-    assert search_path(Start())[0] == PACKAGE
-
-
-def test_a_config_of_ones_own_takes_the_place_of_ours(own: Path) -> None:
-    """If it has the schema; and it may choose from folders below a group."""
-    ours = (PACKAGE / "config.yaml").read_text()
-    write("configs/config.yaml", ours.replace("id: diloco", "id: house"))
+def test_choices_may_lie_below_a_group(own: Path) -> None:
     write("configs/experiment/north/one.yaml", "# @package _global_\nrun:\n  name: one\n")
     assert "north/one" in choices()["experiment"]
-    run = compose(["experiment=north/one"]).run
-    assert (run.id, run.name) == ("house", "one")
+    assert compose(["experiment=north/one"]).run.name == "one"
 
 
 def test_a_change_of_a_file_is_seen(own: Path) -> None:

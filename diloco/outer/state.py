@@ -48,11 +48,6 @@ class OuterState:
         """The same in memory of its own."""
         return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
 
-    def with_buffers(self, num_buffers: int) -> OuterState:
-        """The same with so many further vectors; those of an older checkpoint, which has none, begin anew."""
-        missing = 1 + num_buffers - len(self.vectors)
-        return replace(self, vectors=(*self.vectors, *(torch.zeros_like(self.momentum) for _ in range(missing))))
-
     def part(self, start: int, stop: int) -> list[Tensor]:
         """Views of a chunk of the vectors."""
         return [vector[start:stop] for vector in self.vectors]

@@ -43,23 +43,22 @@ def restore_swarm(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> S
         versions=state["versions"],
         terms=state["terms"],
         applied_tokens=state["applied_tokens"],
-        # Older checkpoints have none of these.
-        units=state.get("units", (0, ())),
-        shares=[{peer: Share(*share) for peer, share in known.items()} for known in state.get("shares", ())],
-        applied={int(base_version): tokens for base_version, tokens in state.get("applied", {}).items()},
+        units=state["units"],
+        shares=[{peer: Share(*share) for peer, share in known.items()} for known in state["shares"]],
+        applied={int(base_version): tokens for base_version, tokens in state["applied"].items()},
         outer={fragment: _outer_state(outer, state, fragment) for fragment in held},
-        records=[None if text is None else _record(text) for text in state.get("records", ())],
-        addresses=state.get("addresses", ()),
+        records=[None if text is None else _record(text) for text in state["records"]],
+        addresses=state["addresses"],
         residuals={int(name): residual for name, residual in tensors["residual"].items()},
     )
 
 
 def _outer_state(tensors: Tensors, state: Mapping[str, Any], fragment: int) -> tuple[Tensor, OuterState]:
-    """The master, and what the optimizer keeps. An older checkpoint has the momentum only, and no windows."""
+    """The master, and what the optimizer keeps."""
     vectors, kept = [tensors[f"{fragment}.momentum"]], tensors.keys()
     while (name := f"{fragment}.buffer{len(vectors)}") in kept:
         vectors.append(tensors[name])
-    window = state.get("windows", {}).get(str(fragment), ())
+    window = state["windows"][str(fragment)]
     return tensors[f"{fragment}.master"], OuterState(state["versions"][fragment], tuple(vectors), *window)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,27 +93,6 @@ def test_when_everything_was_down_nothing_is_merged_again(config: Config) -> Non
     assert verdict_on(host, 0).merged and not verdict_on(host, 0).accepted
     assert verdict_on(host, 1).accepted
     assert [(row.peer_id, row.tokens) for row in host.protocol.accounts.contributions()] == [(OTHER, 20), (ME, 10)]
-
-
-def test_an_older_checkpoint_is_loaded(config: Config) -> None:
-    """From before there was a record, and before windows were saved."""
-    host = host_of(optimizer="delayed_nesterov")
-    host.replica.held[0].state.momentum.fill_(1.0)
-    saved_by(host, config)
-    session = Session(config)
-    assert session._checkpoint is not None
-    for key in ("shares", "applied", "units", "windows"):
-        del session._checkpoint.state[key]
-    outer = session._checkpoint.tensors["outer"]
-    old = {name: tensor for name, tensor in outer.items() if "buffer" not in name}
-    assert len(old) == len(outer) - 1
-    session._checkpoint = replace(session._checkpoint, tensors={**session._checkpoint.tensors, "outer": old})
-    saved = session.outer()
-    assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
-    assert host_of(saved, optimizer="delayed_nesterov").protocol.accounts.contributions() == []
-    saved.load_(resumed := host_of(optimizer="delayed_nesterov").replica)
-    state = resumed.held[0].state
-    assert (state.pushes, state.delay) == (0, 1) and state.momentum.all() and not state.vectors[1].any()
 
 
 def test_a_window_that_is_not_full_survives_a_restart(config: Config) -> None:

@@ -76,7 +76,13 @@ def check_same_run(config: Config, manifest: str) -> None:
     """Checks that a run directory belongs to this run: since its `manifest`, only the budget and the rounds
     that are planned may have changed. Raises `CheckpointError` if other settings differ; the text names them.
     """
-    differing = config.manifest().differences(Manifest.from_json(manifest, any_wire_version=True))
+    try:
+        saved = Manifest.from_json(manifest, any_wire_version=True)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"run.dir={config.run.dir} holds a run of another diloco ({error}); use that one, or another run.dir"
+        ) from None
+    differing = config.manifest().differences(saved)
     differing = [line for line in differing if not line.startswith(("budget.", "outer.rounds:"))]
     if differing:
         raise CheckpointError(

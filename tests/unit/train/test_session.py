@@ -114,6 +114,11 @@ def test_a_run_directory_of_an_older_wire_version_is_used(config: Config) -> Non
     manifest["run"] = {**manifest["run"], "seed": 99}
     with pytest.raises(CheckpointError, match=r"run\.seed: 0 here, 99 there"):
         check_same_run(config, json.dumps(manifest))
+    manifest["outer"] = {**manifest["outer"], "audit": 0.02}
+    with pytest.raises(
+        CheckpointError, match=r"holds a run of another diloco \(.*outer\.audit is not a setting.*; use that"
+    ):
+        check_same_run(config, json.dumps(manifest))
 
 
 def test_what_a_winning_history_lacks_is_discarded(config: Config) -> None:

@@ -89,9 +89,3 @@ def test_what_a_node_keeps_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch
         storage.store_subkey(key, f"Qm{number}", b"record", ends + number / 1000)
     kept = storage.get(key)
     assert kept is not None and [name for name, _ in kept.value.items()] == [f"Qm{one}" for one in range(990, 1000)]
-
-
-def test_an_identity_is_never_readable_by_others(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "identity.key"
-    own_id(path)
-    assert list(path.parent.iterdir()) == [path] and path.stat().st_mode & 0o777 == 0o400

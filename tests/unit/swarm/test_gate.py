@@ -15,7 +15,6 @@ from diloco.admission.keys import MAX_REVOKED, new_key
 from diloco.errors import ConfigError
 from diloco.protocol.limits import REFUSALS
 from diloco.protocol.messages import Message, Refusal, encode
-from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.protocol.messages.control import MAX_GREETING_BYTES, Claim, Greeting
 from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.wire.gate import Gate, GuardedP2P, gate_for, watching
@@ -52,21 +51,6 @@ async def test_two_gates_of_a_run_know_each_other_after_a_greeting(key: RunKey) 
     assert not (await greet(alice, "QmBob")).written  # nothing is said twice
     with pytest.raises(asyncio.IncompleteReadError):
         await greet(alice, "QmBob", again=True)
-
-
-def test_an_open_gate_lets_everybody_in_and_says_nothing() -> None:
-    one = Gate()
-    assert one.believes("QmAnybody") and one.call_objection("QmAnybody") is None
-    assert one.objection("QmAnybody", ManifestRequest()) is None
-    assert one._greeting() == Greeting() and one.evidence() == [] and one.run_key is None
-    assert one.expel() == {} and one.lapsed() is None and one.revocations is None
-
-
-async def test_a_host_that_says_it_trains_is_refused(key: RunKey) -> None:
-    door, host = gate(key, "QmDoor"), gate(key, "QmHost", "host")
-    await greet(door, "QmHost", host._greeting())
-    assert door.objection("QmHost", hello(trains=False)) is None
-    assert "role host does not allow training" in str(door.objection("QmHost", hello()))
 
 
 async def test_a_public_run_takes_contributors_and_only_invited_peers_make_its_versions(key: RunKey) -> None:
@@ -148,16 +132,6 @@ async def test_the_settings_of_a_peer_make_its_gate(key: RunKey, tmp_path: Path)
             gate_for(*wrong)
 
 
-async def test_the_owner_s_peers_begin_with_what_is_revoked_already(key: RunKey, tmp_path: Path) -> None:
-    Revoked.sign(key, "run", 4, ["0" * 16], []).remember(tmp_path / "run.key", "run")
-    made, door = gate_for("run", None, None, str(tmp_path / "run.key")), gate(key, "QmDoor")
-    assert made.revocations is not None and made.revocations.number == 4
-    made.me, heard = "QmMe", list[int]()
-    door.on_revoked = lambda said: heard.append(said.number)
-    await meet(door, made)
-    assert heard == [4] and door.revocations == made.revocations
-
-
 @pytest.mark.parametrize("caller_knows", [True, False])
 async def test_the_longest_list_of_what_is_revoked_is_sent_once(key: RunKey, caller_knows: bool) -> None:
     """From whoever has it to the other."""
@@ -186,21 +160,6 @@ class Sending(Wire):
         super().__init__()
         self.reader = asyncio.StreamReader()
         self.reader.feed_data(data)
-
-
-@pytest.mark.parametrize("nbytes", [MAX_GREETING_BYTES + 1, MAX_FRAME_BYTES, 2**32 - 1])
-@pytest.mark.parametrize("is_open", [True, False])
-async def test_a_greeting_that_is_too_long_is_refused_unread(key: RunKey, nbytes: int, is_open: bool) -> None:
-    """It says only how long its frame would be."""
-    one, noted = Gate() if is_open else gate(key, "QmOne"), list[str]()
-    one.on_refused = lambda peer, why: noted.append(why)
-    calling, answering = (Sending(nbytes.to_bytes(4, "big")) for _ in range(2))
-    await one.welcome("QmStranger", calling.reader, calling)
-    assert noted == [f"a frame of {nbytes} bytes is over the limit of {MAX_GREETING_BYTES}"]
-    assert calling.closed and not calling.written
-    with pytest.raises(ConnectionError, match="over the limit of"):
-        await greet(one, "QmStranger", wire=answering)
-    assert answering.closed
 
 
 async def test_a_stream_of_a_stranger_ends_after_a_refusal(key: RunKey) -> None:

@@ -58,13 +58,6 @@ def test_a_list_in_the_file_counts_only_if_its_owner_signed_it(path: Path) -> No
     assert door(path).revoked.number == 0
 
 
-def test_the_memory_of_another_run_of_that_name_is_left_out(path: Path) -> None:
-    one = door(path)
-    assert one.revoke(Revoked.sign(KEY, "run", 3, [], [ALICE]))
-    assert door(path).revoked.number == 3
-    assert door(path, RunKey(new_key())).revoked.number == 0
-
-
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"scope": "run/x", "revoked": 1}'])
 def test_a_damaged_memory_is_named_before_anybody_is_let_in(path: Path, content: str) -> None:
     path.parent.mkdir()

@@ -27,9 +27,3 @@ def test_what_another_history_lacks_is_lost_and_the_rest_found() -> None:
     assert (recount.lost, recount.found) == ({}, {3: 40}) and tokens.take_lost() == -40
     assert tokens.applied == {0: 10, 1: 20, 3: 40}
     assert tokens.recount(-1, 0).lost == {0: 10, 1: 20, 3: 40} and tokens.applied == {}
-
-
-def test_a_contribution_on_its_way_is_not_one_that_was_left_out() -> None:
-    tokens = OwnTokens({4: 16, 5: 16})
-    tokens.was_left_out(3, 16)
-    assert tokens.recount(6, 48) == ({}, {}) and tokens.take_lost() == 0

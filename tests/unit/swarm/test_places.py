@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from diloco.protocol.membership import MAX_ADDRESSES, AddressBook
+from diloco.protocol.membership import AddressBook
 from diloco.protocol.peer import Peer
 from diloco.swarm.visit.visitor import Visitor
 from diloco.swarm.wire.transport import Transport
@@ -34,13 +34,6 @@ def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
     for teller, place, believed in ((A, hearsay, hearsay), (B, at(B), at(B)), (A, hearsay, at(B))):
         places.hear(teller, {B: [place]})
         assert places.of(B) == (believed,)
-
-
-def test_what_is_no_address_of_that_peer_is_left_out() -> None:
-    places = AddressBook()
-    places.hear(A, {A: [at(B), "nowhere", f"/ip4/0.0.0.0/tcp/1/p2p/{A}", *[at(A)] * 9], C: []})
-    assert places.of(A) == (at(A),) * MAX_ADDRESSES
-    assert places.all([A, B, C]) == {A: [at(A)] * MAX_ADDRESSES}
 
 
 def test_a_watcher_calls_no_file_that_a_peer_names() -> None:

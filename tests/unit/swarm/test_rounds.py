@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.fragment import Lease
@@ -68,16 +67,6 @@ async def test_records_in_a_row_are_applied_one_by_one() -> None:
     assert host.protocol.versions == [3] and "fetch_failed" not in host.notes
 
 
-async def test_records_with_a_gap_change_nothing_after_it() -> None:
-    host = StubHost(OTHER)
-    first, _, third = three(host)
-    with pytest.raises(PayloadError, match="a record to version 3 of fragment 0 does not follow version 1"):
-        await host.anchors.adopt_records([first, third])
-    with pytest.raises(PayloadError, match="a record to version 1 does not follow version 1"):
-        await host.anchors.adopt_records([host.record(1, full(0), before="f" * 64)])
-    assert host.protocol.versions == [1] and host.protocol.digests == host.replica.digests()
-
-
 @pytest.mark.parametrize(("codec", "kept"), [("fp32", 1), ("fp16", 1), ("int8", 3), ("e3m0", 7)])
 async def test_records_are_kept_while_they_are_smaller_than_the_state(codec: str, kept: int) -> None:
     host = StubHost(ME, numel=9000, codec_down=codec)
@@ -125,18 +114,6 @@ async def test_a_higher_number_moves_no_anchor() -> None:
     assert follower.protocol.fragments[0].shares == shares, "of the same anchor, made in another way"
     assert await host.exchange() == (0, 7), "a contribution from the anchor that has the number 6 now"
     assert host.protocol.steps == 1
-
-
-async def test_what_was_learned_from_a_replaced_anchor_is_discarded() -> None:
-    host = StubHost(ME)
-    await host.learn()
-    await host.catch_up({0: host.state(1, full(3), **{OTHER: Share(1, 10, 1, 1)})})
-    assert await host.exchange() == (10, 1)
-    assert torch.equal(host.replica.anchors[0], full(3))
-    assert torch.equal(host.replica.held[0].master, host.replica.anchors[0])
-    await host.learn()
-    assert await host.exchange() == (0, 2)
-    assert host.replica.anchors[0].unique().tolist() == [2.0]
 
 
 def offered(host: StubHost) -> tuple[Syncer, Contribution]:

@@ -85,21 +85,6 @@ async def test_work_that_must_be_whole_ends_before_its_caller() -> None:
         assert steps == ["one half", "the other"]
 
 
-async def test_a_condition_that_holds_no_more_is_waited_for_again() -> None:
-    value = 0
-    async with closing() as tasks:
-        waiting = asyncio.ensure_future(tasks.until(lambda: value == 1))
-        await turns()
-        value = 1
-        tasks.notify()
-        value = 2  # before the task has its turn
-        await turns()
-        assert not waiting.done()
-        value = 1
-        tasks.notify()
-        await waiting
-
-
 async def test_a_failed_condition_or_task_is_raised_in_who_waits() -> None:
     broken = False
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from diloco.protocol.actions import Action, Broadcast, Note
 from diloco.protocol.ledger import Ledger, Units, count, difference, intersection, union
-from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
 from diloco.protocol.peer import Peer
@@ -140,14 +139,6 @@ def test_what_a_version_holds_is_not_handed_out_again(heard: str) -> None:
     assert ledger.open == [(4, 8)] and ledger.leased == {"b": [(4, 8)]}
 
 
-def test_a_version_that_died_with_its_author_keeps_no_units() -> None:
-    peer = follower(cursor=8, open=[[0, 8]])
-    word: dict[str, Any] = {"version": 1, "digest": digest_of(1), "applied_tokens": 1, "cursor": 8, "open": []}
-    peer.heard("s", Published(fragment=0, term=1, contributors=["b"], **word), 0.6)
-    peer.catch_up_failed(0)
-    assert take_over(peer).free == [(0, 8)] and peer.versions == [0]
-
-
 def test_units_of_one_that_comes_back_are_its_again_or_counted() -> None:
     peer, ledger = dealing(8)
     peer.lost("b", 9.0, "silent")
@@ -156,12 +147,6 @@ def test_units_of_one_that_comes_back_are_its_again_or_counted() -> None:
     assert ledger.leased["b"] == [(4, 8)]
     assert twice_noted(contribute(peer, "b", [(2, 8)])) == [2]
     assert twice_noted(contribute(peer, "a", [(0, 2)])) == []
-
-
-def test_one_message_does_not_use_up_the_list() -> None:
-    peer, ledger = dealing()
-    peer.heard("b", Status(state="training", versions=[0], units=[[2**48, 2**49]]), 9.5)
-    assert peer.accounts.lease_units("b", 4, []) == [(0, 4)] and ledger.cursor == 4
 
 
 # -- what a peer has --------------------------------------------------------------------------------------------------
@@ -196,13 +181,6 @@ def test_every_sequence_comes_once_and_is_kept_until_settled(steps: list[tuple[s
                 ledger.grant("b", number, [])
         assert not intersection(data.all, settled)
         assert data.all == ledger.leased.get("a", [])
-
-
-def test_a_data_has_no_more_pieces_than_can_be_told() -> None:
-    data = LeasedData()
-    data.add([(2 * number, 2 * number + 1) for number in range(100)])
-    assert len(data.all) == MAX_UNIT_RANGES and data.take(MAX_UNIT_RANGES + 1) is None
-    assert data.take(MAX_UNIT_RANGES) is not None
 
 
 class Ranks:

@@ -6,10 +6,7 @@ import difflib
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
 
 from tests.support.pages import block
 from tests.support.places import ROOT
@@ -46,20 +43,6 @@ def test_the_design_names_every_room_of_the_package() -> None:
     named = {word for line in storeys.splitlines() for word in line.strip()[:24].split("  ")[0].split(" | ")}
     rooms = {place.parent.name for place in (ROOT / "diloco").glob("*/__init__.py")}
     assert rooms and rooms <= named
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
-        path, _, heading = target.partition("#")
-        file = page.parent / path if path else page
-        assert file.exists(), target
-        headings = [re.sub(r"[^\w\- ]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in titles(file)]
-        assert not heading or heading in headings, target
-
-
-def titles(file: Path) -> list[str]:
-    return [line for line in file.read_text().splitlines() if line.startswith("#")] if file.suffix == ".md" else []
 
 
 def test_every_command_of_the_pages_exists_and_each_is_explained() -> None:

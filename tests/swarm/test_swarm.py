@@ -1,4 +1,4 @@
-"""Nodes over real libp2p streams on loopback: rounds, joiners, deaths, handovers, refusals."""
+"""Nodes over real libp2p streams on loopback: rounds, joiners, deaths, refusals."""
 
 from __future__ import annotations
 

@@ -250,7 +250,11 @@ class OuterOptimizer(ABC):
 
 
 class Nesterov(OuterOptimizer):
-    """Nesterov momentum once per version (DiLoCo, arXiv 2311.08105)."""
+    """Nesterov momentum once per version (DiLoCo, arXiv 2311.08105): that of `torch.optim.SGD(nesterov=True)`.
+
+    m = beta m + delta;  master -= lr (delta + beta m). From a momentum of zero the first step is lr (1 + beta) delta,
+    and a constant delta approaches lr / (1 - beta) delta.
+    """
 
     name = "nesterov"
     num_buffers = 0

@@ -33,7 +33,7 @@ from diloco.errors import CheckpointError
 
 __all__ = ["FORMAT", "Checkpoint", "CheckpointStore"]
 
-FORMAT = 1
+FORMAT = 2
 STATE_FILE = "state.json"
 BLOCK_BYTES = 16 * 2**20  # a block is still in the cache when it is hashed; hashing and writing release the GIL
 

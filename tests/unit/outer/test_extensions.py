@@ -100,10 +100,6 @@ def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
         torch.testing.assert_close(replica.anchors[0], reference.detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_backup_follows_what_follows_from_a_push_and_no_transition() -> None:
-    assert not Adam.can_follow and HeavyBall.can_follow
-
-
 def test_a_registered_class_is_all_that_a_new_codec_takes() -> None:
     register(type("Published", (Thirds,), {"publishes": True}))
     settings = outer(codec_up="thirds", codec_down="thirds", lr=1, momentum=0, robust="clip")

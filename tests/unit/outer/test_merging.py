@@ -62,15 +62,6 @@ every_rule = pytest.mark.parametrize("rule", [*AVERAGES, "clip"])
 
 
 @every_rule
-@pytest.mark.parametrize("count", [1, 3, 5])
-def test_equal_contributions_merge_to_themselves(rule: str, count: int) -> None:
-    [values] = contributions(1).values()
-    found = {f"p{i}": values for i in range(count)}
-    result = merged(settings_of(rule), found, {peer: 1.0 + i for i, peer in enumerate(found)})
-    torch.testing.assert_close(result, values, rtol=1e-5, atol=1e-6)
-
-
-@every_rule
 @pytest.mark.parametrize("codec_up", ["fp32", "int8"])
 def test_the_order_of_arrival_does_not_matter(rule: str, codec_up: str) -> None:
     """Also where one lies."""

@@ -191,13 +191,6 @@ def test_a_chunk_against_the_momentum_is_as_long_as_is_usual() -> None:
     assert norms.see(0, 4.0, 3.0, opposes=False) == 1.0
 
 
-def test_a_reversed_one_folded_in_is_no_longer_than_others() -> None:
-    deltas, replica = pseudo_gradients(6, 5), syncer(codec_up="fp32", lr=1.0, momentum=0.5)
-    step(replica, as_fp32(deltas[:5]))
-    replica.held[0].fold(0, (-4.0 * deltas[5]).view(torch.uint8), 1.0)
-    assert float(replica.held[0].sums[0].total.norm()) == pytest.approx(float(deltas[0].norm()), rel=0.05)
-
-
 def test_recent_norms_clip_long_ones_and_refuse_absurd_ones() -> None:
     norms = Norms()
     assert [norms.see(0, norm, 3.0) for norm in (1.0, 100.0, 1.0, 1.0)] == [1.0] * 4, "nothing is known yet"
@@ -206,20 +199,6 @@ def test_recent_norms_clip_long_ones_and_refuse_absurd_ones() -> None:
     with pytest.raises(PayloadError, match="absurd where 3 is usual"):
         norms.see(0, 3.01 * ABSURD, 2.0)
     assert norms.see(1, 1e6, 2.0) == 1.0, "another chunk"
-
-
-def test_a_syncer_remembers_norms_until_it_releases_the_fragment() -> None:
-    replica = syncer(codec_up="fp32")
-    payload = torch.ones(NUMEL).view(torch.uint8)
-    for _ in range(MIN_JUDGED):
-        replica.held[0].fold(0, payload, 1.0)
-    absurd = (2 * ABSURD * torch.ones(NUMEL)).view(torch.uint8)
-    replica.hold(0, 0, torch.zeros(NUMEL))  # as after a split: with another history
-    with pytest.raises(PayloadError, match="absurd"):
-        replica.held[0].fold(0, absurd, 1.0)
-    replica.release(0)
-    replica.hold(0)
-    replica.held[0].fold(0, absurd, 1.0)
 
 
 def test_an_invalid_or_absurd_chunk_leaves_staged_ones_alone() -> None:

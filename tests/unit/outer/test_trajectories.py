@@ -17,6 +17,7 @@ from torch import Tensor
 from diloco.outer.codecs import codec
 from diloco.outer.optimizer import (
     DelayedNesterov,
+    Nesterov,
     OuterStep,
     delayed_nesterov,
     lr_at,
@@ -40,11 +41,11 @@ def assert_all(vector: Tensor, value: float) -> None:
     torch.testing.assert_close(vector, torch.full_like(vector, value), rtol=1e-6, atol=0)
 
 
-def nesterov_(theta: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: float) -> None:
-    """A step with each mean."""
-    moved = delayed_nesterov(theta, momentum, torch.zeros_like(theta), delta, lr=lr, beta=beta, delay=1, last=True)
-    theta.copy_(moved[0])
-    momentum.copy_(moved[1])
+def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: float) -> None:
+    transition = Nesterov(outer(lr=lr, momentum=beta, momentum_warmup=0)).transition(OuterStep(0, 1))
+    before = master.clone()
+    transition.move_(master, delta, [momentum])
+    transition.follow_([momentum], master - before)
 
 
 def merged(deltas: Sequence[float], weights: Sequence[float]) -> Tensor:

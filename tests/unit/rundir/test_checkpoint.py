@@ -225,9 +225,9 @@ def test_damage_to_every_checkpoint_is_one_line(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "FORMAT", 2)
+        patch.setattr(module, "FORMAT", 3)
         save(CheckpointStore(tmp_path, keep=1), 1)
-    with pytest.raises(CheckpointError, match="it has format 2, this version of diloco reads 1"):
+    with pytest.raises(CheckpointError, match="it has format 3, this version of diloco reads 2"):
         CheckpointStore(tmp_path, keep=1).load_latest()
 
 

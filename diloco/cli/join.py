@@ -198,12 +198,13 @@ def _terms(config: Config, parameters: int, memory_bytes: float, device: str) ->
     owner = f"its owner has key {key[:16]}" if key else "anybody may have started it, and anybody may join"
     model = needed.get("model", f"{manifest.model.name}, random weights")
     weights = ", whose weights come from the run's peers" if manifest.model.weights is not None else ""
+    files = ", whose files come from the run's peers" if manifest.data.tokenizer_files else ""
     data = f"YOUR files: {', '.join(own)}" if own else needed.get("data", "the standard library of Python")
     return [
         f"run        {manifest.run.id}: {owner}",
         f"model      {model}, {human_count(parameters)} parameters{weights}",
         f"data       {data}",
-        f"tokenizer  {needed.get('tokenizer', 'bytes')}",
+        f"tokenizer  {needed.get('tokenizer', 'bytes')}{files}",
         f"here       trains on {device}, in some {human_bytes(memory_bytes)} of memory; writes to {config.run.dir}",
         "sends      what it learns: parts of the text that it trained on can be read out of that",
     ]

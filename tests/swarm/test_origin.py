@@ -30,7 +30,7 @@ def test_a_run_from_a_directory_is_joined_where_there_is_none(saved: Path, tmp_p
         with command(*join, *own, directory=tmp_path) as guest:
             guest.done()
         starter.done()
-    assert "a tokenizer of whoever started the run, " in guest.stdout
+    assert "a tokenizer of whoever started the run, whose files come from the run's peers" in guest.stdout
     [place] = (tmp_path / "home" / "diloco" / "peer-0" / "runs").iterdir()
     here, there = (json.loads((at / "summary.json").read_text()) for at in (tmp_path / "starter", place))
     assert (here["outer_steps"], there["outer_steps"]) == (3, 3)

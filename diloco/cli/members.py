@@ -22,7 +22,6 @@ from diloco.rundir.files import write_atomic
 __all__ = ["Member", "has_ended", "run_members", "state_of"]
 
 PROGRAM = (sys.executable, "-m", "diloco")
-POLL_S = 0.1
 
 
 class Member(NamedTuple):
@@ -33,11 +32,11 @@ class Member(NamedTuple):
     varied: str  # what of them no other member has, for people
     arguments: tuple[str, ...]  # of its process
 
-    def write(self, exit: int | None) -> None:
-        """Leaves member.json; `exit` is None until it has ended by itself."""
-        self.place.mkdir(parents=True, exist_ok=True)
+    def write(self, exit: int | None) -> dict[str, Any]:
+        """Leaves member.json, which is returned; `exit` is None until it has ended by itself."""
         content = {"overrides": self.settings, "exit": exit}
         write_atomic(self.place / "member.json", json.dumps(content, indent=2) + "\n")
+        return content
 
     def loss(self) -> float:
         """The held-out loss that it ended with; infinite if it has none."""
@@ -48,10 +47,8 @@ class Member(NamedTuple):
 
 def state_of(record: dict[str, Any]) -> str:
     """In words what a member.json says."""
-    exit = record.get("exit")
-    return {None: "unfinished", 0: "done", DivergedError.exit_code: "diverged"}.get(
-        exit, f"failed with exit code {exit}"
-    )
+    said = {None: "unfinished", 0: "done", DivergedError.exit_code: "diverged"}
+    return said.get(record.get("exit"), f"failed with exit code {record.get('exit')}")
 
 
 def has_ended(member: Member) -> bool:
@@ -88,11 +85,14 @@ def run_members(members: Sequence[Member], jobs: int) -> None:
                 while waiting and len(running) < jobs and not stops:
                     member = waiting.pop(0)
                     running[_started(member)] = member
-                time.sleep(POLL_S)
+                time.sleep(0.1)
                 for process in [one for one in running if one.poll() is not None]:
                     member = running.pop(process)
-                    member.write(None if stops else process.returncode)
-                    _say(member, time.monotonic() - began)
+                    record = member.write(None if stops else process.returncode)
+                    loss = member.loss()
+                    result = f", held-out {loss:.3f}" if math.isfinite(loss) else ""
+                    place = f"[{time.monotonic() - began:5.1f}s] {member.place.name} {member.varied}"
+                    click.echo(f"{place}: {state_of(record)}{result}")
     finally:
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
@@ -101,6 +101,7 @@ def run_members(members: Sequence[Member], jobs: int) -> None:
 
 
 def _started(member: Member) -> subprocess.Popen[bytes]:
+    member.place.mkdir(parents=True, exist_ok=True)
     member.write(None)
     with (member.place / "output.log").open("ab") as output:
         return subprocess.Popen(
@@ -111,9 +112,3 @@ def _started(member: Member) -> subprocess.Popen[bytes]:
             env={**os.environ, "WANDB_RUN_GROUP": member.place.parent.name},
             start_new_session=True,
         )
-
-
-def _say(member: Member, elapsed_s: float) -> None:
-    state, loss = state_of(read_json(member.place / "member.json")), member.loss()
-    result = f", held-out {loss:.3f}" if math.isfinite(loss) else ""
-    click.echo(f"[{elapsed_s:5.1f}s] {member.place.name} {member.varied}: {state}{result}")

@@ -3,7 +3,7 @@
 1. Hydra's sweeper chooses the values: every combination, or what Optuna looks for, by the held-out loss.
 2. Its basic launcher is ours here: it checks a batch of members, and runs each as `diloco COMMAND ... run.dir=DIR/N`.
    Other launchers, such as submitit's, call `Sweep` in a process of theirs, which does the same with one member.
-3. Members that ended before are not run again, so the same command goes on. At the end there is `diloco compare`.
+3. Members that ended before are not run again. At the end there is `diloco compare`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class Members(Launcher):
     __module__ = "hydra_plugins.diloco"
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        """Takes the `Sweep`, which is the task."""
         self._sweep: Sweep = task_function
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -91,10 +90,9 @@ class Members(Launcher):
         if not job_overrides:
             raise ConfigError("there are no members; check the ends of each range")
         members = [sweep.member(initial_job_idx + number, one) for number, one in enumerate(job_overrides)]
-        if sweep.dry_run:
-            for one in members:
-                click.echo(f"{'ended' if has_ended(one) else 'to run':<7} diloco {' '.join(one.arguments)}")
-        else:
+        for one in members if sweep.dry_run else ():
+            click.echo(f"{'ended' if has_ended(one) else 'to run':<7} diloco {' '.join(one.arguments)}")
+        if not sweep.dry_run:
             run_members(members, sweep.jobs)
         return [JobReturn(_return_value=one.loss(), status=JobStatus.COMPLETED) for one in members]
 
@@ -107,22 +105,18 @@ def run(
 
     Raises ConfigError before a member of a batch starts, if one is not valid, and DilocoError at the end if one failed.
     """
-    fixed, lines = list[str](), list[str]()
-    groups = choices(start)
+    fixed, lines, groups = list[str](), list[str](), choices(start)
     for one in overrides:
-        if one.startswith("hydra"):
-            if not one.startswith(OF_HYDRA):
-                raise ConfigError(f"{show(one)} has no effect on a sweep; drop it, or set --dir for hydra.sweep.dir")
+        if one.startswith(OF_HYDRA):
             lines.append(one)
             continue
         typed, override = parse(one, swept=True)
         check_key(typed, groups)
-        if typed.key in ("run.dir", "run.name") and override.is_sweep_override():
+        swept = override.is_sweep_override()
+        if typed.key == "run.dir" and swept:
             raise ConfigError(f"{show(one)}: each member has a directory of its own; set --dir")
-        if not override.is_sweep_override():
-            fixed.append(one)
-        if override.is_sweep_override() or typed.key not in groups:
-            lines.append(_line(typed, override, groups))
+        fixed += [] if swept else [one]
+        lines += [_line(typed, override, groups)] if swept or typed.key not in groups else []
     composed = compose_tree(fixed, start)
     place = directory or Path(str(OmegaConf.select(composed.tree, "run.dir")))
     if directory is None and "run.dir" not in map(key_of, fixed):
@@ -163,17 +157,15 @@ def _multirun(sweep: Sweep, request: Request, arguments: Sequence[str], place: P
     sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
     sys.modules["hydra_plugins.diloco"] = sys.modules[__name__]
     Plugins.instance().register(Members)
-    node = {"_target_": "hydra_plugins.diloco.Members"}
-    ConfigStore.instance().store("basic", node, group="hydra/launcher")
-    quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
-    places = (f"hydra.sweep.dir={quoted(place)}", "hydra.sweep.subdir=${hydra:job.num}")
-    before, sys.argv = sys.argv, ["diloco", "--multirun", *chosen, *arguments, *quiet, *places]
+    ConfigStore.instance().store("basic", {"_target_": "hydra_plugins.diloco.Members"}, group="hydra/launcher")
+    own = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
+    own += [f"hydra.sweep.dir={quoted(place)}", "hydra.sweep.subdir=${hydra:job.num}"]
+    before, sys.argv = sys.argv, ["diloco", "--multirun", *chosen, *arguments, *own]
     try:
         hydra.main(config_path=str(request.places[0]), config_name=name, version_base=VERSION_BASE)(sweep)()
     except HydraException as error:
-        text = said_by_hydra(error)
-        hint = "; list values, or add hydra/sweeper=optuna" if "does not support sweep type" in text else ""
-        raise ConfigError(f"{text}{hint}") from None
+        hint = "; list values, or add hydra/sweeper=optuna" if "support sweep type" in str(error) else ""
+        raise ConfigError(f"{said_by_hydra(error)}{hint}") from None
     finally:
         sys.argv = before
 
@@ -186,10 +178,9 @@ def _conclude(place: Path, stopped: bool = False) -> int:
     if stopped:
         click.echo(f"stopped; the same command runs what is not done in {place}")
         return 0
-    failed = {one: record for one, record in records.items() if state_of(record).startswith("failed")}
+    failed = sorted(one for one, record in records.items() if state_of(record).startswith("failed"))
     if failed:
-        first = min(failed)
-        error = DilocoError(f"{len(failed)} of {len(records)} members failed; see {first / 'output.log'}")
-        error.exit_code = max(1, failed[first]["exit"])
+        error = DilocoError(f"{len(failed)} of {len(records)} members failed; see {failed[0] / 'output.log'}")
+        error.exit_code = max(1, records[failed[0]]["exit"])
         raise error
     return 0

@@ -81,7 +81,9 @@ def compose_tree(overrides: Sequence[str], start: Start) -> Composed:
 def check_key(typed: Typed, groups: Mapping[str, Sequence[str]]) -> None:
     """Raises ConfigError for what is neither a setting nor a group."""
     if typed.key.startswith(("hydra.", "hydra/")):
-        raise ConfigError(f"{show(typed.key)} has no effect on one run; drop it, or use diloco sweep")
+        raise ConfigError(
+            f"{show(typed.key)} has no effect; drop it (diloco sweep takes hydra/sweeper, hydra/launcher)"
+        )
     if typed.key not in groups and not accepts(KEYS, typed.key):
         raise ConfigError(unknown_key(typed.key, [*KEYS, *groups]))
 

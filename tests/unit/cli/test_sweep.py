@@ -119,7 +119,7 @@ def test_a_dry_run_lists_the_members_of_hydra_s_grammar_and_writes_nothing(
         ("outer.lr=interval(0.1,1)", "INTERVAL_SWEEP; list values, or add hydra/sweeper=optuna"),
         ("run.seed=1,2 hydra/sweeper=nothing", "Could not find 'hydra/sweeper/nothing' Available options"),
         ("run.seed=1,2 hydra.sweeper.n_trials=3", "Could not override 'hydra.sweeper.n_trials'"),
-        ("run.seed=1,2 hydra.sweep.dir=x", "hydra.sweep.dir=x has no effect on a sweep; drop it, or set --dir"),
+        ("run.seed=1,2 hydra.sweep.dir=x", "hydra.sweep.dir has no effect; drop it (diloco sweep takes"),
         ("run.seed=1,2 sweep.jobs=2", "sweep.jobs is not a setting"),
         ("run.seed=1,2 --cfg job", "--cfg=job shows one configuration"),
     ],

@@ -39,7 +39,7 @@ COMMANDS = [
     ("diloco sweep 'outer.lr=choice(0.5,0.7)' 'model=glob(t*)' --dry-run", r"(to run .*model=tiny.*\n){2}"),
     ("diloco sweep experiment=lr-sweep --dry-run", r"(to run .*\n){4}"),
     ("diloco sweep --config-name paper --dry-run", r"(to run .*--config-name paper.*\n){2}"),
-    ("diloco local hydra.run.dir=x", "! hydra.run.dir has no effect on one run; drop it, or use diloco sweep"),
+    ("diloco local hydra.run.dir=x", "! hydra.run.dir has no effect; drop it .diloco sweep takes hydra/sweeper"),
 ]
 
 

@@ -47,7 +47,7 @@ class RunIdentity(RunOwned):
     id: Name = Field(description="Name of the run; peers of another run are refused.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the initial weights and of the order of the data.")
     key: RunKeyText | None = None
-    """Public key of a run that admits invited peers only; null: whoever reaches it can join."""
+    """Public key of a run whose versions only invited peers make; null: whoever reaches it can join, and all do."""
 
 
 KEYLESS = (

@@ -70,7 +70,7 @@ class Swarm:
             on all peers. Without it the momentum rises with the age of the run.
         identity: file with this peer's private key, made when it is missing; none is a new identity each time.
         name: how this peer is called in tables and logs.
-        key: public key of a run that admits invited peers only (64 hexadecimal digits); None is that of `token` or
+        key: public key of a closed or public run (64 hexadecimal digits; see `admit`); None is that of `token` or
             `key_path`, and without either everybody who reaches this peer can join.
         token: this peer's invitation, or `@FILE` with it.
         key_path: file with the run's private key, for its owner: this peer invites itself.

@@ -9,7 +9,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -109,6 +109,13 @@ def chunk_values(draw: st.DrawFn) -> Tensor:
     return x
 
 
+EDGES = torch.tensor([1.0, 0.75, 127.5 / 128, 1.5 - 2**-11, 1.5 - 2**-12, 1.5, 2 - 2**-23, 1 + 2**-23])
+"""Of largest magnitudes; each begins a block of its own, and so does the number below it."""
+EDGES = torch.cat([EDGES, torch.nextafter(EDGES, torch.zeros(8))]).repeat_interleave(BLOCK)
+EDGES.view(-1, BLOCK)[:, 1:] *= -0.5
+
+
+@example(EDGES)
 @settings(max_examples=100)
 @given(chunk_values())
 def test_int8_is_the_nearest_multiple_of_the_smallest_scale(x: Tensor) -> None:
@@ -121,6 +128,7 @@ def test_int8_is_the_nearest_multiple_of_the_smallest_scale(x: Tensor) -> None:
         assert np.array_equal(got, np.rint(block / scale) * scale)
 
 
+@example(EDGES)
 @settings(max_examples=100)
 @given(chunk_values())
 def test_e3m0_is_the_nearest_of_seven_powers_of_two_and_zero(x: Tensor) -> None:
@@ -135,18 +143,6 @@ def test_e3m0_is_the_nearest_of_seven_powers_of_two_and_zero(x: Tensor) -> None:
         # Rounding to half on the way moves the middle between two levels by at most 2**-11.
         assert np.all(np.abs(block - got) <= nearest + 2.0**-10 * np.maximum(np.abs(block), top * 2.0**-6))
         assert np.all((got == 0) | (np.sign(got) == np.sign(block)))
-
-
-@in_blocks
-@pytest.mark.parametrize("top", [1.0, 0.75, 127.5 / 128, 1.5 - 2**-11, 1.5 - 2**-12, 1.5, 2 - 2**-23, 1 + 2**-23])
-def test_largest_magnitudes_at_every_edge_stay_largest(name: str, top: float) -> None:
-    for value in (top, float(np.nextafter(np.float32(top), np.float32(0)))):
-        for sign in (1.0, -1.0):
-            x = torch.tensor([sign * value, sign * value / 2, 0.0])
-            got = round_trip(name, x)
-            limit = 2**-7 if name == "int8" else 1 / 3 + 2**-10
-            assert abs(float(got[0] / x[0]) - 1) <= limit, (value, sign, got)
-            assert float(got[2]) == 0
 
 
 def test_the_middle_goes_to_even_codes_and_to_the_larger_power() -> None:
@@ -215,14 +211,6 @@ def test_float_updates_carry_the_new_values(name: str, rounded: torch.dtype) -> 
     published(name, master, anchor)
     assert torch.equal(anchor, master.to(rounded).float())
     assert codec(name).carries_values
-
-
-@pytest.mark.parametrize(("name", "rounds"), [("int8", 8), ("e3m0", 40)])
-def test_repeated_updates_reach_a_master_that_stands_still(name: str, rounds: int) -> None:
-    master, anchor = gaussian(BLOCK), torch.zeros(BLOCK)
-    for _ in range(rounds):
-        published(name, master, anchor)
-    assert torch.equal(anchor, master)
 
 
 # -- extremes ---------------------------------------------------------------------------------------------------------

@@ -33,26 +33,22 @@ class HeavyBall(OuterOptimizer):
         return theta - lr * momentum, momentum, window
 
 
-class AdamStep(Transition):
-    def __init__(self, lr: float, beta: float, count: int) -> None:
-        self.lr, self.beta, self.count = lr, beta, count
+class Step(Transition):
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
 
     def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
-        momentum, square = vectors
-        momentum.lerp_(mean, 1 - self.beta)
-        square.lerp_(mean.square(), 0.01)
-        scale = (square / (1 - 0.99**self.count)).sqrt() + 1e-8
-        master.addcdiv_(momentum / (1 - self.beta**self.count), scale, value=-self.lr)
+        master.sub_(mean.sign(), alpha=self.lr)
 
     def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
         pass
 
 
-class Adam(OuterOptimizer):
-    name = "adam"
+class Sign(OuterOptimizer):
+    name = "sign"
 
     def transition(self, step: OuterStep) -> Transition:
-        return AdamStep(*self.rates(step), step.version + 1)
+        return Step(self.rates(step)[0])
 
 
 class Thirds(Codec):
@@ -86,18 +82,15 @@ def refused(text: str) -> Iterator[None]:
 
 
 def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
-    register(Adam)
-    fixed = {"optimizer": "adam", "lr": 0.1, "momentum": 0.9, "momentum_warmup": 0}
-    replica = syncer({"w": gaussian(CHUNK + 5)}, outer(**fixed, **EXACT))
-    reference = torch.nn.Parameter(replica.anchors[0].clone())
-    adam = torch.optim.Adam([reference], lr=0.1, betas=(0.9, 0.99))
-    assert not replica.can_stand_by
-    for version in range(3):
-        reference.grad = gaussian(CHUNK + 5, version + 1)
-        adam.step()
-        take(replica.held[0], "peer", payloads_of(replica.up, reference.grad))
-        merge(replica.held[0], OuterStep(version, 1))
-        torch.testing.assert_close(replica.anchors[0], reference.detach(), rtol=1e-4, atol=1e-4)
+    register(Sign)
+    replica, delta = (
+        syncer({"w": torch.zeros(CHUNK + 5)}, outer(optimizer="sign", lr=0.5, **EXACT)),
+        gaussian(CHUNK + 5),
+    )
+    assert not replica.can_stand_by, "as a momentum does not follow from its updates"
+    take(replica.held[0], "peer", payloads_of(replica.up, delta))
+    merge(replica.held[0], OuterStep(0, 1))
+    assert torch.equal(replica.anchors[0], -0.5 * delta.sign())
 
 
 def test_a_registered_class_is_all_that_a_new_codec_takes() -> None:

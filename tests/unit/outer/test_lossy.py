@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from diloco.outer.fragments import BLOCK, partition
 from diloco.outer.lossy import LOSSY
@@ -56,19 +55,6 @@ def test_topk_sends_the_largest_64th_of_each_block(numel: int, seed: int) -> Non
         assert values.abs().sum() == pytest.approx(float(block[sent].abs().sum()), rel=2**-8)
 
 
-def sender(name: str, numel: int, beta: float) -> Replica:
-    """A peer at zero that keeps what the codec loses."""
-    settings = outer(codec_up=name, error_feedback=beta, momentum=0)
-    return Replica({"w": torch.zeros(numel)}, partition({"w": numel}, 1), settings)
-
-
-def sent(peer: Replica, delta: Tensor) -> Tensor:
-    """What others decode of this pseudo-gradient."""
-    peer.parameters["w"].copy_(-delta)
-    peer.capture(0)
-    return decoded(peer.up.name, peer.encode(0, 0), len(delta))
-
-
 @settings(max_examples=60)
 @given(
     st.sampled_from(["fp16", "int8", "e3m0", *LOSSY]), st.sampled_from(SIZES), st.integers(0, 1000),
@@ -76,7 +62,11 @@ def sent(peer: Replica, delta: Tensor) -> Tensor:
 )  # fmt: skip
 def test_what_is_sent_and_kept_adds_up_to_what_there_was(name: str, numel: int, seed: int, beta: float) -> None:
     """The contribution and the new residual, to the pseudo-gradient and the old residual."""
-    peer, residual, delta = sender(name, numel, beta), gaussian(numel, seed), gaussian(numel, seed + 1)
+    settings = outer(codec_up=name, error_feedback=beta, momentum=0)
+    residual, delta = gaussian(numel, seed), gaussian(numel, seed + 1)
+    peer = Replica({"w": -delta}, partition({"w": numel}, 1), settings)
+    peer.anchors[0].zero_()
     peer.residuals[0] = residual.clone()
-    together = sent(peer, delta).double() + peer.residuals[0].double()
+    peer.capture(0)
+    together = decoded(name, peer.encode(0, 0), numel).double() + peer.residuals[0].double()
     torch.testing.assert_close(together, beta * residual.double() + delta.double(), rtol=1e-5, atol=1e-6)

@@ -95,13 +95,6 @@ def test_an_invalid_payload_changes_nothing(rule: str, codec_up: str) -> None:
     assert torch.equal(version(replica, found), merged(settings, found))
 
 
-@every_rule
-def test_a_second_version_starts_from_nothing(rule: str) -> None:
-    replica = zeros(settings_of(rule))
-    one, two = (version(replica, contributions(5)) for _ in range(2))
-    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
-
-
 def test_the_configuration_and_the_registry_have_the_same_names() -> None:
     assert set(AVERAGES) == set(get_args(names.Average))
     assert all(rule.name == name for name, rule in AVERAGES.items())

@@ -126,15 +126,6 @@ def test_a_held_fragment_restarts_with_the_momentum_there_is() -> None:
     torch.testing.assert_close(held.state.momentum, torch.ones(21))
 
 
-def test_loading_some_fragments_leaves_the_others_alone() -> None:
-    [peer] = alike(1, fragments=2)
-    move(peer, 1.0)
-    peer.load_local_([1])
-    local = torch.cat([values.flatten() for values in peer.parameters.values()])
-    numel = peer.fragments[0].numel
-    assert local[:numel].unique().tolist() == [-1.0] and local[numel:].unique().tolist() == [0.0]
-
-
 ROUNDS_WITHOUT_TRAINING = {
     "barrier": {},
     "mixing": {"mixing": 0.5, "overlap": 1},

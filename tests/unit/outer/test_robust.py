@@ -17,7 +17,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.merging import SKETCH, Staged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
-from diloco.outer.robust import ABSURD, MIN_JUDGED, Norms, clip, opposed
+from diloco.outer.robust import ABSURD, MIN_JUDGED, Norms, clip
 from diloco.sim.adversary import Lying, parse
 from tests.support import outer as steps
 from tests.support.outer import merge, outer
@@ -46,10 +46,6 @@ def sent(deltas: list[Tensor], lies: dict[int, float] | None = None) -> dict[str
     return {f"p{i}": encoded(x, (lies or {}).get(i, 1.0)) for i, x in enumerate(deltas)}
 
 
-def as_fp32(deltas: list[Tensor], scale: float = 1.0) -> dict[str, Tensor]:
-    return {f"p{i}": (scale * x).view(torch.uint8) for i, x in enumerate(deltas)}
-
-
 def syncer(**settings: object) -> Replica:
     fixed = {"codec_up": "int8", "codec_down": "fp32"}
     return steps.syncer({"w": torch.zeros(NUMEL)}, outer(**{**fixed, **settings}))
@@ -62,11 +58,6 @@ def step(replica: Replica, contributions: dict[str, Tensor]) -> list[str]:
         held.put(0, peer, payload, 1.0)
     _, _, judged = merge(held, OuterStep(0, len(contributions)))
     return [] if judged is None else [judged[0][i] for i in judged[1].left_out]
-
-
-def assert_alike(one: Replica, other: Replica) -> None:
-    assert torch.equal(one.anchors[0], other.anchors[0])
-    assert torch.equal(one.held[0].state.momentum, other.held[0].state.momentum)
 
 
 def unit(values: Tensor) -> Tensor:
@@ -91,36 +82,8 @@ def test_a_version_of_honest_contributions_stays_as_it_is(seed: int, count: int,
         found = sent(pseudo_gradients(count, seed + round_))
         assert step(robust, found) == []
         step(plain, found)
-        assert_alike(robust, plain)
-
-
-def test_norms_that_rise_in_a_warm_up_are_not_clipped() -> None:
-    """In that of the learning rate."""
-    plain, robust = syncer(robust="none", codec_up="fp32"), syncer(codec_up="fp32")
-    assert robust.settings.judging == "recent"
-    for scale in (0.1, 0.3, 0.5, 0.7, 0.2):  # the mean learning rate of rounds in a linear warm-up
-        found = as_fp32(pseudo_gradients(4, 3), scale)
-        step(plain, found)
-        step(robust, found)
-        assert_alike(robust, plain)
-
-
-def test_contributions_of_pure_noise_are_not_left_out() -> None:
-    assert opposed(unit(torch.randn(8, 15, generator=torch.Generator().manual_seed(0))), 15) == ()
-
-
-@pytest.mark.parametrize("robust", ["auto", "none"])
-def test_a_version_in_the_making_is_finished_without_the_lease(robust: str) -> None:
-    undisturbed, disturbed = syncer(robust=robust, merge="rda"), syncer(robust=robust, merge="rda")
-    found = sent(pseudo_gradients(4, 0))
-    step(undisturbed, found)
-    held = disturbed.held[0]
-    for peer, payload in found.items():
-        held.put(0, peer, payload, 1.0)
-    disturbed.release(0)
-    disturbed.hold(0)  # and another lease won, whose contributions are others
-    merge(held, OuterStep(0, 4))
-    assert torch.equal(disturbed.anchors[0], undisturbed.anchors[0])
+        assert torch.equal(robust.anchors[0], plain.anchors[0])
+        assert torch.equal(robust.held[0].state.momentum, plain.held[0].state.momentum)
 
 
 # -- contributions that lie -------------------------------------------------------------------------------------------

@@ -86,9 +86,7 @@ def test_what_was_fetched_once_is_there_without_a_network(
         fetch(commit=OTHER)
 
 
-def test_what_the_hub_refuses_is_one_line_with_a_remedy(
-    online: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_refuses_is_one_line_with_a_remedy(online: StubHub, tmp_path: Path) -> None:
     def refusal(name: str = "org/model", commit: str = COMMIT) -> str:
         with pytest.raises(DataError) as caught:
             fetch(name, commit)
@@ -108,10 +106,6 @@ def test_what_the_hub_refuses_is_one_line_with_a_remedy(
     online.broken = False
     online.files["pytorch_model.bin"] = online.files.pop("model.safetensors")
     assert refusal().endswith("has no *.safetensors, but pytorch_model.bin; other formats are not read, convert them")
-    with stub_hub() as gone:
-        pass
-    go_online(monkeypatch, gone.url, tmp_path / "cache")
-    assert re.match(r"model\.path: 'org/model' cannot be fetched, .* not reachable \(.*\); check", refusal())
 
 
 @pytest.fixture
@@ -151,8 +145,6 @@ def test_nothing_is_uploaded_or_written_when_it_cannot_be(
     with pytest.raises(DataError, match=r"^--push-to-hub=a b is no name on the hub \(.*\); give USER/NAME$"):
         commands.export(run_dir, out, "a b")
     go_online(monkeypatch, online.url, tmp_path / "cache", token="hf_secret")
-    with pytest.raises(CheckpointError, match="is no run directory"):
-        commands.export(tmp_path / "nothing", out, "me/smoke")
     assert not out.exists() and not online.asked
     online.broken = True
     with pytest.raises(DataError, match=r"^--push-to-hub=me/smoke: the Hugging Face hub refuses it \(.*503"):

@@ -62,11 +62,6 @@ class Judgement:
     clipped: tuple[int, ...] = ()  # indices of contributions that were scaled down
     left_out: tuple[int, ...] = ()
 
-    @classmethod
-    def plain(cls, weights: Sequence[float]) -> Judgement:
-        """Every contribution counts its weight."""
-        return cls(tuple(weights), tuple(weights))
-
     def discounted(self, discounts: Sequence[float]) -> Judgement:
         """The same with coefficients that are multiplied by these factors; a factor below 1 shrinks the step."""
         coefficients = tuple(one * factor for one, factor in zip(self.coefficients, discounts, strict=True))

@@ -102,7 +102,7 @@ def test_a_syncer_takes_over_a_state_or_starts_at_the_anchor() -> None:
     assert peer.held[0].master is not peer.anchors[0], "the residual is their difference"
     master, momentum = torch.full_like(peer.anchors[0], 4.0), torch.full_like(peer.anchors[0], 5.0)
     peer.hold(0, 7, master, OuterState(7, (momentum,)))
-    peer.hold(0)  # again, as the claim after a handover does
+    peer.hold(0)  # again, as the claim after a checkpoint was resumed from does
     assert torch.equal(peer.held[0].master, master) and torch.equal(peer.held[0].state.momentum, momentum)
     peer.release(0)
     peer.release(0)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from itertools import compress
+from dataclasses import astuple
 
-from rich.console import Console, Group, RenderableType
-from rich.measure import Measurement
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -26,23 +24,14 @@ LATE_S = 5.0  # since the last message of a peer
 Cell = Text | str
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column. Where there is no room the least important columns are dropped first; None is never dropped."""
-
-    title: str
-    importance: int | None = None
-    left: bool = False
-
-
 def render(snapshot: Snapshot, console: Console, rows: int = 1000, lost: str | None = None) -> RenderableType:
     """Everything that `diloco status` shows; at most so many rows of peers, fragments and contributions each."""
     names = snapshot.names()
     parts: list[RenderableType] = [_head(snapshot, lost), _loss(snapshot, console.width)]
-    parts += [_peers(snapshot, names, console, rows), _fragments(snapshot, console, rows)]
+    parts += [_peers(snapshot, names, rows), _fragments(snapshot, names, rows)]
     if snapshot.rounds:
-        parts.append(_rounds(snapshot, console))
-    parts.append(_ledger(snapshot, console, rows))
+        parts.append(_rounds(snapshot))
+    parts.append(_ledger(snapshot, names, rows))
     if snapshot.events:
         parts.append(_events(snapshot, console.width))
     return Group(*(item for part in parts for item in (part, Text())))
@@ -79,21 +68,16 @@ def _loss(snapshot: Snapshot, width: int) -> Text:
     return line.append(last)
 
 
-def _peers(snapshot: Snapshot, names: Mapping[str, str], console: Console, rows: int) -> Table:
-    columns = [Column("peer", left=True), Column("id", 1, left=True), Column("state", left=True)]
-    columns += [Column("device", 2, left=True), Column("lag", 7), Column("step", 4), Column("steps/s", 8)]
-    columns += [Column("loss", 9), Column("busy", 5), Column("tokens", 10), Column("sent", 6), Column("received", 3)]
-    columns.append(Column("seen"))
-    return _table("peers", columns, [_peer_cells(row, names) for row in snapshot.peers], console, rows)
+def _peers(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:
+    columns = ["<peer", "<state", "lag", "step", "steps/s", "loss", "busy", "tokens", "sent", "seen"]
+    return _table("peers", columns, [_peer_cells(row, names) for row in snapshot.peers], rows)
 
 
 def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
     role = "" if row.trains else "host "
     return [
         names[row.peer_id],
-        row.short_id,
         Text(role + row.state, style=STATE_STYLES.get(row.state, "")),
-        row.device or "-",
         Text(str(row.version_lag), style="yellow" if row.version_lag else ""),
         f"{row.inner_step}/{row.target_steps}" if row.target_steps else "-",
         f"{row.steps_per_s:.2f}" if row.steps_per_s else "-",
@@ -101,53 +85,46 @@ def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
         "-" if row.seconds is None or not row.seconds.total else f"{row.seconds.utilization:.0%}",
         human_count(row.tokens),
         human_bytes(row.bytes_sent),
-        human_bytes(row.bytes_received),
         Text(f"{row.last_seen_s:.0f} s", style="red" if row.last_seen_s > LATE_S else ""),
     ]
 
 
-def _fragments(snapshot: Snapshot, console: Console, rows: int) -> Table:
-    columns = [Column("fragment"), Column("syncer", left=True), Column("term"), Column("version")]
-    columns.append(Column("backup", left=True))
-    names = snapshot.names()
-
+def _fragments(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:
     def cells(row: FragmentRow) -> list[Cell]:
         syncer = Text("nobody", style="red") if row.syncer is None else _called(row.syncer, names)
         backup = Text("none", style="yellow") if row.backup is None else _called(row.backup, names)
         return [str(row.fragment), syncer, str(row.term), str(row.version), backup]
 
-    return _table("fragments", columns, [cells(row) for row in snapshot.fragments], console, rows)
+    columns = ["fragment", "<syncer", "term", "version", "<backup"]
+    return _table("fragments", columns, [cells(row) for row in snapshot.fragments], rows)
 
 
 def _called(peer: str, names: Mapping[str, str]) -> str:
     return names.get(peer, peer[-SHORT:])
 
 
-def _rounds(snapshot: Snapshot, console: Console) -> Table:
+def _rounds(snapshot: Snapshot) -> Table:
     """The contributions to the control fragment; the JSON has those of all fragments."""
-    columns = [Column("version"), Column("live"), Column("training"), Column("merged"), Column("staleness", 1)]
-    columns += [Column("compute"), Column("wait"), Column("exchange"), Column("outer", 2), Column("closed")]
 
     def cells(row: Round) -> list[Cell]:
-        spent = ["-"] * len(PHASES) if row.seconds is None else [f"{value:.2f} s" for value in astuple(row.seconds)]
+        spent = ["-"] * len(PHASES) if row.seconds is None else [f"{value:.1f} s" for value in astuple(row.seconds)]
         merged = Text(str(row.merged), style="yellow" if row.merged < row.participating else "")
         ago = f"{human_seconds(max(0.0, snapshot.run.at - row.closed_at))} ago"
-        return [str(row.version), str(row.live), str(row.participating), merged, str(row.staleness), *spent, ago]
+        return [str(row.version), str(row.live), str(row.participating), merged, *spent[:3], ago]
 
+    columns = ["version", "live", "training", "merged", "compute", "wait", "exchange", "closed"]
     newest = [row for row in snapshot.rounds if row.fragment == 0][-ROUNDS:]
-    return _table("rounds", columns, [cells(row) for row in newest], console, ROUNDS)
+    return _table("rounds", columns, [cells(row) for row in newest], ROUNDS)
 
 
-def _ledger(snapshot: Snapshot, console: Console, rows: int) -> RenderableType:
+def _ledger(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> RenderableType:
     ledger = snapshot.ledger
     counts = [
         f"{human_count(getattr(ledger, name))} {name.replace('_', ' ')}"
         for name in ("processed", "applied", "discarded", "in_flight")
     ]
     head = Text("ledger", style="bold").append("  " + "  ".join(counts) + "  tokens", style="not bold")
-    columns = [Column("peer", left=True), Column("tokens"), Column("share"), Column("outer steps")]
-    columns += [Column("payload"), Column("versions", 1)]
-    total, names = max(1, sum(row.tokens for row in ledger.contributions)), snapshot.names()
+    total = max(1, sum(row.tokens for row in ledger.contributions))
 
     def cells(row: Contributor) -> list[Cell]:
         name = names.get(row.peer_id, row.name or row.peer_id[-SHORT:])
@@ -155,9 +132,10 @@ def _ledger(snapshot: Snapshot, console: Console, rows: int) -> RenderableType:
         share, steps = f"{row.tokens / total:.1%}", str(row.outer_steps)
         return [name, human_count(row.tokens), share, steps, human_bytes(row.bytes), versions]
 
+    columns = ["<peer", "tokens", "share", "outer steps", "payload", "versions"]
     # The sum of the peers that are too many to list comes last.
     ranked = sorted(ledger.contributions, key=lambda row: (not row.peer_id, -row.tokens, row.peer_id))
-    return Group(head, Text(), _table("contributions", columns, [cells(row) for row in ranked], console, rows))
+    return Group(head, Text(), _table("contributions", columns, [cells(row) for row in ranked], rows))
 
 
 def _events(snapshot: Snapshot, width: int) -> Text:
@@ -171,26 +149,16 @@ def _events(snapshot: Snapshot, width: int) -> Text:
     return text
 
 
-def _table(
-    title: str, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], console: Console, limit: int
-) -> Table:
-    """Without the columns that the terminal has no room for, and the rows after the limit."""
-    optional = [column for column in columns if column.importance is not None]
-    optional.sort(key=lambda column: column.importance or 0)
-
-    def table(without: Sequence[Column]) -> Table:
-        table = Table(title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-        kept = [column not in without for column in columns]
-        for column in compress(columns, kept):
-            table.add_column(column.title, justify="left" if column.left else "right", header_style="dim")
-        for row in rows[:limit]:
-            table.add_row(*[cell if isinstance(cell, Text) else Text(cell) for cell in compress(row, kept)])
-        if len(rows) > limit:
-            table.add_row(Text(f"{len(rows) - limit} more", style="dim"))
-        return table
-
-    for number in range(len(optional) + 1):
-        fitting = table(optional[:number])
-        if Measurement.get(console, console.options.update(width=10_000), fitting).maximum <= console.width:
-            break
-    return fitting
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], limit: int) -> Table:
+    """So many of the rows, and how many are left; a column whose title begins with < has its text on the left."""
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    for column in columns:
+        justify: JustifyMethod = "left" if column.startswith("<") else "right"
+        table.add_column(
+            column.removeprefix("<"), justify=justify, header_style="dim", overflow="ellipsis", no_wrap=True
+        )
+    for row in rows[:limit]:
+        table.add_row(*[cell if isinstance(cell, Text) else Text(cell) for cell in row])
+    if len(rows) > limit:
+        table.add_row(Text(f"{len(rows) - limit} more", style="dim"))
+    return table

@@ -59,21 +59,6 @@ def test_the_seed_alone_says_the_weights_of_a_model(small: nn.Module) -> None:
     assert {(parameter.dtype, parameter.device.type) for parameter in small.parameters()} == {(torch.float32, "cpu")}
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64},
-    "qwen3": {**ONE_LAYER, "head_dim": 16, "num_key_value_heads": 1},
-    "mamba": {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
-}
-
-
-@pytest.mark.parametrize("model_type", OTHERS)
-def test_other_causal_models_are_built_from_their_config(model_type: str) -> None:
-    built = models.build(ModelConfig(name="other", model_type=model_type, config=OTHERS[model_type]), seed=0)
-    assert math.isfinite(models.loss(built, torch.arange(16).reshape(2, 8)).item())
-    rotary = models.config_of(settings(rope_theta=500_000.0))  # a name that only rotary embeddings read
-    assert rotary.rope_parameters["rope_theta"] == 500_000.0
-
-
 def test_the_loss_is_the_mean_over_predicted_tokens(small: nn.Module) -> None:
     """That of transformers, too; it is near that of guessing, and leaves the tokens alone."""
     tokens = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))

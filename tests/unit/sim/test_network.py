@@ -178,20 +178,6 @@ async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) 
     }  # fmt: skip
 
 
-async def test_a_transport_closed_late_does_not_end_the_next_life(town: Town) -> None:
-    one, before = await town.peers("one", "two")
-    town.network.crash("two")
-    after = await town.peer("two")
-    writer = await town.stream(one, "two")
-    await before.close()
-    await ends_with(writer, b"hello")
-    await sleep(1)
-    assert town.told("two") == [b"hello"]
-    await after.close()
-    with pytest.raises(ConnectionError, match="two cannot be reached"):
-        await one.open("two", "talk")
-
-
 def test_a_doomed_stream_breaks_on_both_sides_as_seeds_decide() -> None:
     async def story(town: Town) -> list[bool]:
         broken = []

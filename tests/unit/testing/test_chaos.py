@@ -18,7 +18,6 @@ from diloco.testing.chaos.report import (
     Account,
     Log,
     Stay,
-    accounts_of,
     detection_s,
     digests,
     judge,
@@ -86,12 +85,6 @@ def test_a_fault_is_detected_when_another_peer_names_the_victim() -> None:
     assert detection_s(log, Fault(7, "kill", (2,)), 7.0) == (None, "")
     assert detection_s(log, Fault(5, "stop", (2,)), 5.0, until=5.5) == (None, "")
     assert detection_s(log, Fault(5, "partition", groups=((0, 1), (2,))), 5.0)[1] == "lost"
-
-
-def test_tokens_end_applied_discarded_or_in_flight() -> None:
-    killed = stay(1, [1.0, 2.0, 3.0, 4.0, 5.0], [2.5], fate="kill", ended_at=5.5)
-    log = log_of(stay(0, [1.0, 2.0, 3.0], [2.5]), killed, events=(event(0, 2.5, "discarded", tokens=7),))
-    assert accounts_of(log) == {"processed": 80, "applied": 100, "discarded": 7, "in_flight": -27}
 
 
 def test_digests_are_compared_at_equal_versions() -> None:

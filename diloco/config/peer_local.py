@@ -27,9 +27,6 @@ Device = Annotated[
 SimEvent = Annotated[
     str, Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"), Expected("crash:PEER@SECOND, leave:... or join:...")
 ]
-SimAttack = Annotated[
-    str, Field(pattern=r"^(flip|scale):\d+x\d+(\.\d+)?$"), Expected("flip:PEERxFACTOR or scale:PEERxFACTOR")
-]
 
 
 class RunPlace(PeerLocal):
@@ -94,8 +91,6 @@ class SimConfig(PeerLocal):
     loss: float = Field(0.0, ge=0, lt=1, description="Chance that a bulk stream breaks.")
     events: Annotated[tuple[SimEvent, ...], Tuple] = ()
     """What happens when, such as crash:3@120, leave:1@90, join:4@60 (peer @ virtual second)."""
-    attack: Annotated[tuple[SimAttack, ...], Tuple] = ()
-    """Peers that lie throughout: flip:3x10 sends -10 times what it learned, scale:3x10 10 times."""
 
 
 class SwarmPlace(PeerLocal):

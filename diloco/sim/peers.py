@@ -17,7 +17,6 @@ from torch import Tensor
 
 from diloco.data import Stream
 from diloco.outer.replica import Replica
-from diloco.sim.adversary import Lying
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Connect, Node, OnEvent
@@ -38,7 +37,6 @@ class SimRuntime:
         loop: where virtual time passes. lockstep: the training loop's thread.
         connect: opens the node's transport.
         seed: of the whole run; every peer draws from one of its own.
-        factor: what the peer's contributions are multiplied with; an honest peer's is 1.
         gate: decides who is let in; the default lets everybody in, as there are no strangers.
     """
 
@@ -48,17 +46,14 @@ class SimRuntime:
         lockstep: Lockstep[Any],
         connect: Connect,
         seed: int = 0,
-        factor: float = 1.0,
         gate: Gate | None = None,
     ) -> None:
         self._loop, self._lockstep, self._connect = loop, lockstep, connect
-        self._seed, self._factor, self._gate = seed, factor, gate
+        self._seed, self._gate = seed, gate
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
         seed = f"{self._seed}/{options.name}"
         replica.rng = random.Random(seed)
-        if self._factor != 1.0:
-            replica.up = Lying(replica.up, self._factor)
         options = replace(options, gate=self._gate or Gate(), seed=seed)
         return self.call(Node.open(options, replica, on_event, self._connect))
 

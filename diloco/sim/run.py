@@ -25,7 +25,7 @@ from diloco.rundir.metrics import RunLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.reporting import Listener, Message, Status
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions
-from diloco.sim import adversary, events
+from diloco.sim import events
 from diloco.sim.events import Event
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
@@ -113,7 +113,6 @@ class _Simulation:
         sim, peers = config.sim, config.local.peers
         self.events = events.parse(sim.events, peers)
         self.num_shards = max([peers, *(event.peer + 1 for event in self.events)])
-        self.lies = adversary.parse(sim.attack, self.num_shards)
         if len(sim.step_s) not in (1, self.num_shards):
             raise ConfigError(
                 f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per peer, or one"
@@ -265,8 +264,7 @@ class _Simulation:
         async def connect(options: NodeOptions) -> Transport:
             return self.network.join(peer.name, peer.seeds, self.link)
 
-        factor = self.lies.get(peer.index, 1.0)
-        runtime = SimRuntime(self.loop, peer.lockstep, connect, config.run.seed, factor)
+        runtime = SimRuntime(self.loop, peer.lockstep, connect, config.run.seed)
         identity = config.run.dir / "identities" / peer.name  # a file that is named and never made
         manifest = config.manifest()
         return Swarm.of(config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime)

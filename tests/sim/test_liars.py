@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED, InnerRequest, UnitRequest
-from diloco.sim.adversary import Lying
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.conversations.inner_state import InnerState, send_inner
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.rounds import Count
 from diloco.swarm.wire.streams import Stream
 from diloco.testing.fuzz.crowd import SEQUENCES_PER_STEP, Crowd, Life, Member, small_pieces
+from diloco.testing.fuzz.lying import Lying
 from diloco.testing.fuzz.stage import quiet_process
 
 BEGIN, VERSIONS = 3, 16

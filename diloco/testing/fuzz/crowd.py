@@ -33,12 +33,13 @@ from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
 from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.node.node import Connect, Node
+from diloco.swarm.node.node import Connect, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
+from diloco.testing.fuzz.lying import Lying
 from diloco.train.api import Attachment, Swarm
 
 __all__ = ["Checkpoint", "Crowd", "Life", "Member", "small_pieces"]
@@ -106,6 +107,17 @@ class Life:
     def owner(self) -> str:
         """The owner of everything that this life does in the loop."""
         return f"{self.member.name}.{self.number}"
+
+
+class _Runtime(SimRuntime):
+    """A node whose contributions are multiplied with `lie`; an honest one's is 1."""
+
+    lie = 1.0
+
+    def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
+        if self.lie != 1.0:
+            replica.up = Lying(replica.up, self.lie)
+        return super().open(options, replica, on_event)
 
 
 class Crowd:
@@ -258,9 +270,8 @@ class Crowd:
         model = nn.ParameterDict({"w": nn.Parameter(self._parameters())})
         optimizer = self.optimizer(model)
         saved = None if life.checkpoint is None else life.checkpoint.saved
-        runtime = SimRuntime(
-            self.loop, life.lockstep, self._connect(life), self.seed, member.lie, gate=self._gate(life)
-        )
+        runtime = _Runtime(self.loop, life.lockstep, self._connect(life), self.seed, self._gate(life))
+        runtime.lie = member.lie
         life.sync = sync = self._swarm(life, runtime).attach(model, optimizer, saved=saved)
         if life.checkpoint is not None:
             sync.steps, sync.tokens, sync.discarded_tokens = life.checkpoint.counters

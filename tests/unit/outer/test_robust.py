@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,18 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.errors import ConfigError, PayloadError
+from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
 from diloco.outer.merging import SKETCH, Staged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
 from diloco.outer.robust import ABSURD, MIN_JUDGED, Norms, clip
-from diloco.sim.adversary import Lying, parse
+from diloco.testing.fuzz.lying import Lying
 from tests.support import outer as steps
 from tests.support.outer import merge, outer
-from tests.support.peers import json_lines
-from tests.support.simulated import simulated
 
 NUMEL = 5000
 INT8 = codec("int8")
@@ -222,22 +219,3 @@ def test_auto_and_clip_depend_on_codec_and_quorum() -> None:
     assert rule(codec_up="fp32") == rule(codec_up="fp16") == rule(quorum=2) == rule(quorum=2, robust="clip") == "recent"
     assert rule(codec_up="fp32", robust="clip") == "clip"
     assert rule(robust="none") == "none"
-
-
-def test_contradictions_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"sim\.attack: flip:4x10, but the peers are 0 to 3"):
-        parse(["flip:4x10"], 4)
-    assert parse(["flip:3x10", "scale:0x2.5"], 4) == {3: -10.0, 0: 2.5}
-
-
-# -- a whole run ------------------------------------------------------------------------------------------------------
-
-
-def test_a_simulated_liar_is_left_out_of_every_version(tmp_path: Path) -> None:
-    """Its tokens count as discarded."""
-    outcome = simulated(tmp_path, "sim.attack=[flip:2x10]", "outer.fragments=1", "eval.every=0")
-    left_out = [event for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "left_out"]
-    assert len(left_out) == 2 and all(event["peers"] == ["p2"] for event in left_out)
-    tokens = outcome.summary.tokens
-    assert tokens.applied == 3 * 2 * 4 * 2 * 32 and tokens.discarded == tokens.applied / 3
-    assert tokens.processed == tokens.applied + tokens.discarded + tokens.in_flight

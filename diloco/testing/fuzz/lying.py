@@ -1,15 +1,12 @@
-"""Peers that lie: `flip:3x10` sends minus ten times what it learned, and is honest in everything else."""
+"""Peers that lie in what they contribute, and are honest in everything else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from diloco.errors import ConfigError
 from diloco.outer.payloads import Codec
 
-__all__ = ["Lying", "parse"]
+__all__ = ["Lying"]
 
 
 class Lying(Codec):
@@ -37,15 +34,3 @@ class Lying(Codec):
 
     def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
         self._honest.apply_update_(anchor, payload)
-
-
-def parse(texts: Sequence[str], peers: int) -> dict[int, float]:
-    """Factor by number of the peer that lies. Raises ConfigError for a peer that is not there."""
-    factors: dict[int, float] = {}
-    for text in texts:
-        kind, _, rest = text.partition(":")
-        peer, _, factor = rest.partition("x")
-        if int(peer) >= peers:
-            raise ConfigError(f"sim.attack: {text}, but the peers are 0 to {peers - 1}; choose one of them")
-        factors[int(peer)] = float(factor) * (-1 if kind == "flip" else 1)
-    return factors

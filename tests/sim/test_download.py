@@ -15,7 +15,6 @@ from diloco.protocol.heads import sign_head
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
 from diloco.swarm.conversations.anchor import AnchorFetcher
-from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from tests.support.village import MANIFEST, NUMEL, PART, UP, Village, Villager, village_of
 
@@ -142,21 +141,6 @@ def test_a_broken_download_goes_on_with_what_did_not_change(village: Village) ->
     village.broken = False
     village.until(lambda: joiner.has(3))
     assert village.parts() == sorted([*range(PARTS), 2]) and not joiner.node._anchors.fetcher.unfinished
-
-
-def test_an_anchor_that_is_wrong_in_one_place_costs_one_part(village: Village) -> None:
-    values = village.donors(2)[0].replica.anchors[0].clone()
-    values[3 * PART + 7] += 1.0
-    saved = Saved(anchors=[values], versions=[1], terms=[0], applied_tokens=0)
-    joiner = village.joins(values, saved=saved)
-    assert village.parts() == [3]
-    assert joiner.node.traffic.bytes_received < PART_NBYTES + CONTROL_NBYTES
-
-
-def test_a_fragment_of_one_part_comes_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    with village_of(monkeypatch, PART) as village:
-        [syncer, *_], joiner = village.donors(3), village.joins()
-        assert joiner.opened == [syncer.node.protocol.me] and not village.asked
 
 
 # -- what does not fit ------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from diloco.protocol.messages import decode, encode
 from diloco.protocol.messages.control import Claim, Figures, Published, Status
 from diloco.protocol.numbers import LEAP, MAX_BYTES, MAX_COUNT, MAX_LOSS, MAX_RATE, MAX_SECONDS, MAX_TOKENS, MIN_RATE
 from diloco.protocol.peer import Peer
-from diloco.protocol.shares import MAX_SHARES, OTHERS, Share, credited
 from diloco.protocol.snapshot import pack, unpack
 from diloco.protocol.view import FASTEST
 from diloco.swarm.conversations.recorder import Recorder
@@ -124,19 +123,6 @@ def test_a_status_fits_its_schema_whatever_was_measured(number: float, large: in
         if isinstance(action, Broadcast):
             assert decode(encode(action.message)) == action.message
     assert numbers.within_bounds(number, MAX_SECONDS) <= MAX_SECONDS
-
-
-def test_the_swarm_clock_and_the_record_stop_at_their_bounds() -> None:
-    """A syncer whose next sum was over the bound ended with an error, and so did each of its successors."""
-    peer = peer_of(applied_tokens=MAX_TOKENS)
-    peer.tick(0.0)
-    for version in (1, 2):
-        told = [getattr(one, "message", None) for one in peer.published(0, DIGEST, {ME: MAX_TOKENS}, version)]
-        [said] = [message for message in told if isinstance(message, Published)]
-        assert decode(encode(said)) == said and said.applied_tokens == MAX_TOKENS
-    assert peer.accounts.contributions()[0].tokens == MAX_TOKENS
-    peers = {f"p{number}": Share(MAX_COUNT, MAX_TOKENS, 1, 1) for number in range(MAX_SHARES + 2)}
-    assert credited(peers, 2, {}, {})[OTHERS] == Share(MAX_COUNT, MAX_TOKENS, 1, 1)
 
 
 # -- leaps ------------------------------------------------------------------------------------------------------------

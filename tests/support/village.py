@@ -23,7 +23,6 @@ from diloco.swarm.conversations import parts
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
-from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import BULK, Stream
 from diloco.swarm.wire.transport import Transport
 
@@ -80,10 +79,7 @@ class Village:
         monkeypatch.setattr(parts, "PIECE", PART // 4)
         monkeypatch.setattr(parts, "fetch_part", watched)
 
-    def peer(
-        self, name: str, *seeds: str, values: Tensor, down: float | None = None, min_peers: int = 1,
-        saved: Saved | None = None,
-    ) -> Villager:  # fmt: skip
+    def peer(self, name: str, *seeds: str, values: Tensor, down: float | None = None, min_peers: int = 1) -> Villager:
         """A started node."""
         exact = {"lr": 1.0, "momentum": 0.0, "codec_up": "fp32", "codec_down": "fp32"}
         settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, "fragments": 1, **exact})
@@ -102,7 +98,7 @@ class Village:
             transport.open = watched  # type: ignore[method-assign]
             return transport
 
-        options = NodeOptions(RunSpec("run", MANIFEST, "{}"), SwarmConfig(min_peers=min_peers), Path(name), name, saved)
+        options = NodeOptions(RunSpec("run", MANIFEST, "{}"), SwarmConfig(min_peers=min_peers), Path(name), name)
         opening = Node.open(options, replica, lambda kind, fields: events.append((kind, fields)), connect)
         with self.loop.owned_by(name):
             villager.node = self.run(opening)
@@ -133,13 +129,12 @@ class Village:
     async def all(self, peers: list[Villager], work: Any) -> None:
         await asyncio.gather(*map(work, peers))
 
-    def joiner(self, values: Tensor | None = None, **options: Any) -> Villager:
-        values = torch.zeros(self.numel) if values is None else values
-        return self.peer("joiner", "d0", values=values, **options)
+    def joiner(self, down: float | None = None) -> Villager:
+        return self.peer("joiner", "d0", values=torch.zeros(self.numel), down=down)
 
-    def joins(self, values: Tensor | None = None, **options: Any) -> Villager:
+    def joins(self) -> Villager:
         """A joiner that has got the donors' first version."""
-        joiner = self.joiner(values, **options)
+        joiner = self.joiner()
         self.until(lambda: joiner.has(1))
         return joiner
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from diloco.errors import SwarmError
+from diloco.protocol.fragment import Busy
 from diloco.swarm.node.node import Node
 from tests.support.village import Village, Villager, village_of
 
@@ -40,6 +41,28 @@ def test_tensors_of_a_checkpoint_move_when_the_peer_goes_on(village: Village) ->
     village.run(village.all(peers, step_and_exchange))
     assert all(peer.node.context.locks[0]._readers == 0 for peer in peers)
     assert [peer.node.protocol.versions for peer in peers] == [[3], [3]]
+
+
+def test_a_peer_that_leaves_first_ends_the_version_that_it_makes(village: Village) -> None:
+    """Also right after a checkpoint, whose tensors a version waits for."""
+    peers = village.donors(2)
+    village.run(village.all(peers, step_and_exchange))
+    [leaver] = [peer for peer in peers if peer.node.protocol.syncers]
+    [heir] = [peer for peer in peers if peer is not leaver]
+    village.run(leaver.node.snapshot())
+    fragment = leaver.node.protocol.fragments[0]
+    fragment.busy = Busy.MERGING
+
+    async def leave() -> None:
+        leaving = asyncio.create_task(leaver.node.leave(False))
+        await asyncio.sleep(1.0)
+        assert leaver.node.protocol.state != "leaving" and not leaver.node.context.locks[0]._readers
+        fragment.busy = Busy.NO
+        leaver.node.context.tasks.notify()
+        await leaving
+
+    village.run(leave())
+    assert 0 in heir.node.protocol.syncers and not leaver.said("gave_up_waiting")
 
 
 def test_a_node_that_cannot_join_leaves_nothing_open(village: Village, monkeypatch: pytest.MonkeyPatch) -> None:

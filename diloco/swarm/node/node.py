@@ -373,12 +373,15 @@ class Node:
             able = (m.holds and not m.status.gone for m in self.protocol.members.all())
             return not any(able) or not self.protocol.leases.held_by(self.protocol.me)
 
+        def made() -> bool:
+            return not any(map(self.protocol.merging, range(len(self.replica.fragments))))
+
         await self.rounds.cancel()
         self.leased.expect(0)
         if not finished:
             self.protocol.retired = True  # heirs claim as soon as they hear that this peer leaves
-            fragments = range(len(self.replica.fragments))
-            await self.context.tasks.until(lambda: not any(map(self.protocol.merging, fragments)))
+            self._anchors.end_snapshot()  # a version that is being made waits for it
+            await self._until_or(made, LEAVE_FLOOR_S, "the last versions of its fragments")
         await self.enter("done" if finished else "leaving")
         patience_s = LEAVE_FLOOR_S + 3 * (self.rounds.longest_exchange_s or UNMEASURED_S)
         if finished:

@@ -20,7 +20,7 @@ from diloco.errors import ConfigError
 
 __all__ = [
     "Precision", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes", "name_of",
-    "native_precision", "peak_bytes", "place", "random_states", "restore_random", "seed_random", "shares_device",
+    "native_precision", "place", "random_states", "restore_random", "seed_random", "shares_device",
     "synchronize",
 ]  # fmt: skip
 
@@ -135,11 +135,6 @@ def free_bytes(device: torch.device) -> float:
         return float(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     free, _ = torch.accelerator.get_memory_info(device)
     return float(free)
-
-
-def peak_bytes(device: torch.device) -> float:
-    """The most bytes of an accelerator's memory that tensors of this process have taken; 0 on the CPU and with MPS."""
-    return 0.0 if device.type in ("cpu", "mps") else float(torch.accelerator.max_memory_allocated(device))
 
 
 def native_precision(device: torch.device) -> Precision:

@@ -83,7 +83,7 @@ class Check:
 class Doctor:
     """Checks this machine for a configuration and, given `addresses`, for the swarm there.
 
-    `typed` are the keys that the user set. Afterwards `figures` has the input of `diloco plan`: up_bits_per_s,
+    `typed` are the keys that the user set. Afterwards `figures` has what was measured: up_bits_per_s,
     down_bits_per_s, latency_s, step_s.
     """
 
@@ -165,7 +165,7 @@ class Doctor:
             f"(median of {counted(len(rated), 'peer')}, {PROBE_BYTES >> 20} MiB each way)"
         )
         if min(up, down) < THIN_BITS_PER_S or latency_s > FAR_S:
-            return "warning", text, "diloco plan --doctor computes the cost"
+            return "warning", text, "diloco plan computes the cost"
         return "ok", text
 
     def _memory(self) -> tuple[str, ...]:

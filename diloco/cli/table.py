@@ -206,9 +206,9 @@ class _Stderr(logging.Handler):
         print(f"diloco: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
-def hear_warnings(level: int = logging.WARNING) -> None:
+def hear_warnings() -> None:
     """Warnings of the package and of libraries go to the terminal, a line each."""
-    logging.basicConfig(level=level, handlers=[_Stderr()])
+    logging.basicConfig(handlers=[_Stderr()])
 
 
 def say_who_can_join(console: Console, config: Config, run_key: str | None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config import compose, flatten
+from diloco.config.files import read_saved
 from diloco.errors import ConfigError
 from diloco.rundir.files import number, read_json_lines
 
@@ -138,7 +139,7 @@ def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
     """The settings by key. A run that broke before it wrote them has those of its sweep, or none."""
     with contextlib.suppress(ConfigError):
         if saved.is_file():
-            return dict(flatten(compose(base=saved).model_dump(mode="json")))
+            return dict(flatten(json.loads(read_saved(saved).text)))
         if isinstance(overrides, list):
             return dict(flatten(compose([str(one) for one in overrides]).model_dump(mode="json")))
     return {}

@@ -22,19 +22,17 @@ longer than predicted.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from diloco.config import OuterConfig
 from diloco.errors import ConfigError
 from diloco.outer.codecs import codec
 
 __all__ = [
-    "Exchange", "Figures", "Link", "Prediction", "arithmetic", "needed_bits_per_s", "needed_sync_every",
-    "parse_bandwidth", "predict", "read_figures",
+    "Exchange", "Link", "Prediction", "arithmetic", "needed_bits_per_s", "needed_sync_every",
+    "parse_bandwidth", "predict",
 ]  # fmt: skip
 
 TRIPS = 6  # one-way trips of an exchange in the simulator, after the first rounds of a run
@@ -188,37 +186,6 @@ def parse_bandwidth(text: str) -> float:
             f"--bandwidth={text[:40]!r} is no bandwidth; write it like 100Mbit, 1.5Gbit or 12MB (per second)"
         )
     return float(found[1]) * _PREFIXES[found[2]] * (8 if found[3] == "B" else 1)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The figures of a link and a machine that a plan needs; the defaults describe an ordinary connection."""
-
-    bits_per_s: float = 100e6
-    latency_ms: float = 50.0
-    step_s: float | None = None
-
-
-def read_figures(path: Path) -> Figures:
-    """The figures that `diloco doctor --json` has measured, with the slower direction of the link. Raises `ConfigError`
-    if the file cannot be read, or is no such report.
-    """
-    try:
-        found = json.loads(path.read_text())["figures"]
-        defaults = Figures()
-        rates = [float(found[key]) for key in ("up_bits_per_s", "down_bits_per_s") if key in found]
-        figures = Figures(
-            min(rates, default=defaults.bits_per_s),
-            1000 * float(found["latency_s"]) if "latency_s" in found else defaults.latency_ms,
-            float(found["step_s"]) if found.get("step_s") else None,
-        )
-    except OSError as error:
-        raise ConfigError(f"--doctor={path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"--doctor={path} is no report; write one with diloco doctor ADDRESS --json > FILE") from None
-    if not (figures.bits_per_s > 0 and figures.latency_ms >= 0 and (figures.step_s is None or figures.step_s > 0)):
-        raise ConfigError(f"--doctor={path} holds figures that cannot be; run diloco doctor again")
-    return figures
 
 
 def _scaled(value: float, unit: str) -> str:

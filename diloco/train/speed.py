@@ -18,9 +18,7 @@ __all__ = ["step_seconds"]
 WARMUP_STEPS, TIMED_STEPS = 2, 5
 
 
-def step_seconds(
-    config: Config, micro_batch: int | None = None, warmup: int = WARMUP_STEPS, timed: int = TIMED_STEPS
-) -> float:
+def step_seconds(config: Config, micro_batch: int | None = None) -> float:
     """Median seconds of an inner step of this configuration on this machine, on random tokens.
 
     With a `micro_batch` only that part of a batch is measured, and a step counts as so many parts. Takes the memory of
@@ -37,7 +35,7 @@ def step_seconds(
     measured = min(batch_size, micro_batch or batch_size)
     shape = (measured, config.data.sequence_length)
     seconds = []
-    for _ in range(warmup + timed):
+    for _ in range(WARMUP_STEPS + TIMED_STEPS):
         tokens = torch.randint(vocabulary, shape, generator=generator).to(device)  # (B, T)
         began_at = time.perf_counter()
         with autocast(config, device):
@@ -49,4 +47,4 @@ def step_seconds(
         float(loss.detach())  # waits for the device
         devices.synchronize(device)
         seconds.append(time.perf_counter() - began_at)
-    return statistics.median(seconds[warmup:]) * math.ceil(batch_size / measured)
+    return statistics.median(seconds[WARMUP_STEPS:]) * math.ceil(batch_size / measured)

@@ -134,31 +134,22 @@ def compare(**arguments: Any) -> int:
 @click.command(cls=Command)
 @configured
 @click.option("--step-s", type=click.FloatRange(0, min_open=True), help="Seconds of an inner step; else measured here.")
-@click.option("--bandwidth", help="Of each peer's link, each way.  [default: 100Mbit]")
-@click.option("--latency-ms", type=click.FloatRange(0, 60_000), help="From peer to peer.  [default: 50]")
-@click.option(
-    "--doctor", "figures", type=PATH, metavar="FILE",
-    help="Take those of these three that are missing from diloco doctor ADDRESS --json > FILE.",
-)  # fmt: skip
+@click.option("--bandwidth", default="100Mbit", help="Of each peer's link, each way.")
+@click.option("--latency-ms", type=click.FloatRange(0, 60_000), default=50.0, help="From peer to peer.")
 @click.option(
     "--target", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.95, help="Utilization to plan for."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def plan(
-    step_s: float | None, bandwidth: str | None, latency_ms: float | None, figures: Path | None, **arguments: Any
-) -> int:  # fmt: skip
+def plan(bandwidth: str, **arguments: Any) -> int:
     """Predict utilization, bytes and bandwidth, with the arithmetic.
 
     \b
     diloco plan model=150m local.peers=8 --step-s 1 --bandwidth 100Mbit
     diloco plan experiment=quickstart --target 0.99
 
-    local.peers is the size of the swarm. The bandwidth and the inner steps that reach the target are printed, too.
+    local.peers is the size of the swarm, and diloco doctor measures a link. The bandwidth and the inner steps that
+    reach the target are printed, too.
     """
-    from diloco.train.planning import Figures, parse_bandwidth, read_figures
+    from diloco.train.planning import parse_bandwidth
 
-    known = Figures() if figures is None else read_figures(figures)
-    bits_per_s = known.bits_per_s if bandwidth is None else parse_bandwidth(bandwidth)
-    latency_ms = known.latency_ms if latency_ms is None else latency_ms
-    step_s = known.step_s if step_s is None else step_s
-    return run("plan", step_s=step_s, bits_per_s=bits_per_s, latency_ms=latency_ms, **arguments)
+    return run("plan", bits_per_s=parse_bandwidth(bandwidth), **arguments)

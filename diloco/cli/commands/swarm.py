@@ -140,7 +140,7 @@ def dashboard(**arguments: Any) -> int:
 @click.command(cls=Command)
 @click.argument("address", required=False)
 @configured
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, which diloco plan --doctor reads.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(address: str | None, overrides: tuple[str, ...], asked: Asked, as_json: bool) -> int:
     """Check this machine and the way to a swarm.
 

@@ -14,13 +14,12 @@ from diloco.cli import doctor as module
 from diloco.cli.doctor import Check, Doctor
 from diloco.cli.volunteer import PeerDirectory
 from diloco.config import compose
-from diloco.errors import ConfigError, SwarmError
+from diloco.errors import SwarmError
 from diloco.protocol.messages.watching import ProbeReply
 from diloco.swarm.conversations.probe import Probed
 from diloco.swarm.visit.look import Found
 from diloco.swarm.visit.rehearse import Rehearsal
 from diloco.train.machine import inspect_machine
-from diloco.train.planning import Figures, read_figures
 from tests.support.command_line import Typed
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
@@ -67,7 +66,7 @@ def test_a_healthy_machine_and_swarm_are_all_ok(healthy: Doctor) -> None:
     ("name", "change", "verdict", "text", "remedy", "swarm"),
     [
         ("clock", {"ahead_s": -9.0}, "failed", "-9.000 s against the swarm", "more than 3 s is refused", False),
-        ("bandwidth", {"mbit": 2.0}, "warning", "2 Mbit/s up, 4 Mbit/s down", "diloco plan --doctor", False),
+        ("bandwidth", {"mbit": 2.0}, "warning", "2 Mbit/s up, 4 Mbit/s down", "diloco plan", False),
         ("swarm", {"silent": {PLACE: "no answer"}}, "warning", f"{PLACE}: no answer", "", False),
         ("manifest", {"manifest": "{"}, "failed", "manifest", "", True),
         ("manifest", {"manifest": '{"wire_version": 99}'}, "failed", "version 99, which is newer", "install", True),
@@ -117,28 +116,6 @@ def test_the_exit_code_says_on_which_side_it_fails(
         report = json.loads(said + "}")
         assert [check["name"] for check in report["checks"]] == [check.name for check in found]
         assert report["exit"] == code and all(check.verdict in shown and check.remedy in shown for check in found)
-
-
-def test_a_plan_takes_the_slower_direction(tmp_path: Path, typed: Typed) -> None:
-    """And what is typed wins."""
-    report = tmp_path / "doctor.json"
-    figures = {"up_bits_per_s": 2e7, "down_bits_per_s": 1e8, "latency_s": 0.02, "step_s": 0.5}
-    report.write_text(json.dumps({"figures": figures}))
-    assert read_figures(report) == Figures(2e7, pytest.approx(20.0), 0.5)  # type: ignore[arg-type]
-    arguments = ["plan", "experiment=smoke", "--doctor", str(report), "--json"]
-    plan = json.loads(typed(*arguments))
-    assert (plan["step_s"], plan["step_measured"]) == (0.5, False)
-    assert plan["link"] == {"bits_per_s": 2e7, "latency_s": 0.02}
-    assert json.loads(typed(*arguments, "--step-s", "2"))["step_s"] == 2.0
-
-
-def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--doctor=.* cannot be read"):
-        read_figures(tmp_path / "x")
-    for content in ("", "[]", '{"figures": 3}', '{"figures": {"latency_s": "x"}}'):
-        (tmp_path / "x").write_text(content)
-        with pytest.raises(ConfigError, match=r"--doctor=.* is no report"):
-            read_figures(tmp_path / "x")
 
 
 def test_own_text_is_named_to_doctor_as_it_is_to_join(

@@ -95,20 +95,6 @@ def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
     assert mine["tokens"] > 0
 
 
-def test_a_volunteer_goes_on_when_the_first_peer_is_killed_and_says_so(tmp_path: Path) -> None:
-    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0"]
-    with command(*begin, directory=tmp_path) as starter:
-        lines = eventually(lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")], "it")
-        with command("-m", *lines[0].split(), directory=tmp_path) as guest:
-            eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
-            starter.process.kill()
-            gone = "the peer that was called, vanished ("
-            [line] = eventually(lambda: [one for one in guest.stdout.splitlines() if gone in one], "the news")
-            guest.process.send_signal(signal.SIGINT)
-            guest.done()
-    assert line.endswith("); training goes on here alone")
-
-
 @pytest.mark.slow
 def test_ranks_of_torchrun_join_as_one_peer(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "diloco", "join"]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import diloco
-from diloco.cli.compare import show
 from diloco.errors import ConfigError
 from diloco.rundir.arms import arms_of, plot_arms
 from diloco.rundir.compare import Point, Run, find_runs, read_runs, time_to_loss, worst_loss
-from diloco.rundir.comparison import comparison_of
 from diloco.rundir.gaps import find_gaps
 from tests.support.command_line import Typed
 from tests.support.run_directories import make
@@ -223,12 +219,6 @@ def test_a_run_has_two_gaps_where_a_baseline_differs_inside(tmp_path: Path) -> N
     assert [gap.spread for gap in gaps] == [None, None]
     change(baseline, tokens={**json.loads((baseline / "summary.json").read_text())["tokens"], "applied": 300})
     assert [gap.percent for gap in find_gaps(found(tmp_path))] == [(pytest.approx(20.0),)], "it saw other tokens"
-
-
-def test_a_table_is_as_wide_as_needed_where_nobody_looks(tmp_path: Path) -> None:
-    file = io.StringIO()
-    show(comparison_of([Run(tmp_path / ("x" * 150), {})]), Console(file=file, width=40, _environ={}))
-    assert "x" * 150 in file.getvalue()
 
 
 def test_bad_arguments_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:

@@ -99,7 +99,9 @@ def guard(function: Callable[[], int | None]) -> int:
     module imports neither click nor torch.
     """
     try:
-        return function() or 0
+        code = function() or 0
+        sys.stdout.flush()
+        return code
     except DilocoError as error:
         _complain(str(error))
         return error.exit_code
@@ -107,6 +109,8 @@ def guard(function: Callable[[], int | None]) -> int:
         _complain("interrupted")
         return UnsavedError.exit_code
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 0
         if error.errno not in _DIRECTORY_ERRNOS:
             traceback.print_exc()
             return DilocoError.exit_code
@@ -129,6 +133,16 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of the output, such as `head`, has ended. If so, nothing that is written later fails."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _complain(text: str) -> None:

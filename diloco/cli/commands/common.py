@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -159,13 +157,16 @@ def _show(overrides: tuple[str, ...], given: Sequence[str], asked: Asked, start:
     from diloco.config.shown import cfg_text
 
     if asked.cfg == "help":
-        return _write(help_text(start))
+        click.echo(help_text(start).rstrip("\n"))
+        return 0
     config = compose([*map(_from_stdin, overrides), *given], start)
     if asked.cfg == "manifest":
         manifest = with_digests(config).manifest()
         click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
-        return _write(manifest.to_json(indent=2))
-    return _write(cfg_text(config, asked.package))
+        click.echo(manifest.to_json(indent=2))
+    else:
+        click.echo(cfg_text(config, asked.package).rstrip("\n"))
+    return 0
 
 
 def _from_stdin(override: str) -> str:
@@ -218,12 +219,3 @@ def implementation(command: str) -> Callable[..., int]:
     module, _, name = WORKERS.get(command, f"{command}.run").partition(".")
     work: Callable[..., int] = getattr(import_module(f"diloco.cli.{module}"), name)
     return work
-
-
-def _write(text: str) -> int:
-    try:
-        click.echo(text.rstrip("\n"))
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has ended; keep the interpreter's last flush quiet
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0

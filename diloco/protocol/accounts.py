@@ -62,11 +62,7 @@ class Accounts:
     @property
     def applied_tokens(self) -> int:
         """The swarm clock: tokens in the anchor of the control fragment here."""
-        return clock_of(self.shares(CONTROL_FRAGMENT))
-
-    def shares(self, fragment: int) -> Shares:
-        """Which peer contributed how much to the anchor here; travels with the fragment's state."""
-        return self._fragments[fragment].shares
+        return clock_of(self._fragments[CONTROL_FRAGMENT].shares)
 
     def restore_shares(self, shares: Sequence[Mapping[str, Share]]) -> None:
         """Take over the `shares` of each fragment from a checkpoint; the swarm clock stays where it is."""
@@ -84,14 +80,6 @@ class Accounts:
             tokens = at_most(known.tokens + missing, MAX_TOKENS)
             control.shares = {**control.shares, OTHERS: known._replace(tokens=tokens)}
 
-    def merged(self, fragment: int) -> dict[str, int]:
-        """For each peer the base version up to which its contributions are in the anchor here, or were left out."""
-        return self._fragments[fragment].merged()
-
-    def credit(self, fragment: Fragment, version: int, contributors: Mapping[str, int]) -> None:
-        """Contributions of so many tokens made this version of the one that is here."""
-        fragment.shares = self.shares_after(fragment, version, contributors)
-
     def shares_after(self, fragment: Fragment, version: int, contributors: Mapping[str, int]) -> Shares:
         """The shares of the version that contributions of so many tokens make of the one that is here."""
         return credited(fragment.shares, version, contributors, self._names())
@@ -108,7 +96,7 @@ class Accounts:
                 peer, names.get(peer) or share.name or ("others" if peer == OTHERS else ""),
                 share.contributions, share.tokens, self._bytes_of(peer), share.first_version, share.last_version,
             )
-            for peer, share in self.shares(CONTROL_FRAGMENT).items()
+            for peer, share in self._fragments[CONTROL_FRAGMENT].shares.items()
         ]  # fmt: skip
         return sorted(rows, key=lambda row: (-row.tokens, row.peer_id))
 

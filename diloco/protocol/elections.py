@@ -44,7 +44,8 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
     member, waiting = view.members.get(peer), fragment.claims.get(peer)
     if member is None or not member.holds:
         return False
-    if waiting is not None and waiting.unseated and now - _changed_at(fragment, now) <= UNSEATED_S:
+    changed_at = fragment.vacant_since if lease is None else fragment.elected_at
+    if waiting is not None and waiting.unseated and (changed_at is None or now - changed_at <= UNSEATED_S):
         return False
     if decided(view, fragment, peer, claim):
         return True
@@ -54,12 +55,6 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
         return not (view.opened and fragment.authors) or _in_order(view, fragment, peer, now)
     at_once = claim.term == lease.term and now - fragment.elected_at <= SAME_TIME_S
     return at_once and not decided(view, fragment, lease.holder, lease)
-
-
-def _changed_at(fragment: Fragment, now: float) -> float:
-    """Since when another one holds the fragment, or nobody does."""
-    since = fragment.vacant_since if fragment.lease is None else fragment.elected_at
-    return now if since is None else since
 
 
 def decided(view: View, fragment: Fragment, peer: str, claim: Claim | Lease) -> bool:

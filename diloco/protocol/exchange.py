@@ -70,7 +70,7 @@ class Exchange:
             version: this peer's anchor version; above the base version means that the update is adopted.
             retry_at: the term that failed last is not tried before this time, since its syncer may be restarting.
             merged: base version up to which this peer's contributions are in its anchor, -1 for none
-                (`Accounts.merged`); without it the outcome is a guess if the stream broke and the anchor still moved.
+                (`Fragment.merged`); without it the outcome is a guess if the stream broke and the anchor still moved.
         """
         step = self._next_step(lease, version, now, retry_at)
         if step is Step.DONE and merged is not None:

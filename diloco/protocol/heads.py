@@ -78,11 +78,6 @@ def sign_head(signer: Signer, run_id: str, head: Head) -> Head:
     return head.model_copy(update={"signature": signer.sign(_head_content(run_id, head))})
 
 
-def _signed_head(signer: Signer, run_id: str, head: Head) -> bool:
-    """Whether the author that a head names has signed it."""
-    return signer.verify(head.author, _head_content(run_id, head), head.signature)
-
-
 def _head_content(run_id: str, head: Head) -> bytes:
     said = head.model_dump(exclude={"signature"})
     return b"head" + bytes(msgpack.packb([run_id, *(said[key] for key in sorted(said))]))
@@ -97,7 +92,7 @@ def shares_digest(shares: Mapping[str, Share]) -> bytes:
 def wrong_record(signer: Signer, run_id: str, record: Record) -> str | None:
     """What is wrong with a certificate by itself: no honest peer passes such a one on."""
     head, lines = record.head, record.lines
-    if not _signed_head(signer, run_id, head):
+    if not signer.verify(head.author, _head_content(run_id, head), head.signature):
         return f"a head is not signed by {head.author}, which it names as its author"
     if lines_digest(lines) != head.lines:
         return "a certificate has other lines than its head"
@@ -123,7 +118,8 @@ def does_not_follow(
     `clock`: the swarm clock is in versions of this fragment.
     """
     head = record.head
-    if _renumbers(head, version, digest, skipped) and not record.lines:
+    same = head.digest_before == head.digest == digest and not record.lines
+    if same and head.version > version and head.skipped == skipped + head.version - version:  # a higher number
         return wrong_shares(record, shares, clock)
     if (head.version, head.digest_before, head.skipped) != (version + 1, digest, skipped):
         return f"a record to version {head.version} of fragment {head.fragment} does not follow version {version}"
@@ -133,12 +129,6 @@ def does_not_follow(
         if line.total != total and OTHERS not in shares:
             return f"{line.peer} signed {line.total} tokens, and has {total} with version {head.version}"
     return wrong_shares(record, credited(shares, head.version, record.contributors, {}), clock)
-
-
-def _renumbers(head: Head, version: int, digest: str, skipped: int) -> bool:
-    """Whether a head gives the anchor that is here a higher number, and says nothing else."""
-    same = head.digest_before == head.digest == digest
-    return same and head.version > version and head.skipped == skipped + head.version - version
 
 
 def wrong_shares(record: Record, shares: Mapping[str, Share], clock: bool) -> str | None:

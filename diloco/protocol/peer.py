@@ -22,7 +22,6 @@ from math import inf
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note
 from diloco.protocol.belief import donors, doubt
-from diloco.protocol.blank import fill
 from diloco.protocol.elections import Elector
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
 from diloco.protocol.ledger import Units, difference
@@ -130,7 +129,8 @@ class Peer(Elector):
     def tick(self, now: float) -> list[Action]:
         """Let time pass: silent members go, vacant fragments are claimed, rounds close, gaps are caught up with."""
         self._pace.ticks(now)
-        fill(self)
+        if self.blank and all(fragment.came_at is not None or fragment.agrees() for fragment in self.fragments):
+            self.blank, self.holds = False, self.may_hold
         actions: list[Action] = []
         for peer in self.members.silent(now) if self._pace.looks(now) else ():
             actions += [Disconnect(peer), *self._forget(peer, "silent")]
@@ -217,7 +217,7 @@ class Peer(Elector):
         if shares is not None:
             fragment.shares = dict(shares)
         if contributors is not None:
-            self.accounts.credit(fragment, version, contributors)
+            fragment.shares = self.accounts.shares_after(fragment, version, contributors)
         if version == fragment.version and digest != fragment.digest and version > 0:
             self.heals += 1
         fragment.move(version, digest, now, leap=contributors is None)
@@ -308,7 +308,7 @@ class Peer(Elector):
         syncer.advance(syncer.version + 1, now=now)
         fragment.certified(record)
         fragment.move(syncer.version, digest, now)
-        self.accounts.credit(fragment, syncer.version, contributors)
+        fragment.shares = self.accounts.shares_after(fragment, syncer.version, contributors)
         twice = self.accounts.apply_units(syncer.version, contributors) if index == CONTROL_FRAGMENT else []
         message = self.publication(fragment, syncer, contributors)
         self.leases.published(message)
@@ -328,7 +328,7 @@ class Peer(Elector):
         grace_ends = []
         for fragment in self.fragments:
             syncer = fragment.syncer
-            if syncer is not None and self.lockstep and syncer.has_late and self.over():
+            if syncer is not None and self.lockstep and self.over():
                 syncer.drop_late()
             idle = syncer is not None and fragment.busy is Busy.NO
             if syncer is None or not idle or not syncer.may_close(now) or overtaken(self, fragment):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import inf
 
 from diloco.protocol.actions import Action, CatchUp, Note, Renumber
 from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
@@ -163,7 +164,8 @@ def unseat(view: View, now: float) -> list[Action]:
     """Syncers that live, and count as gone here, because most holders find for long that they do not do their work.
 
     One goes on from a history with less work than theirs. Or it announced a version that nobody can have, or makes none
-    for longer than it may wait for the slowest peer; that one holds nothing any more, as long as this peer lives.
+    for longer than it may wait for the slowest peer (never while no round was seen from its start); that one holds
+    nothing any more, as long as this peer lives.
 
     Its claim is kept: should most peers go on with it (`elections`), this one comes back.
     """
@@ -178,6 +180,7 @@ def unseat(view: View, now: float) -> list[Action]:
         others = {one for one in view.able() if one != holder.peer}
         left = {peer for peer, (_, believed) in fragment.votes.items() if believed != holder.peer}
         missing = {one.peer for one in view.members.all() if fragment.index in one.status.missed}
+        stuck_s = 0.0 if fragment.stuck_since is None else now - fragment.stuck_since
         for_long = fragment.disputed_since is not None and now - fragment.disputed_since > holder.silence_s()
         if for_long and _most(others, {*disputants(view, fragment), *left, view.me}):
             why = "goes on from a history with less work"
@@ -185,7 +188,7 @@ def unseat(view: View, now: float) -> list[Action]:
             why = f"announced version {lease.version}, which nobody can have"
             doubt(view, fragment.index, holder.peer, 0)
             view.deposed.add(holder.peer)
-        elif _is_stuck(fragment, now):
+        elif stuck_s > PAUSE_LIMIT_S + ROUNDS * (inf if fragment.round_s is None else fragment.round_s):
             why = f"has not made version {fragment.version + 1}, for which most have long waited"
             view.deposed.add(holder.peer)
         else:
@@ -214,9 +217,3 @@ def _given(view: View, fragment: Fragment, holder: Member) -> bool:
 
 def _most(others: set[str], agree: set[str]) -> bool:
     return 2 * len(agree & others) > len(others)
-
-
-def _is_stuck(fragment: Fragment, now: float) -> bool:
-    """Whether the syncer waits longer than any peer may make it wait; never while no round was seen from its start."""
-    since, round_s = fragment.stuck_since, fragment.round_s
-    return since is not None and round_s is not None and now - since > PAUSE_LIMIT_S + ROUNDS * round_s

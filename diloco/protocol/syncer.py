@@ -110,7 +110,7 @@ class Syncer:
         counted = at_most((before or 0) + header.tokens, MAX_TOKENS)
         elsewhere = before is not None and header.total not in (0, counted)
         elsewhere = elsewhere and base <= self.version  # else the tokens in between are not here yet
-        late = not merged and (self._too_late(base, carried) or self._is_spent(peer, base) or elsewhere)
+        late = not merged and (self._too_late(base, carried) or self._spent.get(peer, -1) >= base or elsewhere)
         here, reason = f"fragment {self.fragment} is at version {self.version}", ""
         if header.term != self.term:
             reason = f"fragment {self.fragment} is under term {self.term}, not {header.term}"
@@ -146,9 +146,6 @@ class Syncer:
     def _to_collect(self, peer: str, header: Contribution) -> bool:
         beside = header.base_version < self.version or peer in self._patience.slow
         return beside or not self._settings.barrier
-
-    def _is_spent(self, peer: str, base_version: int) -> bool:
-        return self._spent.get(peer, -1) >= base_version
 
     def collects(self, peer: str) -> bool:
         """Whether the payload of this peer's contribution is collected whole, then folded in."""
@@ -216,11 +213,6 @@ class Syncer:
         """The line of a contribution that is whole."""
         offer = self._offers.get(peer)
         return None if offer is None else offer.line
-
-    @property
-    def has_late(self) -> bool:
-        """Whether a contribution is here that missed its version."""
-        return any(offer.late for offer in self._offers.values())
 
     def drop_late(self) -> None:
         """No later version will be made for those that missed theirs: the others are done."""
@@ -361,7 +353,7 @@ class Syncer:
             peer: offer
             for peer, offer in self._offers.items()
             if self.collects(peer) and not offer.whole and offer.base_version > self._merged.get(peer, -1)
-            if not self._is_spent(peer, offer.base_version)
+            if self._spent.get(peer, -1) < offer.base_version
         }
         for offer in self._offers.values():
             offer.late = offer.base_version < version

@@ -14,7 +14,6 @@ from diloco.protocol.heads import Nobody, Signer
 from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_NAMED, MAX_UNIT_RANGES, Place
-from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, Vote, mark
 from diloco.protocol.numbers import MAX_COUNT, within_bounds
 from diloco.protocol.pace import Pace
@@ -22,7 +21,6 @@ from diloco.protocol.penalties import Penalties
 from diloco.protocol.rendezvous import assign, score
 from diloco.protocol.states import STATES, State
 from diloco.protocol.syncer import SYNC, Syncer
-from diloco.protocol.work import impossible
 
 __all__ = ["View"]
 
@@ -50,6 +48,9 @@ class View:
 
     Attributes:
         state: what its training loop is doing.
+        blank: it has not got what the run starts from, such as the weights of a checkpoint. Until it has an anchor of
+            each fragment from another peer it holds none and does not train, and says so: nobody waits for its claims,
+            and its own random values reach nobody.
         fragments: what it knows of each fragment. leases: a table over them, by holder.
         accounts: what the anchors are made of. members: the other peers. address_book: where to call them.
     """
@@ -149,20 +150,15 @@ class View:
 
     def hello(self) -> Hello:
         """First message to a newly connected peer."""
-        peers = self._named()
+        peers = [member.peer for member in self.members.all()]
+        if len(peers) > MAX_NAMED:  # each peer names others, so a newcomer hears of nearly all
+            peers = sorted(peers, key=lambda peer: score(f"{self.me} {peer}", 0))[:MAX_NAMED]
         return Hello(
             wire_version=WIRE_VERSION, run_id=self.run_id, manifest_hash=self.manifest_hash,
             name=self.name, trains=self.trains, holds=self.may_hold, device=self.device,
             peers=peers, addresses=self.address_book.all([self.me, *peers]), status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)], votes=self.votes(),
         )  # fmt: skip
-
-    def _named(self) -> list[str]:
-        """The peers that a hello names. In a large swarm each peer names others, so a newcomer hears of nearly all."""
-        peers = [member.peer for member in self.members.all()]
-        if len(peers) <= MAX_NAMED:
-            return peers
-        return sorted(peers, key=lambda peer: score(f"{self.me} {peer}", 0))[:MAX_NAMED]
 
     def votes(self) -> list[Vote]:
         """Whom this peer believes to hold which fragment, if it holds any itself."""
@@ -217,10 +213,6 @@ class View:
         if message.place not in (Place.HELLO, Place.CONTROL):
             return f"a control stream does not carry {type(message).__name__}"
         return message.misfit(len(self.fragments))
-
-    def implausible(self, header: Contribution) -> str | None:
-        """What cannot be true of a contribution's claims, in one line; None when they can be."""
-        return impossible(header, self.tokens_per_step, self.outer.sync_every)
 
     # -- when to train ------------------------------------------------------------------------------------------------
 
@@ -285,10 +277,6 @@ class View:
         """Peers that train now, this one included if it trains; at least 1."""
         return max(1, self.trains + sum(member.trains and member.status.counted_in for member in self.members.all()))
 
-    def num_merged(self) -> int:
-        """How many peers' contributions made the control fragment's version here."""
-        return len(self.fragments[CONTROL_FRAGMENT].contributors())
-
     def fastest_steps_per_s(self, mine: float) -> float:
         """The pace of the fastest peer that trains, this one included.
 
@@ -322,10 +310,6 @@ class View:
         _, holder = fragment.votes.get(peer, (0, self.me))
         other = self.members.get(holder)
         return holder != self.me and other is not None and not other.status.gone
-
-    def backs_up(self) -> set[int]:
-        """Fragments that this peer would claim if their syncers died, one syncer at a time."""
-        return {fragment for fragment, heir in self.heirs().items() if heir == self.me}
 
     def heirs(self) -> dict[int, str]:
         """For each fragment the peer that would claim it if its syncer died, one syncer at a time."""

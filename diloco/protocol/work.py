@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from diloco.config import OuterConfig
 from diloco.protocol.messages.bulk import Contribution
 
-__all__ = ["Weights", "capped", "impossible", "raw_weight"]
+__all__ = ["Weights", "capped", "impossible"]
 
 MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
 HEAVIEST = 2.0  # times the median weight
@@ -41,17 +41,6 @@ def capped(weights: Mapping[str, float]) -> dict[str, float]:
     """Weights (or work, see `forks`) of at most twice their median, which caps neither one nor two of them."""
     most = HEAVIEST * statistics.median(weights.values()) if weights else 0.0
     return {peer: min(weight, most) for peer, weight in weights.items()}
-
-
-def raw_weight(kind: str, tokens: int, steps: int) -> float:
-    """What a contribution weighs (`outer.weights`), before any cap."""
-    match kind:
-        case "tokens":
-            return float(tokens)
-        case "tokens2_per_step":  # Decoupled DiLoCo, arXiv 2604.21428
-            return tokens**2 / steps
-        case _:
-            return 1.0
 
 
 class Weights:
@@ -100,4 +89,11 @@ class Weights:
         self._unit = 0.0
 
     def _raw(self, tokens: int, steps: int) -> float:
-        return raw_weight(self._kind, tokens, steps)
+        """What a contribution weighs before any cap."""
+        match self._kind:
+            case "tokens":
+                return float(tokens)
+            case "tokens2_per_step":  # Decoupled DiLoCo, arXiv 2604.21428
+                return tokens**2 / steps
+            case _:
+                return 1.0

@@ -12,6 +12,7 @@ from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import Fragment
 from diloco.outer.replica import Replica
 from diloco.outer.staging import train_on_current_stream
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.summary import PhaseTimer
@@ -72,7 +73,8 @@ class NodeView:
     def membership(self) -> dict[str, int]:
         """Peers that are connected (`live`), that train, and that contributed to the newest version of fragment 0."""
         protocol = self.node.protocol
-        return {"live": self.num_peers, "training": protocol.num_trainers(), "merged": protocol.num_merged()}
+        merged = len(protocol.fragments[CONTROL_FRAGMENT].contributors())
+        return {"live": self.num_peers, "training": protocol.num_trainers(), "merged": merged}
 
     def contributions(self) -> list[Contributor]:
         """How much each peer contributed to this peer's anchor."""

@@ -11,7 +11,7 @@ def test_contributors_are_merged_and_make_no_version_even_when_they_claim_or_the
     with story(0, fragments=2, outer_steps=None, uninvited="xyz") as swarm:
         swarm.begin("abxyz")
         swarm.run_for(20.0)
-        shares = swarm.node("a").protocol.accounts.shares(0)
+        shares = swarm.node("a").protocol.fragments[0].shares
         assert set(shares) == set("abxyz") and shares["x"].tokens == shares["a"].tokens > 0
         for name in "xyz":
             assert not swarm.node(name).protocol.holds

@@ -31,7 +31,7 @@ def test_a_peer_forty_times_slower_costs_little_and_is_merged(robust: str) -> No
         alone = train(swarm, "abc", SECONDS / 4)
     with story(0, fragments=1, outer_steps=None, outer=outer) as swarm:
         together = train(swarm, "abc", SECONDS, Member("s", step_s=40.0 * STEP_S))
-        shares = swarm.node("a").protocol.accounts.shares(0)
+        shares = swarm.node("a").protocol.fragments[0].shares
         assert shares["s"].contributions == 2 and shares["s"].tokens == 2 * TOKENS_PER_ROUND
         assert swarm.discarded_tokens() == 0
         late = [made for made in swarm.made() if any(made.version - 1 > base for (_, base), _ in made.contributions)]

@@ -57,7 +57,7 @@ def test_a_peer_that_nobody_can_call_trains_and_holds_nothing(crowd: Crowd) -> N
     begin_together(first, mute, wrong, syncers=[first])
     together(*(lambda peer=peer: peer.round(0.1) for peer in (first, mute, wrong)))
     assert first.holds() == [0, 1, 2, 3] and mute.holds() == wrong.holds() == []
-    assert first.digest == mute.digest == wrong.digest and first.node.protocol.num_merged() == 3
+    assert first.digest == mute.digest == wrong.digest and len(first.node.protocol.fragments[0].contributors()) == 3
 
 
 def test_a_host_and_changing_volunteers_lose_nothing(crowd: Crowd) -> None:

@@ -108,7 +108,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
         disputed: fragments whose syncer goes on from a history with less work than the one here (see `forks`).
         missed: fragments whose syncer has announced a version that this peer has not been given for long.
         figures: only in a heartbeat; None says that those of the last heartbeat still hold.
-        blank: the peer has not got what the run starts from yet, and holds no fragment (see `blank`).
+        blank: the peer has not got what the run starts from yet, and holds no fragment (see `View`).
     """
 
     state: State

@@ -25,7 +25,7 @@ from diloco.protocol.numbers import (
     Version,
 )
 
-__all__ = ["MAX_LINES", "MAX_RECORDS", "Delay", "Head", "Line", "Record", "Signature", "check_window"]
+__all__ = ["MAX_LINES", "MAX_RECORDS", "Delay", "Head", "Line", "Record", "Signature"]
 
 MAX_RECORDS = 8  # that are smaller than a state in fp32 together, with the codec of the fewest bits
 MAX_LINES = 256  # contributions to one version; their lines fit into a frame
@@ -33,12 +33,6 @@ MAX_LINES = 256  # contributions to one version; their lines fit into a frame
 Raw = Annotated[bytes, Field(min_length=32, max_length=32)]
 Signature = Annotated[bytes, Field(max_length=1024)]
 Delay = Annotated[int, Field(ge=1, le=100_000)]
-
-
-def check_window(pushes: int, delay: int) -> None:
-    """`ValueError` for a window that would be full."""
-    if pushes >= delay:
-        raise ValueError("a window that goes on is not full")
 
 
 class Line(NamedTuple):
@@ -90,7 +84,8 @@ class Head(Message):
 
     @model_validator(mode="after")
     def _window_is_not_full(self) -> Head:
-        check_window(self.pushes, self.delay)
+        if self.pushes >= self.delay:
+            raise ValueError("a window that goes on is not full")
         return self
 
 

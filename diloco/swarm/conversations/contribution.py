@@ -29,6 +29,7 @@ from diloco.protocol.messages.heads import Line, Record
 from diloco.protocol.numbers import MAX_SECONDS, within_bounds
 from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.syncer import Syncer
+from diloco.protocol.work import impossible
 from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.certificates import check_anchor, check_record
 from diloco.swarm.conversations.context import Context
@@ -101,7 +102,7 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     version closed without this contribution, or the fragment got another syncer.
     """
     protocol, fragment = context.protocol, header.fragment
-    claim = protocol.implausible(header)
+    claim = impossible(header, protocol.tokens_per_step, protocol.outer.sync_every)
     if claim is not None:
         raise Offence(claim)
     verdict = protocol.offer(stream.peer, header, context.now())

@@ -195,7 +195,7 @@ async def copy_state(context: Context, fragment: int) -> FragmentState:
             raise PayloadError(f"version {here.version} of fragment {fragment} has no certificate")
         header = StateHeader(
             fragment=fragment, digest=here.digest, record=here.record,
-            shares=context.protocol.accounts.shares(fragment), lines=here.further_lines(),
+            shares=here.shares, lines=here.further_lines(),
         )  # fmt: skip
     return FragmentState(header, anchor)
 

@@ -110,7 +110,7 @@ class Anchors:
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
             anchors.append(anchor)
             versions.append(protocol.fragments[fragment].version)
-            shares.append(protocol.accounts.shares(fragment))
+            shares.append(protocol.fragments[fragment].shares)
             records.append(protocol.fragments[fragment].record)
             if fragment == CONTROL_FRAGMENT:
                 clock, cursor = protocol.applied_tokens, protocol.accounts.dealer.cursor_at(versions[fragment])

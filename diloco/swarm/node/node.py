@@ -333,7 +333,7 @@ class Node:
         protocol, replica = self.protocol, self.replica
         if protocol.state == "starting":
             return  # a newcomer's link is busy with what it needs to begin
-        replica.stand_by(protocol.backs_up())
+        replica.stand_by({fragment for fragment, heir in protocol.heirs().items() if heir == protocol.me})
         keeps_up = protocol.trains and replica.settings.staleness_limit > 0
         protocol.followed = set(replica.standby) if keeps_up else set()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from diloco.config import SwarmConfig, flatten
 from diloco.errors import PayloadError
 from diloco.outer.replica import Replica
-from diloco.protocol.blank import begin_blank
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import union
 from diloco.protocol.peer import Peer
@@ -108,7 +107,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         payload_bytes=[replica.payload_numel(fragment) for fragment in range(len(replica.fragments))],
     )
     if options.blank and saved is None:
-        begin_blank(protocol)
+        protocol.blank, protocol.holds = True, False
     if saved is not None:
         _go_on(protocol, saved, options.seed)
     protocol.may_author = options.gate.authors

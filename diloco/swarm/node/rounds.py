@@ -220,7 +220,7 @@ class Rounds:
         protocol, fragment, retry_at = self._protocol, exchange.fragment, 0.0
         while True:
             lease, version = protocol.live_lease(fragment), protocol.fragments[fragment].version
-            merged = protocol.accounts.merged(fragment).get(protocol.me, -1)
+            merged = protocol.fragments[fragment].merged().get(protocol.me, -1)
             if protocol.lockstep:  # an anchor that was fetched may be of another history
                 here = protocol.fragments[fragment]
                 exchange.may_be_late = here.follows(exchange.base_version, exchange.base_digest)
@@ -257,7 +257,7 @@ class Rounds:
         self._another_history = True
         if lease.holder != self._protocol.me:
             await self._anchors.catch_up(fragment, (lease.holder,), whole=True)
-        exchange.discarded = self._protocol.accounts.merged(fragment).get(self._protocol.me, -1) < base_version
+        exchange.discarded = self._protocol.fragments[fragment].merged().get(self._protocol.me, -1) < base_version
 
     async def _contribute(self, exchange: Exchange, lease: Lease, seconds: Seconds) -> None:
         """Contribute to a version that another peer makes, until it has lost the lease."""

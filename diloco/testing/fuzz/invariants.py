@@ -262,10 +262,10 @@ def check_shares(lineage: Lineage, name: str, node: Node) -> None:
     """What the node says of its anchors' contributions is true."""
     peer = node.protocol
     for fragment, digest in enumerate(peer.digests):
-        shares, truth = peer.accounts.shares(fragment), lineage.totals(digest)
+        shares, truth = peer.fragments[fragment].shares, lineage.totals(digest)
         if {who: Total(*share[:4]) for who, share in shares.items()} != truth:
             raise Violation(f"{name} counts {shares} in fragment {fragment}, and {truth} is in it")
-    tokens = sum(share.tokens for share in peer.accounts.shares(CONTROL_FRAGMENT).values())
+    tokens = sum(share.tokens for share in peer.fragments[CONTROL_FRAGMENT].shares.values())
     if peer.applied_tokens != tokens:
         raise Violation(f"the swarm clock of {name} is {peer.applied_tokens}, and {tokens} tokens are in its anchor")
 
@@ -332,7 +332,7 @@ def _check_tokens(life: Life, lineage: Lineage) -> None:
     """
     sync, node = life.sync, life.node
     assert sync is not None and node is not None
-    share = node.protocol.accounts.shares(CONTROL_FRAGMENT).get(life.name)
+    share = node.protocol.fragments[CONTROL_FRAGMENT].shares.get(life.name)
     applied = 0 if share is None else share.tokens
     in_flight = sync.unsent_tokens
     counted = applied + sync.discarded_tokens + in_flight

@@ -6,7 +6,6 @@ import pytest
 
 from diloco.config import OuterConfig
 from diloco.protocol.actions import CatchUp, Hold
-from diloco.protocol.blank import begin_blank
 from diloco.protocol.peer import Peer
 from tests.support.certificates import digest_of
 from tests.support.core import DIGESTS, FRAGMENTS, OTHER, claim_of, hello_of, make, of_type, status_of
@@ -18,7 +17,7 @@ LATE = OuterConfig(method="diloco", sync_every=5, fragments=FRAGMENTS, quorum=1,
 def blank(version: int = 0, theirs: list[str] = THEIRS, **settings: object) -> Peer:
     """A blank peer that has met the one that holds everything, at that version."""
     peer = make(newcomer=True, **settings)
-    begin_blank(peer)
+    peer.blank, peer.holds = True, False
     claims = [claim_of(fragment, version=version, digest=digest) for fragment, digest in enumerate(theirs)]
     actions = peer.connected(OTHER, hello_of(status_of(versions=[version] * FRAGMENTS), claims=claims), 0.0)
     actions += peer.discovered(0.0)
@@ -59,7 +58,7 @@ def test_anchors_that_are_alike_anyway_need_not_come() -> None:
 
 def test_alone_a_blank_peer_claims_nothing() -> None:
     peer = make()
-    begin_blank(peer)
+    peer.blank, peer.holds = True, False
     assert not of_type(Hold, [*peer.tick(0.0), *peer.tick(1e6)]) and not peer.may_train()
 
 

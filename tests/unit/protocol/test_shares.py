@@ -57,12 +57,12 @@ def test_a_peer_shows_counts_of_the_control_fragment() -> None:
     peer.adopted(0, 2, D, 0.0, contributors={"other": 20})
     peer.adopted(1, 1, D, 0.0, contributors={"me": 10, "other": 20, "late": 1})
     name = "theirs" + "x" * 18
-    assert peer.accounts.shares(0)["other"].name == name
+    assert peer.fragments[0].shares["other"].name == name
     rows = [Contributor("other", name, 2, 40, 210, 1, 2), Contributor("me", "mine", 1, 10, 110, 1, 1)]
     assert peer.accounts.contributions() == rows
     peer.lost("other", 1.0, "gone")
     assert [row.name for row in peer.accounts.contributions()] == [name, "mine"], "it is known by name when it is gone"
-    assert peer.accounts.merged(0) == {"me": 0, "other": 1}
+    assert peer.fragments[0].merged() == {"me": 0, "other": 1}
 
 
 @pytest.mark.parametrize("successor", ["other", "me"])
@@ -89,9 +89,9 @@ def test_the_clock_goes_back_when_versions_die_with_their_syncer(successor: str)
 def test_the_clock_of_a_checkpoint_without_shares_stays() -> None:
     """Its tokens are those of others: the clock is the sum of the shares, and must not go back by a restart."""
     peer = newcomer(versions=[4], applied_tokens=70)
-    assert peer.applied_tokens == 70 and peer.accounts.merged(0) == {}
+    assert peer.applied_tokens == 70 and peer.fragments[0].merged() == {}
     peer.accounts.restore_shares([{"other": Share(2, 50, 1, 4)}])
-    assert peer.applied_tokens == 70 and peer.accounts.merged(0) == {"other": 3}
+    assert peer.applied_tokens == 70 and peer.fragments[0].merged() == {"other": 3}
     assert [(row.peer_id, row.tokens) for row in peer.accounts.contributions()] == [("other", 50), ("", 20)]
     peer.adopted(0, 5, D, 0.0, contributors={"me": 10})
-    assert peer.applied_tokens == 80 and peer.num_merged() == 1
+    assert peer.applied_tokens == 80 and len(peer.fragments[0].contributors()) == 1

@@ -61,7 +61,7 @@ async def test_records_in_a_row_are_applied_one_by_one() -> None:
     await host.anchors.adopt_record(records[0])
     assert await host.anchors.adopt_records(records)
     assert host.protocol.versions == [3] and torch.equal(host.replica.anchors[0], full(3))
-    assert host.protocol.accounts.shares(0)[OTHER].contributions == 3
+    assert host.protocol.fragments[0].shares[OTHER].contributions == 3
     assert not await host.anchors.adopt_records(records), "all of them are here"
     await host.catch_up({3: records})
     assert host.protocol.versions == [3] and "fetch_failed" not in host.notes
@@ -234,7 +234,7 @@ async def test_what_is_folded_in_while_a_version_closes_counts(monkeypatch: pyte
     fold.go_on.set()
     assert await arriving == 0
     await host.context.tasks.until(lambda: host.protocol.versions[0] == 1)
-    assert host.protocol.accounts.merged(0) == {OTHER: 0}
+    assert host.protocol.fragments[0].merged() == {OTHER: 0}
     assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1.0), "and it is in the version"
     assert threading.main_thread() not in fold.threads
 

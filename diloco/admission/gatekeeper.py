@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from diloco.admission.invitation import Credential, Grant, Role, Token
-from diloco.admission.keys import Revoked, is_sealed
+from diloco.admission.keys import Revoked
 from diloco.admission.memory import Memory
 from diloco.errors import PayloadError
 
@@ -136,10 +136,6 @@ class Admission:
         self.revoked = self.memory.revoked = revoked
         self.memory.keep()
         return True
-
-    def sealed(self, manifest_hash: str, seal: str) -> bool:
-        """Whether the owner of the run signed the manifest with this hash."""
-        return is_sealed(self.run_key, self.run_id, manifest_hash, seal)
 
     def lapsed(self, me: str, now: float) -> str | None:
         """Why this peer is no longer admitted itself; None while it is."""

@@ -21,10 +21,11 @@ from typing import Generic, TypeVar
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 
 __all__ = [
-    "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "COPIES", "FILE_BYTES", "FILE_BYTES_IN_ALL", "FILE_BYTES_S",
+    "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "CONTROL_STREAMS", "COPIES", "FILE_BYTES",
+    "FILE_BYTES_IN_ALL", "FILE_BYTES_S",
     "LONGEST_DOUBT_S", "MAX_PEERS", "MIN_BYTES_PER_S", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
     "REFUSALS_PER_S", "REQUEST_BYTES", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams",
-    "control_messages", "control_streams", "frame_bytes",
+    "control_messages", "frame_bytes",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ REVOCATIONS_BYTES = 2**19
 # Streams at a time, and how many are begun.
 STREAMS, STREAMS_PER_FRAGMENT = 16, 2
 REQUESTS_PER_S = 20.0  # beyond one per fragment
-CONTROL_STREAMS, HELLOS_PER_S, HELLOS = 8, 1.0, 30.0
+CONTROL_STREAMS = (8, 1.0, 30.0)  # one is needed, a few more while the ends of those before are on their way
 MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE = 128, 4
 LONGEST_DOUBT_S = 60.0  # before a donor is asked again whose version was not believed
@@ -159,11 +160,6 @@ def bulk_streams(fragments: int) -> Limiter:
     """For the streams that carry requests and tensors."""
     per_s = REQUESTS_PER_S + fragments
     return Limiter(STREAMS_PER_FRAGMENT * fragments + STREAMS, per_s, per_s * BURST_S)
-
-
-def control_streams() -> Limiter:
-    """For control streams: a peer needs one, and a few more while the ends of those before are on their way."""
-    return Limiter(CONTROL_STREAMS, HELLOS_PER_S, HELLOS)
 
 
 def control_messages(fragments: int) -> Buckets[str]:

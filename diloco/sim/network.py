@@ -212,13 +212,13 @@ class Network:
         self._pipes: dict[_Pipe, None] = {}
         self._landings: dict[float, list[_Pipe]] = {}  # by the second at which a piece reaches the reader
         self._cuts: dict[tuple[str, str], asyncio.Event] = {}  # from, to, and when it is mended
-        self.garbling: set[str] = set()
+        self.garbling: set[str] = set()  # peers whose next message or chunk is noise behind its length
 
     def join(self, peer: str, seeds: list[str], link: Link | None = None, gate: Gate | None = None) -> SimTransport:
         """A peer's access to the network; a peer that crashed can join again. The gate decides who may open streams."""
         self._links[peer] = link = link or Link()
         self.uplinks[peer] = _Direction(self.loop, link.up, lambda p: p.waiting, _Pipe.take, self._fly)
-        self.uplinks[peer].held = lambda pipe: self._is_cut(pipe.source, pipe.target)
+        self.uplinks[peer].held = lambda pipe: (pipe.source, pipe.target) in self._cuts
         self._downlinks[peer] = _Direction(
             self.loop, link.down, lambda p: p.arrived, lambda p: p.arrived.popleft(), self._land
         )
@@ -254,10 +254,6 @@ class Network:
         """Every stream between two peers breaks; new ones can be opened."""
         for pipe in [pipe for pipe in self._pipes if (pipe.source, pipe.target) == (one, other)]:
             self.break_stream(pipe)
-
-    def garble(self, peer: str) -> None:
-        """The next message or chunk that this peer writes is noise behind its length, as a liar's may be."""
-        self.garbling.add(peer)
 
     def latency_s(self, one: str, other: str) -> float:
         """Seconds that a byte is on the way from one peer to another."""
@@ -310,9 +306,6 @@ class Network:
         if not self._loss or protocol not in self._lossy or self._random.random() >= self._loss:
             return None
         return _Fate(self._random.randint(*DOOMED_WRITES))
-
-    def _is_cut(self, one: str, other: str) -> bool:
-        return (one, other) in self._cuts
 
     def _fly(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
         now, trip_s = self.loop.seconds, self.latency_s(pipe.source, pipe.target)

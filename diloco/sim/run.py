@@ -140,7 +140,15 @@ class _Simulation:
         await self._run()
         if not self.summaries:
             raise SwarmError("sim.events: every peer crashed or left; let one of them stay")
-        return Simulated(self._merged(time.monotonic() - self.began_at), self.loop.time())
+        summary = merge_peer_summaries(
+            sorted(self.summaries, key=lambda summary: summary.peers[0].name or ""),
+            run_id=self.config.run.id,
+            manifest_hash=self.config.manifest().hash(),
+            mode=self.config.outer.method,
+            wall_s=time.monotonic() - self.began_at,
+            exit=0,
+        )
+        return Simulated(summary, self.loop.time())
 
     async def _run(self) -> None:
         timeline = self.loop.create_task(self._timeline())
@@ -159,17 +167,6 @@ class _Simulation:
             self.summaries.append(peer.task.result())
         if self.peers.get(peer.index) is peer:
             del self.peers[peer.index]
-
-    def _merged(self, wall_s: float) -> Summary:
-        config, order = self.config, sorted(self.summaries, key=lambda summary: summary.peers[0].name or "")
-        return merge_peer_summaries(
-            order,
-            run_id=config.run.id,
-            manifest_hash=config.manifest().hash(),
-            mode=config.outer.method,
-            wall_s=wall_s,
-            exit=0,
-        )
 
     # -- what happens -------------------------------------------------------------------------------------------------
 

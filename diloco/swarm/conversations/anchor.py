@@ -75,11 +75,10 @@ class AnchorFetcher:
             try:
                 if isinstance(answer, PartList) and in_parts:
                     return await self._download(donor, stream, fragment, answer, dishonest_donors)
-                header = expect(answer, StateHeader)
-                if header.fragment != fragment:
-                    raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
-                check_anchor(context.protocol, header, donor)
-                return await framing.receive_state(stream, replica, fragment, header)
+                return await framing.receive_state(
+                    stream, replica, fragment, expect(answer, StateHeader),
+                    lambda header: check_anchor(context.protocol, header, donor),
+                )  # fmt: skip
             except framing.WrongDigestError:
                 dishonest_donors.add(donor)
                 context.note("lying_donor", peer=donor, fragment=fragment)

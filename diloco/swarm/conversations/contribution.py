@@ -88,10 +88,10 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
         if isinstance(message, Record):
             update = await framing.receive_records(stream, replica, fragment, message, check)
         else:
-            state = expect(message, StateHeader)
-            if state.fragment == fragment:
-                check_anchor(context.protocol, state, stream.peer)
-            update = await framing.receive_state(stream, replica, fragment, state)
+            update = await framing.receive_state(
+                stream, replica, fragment, expect(message, StateHeader),
+                lambda header: check_anchor(context.protocol, header, lease.holder),
+            )  # fmt: skip
         return Answered(verdict, update, sent_at - begun_at + context.now() - closed_at, closed_at - sent_at)
 
 
@@ -106,8 +106,10 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     if claim is not None:
         raise Offence(claim)
     verdict = protocol.offer(stream.peer, header, context.now())
-    if not verdict.accepted:
-        await _decline(context, stream, header, verdict)
+    if not verdict.accepted:  # one that is a few versions late gets the updates that it missed
+        missed = context.records_since(fragment, header.base_version) if verdict.version else []
+        await stream.send(verdict.model_copy(update={"record_follows": bool(missed)}))
+        await framing.send_records(stream, missed, context.replica)
         return
     syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
     assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
@@ -146,13 +148,6 @@ async def _take(
         return await _collect(context, stream, syncer, header)
     await _fold_on_arrival(context, stream, syncer, header, verdict.first_chunk)
     return before
-
-
-async def _decline(context: Context, stream: Stream, header: Contribution, verdict: Verdict) -> None:
-    """Refuse a contribution; one that is a few versions late gets the updates that it missed."""
-    missed = context.records_since(header.fragment, header.base_version) if verdict.version else []
-    await stream.send(verdict.model_copy(update={"record_follows": bool(missed)}))
-    await framing.send_records(stream, missed, context.replica)
 
 
 async def _fold_on_arrival(

@@ -113,14 +113,17 @@ async def send_state(stream: Stream, state: FragmentState, replica: Replica) -> 
     await send_vector(stream, state.anchor, codec=anchor_codec(replica, state.header.version))
 
 
-async def receive_state(stream: Stream, replica: Replica, fragment: int, header: StateHeader) -> FragmentState:
+async def receive_state(
+    stream: Stream, replica: Replica, fragment: int, header: StateHeader, check: Callable[[StateHeader], None]
+) -> FragmentState:
     """Read the anchor that follows the header of a state.
 
-    Raises `PayloadError` when it is of another fragment, or holds values that are not finite, and `WrongDigestError`
-    when the anchor is not the one that the header names.
+    Raises `PayloadError` when it is of another fragment, or holds values that are not finite, `WrongDigestError` when
+    the anchor is not the one that the header names, and what `check` raises of the header.
     """
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
+    check(header)
     anchor = torch.empty(replica.fragments[fragment].numel)
     await receive_vector(stream, anchor, codec=anchor_codec(replica, header.version))
     if await in_thread(digest_of, anchor) != header.digest:

@@ -42,7 +42,6 @@ from diloco.swarm.conversations.framing import (
     send_vector,
 )
 from diloco.swarm.conversations.tasks import in_thread
-from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream
 
 __all__ = ["AnchorDonor", "Download", "PartialAnchor", "announcing", "copy_state"]
@@ -221,15 +220,12 @@ class AnchorDonor:
         if records:
             await send_records(stream, records, context.replica)
         else:
-            send = self._offer if request.in_parts else self._send_whole
-            await within(self._patience_s(fragment), send(stream, fragment))
-
-    async def _send_whole(self, stream: Stream, fragment: int) -> None:
-        await send_state(stream, await self.freeze(fragment), self._context.replica)
-
-    def _patience_s(self, fragment: int) -> float:
-        """How long a peer may read a fragment."""
-        return PATIENCE_S + 4 * 4 * self._context.replica.fragments[fragment].numel / MIN_BYTES_PER_S
+            nbytes = 4 * context.replica.fragments[fragment].numel
+            async with asyncio.timeout(PATIENCE_S + 4 * nbytes / MIN_BYTES_PER_S):
+                if request.in_parts:
+                    await self._offer(stream, fragment)
+                else:
+                    await send_state(stream, await self.freeze(fragment), context.replica)
 
     async def _offer(self, stream: Stream, fragment: int) -> None:
         """List the parts of the anchor as it is now, and send those that are asked for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
@@ -31,7 +31,6 @@ FRESH_S = 0.5  # a younger snapshot answers the next request too, so the number 
 LOSS_EVERY_S = 1.0
 ELSEWHERE_S = 75.0  # the record of a dead peer lives 60 s; one named for longer lives where we cannot reach it
 MAX_KNOWN = 4 * schema.MAX_PEERS
-ROUTINE = ("units",)
 
 
 class Recorder:
@@ -60,7 +59,7 @@ class Recorder:
 
     def note(self, kind: str, fields: Mapping[str, object], now: float) -> None:
         """Keep one line of the event log, unless each peer writes such a line in every round."""
-        if kind in ROUTINE:
+        if kind == "units":
             return
         with self._harmless():
             text = " ".join(f"{key}={value}" for key, value in fields.items())
@@ -128,9 +127,8 @@ class Recorder:
         if not losses:
             return
         tokens = protocol.swarm_clock()[1]
-        self._loss.append(
-            schema.LossPoint(at=now, tokens=tokens, loss=_mean(losses), low=min(losses), high=max(losses))
-        )
+        mean = sum(losses) / len(losses)
+        self._loss.append(schema.LossPoint(at=now, tokens=tokens, loss=mean, low=min(losses), high=max(losses)))
         if len(self._loss) >= schema.MAX_HISTORY:
             self._loss = self._loss[::2]
             self._loss_every_s *= 2
@@ -245,10 +243,6 @@ def _fragments(protocol: Peer) -> list[schema.FragmentRow]:
             )
         )
     return rows
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _budget(number: int | None, *limit: int) -> int | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TypeGuard
 
 from torch import Tensor
 
@@ -285,20 +284,19 @@ class Anchors:
 
     async def _replace(self, state: FragmentState) -> None:
         header, fragment = state.header, state.header.fragment
-        here = self._protocol.fragments[fragment]
-        if here.syncer is None and _only_renumbers(header.record, here):
-            self._renumbered(here, header.record)
+        here, record = self._protocol.fragments[fragment], header.record
+        known = here.digest, shares_digest(here.shares)
+        if here.syncer is None and record is not None and (record.digest, record.head.shares) == known:
+            self._renumbered(here, record)  # the same contributions, maybe under another number
             return
         base, _ = self.loaded[fragment]
         await self.about_to_move(fragment, [peer for peer, share in header.shares.items() if share.last_version > base])
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
         if fragment == CONTROL_FRAGMENT:
             self._recount(header.shares)
-            if header.record is not None:
-                self._protocol.accounts.hear_data_cursor(header.record.head)
-        self.moved(
-            fragment, header.version, header.digest, shares=header.shares, record=header.record, lines=header.lines
-        )  # fmt: skip
+            if record is not None:
+                self._protocol.accounts.hear_data_cursor(record.head)
+        self.moved(fragment, header.version, header.digest, shares=header.shares, record=record, lines=header.lines)
 
     async def about_to_move(self, fragment: int, contributors: Collection[str]) -> None:
         """Keep the base of what was learned from this anchor, where contributions may be late. The lock is held.
@@ -342,11 +340,6 @@ class Anchors:
             note("applied_after_all", tokens=tokens, base_version=base_version, why=why)
         if recount.lost:
             note("discarded", tokens=sum(recount.lost.values()), base_version=min(recount.lost), why=why)
-
-
-def _only_renumbers(record: Record | None, here: Fragment) -> TypeGuard[Record]:
-    """Whether a certificate names the anchor and the contributions that are here, maybe under another number."""
-    return record is not None and (record.digest, record.head.shares) == (here.digest, shares_digest(here.shares))
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -24,8 +24,6 @@ __all__ = ["Merging"]
 
 MOST_SAME = 256  # pairs of peers that are named
 
-Cursor = dict[str, Any]
-
 
 def _compare(
     held: Held, weights: Mapping[str, float], discounts: Mapping[str, float], me: str
@@ -67,7 +65,9 @@ class Merging:
         judged = None
         await self._anchors.about_to_move(fragment.index, close.contributors)
         if held.staged is not None and self._context.holds(syncer):
-            close, judged = await self._judge(close, syncer, held)
+            judged, pairs = await in_thread(_compare, held, *syncer.counted(close.contributors), self._protocol.me)
+            self._note_same(close, pairs)
+            close = self._without_opposed(close, syncer, *judged)
         if not self._context.holds(syncer):
             return False
         update = short_lived(self._replica.update_nbytes(fragment.index))
@@ -88,7 +88,7 @@ class Merging:
         return True
 
     def _certificate(
-        self, fragment: Fragment, close: Close, syncer: Syncer, step: OuterStep, digest: str, cursor: Cursor
+        self, fragment: Fragment, close: Close, syncer: Syncer, step: OuterStep, digest: str, cursor: dict[str, Any]
     ) -> Record:
         """What this peer answers for as the author of a version, with the lines of its contributors."""
         protocol, accounts, version = self._protocol, self._protocol.accounts, close.base_version + 1
@@ -104,12 +104,6 @@ class Merging:
             **cursor,
         )  # fmt: skip
         return Record(head=sign_head(protocol.signer, protocol.run_id, head), lines=lines)
-
-    async def _judge(self, close: Close, syncer: Syncer, held: Held) -> tuple[Close, Judged]:
-        """What each contribution counts, and the close without those that are left out."""
-        judged, pairs = await in_thread(_compare, held, *syncer.counted(close.contributors), self._protocol.me)
-        self._note_same(close, pairs)
-        return self._without_opposed(close, syncer, *judged), judged
 
     def _note_same(self, close: Close, pairs: Sequence[tuple[str, str, float]]) -> None:
         """Name two peers that learn the same, once each pair."""

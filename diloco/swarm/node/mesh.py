@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterable
 
 from diloco.errors import DilocoError, PayloadError
-from diloco.protocol.limits import Dials, control_messages, control_streams, frame_bytes
+from diloco.protocol.limits import CONTROL_STREAMS, Dials, Limiter, control_messages, frame_bytes
 from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
 from diloco.protocol.messages.control import Hello, Revocations, Status
 from diloco.protocol.penalties import Offence, offences
@@ -58,7 +58,7 @@ class ControlMesh:
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._dials = Dials()  # peers that others have named
         fragments = len(context.protocol.fragments)
-        self._streams, self._messages = control_streams(), control_messages(fragments)
+        self._streams, self._messages = Limiter(*CONTROL_STREAMS), control_messages(fragments)
         self._hello_bytes, self._frame_bytes = frame_bytes(fragments, context.gate.admission is not None)
         self._checking: set[str] = set()
         self._started = False

@@ -29,6 +29,7 @@ from hivemind.p2p.p2p_daemon import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 
 from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
+from diloco.admission.keys import is_sealed
 from diloco.config.groups import KEYLESS
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.limits import REFUSALS, REFUSALS_PER_S, Buckets, Newest
@@ -159,8 +160,8 @@ class Gate:
 
     async def serve(self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]) -> None:
         """Let the handler have a stream, if the peer is known."""
-        reason = self._stranger(peer)
-        if reason is not None:
+        if self.admission is not None and self.role_of(peer) is None:
+            reason = self.admission.unknown
             self.refused(peer, reason)
             self._make_room(peer, writer)
             stream = Stream(peer, reader, writer, Traffic())
@@ -194,12 +195,6 @@ class Gate:
         return self.admission.objection(peer, message.kind, message.roles, time.time())
 
     # -- who is in ----------------------------------------------------------------------------------------------------
-
-    def _stranger(self, peer: str) -> str | None:
-        """Why nothing is read of a peer; None when it is in."""
-        if self.admission is None:
-            return None
-        return None if self.role_of(peer) is not None else self.admission.unknown
 
     def authors(self, peer: str) -> bool:
         """Whether this peer may make versions, this one included: in a public run, whoever was invited."""
@@ -271,7 +266,8 @@ class Gate:
 
     def sealed(self, manifest_hash: str, seal: str) -> bool:
         """Whether settings with this hash may be believed: the run's owner signed them, or everybody is let in."""
-        return self.admission is None or self.admission.sealed(manifest_hash, seal)
+        admission = self.admission
+        return admission is None or is_sealed(admission.run_key, admission.run_id, manifest_hash, seal)
 
     def learn_seal(self, manifest_hash: str, seal: str) -> None:
         """Keep the owner's signature of the manifest of this peer's run, to show it to newcomers."""

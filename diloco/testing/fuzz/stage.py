@@ -223,7 +223,7 @@ class _Stage:
             case shape if shape in SHAPES:
                 self._split_in_shape(fault)
             case "garble":
-                crowd.network.garble(life.name)
+                crowd.network.garbling.add(life.name)
 
     def _over(self, seconds: float, end: Callable[[], None]) -> None:
         """A fault ends after a while."""

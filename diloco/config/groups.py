@@ -220,7 +220,7 @@ class OuterConfig(RunOwned):
     @property
     def windowed(self) -> bool:
         """Whether a momentum step belongs to `delay` contributions, rather than to a version."""
-        return OPTIMIZERS[self.optimizer].windowed
+        return OPTIMIZERS[self.optimizer]
 
 
 def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:

@@ -17,15 +17,9 @@ from pydantic_core import PydanticCustomError
 
 from diloco.config.explain import Expected, nearest
 
-__all__ = ["CODECS", "GROUP", "OPTIMIZERS", "CodecDown", "CodecTraits", "CodecUp", "OptimizerName", "OptimizerTraits"]
+__all__ = ["CODECS", "GROUP", "OPTIMIZERS", "CodecDown", "CodecTraits", "CodecUp", "OptimizerName"]
 
 GROUP = "diloco.extensions"
-
-
-class OptimizerTraits(NamedTuple):
-    """An outer optimizer."""
-
-    windowed: bool = False  # a momentum step per outer.delay contributions, rather than per version
 
 
 class CodecTraits(NamedTuple):
@@ -35,10 +29,8 @@ class CodecTraits(NamedTuple):
     publishes: bool = True  # updates, and not only contributions
 
 
-OPTIMIZERS = {
-    "nesterov": OptimizerTraits(),
-    "delayed_nesterov": OptimizerTraits(windowed=True),
-}
+OPTIMIZERS = {"nesterov": False, "delayed_nesterov": True}
+"""Whether each has a momentum step per outer.delay contributions, rather than per version."""
 CODECS = {
     "fp32": CodecTraits(wide=True),
     "fp16": CodecTraits(wide=True),

@@ -16,44 +16,22 @@ A sequence counts as T tokens everywhere, although the model reads its first tok
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from diloco.config import DataConfig
 from diloco.data.local import LocalDataset
 from diloco.data.numbered import Leases
-from diloco.data.prefetch import AHEAD, Planned, Prefetched
+from diloco.data.prefetch import AHEAD, Planned, Prefetched, Stream
 from diloco.data.streaming import HubDataset
 from diloco.data.token_files import OnProgress
 from diloco.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 
 __all__ = [
-    "AHEAD", "Dataset", "Leases", "PlannedStream", "Prefetched", "Stream", "Tokenizer", "is_bytes", "load",
+    "AHEAD", "Dataset", "Leases", "Prefetched", "Stream", "Tokenizer", "is_bytes", "load",
     "load_tokenizer",
 ]  # fmt: skip
-
-
-class Stream(Protocol):
-    """Endless batches of one peer, resumable at every batch."""
-
-    def __iter__(self) -> Stream: ...
-
-    def __next__(self) -> Tensor:
-        """The next batch: (B, T) int64 on the CPU."""
-
-    def state(self) -> dict[str, Any]:
-        """The position after the last batch, as a JSON object."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues after the last batch before `state` was taken; exactly so if data and shards are unchanged.
-
-        Raises CheckpointError: `state` is not a position of this kind of stream.
-        """
-
-
-class PlannedStream(Stream, Planned, Protocol):
-    """One that `Prefetched` takes."""
 
 
 class Dataset(Protocol):
@@ -65,7 +43,7 @@ class Dataset(Protocol):
 
     def batches(
         self, batch_size: int, *, shard: int = 0, shards: int | None = 1, rows: tuple[int, int] = (0, 1)
-    ) -> PlannedStream:
+    ) -> Planned:
         """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and cover the data.
 
         With `shards=None` the number of peers is unknown: every `shard` number then has its own order over all data,
@@ -75,9 +53,7 @@ class Dataset(Protocol):
         (B / size, T), and its state is the peer's. Other rows of numbered sequences are not read.
         """
 
-    def leased(
-        self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)
-    ) -> PlannedStream:
+    def leased(self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)) -> Planned:
         """Training batches of the ranges that are leased, from the numbered list that all peers of the run share.
 
         A source without numbered sequences (a hub stream) behaves like `batches` with `shards=None`.

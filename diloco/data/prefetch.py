@@ -24,13 +24,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AHEAD", "Planned", "Prefetched"]
+__all__ = ["AHEAD", "Planned", "Prefetched", "Stream"]
 
 AHEAD = 8  # batches
 END_S = 1.0  # A worker that waits for the network longer than that is left to the end of the process.
 
 
-class Planned(Protocol):
+class Stream(Protocol):
+    """Endless batches of one peer, resumable at every batch."""
+
+    def __iter__(self) -> Stream: ...
+
+    def __next__(self) -> Tensor:
+        """The next batch: (B, T) int64 on the CPU. Raises what reading the data raises."""
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last batch that was handed out, as a JSON object."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues after that batch, before the first `next`; exactly so if data and shards are unchanged.
+
+        Raises CheckpointError: `state` is not a position of this kind of stream.
+        """
+
+
+class Planned(Stream, Protocol):
     """A stream whose batches can be made by another thread."""
 
     def plan(self) -> Hashable:
@@ -41,9 +59,6 @@ class Planned(Protocol):
 
     def make(self, plan: Any) -> Tensor:
         """The batch of a plan: (B, T) int64. The worker makes them in the order of the plans."""
-
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Prefetched:
@@ -66,7 +81,6 @@ class Prefetched:
         return self
 
     def __next__(self) -> Tensor:
-        """The next batch, (B, T) int64. Raises what reading the data raises."""
         plan = self._stream.plan()
         if not self._foreseen or self._foreseen[0][0] != plan:
             self._drop(0)
@@ -84,11 +98,9 @@ class Prefetched:
         return batch.result()
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch that was handed out."""
         return self._stream.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after that batch; call it before the first `next`."""
         assert self._worker is None, "batches were made already"
         self._stream.restore(state)
 

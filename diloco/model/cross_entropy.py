@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["computes_loss", "cross_entropy", "loss", "prepare_head_"]
+__all__ = ["computes_loss", "cross_entropy", "evaluating", "loss", "prepare_head_"]
 
 IGNORED = -100  # in place of a target: this position predicts nothing
 # fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which each chunk is added.
@@ -69,21 +69,29 @@ def prepare_head_(model: nn.Module) -> bool:
     find = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    with evaluating(model):
+        if type(head) is nn.Linear:
+            head.__class__ = ChunkedHead  # not an attribute of the instance: copies of the model have it, too
+            if _answers(model, tokens):
+                return True
+            head.__class__ = nn.Linear
+        if type(head) is not ChunkedHead:
+            model(input_ids=tokens, use_cache=False)
+    return type(head) is ChunkedHead
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode comes back (some may be frozen)."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
+        # Not inference_mode: what a model caches in it (rotary tables) could not be used in training afterwards.
         with torch.no_grad():
-            if type(head) is nn.Linear:
-                head.__class__ = ChunkedHead  # not an attribute of the instance: copies of the model have it, too
-                if _answers(model, tokens):
-                    return True
-                head.__class__ = nn.Linear
-            if type(head) is not ChunkedHead:
-                model(input_ids=tokens, use_cache=False)
+            yield
     finally:
         for module, was_training in training.items():
             module.training = was_training
-    return type(head) is ChunkedHead
 
 
 def _answers(model: nn.Module, tokens: Tensor) -> bool:

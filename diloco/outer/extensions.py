@@ -28,8 +28,8 @@ import torch
 
 from diloco.config import OuterConfig
 from diloco.config.names import CODECS as CODEC_TRAITS
-from diloco.config.names import OPTIMIZERS as OPTIMIZER_TRAITS
-from diloco.config.names import CodecTraits, OptimizerTraits
+from diloco.config.names import OPTIMIZERS as WINDOWED
+from diloco.config.names import CodecTraits
 from diloco.errors import ConfigError, DivergedError
 from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import BLOCK
@@ -62,7 +62,7 @@ def register(cls: _Extension) -> _Extension:
         if wrong := _wrong_push(cls):
             raise ConfigError(f"{cls.__name__}.push {wrong}; mend it, or define transition instead")
         OPTIMIZERS[name] = cls
-        OPTIMIZER_TRAITS[name] = OptimizerTraits(cls.windowed)
+        WINDOWED[name] = cls.windowed
     elif issubclass(cls, Codec):
         one = cls()
         if wrong := _wrong_codec(one):

@@ -65,7 +65,7 @@ class _LossyCodec(Codec):
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         assert_chunk(x, out, self.nbytes(x.numel()))
-        head, *packed = out.split_with_sizes(self.sizes(x.numel()))
+        head, *packed = self.pieces(out, x.numel())
         levels = torch.empty(len(head) // 2)
         for parts in self._blocks(x, levels, packed):
             self._encode_rows(*parts)
@@ -77,8 +77,7 @@ class _LossyCodec(Codec):
 
     def _read(self, payload: Tensor, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """`_blocks` of a payload, of which `x` has the shape. PayloadError if its length or a level is invalid."""
-        self._check_length(payload, x.numel())
-        head, *packed = payload.split_with_sizes(self.sizes(x.numel()))
+        head, *packed = self.pieces(payload, x.numel())
         levels = head.clone().view(torch.bfloat16).float()  # a copy, because bfloat16 needs an even address
         low, high = torch.aminmax(levels)
         if not (low >= self.lowest_level and high <= LIMIT):  # NaN fails both

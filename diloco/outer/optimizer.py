@@ -262,20 +262,17 @@ class Nesterov(OuterOptimizer):
     def push(
         self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
     ) -> tuple[Value, Value, Value]:
-        return delayed_nesterov(theta, momentum, window, delta, lr=lr, beta=beta, delay=delay, last=last, c=0.0)
+        # The number of active peers may be above 1 / c.
+        c = min(self.settings.delay_c, 1 / delay) if self.windowed else 0.0
+        return delayed_nesterov(theta, momentum, window, delta, lr=lr, beta=beta, delay=delay, last=last, c=c)
 
 
-class DelayedNesterov(OuterOptimizer):
+class DelayedNesterov(Nesterov):
     """Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3)."""
 
     name = "delayed_nesterov"
+    num_buffers = 1
     windowed = True
-
-    def push(
-        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
-    ) -> tuple[Value, Value, Value]:
-        c = min(self.settings.delay_c, 1 / delay)  # the number of active peers may be above 1 / c
-        return delayed_nesterov(theta, momentum, window, delta, lr=lr, beta=beta, delay=delay, last=last, c=c)
 
 
 OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov)}

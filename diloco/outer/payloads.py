@@ -49,8 +49,7 @@ class Codec(ABC):
     def widths(self, numel: int) -> list[int]:
         """Bytes of each part of the payload of one block of `numel` elements, which are 1 to BLOCK."""
 
-    def sizes(self, numel: int) -> list[int]:
-        """Bytes of each part of a payload of `numel` elements; a part has all blocks in order."""
+    def _sizes(self, numel: int) -> list[int]:
         full, rest = divmod(numel, BLOCK)
         widths = self.widths(BLOCK)
         last = self.widths(rest) if rest else [0] * len(widths)
@@ -58,12 +57,12 @@ class Codec(ABC):
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the payload of `numel` elements."""
-        return sum(self.sizes(numel))
+        return sum(self._sizes(numel))
 
     def pieces(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
-        """The parts of a payload, as views. PayloadError if the length is wrong."""
+        """The parts of a payload, each with all blocks in order, as views. PayloadError if the length is wrong."""
         self._check_length(payload, numel)
-        return payload.split_with_sizes(self.sizes(numel))
+        return payload.split_with_sizes(self._sizes(numel))
 
     def offsets(self, numel: int) -> tuple[int, ...]:
         """Where the payload of each chunk begins in that of a whole fragment of `numel` elements, and where it ends."""

@@ -37,7 +37,7 @@ from diloco.train.leases import IslandLeases
 from diloco.train.parameters import Trained
 from diloco.train.progress import Progress, Unsent
 from diloco.train.rows import kept
-from diloco.train.schedules import Schedules, StepHooks
+from diloco.train.schedules import Schedules, StepHooks, swarm_steps
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 from diloco.train.voice import Listener
 
@@ -128,7 +128,7 @@ class Attachment:
         except BaseException:
             self.abandon()
             raise
-        self._hook = StepHooks(self._optimizer, lambda: self.schedules.follow_(self), self._after_step)
+        self._hook = StepHooks(self._optimizer, self._before_step, self._after_step)
         self.phases.switch("compute")
         return self
 
@@ -266,6 +266,9 @@ class Attachment:
         own = self._progress
         own.loss = loss
         self._link.call_soon(lambda node: node.protocol.measured, loss, own.rounds, own.seconds, self.discarded_tokens)
+
+    def _before_step(self) -> None:
+        self.schedules.bring_(swarm_steps(self, self.outer.sync_every))
 
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0

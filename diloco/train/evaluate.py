@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +49,7 @@ def evaluate(
     assert holdout.ndim == 2 and len(holdout), tuple(holdout.shape)
     total = torch.zeros((), dtype=torch.float64)
     rank, size = (0, 1) if island is None else (island.rank, island.size)
-    with _evaluating(model):
+    with models.evaluating(model):
         for tokens in torch.split(holdout, batch_size * size):
             own = tokens[rank::size]
             # A rank without sequences goes forward as well, because sharded layers are gathered from all ranks.
@@ -95,7 +93,7 @@ def generate(
     device = next(model.parameters()).device
     prompt_tokens = torch.tensor([tokens], device=device)  # (1, P)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    with _evaluating(model), forked_random(device):
+    with models.evaluating(model), forked_random(device):
         seed_random(device, seed)
         output = model_any.generate(
             prompt_tokens,
@@ -106,17 +104,3 @@ def generate(
             **(sampling if temperature > 0 else {"do_sample": False}),
         )
     return tokenizer.decode(output[0, len(tokens) :].tolist())
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; each module's own mode comes back (some may be frozen)."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        # Not inference_mode: what a model caches in it (rotary tables) could not be used in training afterwards.
-        with torch.no_grad():
-            yield
-    finally:
-        for module, was_training in training.items():
-            module.training = was_training

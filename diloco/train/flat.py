@@ -47,7 +47,7 @@ def restore_swarm(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> S
         shares=[{peer: Share(*share) for peer, share in known.items()} for known in state["shares"]],
         applied={int(base_version): tokens for base_version, tokens in state["applied"].items()},
         outer={fragment: _outer_state(outer, state, fragment) for fragment in held},
-        records=[None if text is None else _record(text) for text in state["records"]],
+        records=[None if text is None else expect(decode(bytes.fromhex(text)), Record) for text in state["records"]],
         addresses=state["addresses"],
         residuals={int(name): residual for name, residual in tensors["residual"].items()},
     )
@@ -60,10 +60,6 @@ def _outer_state(tensors: Tensors, state: Mapping[str, Any], fragment: int) -> t
         vectors.append(tensors[name])
     window = state["windows"][str(fragment)]
     return tensors[f"{fragment}.master"], OuterState(state["versions"][fragment], tuple(vectors), *window)
-
-
-def _record(text: str) -> Record:
-    return expect(decode(bytes.fromhex(text)), Record)
 
 
 def flatten_swarm(saved: Saved) -> tuple[Groups, dict[str, Any]]:

@@ -82,10 +82,6 @@ class Pair(torch.optim.Optimizer):
             part.step()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
-
     def state_dict(self) -> dict[str, Any]:
         return {"parts": [part.state_dict() for part in self.parts]}
 

@@ -43,6 +43,7 @@ CHUNK_COPIES = 2.5  # of a chunk's logits: themselves, their gradient and its co
 ACTIVATION_VECTORS, MIXED_VECTORS = 36.0, 23.0
 INPUT_VECTORS = 1.5  # of a layer that is recomputed
 STAGING_BUFFERS = 4  # of fp32 and CHUNK elements: two that are read from an accelerator, and two that are written to it
+COPIED = ("anchors", "what the codec lost", "master and momentum of fragments held")  # for a checkpoint
 STREAM_BLOCKS = 2  # of fp32 and CHUNK elements, for each contribution and update that is under way
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,9 @@ def _rows(config: Config, sizes: _Sizes, peers: int, split: Split, accelerator: 
     yield Row("batch", "main", TOKEN_BYTES * config.inner.batch_size * config.data.sequence_length, None)
     yield Row("libraries", "main", LIBRARIES_BYTES * split.ranks, None)
     if config.checkpoint.background:
-        copied = _outer_bytes(outer, peers) if outer.method == "diloco" else FP32
+        copied = float(FP32)
+        if outer.method == "diloco":
+            copied = sum(nbytes for what, nbytes in _outer_rows(outer, peers) if what in COPIED)
         yield row("a checkpoint, copied before it is written", "spare", copied + FP32 * sizes.moments / max(numel, 1))
 
 
@@ -160,12 +163,6 @@ def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
     yield "updates of them", held * (down if outer.barrier else FP32)
     yield "flattening", FP32 / fragments if outer.flatten else 0
     yield "momentum of fragments backed up", FP32 * vectors * held if peers > 1 else 0
-
-
-def _outer_bytes(outer: OuterConfig, peers: int) -> float:
-    """Bytes per parameter of the outer step's part of a checkpoint."""
-    kept = ("anchors", "what the codec lost", "master and momentum of fragments held")
-    return sum(nbytes for what, nbytes in _outer_rows(outer, peers) if what in kept)
 
 
 def _sizes(config: Config) -> _Sizes:

@@ -16,7 +16,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
 from diloco.errors import ConfigError
 from diloco.train.flat import from_json, to_json
 
@@ -39,13 +38,6 @@ class Clock(Protocol):
 def swarm_steps(clock: Clock, sync_every: int) -> int:
     """Inner steps on the swarm clock: H for each outer step, and those of this peer since then."""
     return clock.version * sync_every + clock.inner_step
-
-
-class RunClock(Clock, Protocol):
-    """One that knows H."""
-
-    @property
-    def outer(self) -> OuterConfig: ...
 
 
 class Paced(NamedTuple):
@@ -76,11 +68,6 @@ class Schedules:
 
     def __len__(self) -> int:
         return len(self._paced)
-
-    def follow_(self, clock: RunClock) -> None:
-        """Bring all of them to where the swarm is."""
-        if self._paced:
-            self.bring_(swarm_steps(clock, clock.outer.sync_every))
 
     def bring_(self, step: int) -> None:
         """Bring all of them to the inner step `step` of the swarm clock."""

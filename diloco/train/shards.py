@@ -9,13 +9,15 @@ of every item, without talking. When a peer goes, its items, and no others, go t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from diloco.errors import ConfigError
 
@@ -61,33 +63,15 @@ class _Part:
         return item % self.of == self.index
 
 
-class _Filter:
-    """For `filter(with_indices=True)` of the library datasets. Its workers count the items that they get each."""
-
-    def __init__(self, share: Living | _Part) -> None:
-        self._share = share
-
-    def __call__(self, item: object, number: int) -> bool:
-        return self._share.owns(_of_worker(number))
+def _is_own(share: Living | _Part, item: object, number: int) -> bool:
+    """For `filter(with_indices=True)` of the library datasets, whose workers count the items that they get each."""
+    return share.owns(_of_worker(number))
 
 
 def _of_worker(number: int) -> int:
     """A number of an item that no other worker of this peer gives to another item."""
     worker = get_worker_info()
     return number if worker is None else worker.id * WORKERS + number
-
-
-class _Ordered(Dataset[Any]):
-    """Items of a dataset in another order, or some of them."""
-
-    def __init__(self, dataset: Any, order: Tensor) -> None:
-        self.dataset, self.order = dataset, order
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[int(self.order[index])]
 
 
 class _Shared(IterableDataset[Any]):
@@ -122,14 +106,17 @@ def shard(
         if library == "datasets":  # what it returns is one of its own, which trainers know how to use
             return dataset.shuffle(seed=seed()) if part is None else dataset.shard(part.of, part.index)
         if part is not None:
-            return _Ordered(dataset, torch.arange(part.index, len(dataset), part.of))
-        return _Ordered(dataset, torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed())))
+            return Subset(dataset, range(part.index, len(dataset), part.of))
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed()))
+        return Subset(dataset, array("q", order.numpy().tobytes()))
     if not hasattr(dataset, "__iter__"):
         raise ConfigError(
             f"shard({kind}): it has neither __len__ and __getitem__ nor __iter__; give a dataset or an iterable"
         )
     share = part or living()
-    return dataset.filter(_Filter(share), with_indices=True) if library == "datasets" else _Shared(dataset, share)
+    return (
+        dataset.filter(partial(_is_own, share), with_indices=True) if library == "datasets" else _Shared(dataset, share)
+    )
 
 
 def _is_array(dataset: Any) -> bool:

@@ -70,4 +70,4 @@ def test_a_windows_length_changes_with_the_next_window_only() -> None:
 
 
 def test_the_configuration_and_the_registry_have_the_same_names() -> None:
-    assert names.OPTIMIZERS == {name: (one.windowed,) for name, one in OPTIMIZERS.items()}
+    assert names.OPTIMIZERS == {name: one.windowed for name, one in OPTIMIZERS.items()}

@@ -1,19 +1,24 @@
-"""Runs that differ in their seed only are one arm: its name, the mean and the spread of its results, and its curve."""
+"""Runs that differ in their seed only are one arm: its name, the mean and the spread of its results, and its curve.
+
+A gap says how far an arm ends from data parallel at the same tokens, in percent of the held-out loss, seed by seed.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco.rundir.compare import NOT_A_DIFFERENCE, Point, Run, labels
 from diloco.rundir.plot import picture
 
-__all__ = ["AXES", "Arm", "arms_of", "name_arms", "plot_arms"]
+__all__ = ["AXES", "Arm", "Gap", "arms_of", "find_gaps", "gap_of", "plot_arms"]
+
+TOKENS_WITHIN = 0.02  # of each other; a budget ends with the outer step that reaches it
 
 AXES = {  # of the pictures: field of `Point`, and label
     "tokens": ("tokens", "tokens applied by the swarm"),
@@ -75,17 +80,55 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
         again = f"{same} {run.settings.get('run.seed')}"
         seen[again] += 1  # who ran a seed twice has two arms
         groups.setdefault(f"{seen[again]} {same}", []).append(run)
-    arms = name_arms([Arm("", tuple(group)) for group in groups.values()])
+    firsts = [group[0] for group in groups.values()]
+    settings = [run.settings if len(firsts) == len(runs) else _without_seed(run) for run in firsts]
+    names = labels(settings, [run.directory for run in firsts])
+    arms = [Arm(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)]
     return sorted(arms, key=lambda arm: math.inf if (loss := arm.mean()) is None else loss)
 
 
-def name_arms(arms: Sequence[Arm]) -> list[Arm]:
-    """The arms with names by the settings in which they differ, or else by the directories of their first runs."""
-    one_each = all(len(arm.runs) == 1 for arm in arms)
-    firsts = [arm.runs[0] for arm in arms]
-    settings = [first.settings if one_each else _without_seed(first) for first in firsts]
-    names = labels(settings, [first.directory for first in firsts])
-    return [replace(arm, name=name) for arm, name in zip(arms, names, strict=True)]
+@dataclass(frozen=True)
+class Gap:
+    """`percent` has a value for each of the `seeds`; it is negative where `name` ends below `baseline`."""
+
+    name: str
+    baseline: str
+    seeds: tuple[int, ...]
+    percent: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.percent)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds; None with one seed."""
+        return statistics.stdev(self.percent) if len(self.percent) > 1 else None
+
+    def __str__(self) -> str:
+        spread = "" if self.spread is None else f" ± {self.spread:.1f}"
+        seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
+        return f"{self.name}: held-out loss {self.mean:+.1f}{spread} % over {self.baseline} ({seeds})"
+
+
+def find_gaps(arms: Sequence[Arm]) -> list[Gap]:
+    """The gap of each arm to the best data parallel arm with its model, data and tokens, if there is one."""
+    baselines = [arm for arm in arms if _is_baseline(arm)]
+    found = []
+    for arm in arms:
+        rivals = [] if _is_baseline(arm) else [one for one in baselines if _is_comparable(arm, one)]
+        if rivals:
+            best = min(rivals, key=lambda one: statistics.mean(_losses(one).values()))
+            mine, theirs = _losses(arm), _losses(best)
+            seeds = tuple(sorted(mine.keys() & theirs.keys()))
+            name = "data parallel" if len(baselines) == 1 else f"data parallel {best.name}"
+            found.append(Gap(arm.name, name, seeds, tuple(gap_of(mine[seed], theirs[seed]) for seed in seeds)))
+    return found
+
+
+def gap_of(loss: float, baseline: float) -> float:
+    """A loss over a baseline's, in percent."""
+    return 100 * (loss / baseline - 1)
 
 
 def plot_arms(arms: Sequence[Arm], directory: Path, by: Sequence[str] = tuple(AXES)) -> list[Path]:
@@ -119,6 +162,30 @@ def plot_arms(arms: Sequence[Arm], directory: Path, by: Sequence[str] = tuple(AX
             if axes.lines:
                 axes.legend(frameon=False, fontsize=8, ncols=1 if few else 2)
     return written
+
+
+def _is_baseline(arm: Arm) -> bool:
+    """Whether gradients were averaged in every step."""
+    return arm.runs[0].settings.get("outer.method") == "data_parallel"
+
+
+def _is_comparable(arm: Arm, other: Arm) -> bool:
+    one, two = arm.mean("tokens"), other.mean("tokens")
+    if one is None or two is None or _task(arm) != _task(other):
+        return False
+    return abs(one - two) <= TOKENS_WITHIN * max(one, two) and bool(_losses(arm).keys() & _losses(other).keys())
+
+
+def _losses(arm: Arm) -> dict[int, float]:
+    """The held-out loss by seed."""
+    return {seed: run.loss for seed, run in zip(arm.seeds, arm.runs, strict=True) if seed is not None and run.loss}
+
+
+def _task(arm: Arm) -> Mapping[str, Any]:
+    """The settings that two runs must share to be compared."""
+    groups = ("model.", "data.", "eval.sequences")
+    mine = {key: value for key, value in arm.runs[0].settings.items() if key.startswith(groups)}
+    return {key: value for key, value in mine.items() if not key.startswith(NOT_A_DIFFERENCE)}
 
 
 def _without_seed(run: Run) -> dict[str, Any]:

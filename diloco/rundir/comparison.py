@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.rundir.arms import AXES, Arm, arms_of, plot_arms
+from diloco.rundir.arms import AXES, Arm, Gap, arms_of, find_gaps, plot_arms
 from diloco.rundir.compare import Run, differing, find_runs, read_runs, time_to_loss, worst_loss
 from diloco.rundir.files import prepare_run_directory, write_atomic
-from diloco.rundir.gaps import Gap, find_gaps
 
-__all__ = ["Comparison", "compare", "comparison_of"]
+__all__ = ["Comparison", "compare"]
 
 RESULTS = ("loss", "perplexity", "tokens", "virtual_s", "wall_s", "bytes_sent", "utilization", "exit")
 
@@ -75,9 +74,6 @@ def compare(*places: str | Path) -> Comparison:
 
     `places` are run directories or directories of sweeps. Raises ConfigError if one of them is neither.
     """
-    return comparison_of(read_runs(find_runs([Path(place) for place in places])))
-
-
-def comparison_of(runs: Sequence[Run]) -> Comparison:
-    """The same of runs that are read already."""
-    return Comparison(tuple(runs), tuple(arms_of(runs)), tuple(find_gaps(runs)))
+    runs = read_runs(find_runs([Path(place) for place in places]))
+    arms = arms_of(runs)
+    return Comparison(tuple(runs), tuple(arms), tuple(find_gaps(arms)))

@@ -12,9 +12,8 @@ import pytest
 
 import diloco
 from diloco.errors import ConfigError
-from diloco.rundir.arms import arms_of, plot_arms
+from diloco.rundir.arms import arms_of, find_gaps, plot_arms
 from diloco.rundir.compare import Point, Run, find_runs, read_runs, time_to_loss, worst_loss
-from diloco.rundir.gaps import find_gaps
 from tests.support.command_line import Typed
 from tests.support.run_directories import make
 
@@ -200,7 +199,7 @@ def test_runs_are_held_against_data_parallel_seed_by_seed(tmp_path: Path, typed:
     broken = make(tmp_path / "broken", "outer=data_parallel", "run.seed=7")
     (broken / "summary.json").unlink()
     (broken / "metrics.jsonl").unlink()
-    gaps = find_gaps(found(tmp_path))
+    gaps = find_gaps(arms_of(found(tmp_path)))
     assert [(gap.name, gap.seeds) for gap in gaps] == [("muon-0", (0, 1))]
     assert gaps[0].percent == pytest.approx((10.0, 10.0)) and gaps[0].spread == pytest.approx(0.0)
     places = [str(place) for place in tmp_path.iterdir()]  # of several nothing is drawn
@@ -209,16 +208,15 @@ def test_runs_are_held_against_data_parallel_seed_by_seed(tmp_path: Path, typed:
     assert gap["percent"] == pytest.approx([10.0, 10.0]) and gap["mean"] == pytest.approx(10.0)
 
 
-def test_a_run_has_two_gaps_where_a_baseline_differs_inside(tmp_path: Path) -> None:
-    """The best baseline has another inner optimizer, so the best one of the same is told as well."""
+def test_the_best_baseline_at_the_same_tokens_counts(tmp_path: Path) -> None:
     make(tmp_path / "a", "inner=muon", losses=(5.0, 3.0))
     make(tmp_path / "b", "inner=muon", "outer=data_parallel", losses=(5.0, 2.5))
     baseline = make(tmp_path / "c", "outer=data_parallel", losses=(5.0, 2.0))
-    gaps = find_gaps(found(tmp_path))
-    assert [gap.percent for gap in gaps] == [(pytest.approx(50.0),), (pytest.approx(20.0),)]
-    assert [gap.spread for gap in gaps] == [None, None]
+    [gap] = find_gaps(arms_of(found(tmp_path)))
+    assert (gap.percent, gap.spread) == ((pytest.approx(50.0),), None)
     change(baseline, tokens={**json.loads((baseline / "summary.json").read_text())["tokens"], "applied": 300})
-    assert [gap.percent for gap in find_gaps(found(tmp_path))] == [(pytest.approx(20.0),)], "it saw other tokens"
+    [gap] = find_gaps(arms_of(found(tmp_path)))
+    assert gap.percent == (pytest.approx(20.0),), "the other saw more tokens"
 
 
 def test_bad_arguments_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:

@@ -170,7 +170,7 @@ def _ask(config: Config, terms: list[str], yes: bool, steps: Steps) -> None:
 
     Raises `ConfigError` if there is nobody to ask, or if the answer is no.
     """
-    if not any(True for _ in sources_of(config.manifest())):
+    if not any(sources_of(config.manifest())):
         return
     for line in terms:
         steps.console.print(Text(plain(line)), soft_wrap=True)
@@ -189,7 +189,7 @@ def _terms(config: Config, parameters: int, memory_bytes: float, device: str) ->
     """What a volunteer has to know, in lines."""
     manifest, own = config.manifest(), [*(config.data.path or ()), *chain(*config.data.paths.values())]
     needed = {
-        source.what: f"{source.name} at {source.revision[:12]}, published by {source.publisher}"
+        source.what: f"{source.name} at {source.revision[:12]}, published by {source.name.partition('/')[0]}"
         if source.name is not None and source.revision is not None
         else f"a {source.what} of whoever started the run"
         for source in sources_of(manifest)

@@ -73,12 +73,12 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
 async def _watch(visitor: Visitor, snapshot: Snapshot) -> None:
     """Redraws in place, or prints again where there is no terminal. While nobody answers the last state stays."""
     console = Console()
-    # Ctrl+C cancels this task. Before Python 3.12 a wait_for that has just finished swallows the cancellation.
-    cancelling = getattr(asyncio.current_task(), "cancelling", lambda: 0)
+    task = asyncio.current_task()
+    assert task is not None
     lost, seen_at = None, time.monotonic()
     live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
     with live if console.is_terminal else nullcontext():
-        while not cancelling():
+        while not task.cancelling():  # by Ctrl+C, which a wait_for of Python 3.11 swallows if it has just finished
             if console.is_terminal:
                 rows = max(3, (console.height - AROUND) // 3)
                 live.update(render(snapshot, console, rows, lost), refresh=True)

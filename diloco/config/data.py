@@ -67,10 +67,6 @@ class DataRecipe(RunOwned):
     def _fits_source(self) -> DataRecipe:
         if self.source == "hub" and self.name is None:
             raise ValueError("data.source=hub needs a dataset; set data.name=NAME, such as data.name=allenai/c4")
-        if self.tokenizer == "bytes" and self.tokenizer_revision is not None:
-            raise ValueError(
-                f"data.tokenizer_revision={self.tokenizer_revision} has no effect with data.tokenizer=bytes; drop it"
-            )
         if (self.tokenizer == FILES) > bool(self.tokenizer_files):
             raise ValueError("data.tokenizer=files is what a run says of a directory; give the directory")
         if self.tokenizer == "bytes" and self.tokenizer_files:
@@ -83,10 +79,6 @@ class DataRecipe(RunOwned):
                 )
         if self.source == "mixture":
             self._check_mixture()
-        elif self.mixture:
-            raise ValueError(
-                f"data.mixture has no effect with data.source={self.source}; drop it, or set data.source=mixture"
-            )
         return self
 
     def _check_mixture(self) -> None:
@@ -100,10 +92,6 @@ class DataRecipe(RunOwned):
                 raise ValueError(
                     f"data.mixture: the weight {one.weight:g} of {one.name} is less than 1/{MIXTURE_BLOCK} of all; "
                     "raise it, or leave it out"
-                )
-            if one.source in ("stdlib", "text") and one.field != "text":
-                raise ValueError(
-                    f"data.mixture: field={one.field} of {one.name} has no effect with source={one.source}; drop it"
                 )
         (name, times), *_ = Counter(one.name for one in self.mixture).most_common()
         if times > 1:
@@ -129,12 +117,7 @@ class DataConfig(DataPlace, DataRecipe):
             mixed = self.source == "mixture"
             remedy = "set data.paths.NAME" if mixed else "drop it, or add data=text, data=json or data=parquet"
             raise ValueError(f"data.path={shown} has no effect with data.source={self.source}; {remedy}")
-        with_files = [one.name for one in self.mixture if one.source != "stdlib"]
-        for name in with_files:
-            if not self.paths.get(name):
-                raise ValueError(f"data.mixture: {name} needs files; set data.paths.{name}=FILE_OR_DIRECTORY")
-        for name in self.paths:
-            if name not in with_files:
-                known = f"those are {', '.join(with_files)}" if with_files else "there is none"
-                raise ValueError(f"data.paths.{name} belongs to no source of data.mixture with files: {known}; drop it")
+        for one in self.mixture:
+            if one.source != "stdlib" and not self.paths.get(one.name):
+                raise ValueError(f"data.mixture: {one.name} needs files; set data.paths.{one.name}=FILE_OR_DIRECTORY")
         return self

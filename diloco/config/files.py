@@ -34,8 +34,6 @@ __all__ = [
 
 BASE, SAVED = "diloco_base", "diloco_saved"
 VERSION_BASE = "1.3"
-# Settings of earlier versions that say nothing about a run: a saved configuration may still name them.
-RETIRED = ("sim.mode",)
 
 
 class Saved(NamedTuple):
@@ -160,10 +158,6 @@ def read_saved(file: Path) -> Saved:
         raise ConfigError(
             f"{file} has a defaults list; start from it with --config-dir {file.parent} --config-name {file.stem}"
         )
-    for key in RETIRED:
-        group, _, name = key.partition(".")
-        if isinstance(saved.get(group), DictConfig):
-            saved[group].pop(name, None)
     required = (key for key, field in leaves(Config) if field.is_required())
     whole = all(OmegaConf.select(saved, key, default=None) is not None for key in required)
     return Saved(file, json.dumps(OmegaConf.to_container(saved), default=str), whole)

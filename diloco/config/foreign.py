@@ -32,11 +32,6 @@ class Source(NamedTuple):
     name: str | None  # on the hub; None: the volunteer's own text, or a model or tokenizer that the run's peers have
     revision: str | None
 
-    @property
-    def publisher(self) -> str | None:
-        """Who publishes it: the first part of its name on the hub."""
-        return None if self.name is None else self.name.partition("/")[0]
-
 
 def sources_of(manifest: Manifest) -> Iterator[Source]:
     """Yields what the run needs from outside this package."""

@@ -255,17 +255,10 @@ def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
     """The same: what a contribution counts, and what a version is made of."""
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
-    if outer.error_feedback and outer.codec_up == "fp32":
-        yield f"outer.error_feedback={outer.error_feedback} has no effect with outer.codec_up=fp32; set it to 0"
     if outer.delay is not None and outer.delay_c * outer.delay > 1:
         yield f"outer.delay_c={outer.delay_c} is over 1/{outer.delay}, one part of outer.delay; lower it"
     if not outer.windowed and outer.delay is not None:
         yield f"outer.delay={outer.delay} has no effect with outer.optimizer={outer.optimizer}; drop it"
-    if outer.optimizer != "delayed_nesterov" and outer.delay_c:
-        yield (
-            f"outer.delay_c={outer.delay_c} has no effect with outer.optimizer={outer.optimizer}; "
-            "drop it, or set outer.optimizer=delayed_nesterov"
-        )
     for peers, lr in outer.lr_by_peers.items():
         if not peers.isdigit() or int(peers) < 1 or not 0 < lr <= 10:
             yield f"outer.lr_by_peers has {peers}: {lr}; expected a number of peers and a learning rate up to 10"

@@ -109,12 +109,6 @@ def _half(kind: type[_Half], whole: Settings) -> _Half:
 
 
 def _doubtful(config: Config) -> Iterator[str]:
-    budget, swarm = config.budget, config.swarm
-    if budget.outer_steps is not None and budget.tokens is not None:
-        yield (
-            f"budget.outer_steps={budget.outer_steps} and budget.tokens={budget.tokens} are both set; "
-            "the first one reached ends the run (null switches one off)"
-        )
     vocabulary = config.model.config.get("vocab_size")
     if config.data.tokenizer == "bytes" and isinstance(vocabulary, int) and vocabulary > 1024:
         fitting = "NAME or DIRECTORY" if vocabulary != 32_000 else "TinyLlama/TinyLlama_v1.1, which is on the hub"
@@ -127,9 +121,3 @@ def _doubtful(config: Config) -> Iterator[str]:
             check_foreign(config.manifest())
         except ConfigError as error:
             yield f"nobody can join this run with diloco join: {error}"
-    elsewhere = any(scope(one) != "loopback" for one in swarm.initial_peers if not one.startswith("@"))
-    if elsewhere and config.only_here:
-        yield (
-            "swarm.initial_peers is on another machine but swarm.listen only on this one; "
-            "add swarm=network, so that the others can connect to this peer"
-        )

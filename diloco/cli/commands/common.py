@@ -77,16 +77,10 @@ class Asked:
         return Start(base=self.base, folder=self.folder, **given)
 
 
-# Options of Hydra that have no use here: their names, whether they are flags, and what to type instead.
-INSTEAD = {
-    "shell_completion": (("--shell-completion", "-sc"), True, 'eval "$(_DILOCO_COMPLETE=bash_source diloco)"'),
-}
 OPTIONS = (
     click.option("--package", "-p", metavar="KEY", help="Print only this part of --cfg, such as outer."),
     click.option("--cfg", "-c", type=click.Choice(["job", "manifest", "help"]),
                  help="Print the composed configuration, the manifest and its hash, or every setting; then stop."),
-    *(click.option(*names, key, hidden=True, is_flag=flag) for key, (names, flag, _) in INSTEAD.items()),
-    click.option("--run", "-r", "once", hidden=True, is_flag=True),  # what a command does anyway
     click.option("--config-name", "-cn", "name", metavar="NAME", help="Begin with NAME.yaml instead of config.yaml."),
     click.option("--config-dir", "-cd", "folder", type=PATH, metavar="DIR",
                  help="Look for choices in this folder, too; configs/ of the working directory is looked at anyway."),
@@ -100,17 +94,10 @@ def configured(function: Function) -> Function:
 
     @wraps(function)
     def collected(**arguments: Any) -> Any:
-        del arguments["once"]
-        for key, (names, _, remedy) in INSTEAD.items():
-            if arguments.pop(key):
-                raise ConfigError(f"{names[0]} has no use with diloco; write {remedy}")
         asked = Asked(**{field.name: arguments.pop(field.name) for field in fields(Asked)})
         return function(asked=asked, **arguments)
 
-    for option in (
-        *OPTIONS,
-        click.argument("overrides", nargs=-1, type=click.UNPROCESSED),
-    ):
+    for option in (*OPTIONS, click.argument("overrides", nargs=-1, type=click.UNPROCESSED)):
         option(collected)
     return cast(Function, collected)
 

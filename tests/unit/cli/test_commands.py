@@ -197,12 +197,12 @@ def test_a_guest_takes_the_settings_of_the_run_from_the_swarm(recorder: Recorder
 
 
 def test_a_setting_in_doubt_is_a_warning(recorder: Recorder, typed: Typed) -> None:
-    typed("train", "budget.tokens=9", "run.report=true")
+    typed("train", "model.config.vocab_size=5000", "run.report=true")
     assert typed.err == "", "a supervisor has said it"
     typed("local", "local.peers=3")
     assert typed.err == ""
-    typed("train", "budget.tokens=9")
-    assert typed.err.startswith("diloco: warning: budget.outer_steps=100 and budget.tokens=9 are both")
+    typed("train", "model.config.vocab_size=5000")
+    assert typed.err.startswith("diloco: warning: data.tokenizer=bytes uses 256 of model.config.vocab_size=5000")
 
 
 def test_the_exit_code_is_that_of_the_command_or_its_error(recorder: Recorder, typed: Typed) -> None:

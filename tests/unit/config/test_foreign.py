@@ -100,7 +100,6 @@ def test_who_starts_a_run_that_nobody_can_join_is_told() -> None:
 def test_what_comes_from_elsewhere_is_named() -> None:
     found = {source.what: source for source in sources_of(compose(ON_THE_HUB).manifest())}
     assert set(found) == {"model", "data", "tokenizer"}
-    assert {source.publisher for source in found.values()} == {"org"}
 
 
 def test_what_will_be_fetched_trained_and_sent_is_shown() -> None:

@@ -165,8 +165,6 @@ NO_B = {"data.paths.b": ""}
         (["{name:a,source:stdlib}"], {}, ".weight is missing; expected a list, each {name: NAME, source: "),
         ([A, A], NO_B, " has 2 sources called a; give each"),
         ([A, B.replace("3", "1e5")], {}, ": the weight 1 of a is less than 1/10000 of all; raise it, or leave it out"),
-        (["{name:b,source:text,weight:1,field:body}"], {}, ": field=body of b has no effect with source=text; drop it"),
-        ([], {"data.source": "stdlib"}, " has no effect with data.source=stdlib; drop it, or set data.source=mixture"),
         ([], {"data.path": "x"}, "data.path=x has no effect with data.source=mixture; set data.paths.NAME"),
     ],
 )

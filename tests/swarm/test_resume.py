@@ -34,11 +34,8 @@ SEVERAL = [one for one in ALONE if not one.startswith("data.")]  # diloco local 
 
 
 def train(run_dir: Path, *overrides: str, settings: Sequence[str] = ALONE) -> dict[str, Any]:
-    """`diloco train` in this process; its summary message."""
-    messages: list[dict[str, Any]] = []
-    run(compose([*settings, f"run.dir={run_dir}", *overrides]), lambda message: messages.append(dict(message)))
-    [summary] = [message for message in messages if message["t"] == "summary"]
-    return summary
+    """`diloco train` in this process; its summary as its supervisor hears it."""
+    return run(compose([*settings, f"run.dir={run_dir}", *overrides]), lambda message: None).to_message()
 
 
 def kept(summary: dict[str, Any]) -> dict[str, Any]:

@@ -76,9 +76,6 @@ class Plan(NamedTuple):
 class NumberedStream:
     """One shard's endless batches of a numbered list.
 
-    `plan` says what the next batch holds and moves the position, `make` reads it: `Prefetched` has batches made before
-    their turn, and the position stays that of the batches that were handed out.
-
     Args:
         source: the sequences.
         batch_size: sequences in the peer's batch, B.

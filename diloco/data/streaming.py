@@ -9,11 +9,9 @@ Documents are not shuffled inside a file: the shuffle buffer of `datasets` loses
 is exact. The state is the position in the current file (`IterableDataset.state_dict`) and the tokens that wait in the
 packer.
 
-The sequences of a stream have no numbers, so no work units of it are leased. Which text a number stands for is known
-only after everything before it was read and tokenised: compressed files cannot be entered in the middle, nobody says
-how many documents a file has, and where a sequence begins depends on the tokens before it. A whole file would be a unit
-that can be entered, and is too large for one: a file of C4 has 150 million tokens, more than a peer trains on in a
-round. For the same reason each rank of an island reads and tokenises the peer's whole batch, and keeps its own rows.
+The sequences of a stream have no numbers, so no work units of it are leased: which text a number stands for is known
+only after everything before it was read and tokenised, and a whole file is too large for a unit. For the same reason
+each rank of an island reads and tokenises the peer's whole batch, and keeps its own rows.
 """
 
 from __future__ import annotations

@@ -10,8 +10,5 @@
     optimizer   outer optimizers, and how large their steps are
     extensions  outer optimizers and codecs from users' code
 
-A new algorithm of ours is a class in `AVERAGES`, `OPTIMIZERS`, `CODECS` or `LOSSY`, and its name in
-`diloco/config/names.py` or `groups.py`; `diloco/README.md` (How to add things) says which. It is tested by the
-contract test of its registry as soon as it is there, and what does not fit together (`_contradictions` in groups.py) is
-refused for it as for its neighbours.
+How to add to them: `diloco/README.md` (How to add things).
 """

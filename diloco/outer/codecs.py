@@ -23,19 +23,9 @@ block of zeros is exact. The block codecs round magnitudes below about 1e-38 to 
 
 The codecs in `lossy.py` are for contributions only.
 
-*Where they run.* Tensors lie in main memory, wherever the parameters are. What has to have equal bits on all peers is
-an anchor after `apply_update_`. All peers move theirs on the CPU, where bits are equal for the reason given above. A
-contribution need not be what another device would make of it: its sender signs the bytes that it has made, and whoever
-folds in, or keeps what was lost, decodes these bytes. Nevertheless int8, e3m0 and the float codecs would encode
-alike on any device. They compute maxima, products with powers of two, one addition, and conversions that round to even;
-none of it can be fused or reordered to another result. A residual that fades (0 < beta < 1) is a product and a sum,
-which some hardware fuses. The sums in `lossy.py` depend on their order, and what `topk` chooses among equal magnitudes
-depends on the device.
-
-What keeps the codecs from running on another device today: `payloads.buffer` (working memory is on the CPU),
-`exponents_of` and `power_of_two` (numpy), `_BlockCodec._blocks` (writes exponents through numpy), the shifts of
-`_E3m0._quantise` (numpy, in half the time), and the tensors that `lossy.py` makes without a device. The check of values
-(`refuse_diverged`) would also make this process wait for the device, once for each chunk.
+*Where they run.* Tensors lie in main memory, and all peers move their anchors on the CPU, where bits are equal for the
+reason given above. A contribution need not be what another device would make of it: its sender signs the bytes that it
+has made, and whoever folds in, or keeps what was lost, decodes these bytes.
 
 All functions take contiguous 1-D tensors of at most CHUNK elements and may be used from several threads at once: the
 working buffers, at most 6 MiB, belong to the thread.

@@ -24,7 +24,7 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.merging import AVERAGES, Staged, Sum
-from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
+from diloco.outer.optimizer import OPTIMIZERS, OuterStep
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, alike, clip, clip_few, norm_of, opposes
@@ -183,9 +183,14 @@ class Held:
         """
         transition = self.optimizer.transition(step)
         flattened = self._flattened(judged) if self._matrices else None
-        for chunk, (at, end) in enumerate(zip(self._update_at, self._update_at[1:], strict=False)):
+        for chunk, (start, stop) in enumerate(self.chunks):
             into = self._average(chunk, judged) if flattened is None else flattened[chunk]
-            self._merge_chunk_(chunk, transition, update[at:end], into)
+            payload = update[self._update_at[chunk] : self._update_at[chunk + 1]]
+            master, anchor, vectors = self.master[start:stop], self.anchor[start:stop], self.state.part(start, stop)
+            transition.move_(master, into.total, vectors)
+            self.down.encode_update(master, anchor, payload)
+            adopt_(self.down, transition, anchor, vectors, payload)
+            into.clear()
         self.state.took_(step)
         if self.staged is not None:
             self.staged.clear()
@@ -210,14 +215,6 @@ class Held:
             into.clear()
         flatten_(whole, self._matrices, self.settings.flatten)
         return list(map(Sum, whole.split_with_sizes(self._numels), self._pieces))
-
-    def _merge_chunk_(self, chunk: int, transition: Transition, update: Tensor, into: Sum) -> None:
-        start, stop = self.chunks[chunk]
-        master, anchor, vectors = self.master[start:stop], self.anchor[start:stop], self.state.part(start, stop)
-        transition.move_(master, into.total, vectors)
-        self.down.encode_update(master, anchor, update)
-        adopt_(self.down, transition, anchor, vectors, update)
-        into.clear()
 
     def restart(self, version: int) -> None:
         """Start from the anchor, which was replaced by that version; forget all contributions.

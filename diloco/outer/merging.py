@@ -116,8 +116,6 @@ class Staged:
     sketch. There is no sum of one fp32 copy then. Time: each payload is decoded twice, once to check and once to merge
     it.
 
-    A contribution that never became whole leaves nothing behind.
-
     Args:
         sizes: elements of each chunk of the fragment.
         codec: decodes the payloads.
@@ -153,10 +151,9 @@ class Staged:
 
     def cosines(self, peers: Sequence[str]) -> tuple[Tensor, int]:
         """(n, n) float64 cosines of the sketches, and how many values each sketch has."""
-        chunks = range(len(self.sizes))
-        numel = sum(len(self._kept[peers[0]][chunk].sketch) for chunk in chunks)
+        numel = sum(len(chunk.sketch) for chunk in self._kept[peers[0]].values())
         if self._compared is None or self._compared[0] != tuple(peers):
-            sketches = torch.stack([torch.cat([self._kept[peer][chunk].sketch for chunk in chunks]) for peer in peers])
+            sketches = self._sketches(peers)
             largest = sketches.abs().amax(1, keepdim=True)
             sketches /= largest.clamp_min(1e-30)  # keeps squares finite
             gram = (sketches @ sketches.T).double()
@@ -168,11 +165,14 @@ class Staged:
         """(n,) float64 cosines of the contributions with a vector of the whole fragment, by their sketches."""
         parts = vector.split_with_sizes(list(self.sizes))
         sketch = torch.cat([self._sketch(chunk, part) for chunk, part in enumerate(parts)]).double()
-        chunks = range(len(self.sizes))
-        sketches = torch.stack([torch.cat([self._kept[peer][chunk].sketch for chunk in chunks]) for peer in peers])
+        sketches = self._sketches(peers)
         lengths = torch.linalg.vector_norm(sketches, dim=1, dtype=torch.float64) * torch.linalg.vector_norm(sketch)
         cosines: Tensor = torch.mv(sketches.double(), sketch) / lengths.clamp_min(1e-300)
         return cosines
+
+    def _sketches(self, peers: Sequence[str]) -> Tensor:
+        chunks = range(len(self.sizes))
+        return torch.stack([torch.cat([self._kept[peer][chunk].sketch for chunk in chunks]) for peer in peers])
 
     def add_(self, into: Sum, chunk: int, peers: Sequence[str], judged: Judgement, average: Average) -> None:
         """Add a chunk of these contributions to a sum, as they were judged."""

@@ -7,13 +7,7 @@
 
 (DiLoCo, arXiv 2311.08105, Algorithm 1.) All vectors are fp32 of one shape (n,), and all functions work element by
 element, so a fragment may be processed chunk by chunk with the same result. Vectors that hold state between steps are
-zeros before the first one. The outer optimizers of the literature are:
-
-    FedAvg              Nesterov with lr=1, beta=0
-    SGD (SparseLoCo)    Nesterov with beta=0
-    Nesterov (DiLoCo)   one push per version: the mean of all peers
-    naive async         Nesterov on each contribution; the momentum is then applied too often
-    Delayed Nesterov    each contribution moves the parameters at once, and the momentum only every `delay` pushes
+zeros before the first one. FedAvg is Nesterov with lr=1 and beta=0, and SGD (SparseLoCo) Nesterov with beta=0.
 
 `OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class says what one push does, in numbers. A step
 merges several contributions, which may complete a window of `delay` and begin the next. It is linear in the mean, the
@@ -157,11 +151,7 @@ def momentum_at(version: float, momentum: float, warmup: int | None = 0, rounds:
     convex functions. Its memory 1 / (1 - m) is about a fixed part of the rounds so far, which soon forgets the deltas
     of the steep start. If m itself were linear, the effective rate would rise almost only in the last rounds.
 
-    Without a plan, the part of the rise is version / (version + YOUTH): half of it after YOUTH versions, however long
-    the run will be.
-
-    Pier (arXiv 2511.17849) lowers the momentum instead, from 0.99 to 0.9, after a data-parallel start, which we do not
-    have. scripts/README.md has the experiment from which the defaults follow (`scripts/momentum`).
+    scripts/README.md has the experiment from which the defaults follow (`scripts/momentum`).
     """
     assert 0 <= momentum < 1 and version >= 0, f"momentum={momentum}, version={version} is impossible"
     ends = rounds if warmup is None else warmup

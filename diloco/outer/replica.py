@@ -14,8 +14,7 @@ Memory, in fp32 copies of the parameters: 1 for the anchors, 3 for the fragments
 fragments this peer is backup of; with a windowed optimizer these are 4 and 2. Everything else is chunk-sized. Settings
 that add to it: a payload for each fragment whose exchange is overlapped (`capture`), 1 for error feedback, a base for
 the fragments held when versions do not wait for this peer. All tensors here live on the CPU; local parameters may be on
-any device. On an accelerator they are read and written through staging buffers, and `copy_local` takes a copy of one
-fragment of its memory (see `staging`).
+any device (see `local`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -144,7 +144,6 @@ class Swarm:
         self._voice = Voice(quiet)
         self._sharded = False  # whether `shard` was asked for
         self._living: Living | None = None
-        self._seed: int | None = None
         self.run_id, self.name = run_id, name
         self._settings: OuterSettings = outer_of(preset, outer, {**said, **settings})
         self.outer = self._settings.outer
@@ -381,14 +380,27 @@ class Swarm:
 
     # -- what a training loop asks besides: its data and figures ------------------------------------------------------
 
-    @property
+    @cached_property
     def seed(self) -> int:
         """A seed of this peer (32 bits), for the order of its data: other peers have others, and it stays the same as
         long as `identity` does. All ranks of an island ask for it together, once there is a process group.
         """
-        if self._seed is None:
-            self._seed = self._own_seed()
-        return self._seed
+        rank, size = Island.place()
+        if size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"swarm.seed: {os.environ['WORLD_SIZE']} processes were started together, and there is no process "
+                "group yet, in which rank 0 would tell it; make one first, or ask after attach(...)"
+            )
+        seed = 0
+        if rank == 0:
+            file = self._key_file()
+            simulated = int.from_bytes(sha256(str(file).encode()).digest()[:6], "big")  # a file that is never made
+            with as_typed(self._typed):
+                seed = (identity_number(file) if self.runtime is None else simulated) % 2**32
+        if size == 1:
+            return seed
+        island = Island.here(torch.device("cpu")) if self.attachment is None else self.attachment.island
+        return island.share(seed)
 
     @property
     def index(self) -> int:
@@ -436,24 +448,6 @@ class Swarm:
             "diloco/wait_share": seconds.wait / max(sum(astuple(seconds)), 1e-9),
             "diloco/tokens_discarded": sync.discarded_tokens,
         }
-
-    def _own_seed(self) -> int:
-        rank, size = Island.place()
-        if size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                f"swarm.seed: {os.environ['WORLD_SIZE']} processes were started together, and there is no process "
-                "group yet, in which rank 0 would tell it; make one first, or ask after attach(...)"
-            )
-        seed = 0
-        if rank == 0:
-            file = self._key_file()
-            simulated = int.from_bytes(sha256(str(file).encode()).digest()[:6], "big")  # a file that is never made
-            with as_typed(self._typed):
-                seed = (identity_number(file) if self.runtime is None else simulated) % 2**32
-        if size == 1:
-            return seed
-        island = Island.here(torch.device("cpu")) if self.attachment is None else self.attachment.island
-        return island.share_integers([seed])[0]
 
     # -- what is heard of the swarm -----------------------------------------------------------------------------------
 

@@ -397,14 +397,12 @@ class Attachment:
 
     @contextmanager
     def checkpointing(self) -> Iterator[Saved]:
-        """Rank 0: as `saved`, to be written in this context: live tensors stay as they are, and other peers wait."""
+        """Rank 0: the state at the last exchange, to be written in this context: at a barrier the tensors are the live
+        ones, which stay as they are, and other peers wait.
+        """
         with self._paused():
-            yield self.saved()
-
-    def saved(self) -> Saved:
-        """The state at the last exchange. At a barrier the tensors are the live ones: copy them before going on."""
-        assert self._link.node is not None
-        return self._link.runtime.call(self._link.node.snapshot())
+            assert self._link.node is not None
+            yield self._link.runtime.call(self._link.node.snapshot())
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 LOST_S = 2.0  # after which a rank that has not said that it ends is lost
 # Other ranks wait for a word of rank 0 while it waits for the swarm, which has deadlines of its own.
 WORD_TIMEOUT = timedelta(hours=12)
-SHORT = 64  # integers that one message carries
+
+T = TypeVar("T")
 
 
 class Island:
@@ -219,24 +220,12 @@ class Island:
         dist.broadcast(tensor, src=0, group=self._words)
         return [float(value) for value in tensor.tolist()]
 
-    def share_integers(self, values: Sequence[int]) -> list[int]:
-        """Rank 0's list of integers, on every rank; the others' lists may have any length. Exact below 2**63."""
-        if self.size == 1:
-            return list(values)
-        head = torch.zeros(SHORT, dtype=torch.int64)  # the length, and in nearly all cases everything
-        if self.leads:
-            head[0] = len(values)
-            head[1 : 1 + len(values)] = torch.tensor(values[: SHORT - 1], dtype=torch.int64)
-        dist.broadcast(head, src=0, group=self._words)
-        length = int(head[0])
-        found: list[int] = head[1 : 1 + length].tolist()
-        if length > len(found):
-            rest = torch.zeros(length - len(found), dtype=torch.int64)
-            if self.leads:
-                rest.copy_(torch.tensor(values[len(found) :], dtype=torch.int64))
-            dist.broadcast(rest, src=0, group=self._words)
-            found += rest.tolist()
-        return found
+    def share(self, value: T) -> T:
+        """Rank 0's value, on every rank: anything that can be pickled."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self._words)
+        return box[0]
 
     def least(self, value: int) -> int:
         """The least of all ranks' numbers."""

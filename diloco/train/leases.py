@@ -17,10 +17,8 @@ class IslandLeases:
     All ranks call `take` at the same point of their training, because it is a collective; `ahead` is none. Without a
     node, before and after the swarm, there are no units.
 
-    Args:
-        island: the ranks.
-        leased: rank 0's units, or None while there is no node; on the other ranks it is not called.
-        batches_ahead: how many batches' units `ahead` can say.
+    `leased` gives rank 0's units, or None while there is no node; on the other ranks it is not called. `ahead` can say
+    the units of `batches_ahead` batches.
     """
 
     def __init__(self, island: Island, leased: Callable[[], LeasedData | None], batches_ahead: int) -> None:
@@ -31,20 +29,12 @@ class IslandLeases:
 
     def take(self, number: int) -> Units | None:
         """All ranks: the next `number` sequences, or None while so many are not leased."""
-        said: list[int] = []
         data = self._leased() if self._island.leads else None
-        if data is not None and (taken := data.take(number)) is not None:
-            said = [len(taken), *_flat(taken), *_flat(data.ahead(self._batches_ahead * number))]
-        said = self._island.share_integers(said)
-        units = list(zip(said[1::2], said[2::2], strict=True))
-        ranges = said[0] if said else 0
-        self._coming = units[ranges:]
-        return units[:ranges] or None
+        taken = None if data is None else data.take(number)
+        coming = [] if data is None or taken is None else data.ahead(self._batches_ahead * number)
+        taken, self._coming = self._island.share((taken, coming))
+        return taken
 
     def ahead(self, number: int) -> Units:
         """Up to `number` sequences that would be taken after the last ones."""
         return first(self._coming, number)
-
-
-def _flat(units: Units) -> list[int]:
-    return [bound for unit in units for bound in unit]

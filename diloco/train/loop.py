@@ -1,8 +1,4 @@
-"""The training loop: reads like the experiment. The algorithm is attached to it, not written into it.
-
-1. Every rank of every peer takes its rows of the next batch and an ordinary inner step.
-2. After every H-th step the attachment exchanges pseudo-gradients with the swarm, inside `optimizer.step()`.
-3. Once in a while, at such a boundary, rank 0 evaluates the anchor and writes a checkpoint.
+"""The training loop. The algorithm is attached to it, not written into it: `optimizer.step()` exchanges.
 
 Learning rate and end of the run follow what the swarm has applied, never a local counter. A peer that joins late
 therefore has the learning rate of the others from its first step, and all end together.

@@ -16,7 +16,6 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from diloco.errors import ConfigError
@@ -94,7 +93,7 @@ def shard(
     kind, library = type(dataset).__name__, type(dataset).__module__.partition(".")[0]
     if isinstance(dataset, Mapping) or isinstance(dataset, str):
         raise ConfigError(f"shard({kind}): no dataset; give one of its values, such as data['train']")
-    if _is_array(dataset):
+    if hasattr(dataset, "dtype") and hasattr(dataset, "shape"):  # an array or a tensor
         if part is None:
             raise ConfigError(
                 f"shard({kind}): rows of an array may hang together, so they are put into no other order; draw from it "
@@ -114,10 +113,6 @@ def shard(
             f"shard({kind}): it has neither __len__ and __getitem__ nor __iter__; give a dataset or an iterable"
         )
     share = part or living()
-    return (
-        dataset.filter(partial(_is_own, share), with_indices=True) if library == "datasets" else _Shared(dataset, share)
-    )
-
-
-def _is_array(dataset: Any) -> bool:
-    return isinstance(dataset, Tensor) or (hasattr(dataset, "dtype") and hasattr(dataset, "shape"))
+    if library == "datasets":
+        return dataset.filter(partial(_is_own, share), with_indices=True)
+    return _Shared(dataset, share)

@@ -184,20 +184,20 @@ def test_every_sequence_comes_once_and_is_kept_until_settled(steps: list[tuple[s
 
 
 class Ranks:
-    """What `share_integers` does for the ranks of an island that are called one after the other."""
+    """What `share` does for the ranks of an island that are called one after the other."""
 
-    def __init__(self, leads: bool, said: list[list[int]]) -> None:
+    def __init__(self, leads: bool, said: list[Any]) -> None:
         self.leads, self.said = leads, said
 
-    def share_integers(self, values: list[int]) -> list[int]:
+    def share(self, value: Any) -> Any:
         if self.leads:
-            self.said.append(values)
+            self.said.append(value)
         return self.said[-1]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "take"]), st.integers(0, 60), st.integers(1, 6)), max_size=40))
 def test_all_ranks_of_an_island_take_the_units_of_rank_0(steps: list[tuple[str, int, int]]) -> None:
-    data, alone, said = LeasedData(), LeasedData(), list[list[int]]()
+    data, alone, said = LeasedData(), LeasedData(), list[Any]()
     leads, follows = (IslandLeases(cast(Island, Ranks(first, said)), lambda: data, 3) for first in (True, False))
     for what, start, size in steps:
         if what == "add":

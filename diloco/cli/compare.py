@@ -17,9 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.errors import ConfigError
-from diloco.rundir.arms import Arm
 from diloco.rundir.compare import time_to_loss, worst_loss
-from diloco.rundir.comparison import Comparison, compare
+from diloco.rundir.comparison import Arm, Comparison, compare
 from diloco.rundir.files import finite, prepare_run_directory
 from diloco.text import human_bytes, human_count, human_seconds
 

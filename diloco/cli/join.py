@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,9 +30,9 @@ from rich.text import Text
 from diloco.cli.table import LiveView, hear_warnings
 from diloco.config import Config
 from diloco.config.address import Address
-from diloco.config.foreign import sources_of
+from diloco.config.manifest import sources_of
 from diloco.errors import ConfigError, SwarmError
-from diloco.rundir.reporting import Happened, Message, Ready, Stage, Status
+from diloco.rundir.reporting import Message, Ready, Stage, Status
 from diloco.swarm.visit.visitor import light_hivemind
 from diloco.text import counted, human_bytes, human_count, plain
 
@@ -59,7 +59,7 @@ def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> 
             if ranks > 1:
                 config = _of_rank_0(config, rank)
             if rank == 0:
-                return _train(config, address, steps, stack, console)
+                return _train(config, steps, stack, console)
             from diloco.train.run import run as train
 
             return train(config, lambda message: None).exit
@@ -256,13 +256,13 @@ def _import_the_rest() -> None:
         return
 
 
-def _train(config: Config, address: Address, steps: Steps, stack: ExitStack, console: Console) -> int:
+def _train(config: Config, steps: Steps, stack: ExitStack, console: Console) -> int:
     from diloco.train.run import run as train
 
     assert config.run.name is not None
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, as peer {config.run.name}"
     view = LiveView(console, [config.run.name], config.budget.outer_steps, title)
-    summary = train(config, _Arrival(steps, view, stack, _called(address)))
+    summary = train(config, _Arrival(steps, view, stack))
     stack.close()  # or the table would stay below what follows
     [mine] = summary.peers
     loss = summary.eval.loss
@@ -276,22 +276,10 @@ def _train(config: Config, address: Address, steps: Steps, stack: ExitStack, con
     return summary.exit
 
 
-def _called(address: Address) -> frozenset[str]:
-    """The ids of the peers that the user named."""
-    with suppress(ConfigError):
-        return frozenset(one.rpartition("/")[2] for one in address.resolved().peers)
-    return frozenset()
-
-
 class _Arrival:
-    """Shows the training loop's messages: as steps until the first contribution is merged, then as a table.
+    """Shows the training loop's messages: as steps until the first contribution is merged, then as a table."""
 
-    `called` are the ids of the peers that the user named: of them it says when they go, for the user may think that
-    the run ends with them.
-    """
-
-    def __init__(self, steps: Steps, view: LiveView, stack: ExitStack, called: Collection[str] = ()) -> None:
-        self._called = called
+    def __init__(self, steps: Steps, view: LiveView, stack: ExitStack) -> None:
         self._steps = steps
         self._view = view
         self._stack = stack
@@ -301,10 +289,7 @@ class _Arrival:
     def __call__(self, message: Message) -> None:
         if isinstance(message, Ready) and not message.advice:
             return  # a guest need not invite others
-        if isinstance(message, Happened):
-            if message.subject in self._called:
-                self._view.note(_gone(message))
-        elif isinstance(message, Stage) and not self._arrived:
+        if isinstance(message, Stage) and not self._arrived:
             self._steps.go_to(message.stage)
             if message.stage == "state" or message.wanted:
                 done = "received" if message.stage == "state" else "tokenised"
@@ -329,10 +314,3 @@ class _Arrival:
             self._steps.__exit__()
             self._stack.enter_context(self._view)
             self._view.update(message)
-
-
-def _gone(message: Happened) -> str:
-    what = "left" if message.kind == "leave" else f"vanished ({message.why})"
-    others = f"with {counted(message.live - 1, 'other peer')}" if message.live > 1 else "here alone"
-    name = message.subject[-6:] if message.name in ("", "peer") else message.name
-    return f"{name}, the peer that was called, {what}; training goes on {others}"

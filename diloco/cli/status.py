@@ -1,10 +1,10 @@
-"""`diloco status`: what a swarm is doing, seen from outside."""
+"""`diloco status` and `diloco dashboard`: what a swarm is doing, seen from outside, in a terminal or a browser."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import click
@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.live import Live
 
 from diloco.cli.panels import render
-from diloco.config.address import Address
+from diloco.config.address import Address, scope
+from diloco.dashboard.server import Dashboard
 from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.files import data_home, in_use
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.visit.visitor import Visitor, light_hivemind
 
-__all__ = ["address_here", "run"]
+__all__ = ["dashboard", "run"]
 
 EVERY_S = 1.0
 AROUND = 26  # lines of `render` beside the rows of peers, fragments and contributions
@@ -32,7 +33,7 @@ def run(address: str | None, watch: bool, as_json: bool, table: Path | None) -> 
     """
     if watch and as_json:
         raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
-    place = address_here() if address is None else Address.read(address)
+    place = _address_here() if address is None else Address.read(address)
     light_hivemind()
     try:
         return asyncio.run(_status(place, watch, as_json, table))
@@ -42,7 +43,7 @@ def run(address: str | None, watch: bool, as_json: bool, table: Path | None) -> 
         raise
 
 
-def address_here() -> Address:
+def _address_here() -> Address:
     """Where the swarm is of the one run in ./runs, or joined by this user, of which a peer runs on this machine.
 
     Raises `ConfigError` if there is none, or if there are several.
@@ -91,3 +92,31 @@ async def _watch(visitor: Visitor, snapshot: Snapshot) -> None:
                 lost, seen_at = None, time.monotonic()
             except SwarmError as error:
                 lost = f"lost, last seen {began - seen_at:.0f} s ago: {error}"
+
+
+def dashboard(address: str | None, host: str, port: int) -> int:
+    """Serve the page until Ctrl+C, which ends in 0. Without an address it shows the one run of which a peer runs here.
+
+    Raises ConfigError if nobody can listen there, SwarmError if nobody answers at the address.
+    """
+    place = _address_here() if address is None else Address.read(address)
+    try:
+        page = Dashboard(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"--host={host} --port={port} cannot be listened on: {error.strerror}; choose another --port, or 0 for any"
+        ) from None
+    light_hivemind()
+    with page, suppress(KeyboardInterrupt):
+        asyncio.run(_serve(page, place, host))
+    return 0
+
+
+async def _serve(page: Dashboard, place: Address, host: str) -> None:
+    async with Visitor(place.peers, place.token) as visitor:
+        snapshot = await visitor.ask()  # a wrong address is an error before the page is served
+        if scope(f"/ip/{host}") != "loopback":
+            click.echo(f"diloco: warning: --host={host} shows the swarm to everyone who reaches this machine", err=True)
+        shown = f"[{host}]" if ":" in host else host
+        click.echo(f"http://{shown}:{page.server_address[1]}  shows {snapshot.run.run_id}; Ctrl+C ends it")
+        await page.watch(visitor)

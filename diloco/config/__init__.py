@@ -6,13 +6,12 @@ configs/*.yaml + overrides --Hydra--> mapping --pydantic--> Config --manifest()-
 from __future__ import annotations
 
 from diloco.config.base import PeerLocal, RunOwned
-from diloco.config.compose import compose
+from diloco.config.compose import compose, help_text
 from diloco.config.data import MIXTURE_BLOCK, DataConfig, MixedSource
 from diloco.config.groups import BudgetConfig, InnerConfig, OuterConfig, SwarmConfig
 from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
 from diloco.config.model import ModelConfig, ModelRecipe
 from diloco.config.schema import Config
-from diloco.config.shown import help_text
 from diloco.config.sources import Start, choices
 
 __all__ = [

@@ -19,16 +19,19 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 import diloco.config.sizes  # noqa: F401 (files of configs/ name what it registers)
-from diloco.config.explain import accepts, explain, leaves, show, unknown_key
+from diloco.config.explain import accepts, expected, explain, leaves, nearest, show, unknown_key
 from diloco.config.files import Request, compose_files, no_choice, read_saved
 from diloco.config.groups import KEYLESS
 from diloco.config.hub_names import with_commits
+from diloco.config.manifest import Manifest, flatten
 from diloco.config.overrides import Typed, first_line, parse
 from diloco.config.schema import Config
 from diloco.config.sources import SECTIONS, Start, choices, search_path
 from diloco.errors import ConfigError
 
-__all__ = ["KEYS", "Composed", "check_key", "compose", "compose_tree", "validated"]
+__all__ = [
+    "KEYS", "Composed", "cfg_text", "check_key", "compose", "compose_tree", "help_text", "outer_preset", "validated",
+]  # fmt: skip
 
 KEYS = dict(leaves(Config))
 
@@ -150,3 +153,46 @@ def _choice(typed: Typed, override: Any, groups: Mapping[str, Sequence[str]], st
             looked = f"; a choice is a file in a folder {typed.key}/, or give --config {name}"
         raise ConfigError(f"{no_choice(typed.key, str(name), names)}{looked}")
     return str(override.input_line)
+
+
+def outer_preset(name: str) -> dict[str, Any]:
+    """All settings of the outer step, as a file of configs/outer and those that it names as its defaults have them.
+
+    `${...}` is left as it is. Raises `ConfigError` for a name that is none of a preset.
+    """
+    there = [one for one in choices()["outer"] if one != "data_parallel"]  # it makes no outer steps
+    if name not in there:
+        guess = nearest(str(name), there)
+        hint = f" (did you mean {guess[0]}?)" if guess else ""
+        raise ConfigError(f"preset={name} is no file of configs/outer{hint}; there are {', '.join(there)}")
+    values = OmegaConf.to_container(compose_tree([f"outer={name}"], Start()).tree.outer, resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def cfg_text(config: Config, package: str | None) -> str:
+    """The configuration as YAML, with every key, or a part of it such as outer. ConfigError if that is not there."""
+    part: Any = config.model_dump(mode="json")
+    for name in () if package is None else package.split("."):
+        if not isinstance(part, dict) or name not in part:
+            raise ConfigError(f"--package={package} is not in the configuration; expected a key such as outer")
+        part = part[name]
+    return OmegaConf.to_yaml(OmegaConf.create(part)) if isinstance(part, dict | list) else f"{show(part)}\n"
+
+
+def help_text(start: Start | None = None) -> str:
+    """Every group with its choices and every setting with meaning, expected value, default and owner, as plain text."""
+    run_owned = dict(leaves(Manifest))
+    values = dict(flatten(compose().model_dump(mode="json")))
+    lines = ["Groups (GROUP=CHOICE):"]
+    lines += [f"  {group}: {' '.join(names)}" for group, names in choices(start).items()]
+    lines += [
+        "",
+        "Settings (KEY=VALUE), with their defaults; those marked * define the run and are equal on all its peers:",
+    ]
+    for key, field in leaves(Config):
+        empty = "[]" if field.default == () else "see --cfg job"  # an empty mixture is in no dump
+        default = show(values[key]) if key in values else empty
+        lines.append(f"  {key}={default}{' *' if key in run_owned else ''}")
+        lines.append(f"      {field.description} Expects {expected(field)}.")
+    return "\n".join(lines)

@@ -18,8 +18,7 @@ from diloco.config.address import scope
 from diloco.config.base import RunOwned, Settings
 from diloco.config.data import FILES, DataConfig, DataRecipe
 from diloco.config.explain import explain
-from diloco.config.foreign import check_foreign
-from diloco.config.manifest import Manifest, check_model_fits_data, check_warmup_ends
+from diloco.config.manifest import Manifest, check_foreign, check_model_fits_data, check_warmup_ends
 from diloco.config.model import ModelConfig, ModelRecipe
 from diloco.errors import ConfigError
 

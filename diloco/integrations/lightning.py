@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from diloco.errors import ConfigError, JoinError
 from diloco.integrations.membership import Membership, peer_state
-from diloco.rundir.background import copied
+from diloco.rundir.checkpoint import copied
 from diloco.train.api import Attachment
 from diloco.train.peer_state import PeerState
 from diloco.train.schedules import Paced

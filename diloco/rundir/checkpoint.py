@@ -21,6 +21,7 @@ import re
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError
 
-__all__ = ["FORMAT", "Checkpoint", "CheckpointStore"]
+__all__ = ["FORMAT", "BackgroundWriter", "Checkpoint", "CheckpointStore", "copied"]
+
+Groups = Mapping[str, Mapping[str, Tensor]]
 
 FORMAT = 2
 STATE_FILE = "state.json"
@@ -92,7 +95,7 @@ class CheckpointStore:
         self._rejected: set[str] = set()  # unusable ones; they do not count towards `keep`
         self._clean = False
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> Path:
         """Writes `tensors` (file stem -> name -> tensor of any shape and device) and the JSON-able `state`.
 
         When it returns, `load_latest` gives exactly this checkpoint, even if there were later steps before: they belong
@@ -188,13 +191,55 @@ class CheckpointStore:
             logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
 
 
+def copied(tensors: Groups) -> dict[str, dict[str, Tensor]]:
+    """Groups of tensors, as copies on the CPU that nobody else writes to."""
+    with torch.no_grad():
+        return {
+            stem: {name: tensor.detach().to("cpu", copy=True) for name, tensor in group.items()}
+            for stem, group in tensors.items()
+        }
+
+
+class BackgroundWriter:
+    """Writes one checkpoint at a time in a thread.
+
+    Python waits for the thread before it ends. A process that is killed leaves a temporary directory, which the next
+    `CheckpointStore.save` removes.
+    """
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[Path] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writing is not None and not self._writing.done()
+
+    def begin(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> None:
+        """Write `tensors`, which must stay as they are, and `state` as it is now. Take `result` of the one before
+        first.
+        """
+        assert self._writing is None, "one checkpoint at a time"
+        self._writing = self._threads.submit(self._store.save, step, tensors, json.loads(json.dumps(state)))
+
+    def result(self) -> CheckpointError | None:
+        """Wait until nothing is being written; returns why the last checkpoint could not be written, once."""
+        writing, self._writing = self._writing, None
+        error = None if writing is None else writing.exception()
+        if error is not None and not isinstance(error, CheckpointError):
+            raise error
+        return error
+
+
 def _age(name: str) -> tuple[int, int]:
     """Step, and number of the save of that step."""
     step, _, save = name.removeprefix("step-").partition(".")
     return int(step), int(save or 0)
 
 
-def _write_directory(path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+def _write_directory(path: Path, step: int, tensors: Groups, state: dict[str, Any]) -> None:
     os.mkdir(path)
     files = {}
     for stem, group in tensors.items():

@@ -127,7 +127,7 @@ def _read(directory: Path) -> Run:
     run.bytes_sent = int(sum(sent)) if sent else None
     run.utilization = sum(busy) / len(busy) if busy else None
     records = read_json_lines(directory / "metrics.jsonl")
-    run.curve = _curve(records, run, _whole(summary.get("outer_steps")) or 0)
+    run.curve = _curve(records, run)
     if run.loss is None and run.curve:
         run.loss = run.curve[-1].loss
     if run.tokens is None:
@@ -145,11 +145,8 @@ def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
     return {}
 
 
-def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> list[Point]:
-    """Held-out loss by version; a resumed run repeats some versions, and the later lines count.
-
-    Without `bytes_sent` in the lines, the bytes of the whole run are divided in proportion to the version.
-    """
+def _curve(records: Sequence[Mapping[str, Any]], run: Run) -> list[Point]:
+    """Held-out loss by version; a resumed run repeats some versions, and the later lines count."""
     began = next((at for record in records if (at := number(record.get("time"))) is not None), None)
     if run.virtual_s is not None:
         began = 0.0  # the virtual clock begins with the run
@@ -162,8 +159,6 @@ def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> 
         if loss is None or version is None:
             continue
         at, so_far = number(record.get("time")), sum(sent.values()) if sent else None
-        if so_far is None and run.bytes_sent is not None and outer_steps:
-            so_far = run.bytes_sent * min(1.0, version / outer_steps)
         time_s = None if at is None or began is None else at - began
         points[int(version)] = Point(int(version), loss, number(record.get("tokens")), time_s, so_far)
     return [points[version] for version in sorted(points)]

@@ -21,7 +21,7 @@ from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count
 
 __all__ = [
-    "Finished", "Happened", "Listener", "Message", "Ready", "Stage", "Status", "json_lines", "log_lines",
+    "Finished", "Listener", "Message", "Ready", "Stage", "Status", "json_lines", "log_lines",
     "read_message", "swarm_figures", "to_wire", "who_can_join",
 ]  # fmt: skip
 
@@ -96,18 +96,6 @@ class Status(Message):
 
 
 @dataclass(frozen=True)
-class Happened(Message):
-    """Another peer, of that id and name, left ("leave") or vanished ("lost"); so many are `live`, this one included."""
-
-    t = "event"
-    kind: str = ""
-    subject: str = ""
-    name: str = ""
-    why: str = ""
-    live: int = 1
-
-
-@dataclass(frozen=True)
 class Finished(Message):
     """The summary of this single peer, after its last step."""
 
@@ -116,7 +104,7 @@ class Finished(Message):
 
 
 Listener = Callable[[Message], None]
-_KINDS: dict[str, type[Message]] = {kind.t: kind for kind in (Stage, Ready, Status, Happened, Finished)}
+_KINDS: dict[str, type[Message]] = {kind.t: kind for kind in (Stage, Ready, Status, Finished)}
 
 
 def to_wire(message: Message) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from diloco.config import OuterConfig, SwarmConfig
+from diloco.config.compose import outer_preset
 from diloco.config.explain import nearest
-from diloco.config.presets import outer_preset
 from diloco.config.sizes import fragments_of
 from diloco.errors import ConfigError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec

@@ -24,7 +24,7 @@ from diloco.errors import CheckpointError, UnsavedError, on_signals
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Finished, Happened, Listener, Message, Ready, Stage, swarm_figures
+from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train import devices, origin
@@ -191,13 +191,7 @@ def _sync(
         if config.run.lead:
             write_address(config, address)
 
-    def happened(kind: str, fields: dict[str, object]) -> None:
-        log.swarm_event(kind, fields)
-        if kind in ("leave", "lost"):
-            subject, live = str(fields["peer"]), int(str(fields["live"]))
-            tell(Happened(kind=kind, subject=subject, name=str(fields["name"]), why=str(fields["why"]), live=live))
-
-    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, happened, ready)
+    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 
 

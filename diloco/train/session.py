@@ -20,8 +20,7 @@ from diloco.config import Config
 from diloco.data import Stream
 from diloco.errors import CheckpointError
 from diloco.protocol.phase_seconds import PhaseSeconds
-from diloco.rundir.background import BackgroundWriter, copied
-from diloco.rundir.checkpoint import CheckpointStore
+from diloco.rundir.checkpoint import BackgroundWriter, CheckpointStore, copied
 from diloco.rundir.files import check_same_run, write_atomic
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel

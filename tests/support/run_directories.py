@@ -22,9 +22,10 @@ def make(place: Path, *overrides: str, losses: Sequence[float] = LOSSES, exit: i
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
     (place / "config.yaml").write_text(config.to_yaml())
     lines = [
-        {"time": began + 10 * version, "peer": "p0", "version": version, "inner_step": 4 * version} | measured
-        for version, loss in enumerate(losses)
-        for measured in ({"tokens": 100 * version, "loss": loss + 0.1}, {"tokens": 100 * version, "eval_loss": loss})
+        {"time": began + 10 * step, "peer": "p0", "version": step, "inner_step": 4 * step, "bytes_sent": 1000 * step}
+        | {"tokens": 100 * step, **measured}
+        for step, loss in enumerate(losses)
+        for measured in ({"loss": loss + 0.1}, {"eval_loss": loss})
     ]
     (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     peers = [

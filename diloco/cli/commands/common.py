@@ -27,7 +27,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The function that does the work of a command, where it is not `run` in a module of the command's own.
 WORKERS = {
-    "train": "peer.train", "host": "peer.host",
+    "train": "peer.train", "host": "peer.host", "dashboard": "status.dashboard",
     "eval": "model.evaluate", "export": "model.export", "generate": "model.generate",
     "keygen": "keys.keygen", "invite": "keys.invite", "revoke": "keys.revoke",
 }  # fmt: skip
@@ -141,7 +141,7 @@ def run(
 def _show(overrides: tuple[str, ...], given: Sequence[str], asked: Asked, start: Start) -> int:
     """Prints what --cfg asks for."""
     from diloco.config import compose, help_text
-    from diloco.config.shown import cfg_text
+    from diloco.config.compose import cfg_text
 
     if asked.cfg == "help":
         click.echo(help_text(start).rstrip("\n"))

@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from diloco.config import WIRE_VERSION, Manifest
-from diloco.config.foreign import check_foreign
+from diloco.config.manifest import check_foreign
 from diloco.errors import PayloadError, SwarmError
 from diloco.swarm.conversations.probe import Probed, probe
 from diloco.swarm.conversations.watch import request_manifest

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.rundir.arms import gap_of
+from diloco.rundir.comparison import gap_of
 
 __all__ = ["gap", "place", "put", "rows_of", "spread"]
 

@@ -12,8 +12,8 @@ import pytest
 
 import diloco
 from diloco.errors import ConfigError
-from diloco.rundir.arms import arms_of, find_gaps, plot_arms
 from diloco.rundir.compare import Point, Run, find_runs, read_runs, time_to_loss, worst_loss
+from diloco.rundir.comparison import arms_of, find_gaps, plot_arms
 from tests.support.command_line import Typed
 from tests.support.run_directories import make
 
@@ -73,7 +73,7 @@ def test_an_unfinished_run_shows_what_is_left_of_it(tmp_path: Path) -> None:
     (place / "summary.json").unlink()
     [run] = read_runs([place])
     assert (run.loss, run.tokens, run.wall_s, run.bytes_sent, run.exit) == (3.0, 200, None, None, None)
-    assert run.curve[-1].bytes_sent is None and run.curve[-1].time_s == 20.0
+    assert (run.curve[-1].bytes_sent, run.curve[-1].time_s) == (2000.0, 20.0)
     failed_at_once = tmp_path / "sweep" / "0-lr9"
     failed_at_once.mkdir(parents=True)
     member = {"name": "0-lr9", "overrides": ["experiment=smoke", "outer.lr=9"], "exit": 3}

@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,8 @@ import torch
 from rich.console import Console
 
 from diloco.admission.keys import RunKey
-from diloco.cli.join import Steps, _Arrival, _called
-from diloco.cli.table import LiveView, invitation
+from diloco.cli.join import Steps
+from diloco.cli.table import invitation
 from diloco.cli.volunteer import (
     fit_to_machine,
     known_addresses,
@@ -28,11 +27,9 @@ from diloco.cli.volunteer import (
     volunteer_config,
 )
 from diloco.config import WIRE_VERSION, compose
-from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
-from diloco.rundir.reporting import Happened
 from diloco.swarm.conversations.probe import ProbeServer, _callable
 from diloco.swarm.visit.look import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
@@ -306,19 +303,3 @@ def test_a_step_of_joining_that_is_over_is_a_line() -> None:
         steps.go_to("data")
     said = [line[9:] for line in file.getvalue().splitlines()]
     assert said == ["connect: a peer  answers", "manifest"], "the one under way is shown on a terminal only"
-
-
-def test_a_volunteer_is_told_when_the_called_peer_goes() -> None:
-    places = _called(Address.parse(f"{PLACE},/ip4/203.0.113.9/tcp/1/p2p/{OTHER}"))
-    for kind, live, said in (
-        ("lost", 3, "n1, the peer that was called, vanished (silent); training goes on with 2 other peers"),
-        ("lost", 2, "n1, the peer that was called, vanished (silent); training goes on with 1 other peer"),
-        ("leave", 1, "n1, the peer that was called, left; training goes on here alone"),
-    ):
-        console = Console(file=io.StringIO(), width=200)
-        view, steps = LiveView(console, ["me"], 16, "run"), Steps(console)
-        arrival = _Arrival(steps, view, ExitStack(), places)
-        for subject in (OTHER, "QmSomebodyElse"):
-            arrival(Happened(kind=kind, subject=subject, name="n1", why="silent", live=live))
-        arrival(Happened(kind=kind, subject=OTHER, name="peer", why="silent", live=live))
-        assert console.file.getvalue() == f"[  0.0s] {said}\n[  0.0s] {said.replace('n1', OTHER[-6:])}\n"

@@ -15,7 +15,7 @@ from rich.console import Console
 from diloco import hub
 from diloco.cli import join as asking
 from diloco.config import Config, Manifest, compose
-from diloco.config.foreign import check_foreign, sources_of
+from diloco.config.manifest import check_foreign, sources_of
 from diloco.errors import ConfigError, DataError
 from diloco.swarm.visit.look import parse_manifest
 from tests.support.errors import error_text

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from diloco.cli import dashboard as cli_dashboard
+from diloco.cli import status
 from diloco.config.address import scope
 from diloco.dashboard.server import HEADERS, PAGE, Dashboard, exposition
 from diloco.errors import ConfigError
@@ -127,7 +127,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int) ->
     if port and os.geteuid() == 0:
         pytest.skip("root may listen on every port")
     with pytest.raises(ConfigError, match=rf"--host={host} --port={port} cannot be listened on"):
-        cli_dashboard.run(ADDRESS, host, port)
+        status.dashboard(ADDRESS, host, port)
 
 
 def test_only_loopback_counts_as_unseen() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from diloco import data
 from diloco.config import MIXTURE_BLOCK, Config, Manifest, compose
-from diloco.config.foreign import sources_of
+from diloco.config.manifest import sources_of
 from diloco.data.mixture import Mixture, counts_of, places
 from diloco.data.numbered import NumberedStream, Rows
 from diloco.errors import ConfigError, DataError

@@ -14,7 +14,7 @@ from torch import nn
 
 from diloco import model as models
 from diloco.config import Config, Manifest, compose
-from diloco.config.foreign import check_foreign, sources_of
+from diloco.config.manifest import check_foreign, sources_of
 from diloco.data import load_tokenizer
 from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError
 from diloco.rundir.files import files_of, origin_of

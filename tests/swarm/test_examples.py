@@ -57,29 +57,3 @@ def test_two_peers_of_an_example_have_different_data_and_end_with_the_same_model
     here, there = (anchors(*both) for both in zip(outputs, places, strict=True))
     assert here == there
     assert one != other
-
-
-@pytest.mark.slow
-def test_the_model_of_an_example_is_read_by_transformers_and_a_directory_is_as_good_as_a_name(tmp_path: Path) -> None:
-    file, steps = str(FOLDER / "hub_model.py"), ("--steps", "10", "--model")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("a cat sat on a mat and ate a rat. " * 500)
-    made = (
-        "from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast\n"
-        "from tokenizers import ByteLevelBPETokenizer\n"
-        "plain = ByteLevelBPETokenizer()\n"
-        "plain.train_from_iterator(['a cat sat on a mat'], 300, show_progress=False)\n"
-        "PreTrainedTokenizerFast(tokenizer_object=plain._tokenizer).save_pretrained('base')\n"
-        "GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)).save_pretrained('base')\n"
-    )
-    with command("-c", made, directory=tmp_path) as maker:
-        ended(maker)
-    text = ("--text", "notes")
-    with command(file, *steps, "base", *text, directory=tmp_path) as starter:
-        address = printed_address(starter)
-        with command(file, address, *steps, "base", *text, "--out", "other", directory=tmp_path) as joiner:
-            outputs = [ended(one) for one in (starter, joiner)]
-    assert len({re.findall(r"anchors (\w+)", output)[0] for output in outputs}) == 1
-    from transformers import AutoModelForCausalLM
-
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "gpt2"

@@ -305,21 +305,6 @@ def test_control_c_in_the_terminal_of_a_host_leaves_its_daemon_to_the_end(tmp_pa
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def refused(capfd: pytest.CaptureFixture[str], run_dir: Path, *overrides: str) -> tuple[int, str]:
-    """Exit code and error of `diloco train`; it says nothing else and leaves nothing that a run would leave."""
-    with pytest.raises(SystemExit) as ended:
-        main(["train", *SMOKE, f"run.dir={run_dir}", *overrides])
-    [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith("diloco: error: ")
-    if run_dir.is_dir():
-        left = {place.name for place in run_dir.iterdir() if place.is_file()}
-        assert left <= {"config.yaml", "manifest.json", "metrics.jsonl", "events.jsonl"}
-        assert not list(run_dir.rglob("*.safetensors"))
-        assert left == set() or ended.value.code == 3
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, line.removeprefix("diloco: error: ")
-
-
 def test_a_peer_that_cannot_start_ends_all_and_leaves_nothing_that_looks_like_a_run(tmp_path: Path) -> None:
     """The other peer waits for the address of the first one, and is not left to wait until that takes too long."""
     with local(tmp_path / "run", f"swarm.listen=/ip4/127.0.0.1/tcp/{dead_port()}") as started:
@@ -340,27 +325,6 @@ def test_peers_that_fail_one_after_the_other_let_a_ready_one_leave_cleanly(tmp_p
         assert started.family() == []
     [line] = started.stderr.splitlines()
     assert not line.startswith("diloco: error: p0: ") and "Address already in use" in line
-
-
-def test_data_and_directories_that_cannot_be_used_end_with_exit_code_two(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    empty, file = tmp_path / "empty.txt", tmp_path / "file"
-    empty.touch()
-    file.touch(0o600)
-    text = ("data=text", "data.sequence_length=32")
-    for number, (run_dir, overrides, start) in enumerate(
-        [
-            (tmp_path / "run", [*text, f"data.path={empty}"], f"data.source=text in {empty} has no text"),
-            (file, [], f"run.dir: cannot write {file}: File exists; choose a directory"),
-            (tmp_path / "run", ["model.config.vocab_size=100"], "model.config.vocab_size=100 cannot hold bytes"),
-            (tmp_path / "run", [f"swarm.identity_path={file}"], f"swarm.identity_path={file} holds no private key"),
-        ]
-    ):
-        code, said = refused(capfd, run_dir, *overrides)
-        assert (number, code) == (number, 2)
-        assert said.startswith(start)
-    assert file.read_bytes() == b""
 
 
 def test_a_run_that_diverges_ends_with_exit_code_four_and_keeps_its_last_good_checkpoint(

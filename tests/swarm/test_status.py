@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from diloco.config.address import Address
 from diloco.errors import SwarmError
 from diloco.protocol.snapshot import Snapshot
 from diloco.swarm.visit.visitor import Visitor
-from tests.support.peers import Crowd, command, dead_port, diloco, eventually
+from tests.support.peers import Crowd, dead_port, diloco
 
 
 def test_a_visitor_sees_a_swarm_and_finds_another_peer_when_the_first_dies(tmp_path: Path) -> None:
@@ -65,17 +64,5 @@ def test_status_prints_one_object_with_the_documented_lists_and_exits_with_three
         nobody = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{peer.peer_id}"
         dead = diloco("status", nobody, directory=tmp_path).done(3)
         assert dead.stderr.startswith(f"diloco: error: {nobody} cannot be reached") and dead.stderr.count("\n") == 1
-    finally:
-        crowd.close()
-
-
-def test_watching_ends_with_control_c_and_exit_code_zero(tmp_path: Path) -> None:
-    crowd = Crowd(tmp_path, {"w": (8, 8)}, fragments=2)
-    try:
-        [peer] = crowd.start(1)
-        with command("-m", "diloco", "status", peer.address, "--watch", directory=tmp_path) as watching:
-            eventually(lambda: "fragments" in watching.stdout or watching.process.poll() is not None, "a table")
-            watching.process.send_signal(signal.SIGINT)
-            assert watching.done().stderr == ""
     finally:
         crowd.close()

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto import dht_pb2
-from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
 from diloco.admission.keys import new_key
@@ -22,7 +20,7 @@ from diloco.errors import SwarmError
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
 from diloco.protocol.messages.control import Revocations
-from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
+from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.visit.revoke import revoke
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
@@ -179,85 +177,6 @@ async def dht_calls(stranger: Libp2p, member: Trainee) -> list[str]:
         except P2PHandlerError as error:
             failures.append(str(error))
     return failures
-
-
-def test_an_observer_may_ask_for_the_manifest_and_for_nothing_else(club: Club, members: list[Trainee]) -> None:
-    link = club.token("observer")
-
-    async def work() -> tuple[object, list[str]]:
-        visitor = await Libp2p.visit([members[0].address], Gate(Admission(link)))
-        try:
-            manifest = await ask(visitor, members[0].peer_id, BULK, ManifestRequest())
-            hash_ = "0" * 64
-            refused: list[str] = []
-            for message in (
-                StateRequest(manifest_hash=hash_, fragment=0),
-                InnerRequest(manifest_hash=hash_),
-                Contribution(
-                    base_digest="0" * 64, manifest_hash=hash_, fragment=0, term=1, base_version=1, steps=1, tokens=1
-                ),
-            ):
-                refused.append(str(await ask(visitor, members[0].peer_id, BULK, message)))
-            refused.append(str(await ask(visitor, members[0].peer_id, CONTROL, members[1].node.protocol.hello())))
-            return manifest, refused
-        finally:
-            await visitor.close()
-
-    for _ in range(2):  # a link to watch with is not used up
-        manifest, refused = asyncio.run(work())
-        assert manifest == ManifestReply(text="{}")
-        assert all("role observer does not allow" in answer for answer in refused), refused
-    assert all(len(peer.node.protocol.members) == 1 for peer in members)
-
-
-def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, members: list[Trainee]) -> None:
-    [honest, liar] = members
-
-    async def forge() -> list[Any]:
-        dht = liar.node.context.transport._dht  # type: ignore[union-attr]
-        key, ends_at = f"{RUN}/leases", get_dht_time() + 30
-        validator = dht.protocol.record_validator
-        sign = type(validator).sign_value
-
-        def tampered(record: Any) -> bytes:
-            value, *rest = msgpack.unpackb(sign(validator, record))
-            return bytes(msgpack.packb([value.replace(b"\x07", b"\x08"), *rest]))
-
-        def without_credential(record: Any) -> bytes:
-            return bytes(msgpack.packb([*msgpack.unpackb(sign(validator, record))[:2], b""]))
-
-        stored = []
-        validator.validate = lambda record: True  # what the liar itself keeps is its own affair
-        stored.append(await dht.store(key, [[0, 9]], ends_at, subkey=honest.peer_id))
-        stored.append(await dht.store(key, [[0, 10**9, 1]], ends_at, subkey=liar.peer_id))
-        stored.append(await dht.store(f"{RUN}/anything", 1, ends_at, subkey=liar.peer_id))
-        stored.append(await dht.store(key, [[0, 9]], ends_at + 1e6, subkey=liar.peer_id))
-        validator.sign_value = tampered
-        stored.append(await dht.store(key, [[0, 7]], ends_at, subkey=liar.peer_id))
-        validator.sign_value = without_credential
-        stored.append(await dht.store(key, [[0, 7]], ends_at, subkey=liar.peer_id))
-        validator.sign_value = lambda record: record.value
-        stored.append(await dht.store(key, [[0, 7]], ends_at, subkey=liar.peer_id))
-        del validator.sign_value, validator.validate
-        return stored
-
-    liar.call(forge())
-
-    def events() -> set[str]:
-        return {event["why"].rpartition("name ")[2] for event in honest.said("refused") if "record" in event["why"]}
-
-    expected = {
-        "is signed by another peer, or was changed after it was signed", "does not have the form of one",
-        "has a key that nothing here uses", "is too large or lasts too long", "is not signed",
-        "is of a peer that was not invited",
-    }  # fmt: skip
-    eventually(lambda: expected <= events(), f"{expected}, there is {events()}")
-
-    async def believed() -> Any:
-        return await honest.node.context.transport.get(f"{RUN}/leases")  # type: ignore[union-attr]
-
-    records = honest.call(believed())
-    assert [0, 9] not in [lease for record in records.values() for lease in record]
 
 
 def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(club: Club, members: list[Trainee]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.admission import Admission, Revoked, RunKey, issue
 from diloco.admission.keys import new_key
+from diloco.errors import ConfigError
 from diloco.protocol.messages import encode
 from diloco.protocol.messages.control import Revocations
 from diloco.swarm.wire import dht_records
@@ -80,6 +82,33 @@ def test_records_have_sizes_and_lists_the_owner_s_signature(places: Path) -> Non
     keeper, member = (node(places, name, None) for name in ("keeper", "member"))
     assert refusal(keeper, record(member, LEASES, [[0, 1]])) == ""
     assert "does not have the form" in refusal(keeper, record(member, REVOKED, listed(KEY)))  # nobody owns an open run
+
+
+def test_a_record_counts_only_as_its_owner_wrote_it(places: Path) -> None:
+    keeper, owner, liar = (node(places, name) for name in ("keeper", "member", "liar"))
+    good = record(owner, LEASES, [[0, 1]])
+
+    def changed(**fields: Any) -> DHTRecord:
+        return dataclasses.replace(good, **fields)
+
+    value, *rest = msgpack.unpackb(good.value)
+    another, signer = "is signed by another peer, or was changed after it was signed", record(liar, LEASES, [[0, 1]])
+    for wrong, why in (
+        (changed(value=signer.value), another),
+        (changed(value=msgpack.packb([value.replace(b"\x01", b"\x02"), *rest])), another),
+        (changed(value=value), "is not signed"),
+        (changed(key=DHTID.generate(source="run/anything").to_bytes()), "has a key that nothing here uses"),
+        (changed(expiration_time=good.expiration_time + 1e6), "is too large or lasts too long"),
+        (changed(value=msgpack.packb([value, rest[0], b""])), "is of a peer that was not invited"),
+    ):
+        assert refusal(keeper, wrong).endswith(why)
+
+
+def test_a_file_that_holds_no_private_key_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(0o600)
+    with pytest.raises(ConfigError, match=f"^swarm.identity_path={tmp_path}/file holds no private key"):
+        own_id(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b""
 
 
 def test_what_a_node_keeps_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from diloco.admission.keys import MAX_REVOKED, new_key
 from diloco.errors import ConfigError
 from diloco.protocol.limits import REFUSALS
 from diloco.protocol.messages import Message, Refusal, encode
+from diloco.protocol.messages.bulk import StateRequest
 from diloco.protocol.messages.control import MAX_GREETING_BYTES, Claim, Greeting
 from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.wire.gate import Gate, GuardedP2P, gate_for, watching
@@ -207,6 +208,9 @@ async def test_a_visitor_is_an_observer_whatever_it_was_given(key: RunKey, tmp_p
         visitor.me = f"Qm{id(visitor)}"
         await meet(visitor, door)
         assert door.role_of(visitor.me) == "observer" and door.call_objection(visitor.me) is not None
+        assert door.objection(visitor.me, ManifestRequest()) is None
+        for asked in (StateRequest(manifest_hash="0" * 64, fragment=0), contribution_of(), hello()):
+            assert "role observer does not allow" in str(door.objection(visitor.me, asked))
     assert watching("run", None).admission is None
     stranger = Gate(Admission(issue(RunKey(new_key()), "run", "worker", SOON)))
     with pytest.raises(Disbelieved, match="signed by another key"):

@@ -32,15 +32,6 @@ def test_the_flops_of_a_token_are_those_of_its_matrices_and_of_attention(bench: 
     assert bench.flops_per_token(untied, 1024) == 6 * parameters + 6 * 22 * 2048 * 1024
 
 
-def test_every_model_mode_and_number_of_devices_is_a_row(bench: ModuleType) -> None:
-    arguments = Namespace(models=["20m", "1b"], modes=["diloco"], devices=None, quick=False)
-    found = bench.cases(arguments, [f"cuda:{index}" for index in range(6)])
-    assert [(one["model"], one["wanted"]) for one in found] == [
-        (model, count) for model in ("20m", "1b") for count in (1, 2, 4, 6)
-    ]
-    assert found[1]["devices"] == ["cuda:0", "cuda:1"]
-
-
 def test_what_cannot_run_is_listed_with_its_reason(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(case: Any, arguments: Any) -> Any:
         raise RuntimeError("CUDA out of memory")

@@ -27,14 +27,6 @@ def test_the_site_has_a_line_for_every_setting_and_a_heading_for_every_command()
     assert [name for name in cli.commands if f"\n## diloco {name}\n" not in commands] == []
 
 
-def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
-    (tmp_path / "there.html").write_text('<h2 id="place">x</h2>')
-    links = ("there.html", "there.html#place", "there.html#gone", "gone.html", "#here", "https://example.org/x")
-    anchors = "".join(f'<a href="{link}">x</a>' for link in links)
-    (tmp_path / "page.html").write_text(f'<p id="here">{anchors}<img src="gone.png"></p>')
-    assert docs.broken(tmp_path) == ["page.html: gone.html", "page.html: gone.png", "page.html: there.html#gone"]
-
-
 def test_pages_become_html_whose_headings_have_the_names_that_links_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,27 +109,6 @@ def test_the_errors_of_the_troubleshooting_page_are_said_by_the_code() -> None:
 
 def _pattern(text: str) -> str:
     return "[^\\n]*".join(re.escape(part.strip()) for part in text.split("…") if part.strip())
-
-
-QUESTIONS = {
-    "train on my own text": "own-text.md",
-    "two machines behind NAT": "nat.md",
-    "resume": "resume.md",
-    "change the model": "own-text.md#change-the-model",
-    "what happens with my data": "my-data.md",
-    "API reference": "reference.md",
-    "tutorial": "tutorial.md",
-    "troubleshooting": "troubleshooting.md",
-    "own optimizer or codec": "extend.md",
-}
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_the_front_page_answers_what_a_newcomer_asks_by_a_link(question: str) -> None:
-    page, _, place = QUESTIONS[question].partition("#")
-    front = (ROOT / "README.md").read_text()
-    assert f"](diloco/docs/{QUESTIONS[question]})" in front and "](scripts/examples/README.md)" in front
-    assert not place or f"## {place.replace('-', ' ').capitalize()}\n" in (DOCS / page).read_text()
 
 
 def test_the_front_page_leads_to_every_page_of_the_documents() -> None:

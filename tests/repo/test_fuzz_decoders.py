@@ -1,4 +1,4 @@
-"""The decoder fuzzer finds what it is there to find, and what it found once stays mended."""
+"""Decoders survive mutated bytes, and what the fuzzer found once stays mended."""
 
 from __future__ import annotations
 
@@ -24,18 +24,6 @@ def test_every_decoder_takes_valid_input_and_survives_what_is_made_of_it(name: s
     base = fuzz.peak_bytes()
     for _ in range(20):
         fuzz.check(target, fuzz.mutated(target.examples, dice), base)
-
-
-def test_a_decoder_that_raises_anything_else_is_a_finding() -> None:
-    def careless(data: bytes) -> None:
-        if data[:1] == b"x":
-            raise PayloadError("no")
-        data[3]
-
-    target = fuzz.Target(careless, (PayloadError,), [b"abcd"])
-    fuzz.check(target, b"x", fuzz.peak_bytes())
-    with pytest.raises(fuzz.Finding, match="IndexError"):
-        fuzz.check(target, b"a", fuzz.peak_bytes())
 
 
 def test_an_address_that_is_wrong_is_shown_on_one_short_line() -> None:

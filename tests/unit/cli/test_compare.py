@@ -217,9 +217,3 @@ def test_the_best_baseline_at_the_same_tokens_counts(tmp_path: Path) -> None:
     change(baseline, tokens={**json.loads((baseline / "summary.json").read_text())["tokens"], "applied": 300})
     [gap] = find_gaps(arms_of(found(tmp_path)))
     assert gap.percent == (pytest.approx(20.0),), "the other saw more tokens"
-
-
-def test_bad_arguments_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
-    monkeypatch.chdir(tmp_path)
-    for arguments in ([], ["nowhere"], [".", "--loss", "nan"]):
-        typed.refused("compare", *arguments)

@@ -14,13 +14,11 @@ from diloco.cli import doctor as module
 from diloco.cli.doctor import Check, Doctor
 from diloco.cli.volunteer import PeerDirectory
 from diloco.config import compose
-from diloco.errors import SwarmError
 from diloco.protocol.messages.watching import ProbeReply
 from diloco.swarm.conversations.probe import Probed
 from diloco.swarm.visit.look import Found
 from diloco.swarm.visit.rehearse import Rehearsal
 from diloco.train.machine import inspect_machine
-from tests.support.command_line import Typed
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
@@ -116,14 +114,3 @@ def test_the_exit_code_says_on_which_side_it_fails(
         report = json.loads(said + "}")
         assert [check["name"] for check in report["checks"]] == [check.name for check in found]
         assert report["exit"] == code and all(check.verdict in shown and check.remedy in shown for check in found)
-
-
-def test_own_text_is_named_to_doctor_as_it_is_to_join(
-    own_home: Path, healthy: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
-    def silent(*_: Any, **__: Any) -> Found:
-        raise SwarmError("nobody answers")
-
-    monkeypatch.setattr(module, "look", silent)
-    assert "swarm" in typed("doctor", PLACE, f"data.path={tmp_path}", "train.device=cpu", code=3)
-    assert "has no effect" not in typed.err, "the kind of text that only the swarm knows is no contradiction"

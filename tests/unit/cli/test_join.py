@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from diloco.admission.keys import RunKey
-from diloco.cli.join import Steps
 from diloco.cli.table import invitation
 from diloco.cli.volunteer import (
-    fit_to_machine,
     known_addresses,
     lock_peer_directory,
     move_aside,
@@ -34,29 +30,14 @@ from diloco.swarm.conversations.probe import ProbeServer, _callable
 from diloco.swarm.visit.look import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
 from diloco.train.loop import Trainer
-from diloco.train.machine import GIB, Machine, inspect_machine
-from diloco.train.memory import MemoryNeed, fit_micro_batch, sequence_bytes
-from tests.support.command_line import Typed
+from diloco.train.machine import GIB, Machine
+from diloco.train.memory import MemoryNeed, fit_micro_batch
 from tests.support.joining import OTHER, found
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
-
-
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("", "join needs the ADDRESS of a peer"),
-        ("run.dir=x", "join needs the ADDRESS of a peer"),
-        ("203.0.113.7:4100", "it is HOST:PORT"),
-        (f"{PLACE} run.id=mine", "run.id belongs to the run"),
-        (f"{PLACE} train.devise=cpu", "train.devise is not a setting; did you mean train.device?"),
-    ],
-)
-def test_what_a_volunteer_cannot_type_is_refused(line: str, why: str, typed: Typed) -> None:
-    assert why in typed.refused("join", *line.split())
 
 
 def test_joins_at_once_have_identities_of_their_own(own_home: Path, tmp_path: Path) -> None:
@@ -219,18 +200,6 @@ def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
             fit_micro_batch(need, machine, 8)
 
 
-def test_the_machine_is_looked_at_and_what_was_typed_wins() -> None:
-    machine = inspect_machine("cpu")
-    assert 1 <= machine.threads <= machine.cores and machine.main_bytes > 0
-    config = compose()
-    need, whole = fit_to_machine(config, machine)
-    assert whole == config.inner.batch_size
-    small = replace(machine, main_bytes=need.device_bytes + need.main_bytes + 3.5 * sequence_bytes(config))
-    assert fit_to_machine(config, small)[1] == 3
-    assert fit_to_machine(config, machine, ranks=4)[1] == 2, "each of four computes two of eight"
-    assert fit_to_machine(compose(["train.micro_batch=2"]), small)[1] == 2
-
-
 def trainer(micro_batch: int | None) -> Trainer:
     from diloco import model as models
     from diloco.train.island import Island
@@ -290,16 +259,3 @@ def test_an_address_is_printed_as_the_whole_command(tmp_path: Path) -> None:
     assert compose([]).joining_command == "diloco join"
     first, line = invitation(ordered[:1], closed)
     assert "link by which one volunteer joins" in first and line.startswith(f"{closed} /ip4/8.8.8.8/")
-
-
-def test_a_step_of_joining_that_is_over_is_a_line() -> None:
-    file = io.StringIO()
-    with Steps(Console(file=file)) as steps:
-        steps.go_to("connect")
-        steps.show("a peer\x1b answers")
-        steps.go_to("manifest")
-        steps.go_to("manifest")
-        steps.go_to("")
-        steps.go_to("data")
-    said = [line[9:] for line in file.getvalue().splitlines()]
-    assert said == ["connect: a peer  answers", "manifest"], "the one under way is shown on a terminal only"

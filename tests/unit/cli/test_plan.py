@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from statistics import median
 
 import pytest
 from hypothesis import example, given
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from diloco import model as models
 from diloco.config import OuterConfig, compose
 from diloco.errors import ConfigError
-from diloco.sim.run import simulate
 from diloco.train.memory import parameters_of
 from diloco.train.planning import (
     TRIPS,
@@ -163,19 +160,3 @@ def test_the_command_prints_the_arithmetic(typed: Typed) -> None:
     # Data parallel moves the gradients of every step: 2 (1 - 1/n) N x 4 bytes.
     shown = typed("plan", "experiment=smoke", "outer=data_parallel", "outer.sync_every=4", "--step-s", "1")
     assert "(1 - 1/2) x (148 kB + 148 kB) = 148 kB" in shown
-
-
-def test_bad_arguments_are_one_line(typed: Typed) -> None:
-    for line in ("--bandwidth ten", "--target 1", "--step-s 0", "--latency-ms -1", "outer.lrr=1"):
-        typed.refused("plan", "experiment=smoke", *line.split())
-
-
-def test_a_simulation_reaches_what_is_predicted(tmp_path: Path) -> None:
-    small = ["experiment=smoke", "local.peers=4", "budget.outer_steps=2", "outer.sync_every=4", "outer.fragments=4"]
-    link = ["sim.bandwidth=2000000", "sim.latency_s=0", "model.config.hidden_size=128"]  # not mostly certificates
-    config = compose([*small, *link, f"run.dir={tmp_path}"])
-    summary = simulate(config, lambda message: None).summary.to_json()
-    predicted = predict(Exchange.of(config.outer, parameters_of(config.model), 4), Link(8 * 2e6), 1.0)
-    sent, utilization = (median(peer[key] for peer in summary["peers"]) for key in ("bytes_sent", "utilization"))
-    assert sent == pytest.approx(2 * predicted.bytes_sent, rel=0.1)
-    assert predicted.utilization == pytest.approx(utilization, abs=0.05)

@@ -25,7 +25,6 @@ from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Sna
 from diloco.rundir.files import exclusive
 from diloco.swarm.conversations.recorder import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
-from diloco.text import sparkline
 from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot
 from tests.support.statuses import status
@@ -296,12 +295,6 @@ def test_an_event_moves_no_cursor_and_is_not_of_every_round() -> None:
     assert seen.peers[1].name == "= [2J root"
     assert [(event.kind, event.text) for event in seen.events] == [("join ", "name= ]0;x ")]
     assert not any("\x1b" in line for line in shown(seen))
-
-
-def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert (sparkline([5, 5], 10), sparkline([8, 8, 1, 1], 2)) == ("▁▁", "█▁")
-    assert sparkline([], 10) == sparkline([1.0], 0) == ""
 
 
 def test_watching_ends_when_an_answer_takes_the_cancellation() -> None:

@@ -93,8 +93,6 @@ def signalled(name: str, *numbers: int) -> Iterator[None]:
         ("run.seed=1,2 outer.lr=0.5", ["run.seed=1", "run.seed=2"]),
         ("outer.lr=0.5,0.7 run.seed=range(0,2)", ["lr=0.5 run.seed=0", "seed=1", "lr=0.7 run.seed=0", "seed=1"]),
         ("model=glob(t*) outer.lr=choice(0.5,0.7)", ["model=tiny outer.lr=0.5", "model=tiny outer.lr=0.7"]),
-        ("model.config.hidden_size=32,64", ["model.config.hidden_size=32", "model.config.hidden_size=64"]),
-        ("experiment=lr-sweep outer.lr=0.6", ["run.seed=0", "run.seed=1"]),
     ],
 )
 def test_a_dry_run_lists_the_members_of_hydra_s_grammar_and_writes_nothing(
@@ -109,18 +107,13 @@ def test_a_dry_run_lists_the_members_of_hydra_s_grammar_and_writes_nothing(
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("outer.lrr=0.5,0.7", "outer.lrr is not a setting; did you mean outer.lr?"),
         ("outer.lr=0.5,-1", "outer.lr=-1 is out of range; expected a number > 0 and <= 10"),
         ("outer.sync_every=8,4 outer.overlap=1,5", "outer.overlap=5 is not less than the 4 inner steps"),
-        ("model=tiny,huge", "Could not find 'model/huge' Available options in 'model': 14m"),
         ("model=glob(z*)", "model=glob(z*) matches nothing; expected a pattern for a group"),
         ("run.seed=range(3,1)", "there are no members; check the ends of each range"),
         ("run.dir=a,b", "run.dir=a,b: each member has a directory of its own; set --dir"),
         ("outer.lr=interval(0.1,1)", "INTERVAL_SWEEP; list values, or add hydra/sweeper=optuna"),
-        ("run.seed=1,2 hydra/sweeper=nothing", "Could not find 'hydra/sweeper/nothing' Available options"),
-        ("run.seed=1,2 hydra.sweeper.n_trials=3", "Could not override 'hydra.sweeper.n_trials'"),
         ("run.seed=1,2 hydra.sweep.dir=x", "hydra.sweep.dir has no effect; drop it (diloco sweep takes"),
-        ("run.seed=1,2 sweep.jobs=2", "sweep.jobs is not a setting"),
         ("run.seed=1,2 --cfg job", "--cfg=job shows one configuration"),
     ],
 )

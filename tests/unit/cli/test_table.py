@@ -118,14 +118,6 @@ def test_the_view_fits_a_terminal_of_eighty_columns() -> None:
     assert lines[4].split()[2:] == ["9999/10000", "1234567", "2.61", "2.70", "99.9k", "123", "GB", "99.9", "GB"]
 
 
-def test_a_run_without_a_known_end_has_no_bar() -> None:
-    endless, _, _ = make(terminal=True, total=None)
-    endless.update(status(outer_steps=None))
-    assert shown(endless)[1].split() == ["outer", "steps", "3/?", "0:00", "elapsed", "-", "to", "go"]
-    endless.update(status(outer_steps=20))
-    assert "3/20" in shown(endless)[1]
-
-
 def test_rows_have_a_state_and_the_step_of_the_round() -> None:
     view, _, _ = make(terminal=True, peers=1, width=120)
     view.update(status(state="left", inner_step=21))

@@ -181,9 +181,7 @@ MISTAKES = {
     "outer.lr=-1": "* is out of range; expected a number > 0 and <= 10",
     "inner.warmup_steps=1.5": "* is not valid; expected a whole number of steps, or a part below 1",
     "outer.lr=abc": "* is not valid; expected a number > 0 and <= 10",
-    "outer.lr=": '*"" is not valid; expected a number > 0 and <= 10',
     "outer.lr=-1 inner.lr=-1": "… (and 1 more)",
-    "outer.fragments=2.5": "* is not valid; expected a whole number >= 1 and <= 65536",
     "outer.codec_up=int4": "* is not installed here (did you mean int8?); expected one of fp32, fp16, int8, e3m0, "
     "stat2, topk, or ask whoever started the run which package has it",
     "outer.overlap=100": "* is not less than the 100 inner steps from one exchange of a fragment to its next "
@@ -191,48 +189,31 @@ MISTAKES = {
     "outer.grace_s=1": "*.0 needs a quorum after which it begins; set outer.quorum",
     "outer.codec_up=topk": "outer.momentum=0.7 does not go with *; set outer.momentum=0",
     "outer.staleness_limit=3": "* has no effect when a version waits for every peer; set outer.quorum, or drop it",
-    "outer.delay=4": "* has no effect with outer.optimizer=nesterov; drop it",
     "outer.lr_by_peers={0:1}": "outer.lr_by_peers has 0: 1.0; expected a number of peers and a learning rate up to 10",
     "sim.events=[crash]": "* is not valid; expected a list, each crash:PEER@SECOND, leave:... or join:...",
     "train.device=gpu": "* is not valid; expected auto, cpu, cuda[:N], xpu[:N] or mps",
-    "inner.betas=[1,2,3]": "* is not valid; expected a list of 2, each a number >= 0 and < 1",
     "inner.betas=[0.9,0.95": "* cannot be parsed (…); check brackets and quotes",
-    "run.dir=": '*"" is not valid; expected a directory',
     "run.id=../x": "* is not valid; expected 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit",
-    "swarm.listen=localhost:80": "* is not valid; expected a list, each a multiaddr such as /ip4/0.0.0.0/tcp/4100",
     "swarm.initial_peers=[/ip4/127.0.0.1/tcp/4100]": "* is not valid; expected a list, each an address with a peer id…",
-    "swarm.initial_peers=@": "* is not valid; expected …",
     "outer.lr": "* is not a setting; write KEY=VALUE or GROUP=CHOICE",
     "outer.lr=0.1,0.2": "* is several values; give one value, or a list in brackets: 'outer.lr=[0.1,0.2]'",
-    "run.dir=${run.idd}": "run.dir: Interpolation key 'run.idd' not found",
     "model.config.x=inf": "model.config holds nan or an infinity; use finite numbers",
     "run.key=abc": "…* is not valid; expected 64 hexadecimal digits…",
-    "swarm.token='a b'": "…is not valid; expected the token of an invitation…",
     "swarm.token=abc": "…the token of the invitation cannot be read…",
-    "swarm.token=@missing": "…* cannot be read: No such file…",
-    "swarm.key_path=missing": "…* cannot be read: No such file…",
-    "swarm.key_path=README.md": "…*…",
     # Settings that contradict each other.
     "budget.outer_steps=null": "budget.outer_steps and budget.tokens are both null, so the run would never "
     "end; set one",
     "local.step_delay_s=[1,2]": "local.step_delay_s has 2 values for local.peers=4; give one per peer or []",
     "data.path=x": "* has no effect with data.source=stdlib; drop it, or add data=text, data=json or data=parquet",
-    "data=text": "data.source=text needs files; set data.path=FILE_OR_DIRECTORY",
     "data.name=c4 data=text data.path=x": "* has no effect with data.source=text; drop it, or use data=hub",
     "data.source=hub": "* needs a dataset; set data.name=NAME, such as data.name=allenai/c4",
     "data.shard=0": "data.shard and data.shards belong together; set both or neither",
-    "data.shard=2 data.shards=2": "* does not exist with data.shards=2; expected 0 to 1",
     "model.path=x": "* together with model.config (from model=tiny) leaves open which one counts; "
     "add model=pretrained, or drop model.path",
     "model=pretrained": "model.path and model.config are both empty; set model.path=DIRECTORY or choose model=NAME",
     "model.config.vocab_size=255": "* cannot hold bytes; data.tokenizer=bytes needs at least 256",
-    "data.sequence_length=2048": "* is longer than model.config.max_position_embeddings=1024; "
-    "lower the one or raise the other",
     "inner.warmup_steps=10000": "* is not over when the run ends after 10000 inner steps "
     "(budget.outer_steps x outer.sync_every); lower it, or give it as a part of the run, such as 0.25",
-    "inner.warmup_steps=100 budget.outer_steps=null budget.tokens=102400": "* is not over when the run ends after 100 "
-    "inner steps (budget.tokens / (inner.batch_size x data.sequence_length)); lower it, or give it as a part of the "
-    "run, such as 0.25",
 }
 
 
@@ -246,8 +227,6 @@ def test_a_mistake_is_one_line_with_value_and_remedy(typed: str, expected: str) 
 DOUBTS = {
     "model=60m": "data.tokenizer=bytes uses 256 of model.config.vocab_size=32000; set "
     "data.tokenizer=TinyLlama/TinyLlama_v1.1, which is on the hub, or model.config.vocab_size=256",
-    "model.config.vocab_size=5000": "data.tokenizer=bytes uses 256 of model.config.vocab_size=5000; set "
-    "data.tokenizer=NAME or DIRECTORY, or model.config.vocab_size=256",
 }
 
 
@@ -270,12 +249,9 @@ def test_a_group_can_be_built_from_typed_values_alone() -> None:
     [
         ({}, "barrier lockstep judged_together"),
         ({"staggered": True}, "barrier judged_together"),
-        ({"overlap": 5}, "barrier judged_together"),
-        ({"codec_up": "fp32"}, "barrier lockstep"),
         ({"codec_up": "fp32", "robust": "clip"}, "barrier lockstep judged_together"),
         ({"robust": "none"}, "barrier lockstep"),
         ({"quorum": 1}, ""),
-        ({"quorum": 1, "robust": "clip"}, ""),
     ],
 )
 def test_the_outer_settings_say_which_mode_they_are(outer: dict[str, Any], modes: str) -> None:
@@ -390,21 +366,15 @@ NOT_OURS = "this diloco speaks 10; install the same version on all peers"
     ("text", "expected"),
     [
         ("", " is not JSON: Expecting value: line 1 column 1 (char 0)"),
-        ("[]", " is not a JSON object"),
-        ("[" * 60000, " is not JSON: "),
         (" " * 70000, " has 70000 characters; at most 65536 are accepted"),
         ('{"wire_version": NaN}', " is not JSON: NaN is not a number"),
         ("{}", f" has wire version null, {NOT_OURS}"),
         (edited("wire_version", 1), f" has wire version 1, {NOT_OURS}"),
         (edited("outer"), ": outer is missing; expected a group of settings"),
-        (edited("outer.method"), ": outer.method is missing; expected one of diloco, data_parallel"),
         (edited("outer.surprise", 1), ": outer.surprise is not a setting; "),
-        (edited("run.dir", "/etc"), ": run.dir is not a setting; "),
         (edited("run.id", "a\x1b[31m\n"), ': run.id="a\\u001b[31m\\n" is not valid; '),
-        (edited("inner.lr", "1"), ": inner.lr=1 is not valid; "),
         (edited("outer.fragments", 10**9), ": outer.fragments=1000000000 is out of range; "),
         (HAND_WRITTEN.replace("3e-3", "1e999"), ": inner.lr="),
-        (HAND_WRITTEN.replace("1e-05", "1e999"), ": model.config holds nan or an infinity"),
     ],
     ids=lambda text: text[:40],
 )

@@ -50,12 +50,9 @@ NO_NAME, HIDDEN = " of the run is no name on the Hugging Face hub", "of the run 
     [
         ([], {"model__path": "/home/alice/private", "model__config": {}}, "model.path=/home/alice/private of the run"),
         *((["data=hub"], {"data__name": name}, f"data.name={name}{NO_NAME}") for name in NAMES),
-        (["data=hub"], {"data__name": "hf://datasets/org/set"}, NO_NAME),
         ([], {"data__tokenizer": "/home/alice/.cache"}, f"data.tokenizer=/home/alice/.cache{NO_NAME}"),
         ([], {"data__tokenizer": "org/words"}, "data.tokenizer=org/words of the run has no commit"),
         (["data=hub"], {}, "data.name=allenai/c4 of the run has no commit, so nobody knows what will be fetched; "),
-        (ON_THE_HUB, {"model__revision": "main"}, "model.revision=main is not valid; expected a commit"),
-        (ON_THE_HUB, {"data__split": "train\u202e"}, HIDDEN),
         (ON_THE_HUB, {"data__subset": "\x1b]0;owned\x07"}, HIDDEN),
     ],
 )

@@ -190,8 +190,6 @@ GLOBAL = "# @package _global_\n"
         ("experiment/x", "outer:\n  lr: 1\n", "an experiment holds no settings of a run; its file begins with"),
         ("x", "outer:\n  lr: 1\n", "; does x.yaml begin with defaults: [config, _self_]?"),
         ("experiment/x", f"{GLOBAL}defaults: [{{override /model: tinny}}, _self_]", "Could not find 'model/tinny'"),
-        ("experiment/x", f"{GLOBAL}defaults:\n  - smok\n  - _self_", "Could not load 'experiment/smok'"),
-        ("x", "defaults: [config, {override /model: tinny}, _self_]", "Could not find 'model/tinny'"),
     ],
 )
 def test_a_file_that_is_wrong_is_told_so(name: str, text: str, told: str, own: Path) -> None:

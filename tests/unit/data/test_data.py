@@ -294,11 +294,9 @@ def test_bytes_survive_the_round_trip(text: str) -> None:
 
 BAD: dict[str, str | bytes] = {
     "empty/file.txt": "",
-    "short/file.txt": "abc",
     "latin/file.txt": b"caf\xe9 " * 10,
     "some.txt": "some text that is long enough\n" * 500,
     "rows.jsonl": '{"body": "a", "id": 1}\n',
-    "broken.jsonl": '{"text": "a"}\n{"text": \n',
     "broken.parquet": "PAR1 no",
     "hub/train.jsonl": '{"body": "a", "id": 1}\n',
 }
@@ -309,17 +307,13 @@ BAD: dict[str, str | bytes] = {
     [
         ("text", "nowhere", {}, "nowhere does not exist; give a file or a directory"),
         ("json", "empty", {}, "empty has no .json, .jsonl, "),
-        ("text", "empty", {}, "empty has no text; give files that are not empty"),
-        ("text", "short", {"holdout": 1e-9}, "data.sequence_length: 16 tokens are more than all training text of"),
         ("text", "some.txt", {"holdout": 1e-9}, "data.holdout: 1e-09 of 4 documents leaves no held-out sequence of 16 "
          "tokens; set it to 0.5, or add text"),
         ("text", "latin", {}, "file.txt is not UTF-8 text; convert it or leave it out"),
         ("json", "rows.jsonl", {"field": "id"}, "data.field: 'id' holds int, not text; fields with text: body"),
-        ("json", "broken.jsonl", {}, "broken.jsonl cannot be read as json: "),
         ("parquet", "broken.parquet", {}, "broken.parquet cannot be read as parquet: "),
         ("stdlib", None, {"tokenizer": "nowhere"}, "data.tokenizer: 'nowhere' is no tokenizer that transformers can"),
         ("hub", None, {}, "data.field: 'text' is no field of the data; its fields are body, id"),
-        ("hub", None, {"split": "nope"}, "hub: Bad split: nope. Available splits: ['train']; check data.name"),
     ],
 )  # fmt: skip
 def test_data_that_cannot_be_used_is_an_error_of_one_line(

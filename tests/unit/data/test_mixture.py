@@ -16,7 +16,7 @@ from diloco import data
 from diloco.config import MIXTURE_BLOCK, Config, Manifest, compose
 from diloco.config.manifest import sources_of
 from diloco.data.mixture import Mixture, counts_of, places
-from diloco.data.numbered import NumberedStream, Rows
+from diloco.data.numbered import Rows
 from diloco.errors import ConfigError, DataError
 from tests.support.data import config, rows_of, written
 from tests.support.errors import error_text
@@ -67,19 +67,6 @@ def test_each_source_repeats_at_its_own_pace() -> None:
     own = rows[rows[:, 0] == 0][:, 1]
     for epoch in range(50):
         assert sorted(own[100 * epoch : 100 * epoch + 100]) == list(range(100))
-
-
-def test_shards_ranks_and_positions_are_those_of_one_source() -> None:
-    mixture = mixed([40, 70], [2, 1])
-    whole = rows_of(NumberedStream(mixture, 1, 5, 0, 1), 300)
-    shards = [rows_of(NumberedStream(mixture, 1, 5, shard, 3), 100) for shard in range(3)]
-    assert [shards[number % 3][number // 3] for number in range(300)] == whole
-    stream, resumed = NumberedStream(mixture, 7, 5, 0, 1), NumberedStream(mixture, 7, 5, 0, 1)
-    assert rows_of(stream, 11) == whole[:77]
-    resumed.restore(json.loads(json.dumps(stream.state())))
-    assert rows_of(resumed, 30) == rows_of(stream, 30) == whole[77:287]
-    ranks = [next(NumberedStream(mixture, 8, 5, 0, 1, (rank, 2))) for rank in range(2)]
-    assert torch.stack(ranks, 1).flatten(0, 1).tolist() == [list(row) for row in whole[:8]]
 
 
 MIXTURE = [
@@ -155,15 +142,10 @@ def test_a_mixture_belongs_to_the_run_and_its_paths_to_the_peer() -> None:
     assert (back.data.source, back.data.mixture) == ("stdlib", ())
 
 
-NO_B = {"data.paths.b": ""}
-
-
 @pytest.mark.parametrize(
     ("entries", "changes", "text"),
     [
         (["{name:a,source:stdlib,weight:0}"], {}, ".weight=0 is out of range; expected a list, each {name: "),
-        (["{name:a,source:stdlib}"], {}, ".weight is missing; expected a list, each {name: NAME, source: "),
-        ([A, A], NO_B, " has 2 sources called a; give each"),
         ([A, B.replace("3", "1e5")], {}, ": the weight 1 of a is less than 1/10000 of all; raise it, or leave it out"),
         ([], {"data.path": "x"}, "data.path=x has no effect with data.source=mixture; set data.paths.NAME"),
     ],

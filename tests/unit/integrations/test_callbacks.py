@@ -303,13 +303,11 @@ def test_what_libraries_wrap_is_found() -> None:
     ("work", "said"),
     [
         (lambda: plain_model(FullyShardedDataParallel()), "model=FullyShardedDataParallel: FSDP1 makes flat parameter"),
-        (lambda: plain_model(DeepSpeedEngine()), "model=DeepSpeedEngine: DeepSpeed keeps the parameters to itself"),
         (lambda: plain_optimizer(ZeroOptimizer()), "optimizer=ZeroOptimizer: DeepSpeed trains flat copies"),
         (
             lambda: plain_optimizer(Mastered([nn.Parameter(torch.zeros(1))])),
             "optimizer=Mastered trains copies of its own; drop",
         ),
-        (lambda: plain_optimizer("adam"), "optimizer=str is no torch.optim.Optimizer; attach one of those"),
     ],
 )
 def test_what_cannot_be_attached_is_refused(work: Callable[[], object], said: str) -> None:

@@ -145,11 +145,6 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
     [
         (settings("lama"), "model.model_type: 'lama' is no model type of transformers; did you mean 'llama'?"),
         (settings("t5"), "model.model_type: 't5' has no causal language model; one of "),
-        (
-            settings(hiden_size=1),
-            "model.config.hiden_size: LlamaConfig has no such setting; did you mean 'hidden_size'?",
-        ),
-        (settings(hidden_size="a"), "model.config: Field 'hidden_size' expected int, got str"),
         (settings(hidden_size=33), "The hidden size (33) is not a multiple of the number of attention heads (2)"),
         (
             settings(vocab_size=100),
@@ -159,7 +154,6 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
             settings(max_position_embeddings=16),
             "data.sequence_length: 32 tokens are more than the model's 16 positions",
         ),
-        (settings(path="/nowhere"), "model.path: /nowhere is no directory; give a directory with config.json"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_an_error_of_one_line(given: ModelConfig, message: str) -> None:
@@ -179,7 +173,6 @@ DAMAGE: list[tuple[Any, str]] = [
     (lambda place: (place / "config.json").unlink(), "has no config.json; give a directory in Hugging Face format"),
     (lambda place: (place / "model.safetensors").rename(place / "pytorch_model.bin"), UNREAD),
     (lambda place: os.truncate(place / "model.safetensors", 1000), "cannot be loaded: "),
-    (lambda place: (place / "config.json").write_text("{"), "cannot be loaded: "),
     (incomplete, "lacks 1 of the model's weights, lm_head.weight first; use a complete checkpoint"),
 ]
 

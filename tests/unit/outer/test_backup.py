@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +11,6 @@ from diloco.outer.optimizer import OPTIMIZERS, OuterStep
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
 from tests.support.outer import merge, outer, relative_error
-from tests.support.peers import json_lines
-from tests.support.simulated import simulated
 
 NUMEL = 4096
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
@@ -133,23 +127,3 @@ def test_a_backup_follows_what_it_is_backup_of() -> None:
     rounds.backup.stand_by([])
     rounds.syncer.stand_by([0])
     assert not rounds.backup.standby and not rounds.syncer.standby, "it is syncer"
-
-
-def test_a_syncers_death_costs_none_of_the_momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: dict[int, list[tuple[Replica, OuterState]]] = {}
-    hold = Replica.hold
-
-    def spy(self: Replica, fragment: int, version: int = 0, *state: Any) -> None:
-        hold(self, fragment, version, *state)
-        held.setdefault(fragment, []).append((self, self.held[fragment].state.clone()))
-
-    monkeypatch.setattr(Replica, "hold", spy)
-    small = ["outer.fragments=4", "outer.lr=0.1", "outer.momentum=0.5", "budget.outer_steps=6", "eval.every=0"]
-    tiny = ["model.config.num_hidden_layers=1", "data.sequence_length=8", "inner.batch_size=1", "eval.sequences=1"]
-    simulated(tmp_path, *small, *tiny, "outer=diloco", "sim.events=[crash:1@9.5]")
-    takeovers = [event for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "takeover"]
-    assert takeovers and {event["momentum"] for event in takeovers} == {"kept"}
-    for heirs in held.values():
-        for (dead, _), (_, inherited) in pairwise(heirs):
-            fragment = next(index for index, state in dead.held.items() if held[index] is heirs)
-            assert_same(inherited, dead.held[fragment].state)

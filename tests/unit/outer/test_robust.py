@@ -209,13 +209,3 @@ def test_clip_scales_to_the_median_norm_times_the_factor() -> None:
     judged = clip([1.0, 1.0, 1.0, 8.0], same, [1.0, 2.0, 3.0, 4.0], 2.0, NUMEL)
     assert judged.coefficients == (1.0, 2.0, 3.0, 1.0)
     assert judged.weights == (1.0, 2.0, 3.0, 4.0) and judged.clipped == (3,)
-
-
-def test_auto_and_clip_depend_on_codec_and_quorum() -> None:
-    def rule(**settings: object) -> str:
-        return outer(**settings).judging
-
-    assert rule() == "clip"
-    assert rule(codec_up="fp32") == rule(codec_up="fp16") == rule(quorum=2) == rule(quorum=2, robust="clip") == "recent"
-    assert rule(codec_up="fp32", robust="clip") == "clip"
-    assert rule(robust="none") == "none"

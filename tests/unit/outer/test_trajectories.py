@@ -16,7 +16,6 @@ from torch import Tensor
 
 from diloco.outer.codecs import codec
 from diloco.outer.optimizer import (
-    DelayedNesterov,
     Nesterov,
     OuterStep,
     delayed_nesterov,
@@ -24,10 +23,9 @@ from diloco.outer.optimizer import (
     mean_,
     momentum_at,
 )
-from diloco.outer.rda import add_directions_, radial_directional_
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Syncer
-from tests.support.outer import EXACT, exchange, merge, outer, syncer, take
+from tests.support.outer import merge, outer, syncer, take
 
 DELTAS = [0.2, 0.4, 0.6, 1.2]
 NUMEL = 5
@@ -106,48 +104,6 @@ def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
         assert_all(master, expected)
 
 
-# The same with real parameters in fragments. Equal weights: m 1.125 and a step of 0.58125 follow.
-# Tokens 1000, 1000, 1000 and 5000: the mean is (0.2 + 0.4 + 0.6 + 5 * 1.2) / 8 = 7.2 / 8 = 0.9, so 1.5 times the above.
-#   steps 0.675, 0.7875, 0.84375, 0.871875
-#   10 - 0.675 = 9.325; 9.325 - 0.7875 = 8.5375; 8.5375 - 0.84375 = 7.69375; 7.69375 - 0.871875 = 6.821875
-@pytest.mark.parametrize(
-    ("last", "golden"), [(1000.0, [9.55, 9.025, 8.4625, 7.88125]), (5000.0, [9.325, 8.5375, 7.69375, 6.821875])]
-)
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_nesterov_on_parameters(last: float, golden: list[float], fragments: int) -> None:
-    settings = outer(lr=0.5, momentum=0.5, momentum_warmup=0, robust="none", **EXACT)
-    starts = [{"w": torch.full((2, 3), 10.0).t(), "b": torch.full((4,), 10.0)} for _ in DELTAS]
-    peers = [syncer(parameters, settings, fragments) for parameters in starts]
-    for version, expected in enumerate(golden):
-        for peer, delta in zip(peers, DELTAS, strict=True):
-            for parameter in peer.parameters.values():
-                parameter -= delta
-        exchange(peers, (1000.0, 1000.0, 1000.0, last), version)
-        for peer in peers:
-            for parameter in peer.parameters.values():
-                assert_all(parameter, expected)
-
-
-# Two peers of equal weight. First piece: (2, 0) of norm 2 and (1.12, 3.84) of norm 4. The unit vectors (1, 0) and
-# (0.28, 0.96) add up to (1.28, 0.96) of norm 1.6, so the direction is (0.8, 0.6); the mean norm is 3; the average
-# (2.4, 1.8). Second piece: (1) and (-3) have opposite directions: 0. Outside of pieces: 1 and 3, the mean is 2.
-#   momentum 1, 1.5 times that: steps 0.5 * (1 + 0.5), 0.5 * (1 + 0.75) = 0.75, 0.875 times that
-#   10 - 0.75 * (2.4, 1.8, 0, 2)  = (8.2, 8.65, 10, 8.5)
-#      - 0.875 * (2.4, 1.8, 0, 2) = (6.1, 7.075, 10, 6.75)
-def test_nesterov_on_the_radial_directional_average() -> None:
-    contributions = [torch.tensor([2.0, 0.0, 1.0, 1.0]), torch.tensor([1.12, 3.84, -3.0, 3.0])]
-    pieces = [(0, 2), (2, 3)]
-    master, momentum = torch.full((4,), 10.0), torch.zeros(4)
-    for expected in ([8.2, 8.65, 10.0, 8.5], [6.1, 7.075, 10.0, 6.75]):
-        total, sums = torch.zeros(4), [0.0, 0.0]
-        for values in contributions:
-            norms = add_directions_(total, values, pieces, 4096.0)
-            sums = [one + other for one, other in zip(sums, norms, strict=True)]
-        radial_directional_(total, pieces, 8192.0, sums)
-        nesterov_(master, momentum, total, 0.5, 0.5)
-        torch.testing.assert_close(master, torch.tensor(expected), rtol=1e-6, atol=1e-6)
-
-
 # SparseLoCo: one of three elements a round (ceil(3 / 64)), residual times 0.5, SGD with lr 1, delta (4, 3, -3.5).
 #   e = (4, 3, -3.5)                                sends   4     at 0    ( 6, 10,    10)
 #   e = (0, 1.5, -1.75)  + delta = (4, 4.5, -5.25)  sends  -5.25  at 2    ( 6, 10,    15.25)
@@ -199,17 +155,3 @@ def test_one_push_at_a_time(rule: Callable[..., Any], delay: int, deltas: list[f
     for push, (delta, expected) in enumerate(zip(deltas, golden, strict=True)):
         state = rule(*state, full(delta), lr=0.5, beta=0.5, delay=delay, last=push % delay == delay - 1)
         assert_all(state[0], expected)
-
-
-# The same window in two groups that came together, means 0.3 and 0.9:
-#   step 0.5 * 2/4 * 0.3 = 0.075                  9.925        then from 9.55: 0.075                  9.475
-#   m = (0.6 + 1.8) / 4 = 0.6
-#   step 0.5 * (0.5 * 0.6 + 2/4 * 0.9) = 0.375    9.55         m = 0.9: 0.5 * (0.45 + 0.45) = 0.45    9.025
-def test_delayed_nesterov_in_groups() -> None:
-    one = DelayedNesterov(outer(optimizer="delayed_nesterov", lr=0.5, momentum=0.5, momentum_warmup=0))
-    master, vectors = full(10.0), [full(0.0), full(0.0)]
-    for group, expected in enumerate([9.925, 9.55, 9.475, 9.025]):
-        transition, before = one.transition(OuterStep(group, 2, group % 2 * 2, 4)), master.clone()
-        transition.move_(master, full(0.9 if group % 2 else 0.3), vectors)
-        transition.follow_(vectors, master - before)
-        assert_all(master, expected)

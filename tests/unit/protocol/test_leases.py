@@ -26,7 +26,7 @@ def table_of(*claims: tuple[str, Claim]) -> LeaseTable:
     return table
 
 
-FIRST, SECOND, THIRD = order("abc", 0)
+FIRST, _, THIRD = order("abc", 0)
 claims = st.lists(
     st.builds(claim_of, st.sampled_from("abc"), st.integers(1, 4), st.integers(0, 4), st.integers(0, 1)), max_size=12
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from diloco.protocol.limits import Bucket, Buckets, Dials, EventLines, Newest, f
 from diloco.protocol.membership import AddressBook
 from diloco.protocol.messages import encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES, MAX_NAMED
-from diloco.protocol.messages.bulk import StateRequest, Verdict
+from diloco.protocol.messages.bulk import Verdict
 from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.peer import Peer
 from diloco.sim.virtual_time import virtual_time
@@ -154,10 +153,6 @@ async def test_a_flood_on_a_control_stream_is_read_slowly(listener: Listener) ->
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
-
-
-def asks(**fields: Any) -> bytes:
-    return framed(StateRequest(manifest_hash=MANIFEST, fragment=0, **fields))
 
 
 @played

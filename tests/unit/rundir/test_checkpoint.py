@@ -358,11 +358,8 @@ def through_the_disk(directory: Path, tensors: dict[str, Tensor], state: Any) ->
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW([{"params": p[:1], "lr": 0.03}, {"params": p[1:]}], lr=0.1, betas=(0.8, 0.9)),
-    "AdamW, fused and amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True, amsgrad=True),
     "AdamW, learning rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
 }
 

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib import image
 
 from diloco.errors import ConfigError
-from diloco.rundir.plot import Curve, _spread, plot_losses, read_curves
+from diloco.rundir.plot import Curve, plot_losses, read_curves
 
 
 def write(path: Path, *records: Any, tail: str = "") -> Path:
@@ -75,16 +73,6 @@ def test_torn_lines_and_absurd_fields_are_passed_over(tmp_path: Path) -> None:
     training, evaluated, _ = read_curves(path)
     assert training == {"?": Curve([50], [4.0]), "p0": Curve([10], [5.0])}
     assert evaluated == Curve([50], [3.0])
-
-
-@given(st.lists(st.integers(0, 5), max_size=30).map(sorted))
-def test_inner_steps_stay_in_order_and_within_their_round(x: list[float]) -> None:
-    spread, rounds = _spread(x), sorted(set(x))
-    assert len(spread) == len(x) and spread == sorted(spread)
-    for here, value in zip(spread, x, strict=True):
-        following = [other for other in rounds if other > value]
-        assert value <= here and (not following or here < following[0])
-    assert len(rounds) <= 1 or len(set(spread)) == len(x)
 
 
 @pytest.mark.parametrize("peers", [0, 1, 9])

@@ -50,16 +50,11 @@ def test_a_key_is_named_by_a_text_or_a_path(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"sync_evry": 4}, "sync_evry is neither an argument of Swarm nor a setting of the outer step; did you mean"),
-        ({"adress": ADDRESS}, "adress is neither an argument of .*; did you mean address?"),
         ({"outer": "async"}, "outer='async' is a text; a preset is named with preset='async'"),
-        ({"outer": {"momentun": 0}}, "momentun is neither .*; did you mean momentum?"),
         ({"preset": "asinc"}, "preset=asinc is no file of configs/outer .did you mean async..; there are async, "),
-        ({"preset": "data_parallel"}, "preset=data_parallel is no file of configs/outer"),
         ({"method": "data_parallel"}, "method=data_parallel: a Swarm makes outer steps; diloco train has the other"),
         ({"address": "localhost:4100"}, "address=localhost:4100 is not valid; expected a list, each an address with"),
-        ({"listen": "4100"}, "listen=4100 is not valid; expected a list, each a multiaddr such as"),
         ({"min_peers": 0}, "min_peers=0 is out of range; expected a whole number >= 1"),
-        ({"key_path": "there is none"}, "key_path=there is none "),
         ({"sync_every": None}, "sync_every is missing; expected a whole number >= 1"),
     ],
 )
@@ -272,7 +267,6 @@ def test_workers_of_a_loader_see_who_is_there(library: str) -> None:
         (torch.arange(9), {}, r"shard\(Tensor\): rows of an array may hang together, .* take a part with index=0, of"),
         (7, {}, r"shard\(int\): it has neither __len__ and __getitem__ nor __iter__; give a dataset or an iterable"),
         ([1], {"index": 2, "of": 2}, "index=2, of=2: give both or none; index=0, of=2 is the first of two parts"),
-        ([1], {"index": 2}, "index=2, of=None: give both or none"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(data: Any, settings: dict[str, int], said: str) -> None:

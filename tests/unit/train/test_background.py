@@ -157,24 +157,3 @@ def test_an_error_that_is_ours_is_not_hidden(config: Config, monkeypatch: pytest
     scene.step(1)
     with pytest.raises(ZeroDivisionError):
         scene.session.written()
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_a_disk_that_stays_full_is_told_ever_more_rarely(
-    background: bool, tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
-    scene = Scene(config_of(tmp_path, "budget.outer_steps=100", f"checkpoint.background={str(background).lower()}"))
-    disk.open.set()
-    said: dict[int, list[str]] = {}
-    for version in range(1, 15):
-        disk.full = version <= 9
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            scene.boundary(version)
-        scene.session._writer._threads.submit(int).result()  # what it began is over
-        if caplog.messages:
-            said[version - background] = caplog.messages  # in the background a failure is known at the next boundary
-    rarely = {failed: [f"still no checkpoint: {failed} in a row could not be written"] for failed in (2, 4, 8)}
-    again = ["checkpoints are written again, after 9 that could not be"]
-    assert said == {1: ["run.dir: no space"], **rarely, 10: again}
-    assert len(scene.events) == 9, "events.jsonl has them all"

@@ -14,7 +14,7 @@ from diloco.model.cross_entropy import CHUNK_BYTES
 from diloco.train.inner import inner_optimizer, moment_numel
 from diloco.train.island import Island
 from diloco.train.machine import GIB, Machine
-from diloco.train.memory import Row, Split, fitted, memory_need, memory_rows, sequence_bytes
+from diloco.train.memory import Row, Split, fitted, memory_need, memory_rows
 
 PLAIN = ["outer.robust=none", "outer.codec_up=fp32", "outer.codec_down=fp32", "inner=adamw", "outer.fragments=4"]
 ROOMY = Machine(torch.device("cuda"), "GPU", 2, 2, 80 * GIB, 80 * GIB, "fp32")
@@ -106,17 +106,6 @@ def test_a_large_model_has_logits_in_chunks() -> None:
     for config, chunks in ((large, [("device", 2.5 * CHUNK_BYTES)]), (PLAIN, [])):
         rows = memory_rows(compose(config), 4)
         assert [(row.where, row.nbytes) for row in rows if row.what == "logits of a chunk"] == chunks
-
-
-def test_activations_grow_with_the_sequence_and_are_fewer_where_they_are_recomputed() -> None:
-    def found(*overrides: str) -> float:
-        return sequence_bytes(compose(["model=60m", *overrides]))  # 3 layers of 896
-
-    one = found("data.sequence_length=512")
-    assert one == 4 * 512 * 896 * 3 * 36
-    assert found("data.sequence_length=1024") == 2 * one
-    assert found("data.sequence_length=512", "train.checkpointing=true") == one * (36 + 3 * 1.5) / (3 * 36)
-    assert found("data.sequence_length=512", "train.precision=bf16") == one * 23 / 36
 
 
 def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

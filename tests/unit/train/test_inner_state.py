@@ -303,14 +303,6 @@ def test_without_a_donor_a_joiner_starts_cold(tmp_path: Path, monkeypatch: pytes
     assert outcome.summary.tokens.discarded == 4 * 64
 
 
-def test_a_cold_joiner_may_leave_in_its_first_round(tmp_path: Path) -> None:
-    leaves = "sim.events=[join:3@6.5,leave:3@8.5]"
-    outcome = simulated(tmp_path, *LATE[:2], "swarm.inner_state=cold", leaves)
-    peers = {peer.name: peer for peer in outcome.summary.peers}
-    assert peers["p3"].steps in (2, 3) and outcome.summary.tokens.discarded == 0
-    assert len({peers[name].anchor_digest for name in ("p0", "p1", "p2")}) == 1
-
-
 def test_who_resumes_or_comes_at_the_start_asks_nobody() -> None:
     for source, asked in (("own", []), ("donor", ["joins_late"])):
         called: list[str] = []  # it does not join late

@@ -1,12 +1,8 @@
 """Who may take part in a closed run. Signatures alone decide: there is no server and no list to maintain.
 
-    run key         signs    a grant, one for each invitation; the grant names an invitation key
-    token           holds    the grant and the private half of the invitation key: this is the invitation
-    invitation key  signs    a peer id and a role; grant and signature are the credential that a peer shows to others
-    run key         signs    the hash of the manifest: the seal, without which nobody invited takes settings
-
-A token is a secret, because it holds the invitation key: its user shows it to nobody. A credential is no secret. It is
-bound to one libp2p identity, which the transport authenticates, and an eavesdropper cannot use it.
+`invitation` says what a grant, a token and a credential are. The run key signs grants, and the hash of the manifest:
+the seal, without which nobody invited takes settings. A token is a secret, because it holds the invitation key. A
+credential is none: it is bound to one libp2p identity, which the transport authenticates.
 
 Signatures cannot prevent that two machines use the same token. Both can, until a peer has seen both credentials; from
 then on it refuses the second. All peers connect to each other and publish their credentials in the DHT, which makes

@@ -31,14 +31,9 @@ class Accounts:
         applied_tokens: swarm clock at the versions that this peer starts with.
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
 
-    A contribution counts as merged for its peer once that peer has the version. A version that dies with its syncer
-    therefore has only that syncer's own tokens in it:
-
-    1. Without a barrier a syncer makes versions of its own contributions alone, and dies before anybody has them.
-    2. Its successor goes on from the version before. Its claim carries the swarm clock there, which thus goes back for
-       all, and the shares there contain nothing of the lost versions. Other contributors contribute again.
-    3. The syncer comes back from a checkpoint of such a version. If the others are not behind that version, the syncer
-       adopts theirs and counts its own tokens as discarded.
+    A contribution counts as merged for its peer once that peer has the version. When a version dies with its syncer,
+    the claim of the successor carries the swarm clock of the version before, which thus goes back for all, and others
+    contribute again. Should the syncer come back with that version, it counts its own tokens in it as discarded.
     """
 
     def __init__(

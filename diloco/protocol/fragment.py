@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.messages.heads import MAX_LINES, Line, Record
-from diloco.protocol.numbers import LEAP, at_most, leaps_too_far
+from diloco.protocol.numbers import LEAP, at_most, forget_oldest, leaps_too_far
 from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
@@ -133,8 +133,7 @@ class Fragment:
         same one under a higher number.
         """
         past = {} if leap and digest != self.digest else {**self.past, self.version: self.digest}
-        while len(past) > REMEMBERED:
-            del past[next(iter(past))]
+        forget_oldest(past, REMEMBERED)
         self.past = past
         self.disputed_since = self.missed_since = self.stuck_since = None
         self.outweighed, self.misses = set(), False
@@ -148,8 +147,7 @@ class Fragment:
         for line in () if record is None else record.lines:
             known.pop(line.peer, None)  # the newest lines are last
             known[line.peer] = line
-        while len(known) > MAX_LINES:
-            del known[next(iter(known))]
+        forget_oldest(known, MAX_LINES)
         self.lines = known
 
     def further_lines(self) -> list[Line]:
@@ -256,8 +254,7 @@ class LeaseTable:
                 return False
         fragment.term = max(fragment.term, claim.term)
         fragment.authors[claim.term] = peer
-        while len(fragment.authors) > AUTHORS:
-            del fragment.authors[next(iter(fragment.authors))]
+        forget_oldest(fragment.authors, AUTHORS)
         if current is None or current.holder != peer:
             self.vacate(claim.fragment)
             self._held.setdefault(peer, {})[claim.fragment] = None

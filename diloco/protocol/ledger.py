@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco.protocol.limits import MAX_PEERS
-from diloco.protocol.numbers import MAX_TOKENS
+from diloco.protocol.numbers import MAX_TOKENS, forget_oldest
 
 __all__ = ["DataCursor", "Dealer", "Ledger", "Units", "count", "difference", "first", "intersection", "union"]
 
@@ -209,8 +209,7 @@ class Dealer:
             return None
         self.has(peer, has)
         self._wanted[peer] = max(wanted, self._wanted.pop(peer, 0))
-        while len(self._wanted) > MAX_PEERS:
-            del self._wanted[next(iter(self._wanted))]
+        forget_oldest(self._wanted, MAX_PEERS)
         kept = count(intersection(self.ledger.leased.get(peer, []), has))
         return self.ledger.grant(peer, max(0, min(wanted, self._most(peer) - kept)), has)
 

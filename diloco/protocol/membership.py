@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from diloco.config.address import problem
 from diloco.protocol.messages.control import Hello, Status
-from diloco.protocol.numbers import leaps_too_far
+from diloco.protocol.numbers import forget_oldest, leaps_too_far
 
 __all__ = ["AddressBook", "Member", "Membership"]
 
@@ -206,8 +206,7 @@ class AddressBook:
             found = [one for one in addresses if one.endswith(f"/p2p/{other}") and problem(one) is None]
             found = found if itself else [one for one in found if self.may_call(one)]
             known[other] = tuple(found[:MAX_ADDRESSES])
-            while len(known) > MAX_PEERS:
-                del known[next(iter(known))]
+            forget_oldest(known, MAX_PEERS)
 
     def of(self, peer: str) -> Sequence[str]:
         """Multiaddrs that end with the peer's id; empty when nobody has named any."""

@@ -10,14 +10,14 @@ So no honest peer ever makes a message that its own schema refuses.
 from __future__ import annotations
 
 from math import isfinite
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 __all__ = [
     "LEAP", "MAX_BYTES", "MAX_COUNT", "MAX_LOSS", "MAX_RATE", "MAX_SECONDS", "MAX_TOKENS", "MIN_RATE",
     "Bytes", "Count", "Late", "Loss", "Rate", "Seconds", "Sequence", "SomeSteps", "SomeTokens", "Term",
-    "Tokens", "Version", "at_most", "leaps_too_far", "within_bounds",
+    "Tokens", "Version", "at_most", "forget_oldest", "leaps_too_far", "within_bounds",
 ]  # fmt: skip
 
 MAX_COUNT = 2**40  # With a version in each millisecond a fragment gets there in 35 years.
@@ -59,6 +59,12 @@ Late = Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)]
 def at_most(number: int, limit: int = MAX_COUNT) -> int:
     """A count within its bounds: what is over the limit counts as the limit, and what is below 0 as 0."""
     return min(max(number, 0), limit)
+
+
+def forget_oldest(known: dict[Any, Any], most: int) -> None:
+    """Drop the items that came first, until so many are left."""
+    while len(known) > most:
+        del known[next(iter(known))]
 
 
 def within_bounds(number: float, limit: float, least: float = 0.0) -> float:

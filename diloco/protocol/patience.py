@@ -18,6 +18,7 @@ from typing import NamedTuple
 from diloco.config import OuterConfig
 from diloco.protocol.limits import Buckets
 from diloco.protocol.membership import Member
+from diloco.protocol.numbers import forget_oldest
 
 __all__ = [
     "FLOOR_S",
@@ -88,8 +89,7 @@ class Patience:
     def opens(self, version: int, now: float) -> None:
         """Contributors can have this version from now on."""
         self._opened[version] = now
-        while len(self._opened) > REMEMBERED:
-            del self._opened[next(iter(self._opened))]
+        forget_oldest(self._opened, REMEMBERED)
 
     def arrival(self, base_version: int, late: bool, now: float, began_at: float) -> Arrival:
         """The payload of a contribution is whole. The peer says that it began its round at `began_at`."""

@@ -2,14 +2,9 @@
 
     connected / heard / lost / tick  ->  membership, leases, syncers  ->  Broadcast, Hold, Release, Merge, CatchUp, Note
 
-It never sleeps, opens a socket or reads a clock; the owner passes monotonic seconds and carries out the actions. Life
-of a peer (`states` has the table):
-
-1. `starting`: it hears hellos. Once enough peers are there, it claims vacant fragments and fetches others' anchors.
-2. `ready`: it agrees with every syncer on version and digest, and is in step with the round under way. It may train
-   when others do, or when no connected trainer is still starting.
-3. `training`, `exchanging`: in turn.
-4. `leaving`, `done`: it trains no more; its fragments go to others.
+It never sleeps, opens a socket or reads a clock; the owner passes monotonic seconds and carries out the actions. A peer
+that is `starting` hears hellos. Once enough peers are there, it claims vacant fragments and fetches others' anchors. It
+is `ready` when it agrees with every syncer, and is in step with the round under way (`states` has the rest).
 
 A status or publication only changes what this peer knows, and leads to a `tick` soon; claims, losses and contributions
 act at once (`pace` says why).

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from diloco.errors import PayloadError
 from diloco.protocol.limits import MAX_PEERS
 from diloco.protocol.messages import OtherVersion, UnknownKind
+from diloco.protocol.numbers import forget_oldest
 
 __all__ = ["FIRST_S", "FORGET_S", "LONGEST_S", "Offence", "Penalties", "offences"]
 
@@ -63,8 +64,7 @@ class Penalties:
         if now >= until:
             before, until = before + 1, now + min(LONGEST_S, FIRST_S * 2.0 ** min(before, 32))
         self._records[peer] = (before, until, reason)
-        while len(self._records) > MAX_PEERS:
-            del self._records[next(iter(self._records))]
+        forget_oldest(self._records, MAX_PEERS)
         return until - now
 
     def refusal(self, peer: str, now: float) -> str | None:

@@ -8,7 +8,6 @@ from math import inf
 from diloco.protocol.actions import Action, CatchUp, Note, Renumber
 from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, Waiting
-from diloco.protocol.membership import Member
 from diloco.protocol.messages.control import Claim
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.patience import PAUSE_LIMIT_S, ROUNDS
@@ -180,11 +179,13 @@ def unseat(view: View, now: float) -> list[Action]:
         others = {one for one in view.able() if one != holder.peer}
         left = {peer for peer, (_, believed) in fragment.votes.items() if believed != holder.peer}
         missing = {one.peer for one in view.members.all() if fragment.index in one.status.missed}
+        # Another peer has got a later version than the one here, as it says: then the syncer is only busy.
+        given = any(m.status.versions[fragment.index] > fragment.version for m in view.members.all() if m is not holder)
         stuck_s = 0.0 if fragment.stuck_since is None else now - fragment.stuck_since
         for_long = fragment.disputed_since is not None and now - fragment.disputed_since > holder.silence_s()
         if for_long and _most(others, {*disputants(view, fragment), *left, view.me}):
             why = "goes on from a history with less work"
-        elif fragment.misses and not _given(view, fragment, holder) and _most(others, {*missing, *left, view.me}):
+        elif fragment.misses and not given and _most(others, {*missing, *left, view.me}):
             why = f"announced version {lease.version}, which nobody can have"
             doubt(view, fragment.index, holder.peer, 0)
             view.deposed.add(holder.peer)
@@ -207,12 +208,6 @@ def claim_again(view: View, lease: Lease) -> Claim:
         cursor, open_ = view.accounts.dealer.cursor_at(lease.version)
         known |= {"cursor": cursor, "open": [list(unit) for unit in open_]}
     return Claim(**known)
-
-
-def _given(view: View, fragment: Fragment, holder: Member) -> bool:
-    """Whether any other peer has got a later version than the one here, as it says: then the syncer is only busy."""
-    others = (one for one in view.members.all() if one.peer != holder.peer)
-    return any(one.status.versions[fragment.index] > fragment.version for one in others)
 
 
 def _most(others: set[str], agree: set[str]) -> bool:

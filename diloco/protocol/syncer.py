@@ -2,14 +2,10 @@
 
     offer -> (payload arrives) -> arrived -> poll says close -> merge, publish -> advance -> the next version collects
 
-Contributions are keyed by (peer, base version) under one term; a merged one is never merged again. How their payloads
-are taken in depends on when a version closes:
-
-- at a barrier (no quorum) each chunk is folded in on arrival, or kept until `outer.robust` judges all contributions
-  (`leave_out`); "folded in" covers both here. When a stream breaks midway, its chunks stay folded in (each chunk has
-  its own weight), and a retry goes on with the next chunk; so no byte travels twice and no chunk counts twice.
-- with a quorum a version may close at any moment, so a payload is collected whole, then folded in (`collects`). So is
-  at a barrier the payload of a peer for which nobody waits.
+Contributions are keyed by (peer, base version) under one term; a merged one is never merged again. At a barrier (no
+quorum) each chunk is folded in on arrival, or kept until `outer.robust` judges all contributions (`leave_out`); "folded
+in" covers both here. When a stream breaks midway, its chunks stay folded in (each has its own weight), and a retry goes
+on with the next chunk. Other payloads are collected whole, then folded in (`collects`).
 
 A contribution that missed its version is merged into a later one where the mode has that (`OuterConfig.carries_late`).
 Otherwise its tokens count as discarded.
@@ -25,7 +21,7 @@ from diloco.config import OuterConfig
 from diloco.protocol.membership import Member
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.heads import MAX_LINES, Line
-from diloco.protocol.numbers import MAX_TOKENS, at_most
+from diloco.protocol.numbers import MAX_TOKENS, at_most, forget_oldest
 from diloco.protocol.offers import Close, Offer
 from diloco.protocol.patience import Arrival, Patience, about_to_send, active, grace_s
 from diloco.protocol.work import Weights
@@ -344,8 +340,7 @@ class Syncer:
         self._pushed += len(whole) if published else max(0, version - self.version)
         self.version = version
         self._pushed_at[version] = self._pushed
-        while len(self._pushed_at) > COUNTED:
-            del self._pushed_at[next(iter(self._pushed_at))]
+        forget_oldest(self._pushed_at, COUNTED)
         self._patience.opens(version, now)
         # A payload that is still on its way is no part of the version that closed, unless its first chunks were.
         # A version that was fetched may contain what is on its way here as well.

@@ -162,8 +162,6 @@ class View:
 
     def votes(self) -> list[Vote]:
         """Whom this peer believes to hold which fragment, if it holds any itself."""
-        if not self.holds or self.gone:
-            return []
         return [vote for fragment in self.fragments for vote in self.vote(fragment)]
 
     def vote(self, fragment: Fragment) -> list[Vote]:

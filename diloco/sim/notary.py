@@ -16,11 +16,8 @@ class Notary:
 
     def signer(self, peer: str) -> Callable[[bytes], bytes]:
         """What signs as this peer; only its own transport gets that."""
-        return lambda content: self._signature(peer, content)
+        return lambda content: hashlib.sha256(b"\0".join((self._secret, peer.encode(), content))).digest()
 
     def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
         """Whether that peer has signed the content."""
-        return signature == self._signature(peer, content)
-
-    def _signature(self, peer: str, content: bytes) -> bytes:
-        return hashlib.sha256(b"\0".join((self._secret, peer.encode(), content))).digest()
+        return signature == self.signer(peer)(content)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
@@ -110,7 +111,7 @@ def fetch(config: Config, addresses: Sequence[str], gate: Gate | None = None, id
             if name in expected
         }
         wanted = {digest: (place, sizes.get(digest, MAX_TOKENIZER_BYTES)) for digest, place in places.items()}
-        fetch_files(addresses, wanted, MAX_TOKENIZER_BYTES + sum(sizes.values()), identity, gate)
+        asyncio.run(fetch_files(addresses, wanted, MAX_TOKENIZER_BYTES + sum(sizes.values()), identity, gate))
     return with_origin(config)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from hashlib import sha256
-from typing import BinaryIO
 
 from diloco.errors import PayloadError
 from diloco.protocol.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S, Bucket, Buckets
@@ -51,18 +50,14 @@ class FileDonor:
         except OSError as error:
             raise PayloadError("that file is not here; ask another peer") from error
         with file:
-            await self._send(stream, file, os.fstat(file.fileno()).st_size)
-
-    async def _send(self, stream: Stream, file: BinaryIO, nbytes: int) -> None:
-        now = self._context.now()
-        if self._given_in_all.left(now) < nbytes or not self._given.take(stream.peer, now, nbytes):
-            raise PayloadError("enough files were sent for a while; ask another peer")
-        self._given_in_all.take(now, nbytes)
-        left = nbytes
-        while True:
-            piece = await in_thread(file.read, min(left, MAX_FILE_PIECE_BYTES))
-            left -= len(piece)
-            await self._context.traffic.throttle(len(piece))
-            await stream.send(FileReply(data=piece, more=bool(left and piece)))
-            if not left or not piece:
-                return
+            left, now = os.fstat(file.fileno()).st_size, self._context.now()
+            if self._given_in_all.left(now) < left or not self._given.take(stream.peer, now, left):
+                raise PayloadError("enough files were sent for a while; ask another peer")
+            self._given_in_all.take(now, left)
+            more = True
+            while more:
+                piece = await in_thread(file.read, min(left, MAX_FILE_PIECE_BYTES))
+                left -= len(piece)
+                more = bool(left and piece)
+                await self._context.traffic.throttle(len(piece))
+                await stream.send(FileReply(data=piece, more=more))

@@ -6,8 +6,6 @@
 3. On this stream, and on one to each of some other peers that announce the version, it asks for a part, then for the
    next. The donor sends its state header and the part. Each part is checked as it arrives. `PartPlan` decides which
    donor is asked for which part. The newcomer ends the streams.
-4. A donor that vanishes gives its part back. One that sends anything wrong is an event, and is asked for no more parts.
-5. When no donor is left (the swarm has moved on), what has arrived is kept for the next attempt, which begins anew.
 
 Memory: one fp32 vector of the fragment for the newcomer, into which the parts are received. A donor has one for each
 version that somebody still reads, however many do, and of a few versions at most (`limits`).

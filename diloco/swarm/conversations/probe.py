@@ -1,11 +1,7 @@
 """Small questions to a peer: what time is it there, how fast is the link, can it call me back?
 
-The answering side limits them, because any stranger may ask:
-
-- A probe carries at most 4 MiB of payload each way. Each asker has a budget of bytes per minute, and so have all
-  askers together.
-- Calls back are made one at a time, a few per minute in all, and one per 10 s for each asker. They go only to the
-  asker's own id (libp2p checks that it answers), and only to the IP that its connection comes from.
+The answering side limits them (`limits`), because any stranger may ask. Calls back are made one at a time, only to the
+asker's own id (libp2p checks that it answers), and only to the IP that its connection comes from.
 """
 
 from __future__ import annotations

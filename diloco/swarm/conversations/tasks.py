@@ -164,11 +164,6 @@ class FragmentLock:
         self._entrance = asyncio.Lock()
         self._readers = 0
 
-    @property
-    def moving(self) -> bool:
-        """Whether somebody has it for writing."""
-        return self._lock.locked() and not self._readers
-
     def writing(self) -> asyncio.Lock:
         """A context in which nobody else reads or writes."""
         return self._lock

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from diloco.protocol.numbers import forget_oldest
+
 __all__ = ["COUNTED", "OwnTokens", "Recount"]
 
 COUNTED = 1024  # contributions whose fate is remembered
@@ -28,7 +30,7 @@ class OwnTokens:
         self._applied = dict(sorted((applied or {}).items()))
         self._left_out: dict[int, int] = {}
         self._balance = 0  # found to be lost since `take_lost`, less those that were found to be applied
-        _trim(self._applied)
+        forget_oldest(self._applied, COUNTED)
 
     @property
     def applied(self) -> dict[int, int]:
@@ -38,12 +40,12 @@ class OwnTokens:
     def was_applied(self, base_version: int, tokens: int) -> None:
         """A contribution is in the anchor."""
         self._applied[base_version] = tokens
-        _trim(self._applied)
+        forget_oldest(self._applied, COUNTED)
 
     def was_left_out(self, base_version: int, tokens: int) -> None:
         """The swarm went on without a contribution."""
         self._left_out[base_version] = tokens
-        _trim(self._left_out)
+        forget_oldest(self._left_out, COUNTED)
 
     def recount(self, newest: int, total: int) -> Recount:
         """The anchor was replaced by one with `total` tokens of this peer, the last from base version `newest`.
@@ -75,8 +77,3 @@ class OwnTokens:
         """Tokens that recounts discarded since this was asked last; negative when more were applied after all."""
         lost, self._balance = self._balance, 0
         return lost
-
-
-def _trim(tokens: dict[int, int]) -> None:
-    while len(tokens) > COUNTED:
-        del tokens[next(iter(tokens))]

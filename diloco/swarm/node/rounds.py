@@ -239,16 +239,12 @@ class Rounds:
                 case Step.CONTRIBUTE:
                     assert lease is not None
                     retry_at = self._context.now() + RETRY_S
-                    if self._learned_elsewhere(exchange, lease):
+                    if lease.version == exchange.base_version and lease.digest != exchange.base_digest:
                         return await self._give_up(exchange, lease)
                     if lease.holder == protocol.me:
                         await self._contribute_here(exchange, lease, seconds)
                     else:
                         await self._contribute(exchange, lease, seconds)
-
-    def _learned_elsewhere(self, exchange: Exchange, lease: Lease) -> bool:
-        """Whether what was learned cannot be merged, because the syncer's anchor of that version is another one."""
-        return lease.version == exchange.base_version and lease.digest != exchange.base_digest
 
     async def _give_up(self, exchange: Exchange, lease: Lease) -> None:
         """Adopt the other history, unless a thread here, as syncer of before, has made a version of this meanwhile."""

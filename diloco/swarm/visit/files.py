@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,23 +18,13 @@ Wanted = Mapping[str, tuple[Path, int]]
 """By digest: where the file goes, and how many bytes it has at most."""
 
 
-def fetch_files(
-    initial_peers: Sequence[str],
-    wanted: Wanted,
-    most_bytes: int,
-    identity_path: Path | None = None,
-    gate: Gate | None = None,
+async def fetch_files(
+    initial_peers: Sequence[str], wanted: Wanted, most_bytes: int, identity_path: Path | None, gate: Gate | None
 ) -> None:
     """Fetch files from the peers at these addresses, `most_bytes` in all. A file appears whole or not at all.
 
     Raises `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or permission.
     """
-    asyncio.run(_fetch(initial_peers, wanted, most_bytes, identity_path, gate or Gate()))
-
-
-async def _fetch(
-    initial_peers: Sequence[str], wanted: Wanted, most_bytes: int, identity_path: Path | None, gate: Gate
-) -> None:
     visitor = await Libp2p.visit(initial_peers, gate, identity_path)
     try:
         for digest, (place, limit) in wanted.items():

@@ -24,7 +24,8 @@ async def revoke(initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked:
     try:
         there = gate.admission.revoked
         newest = revoked
-        if there.number >= revoked.number or not _covers(revoked, there):
+        covered = {*there.token_ids} <= {*revoked.token_ids} and {*there.peer_ids} <= {*revoked.peer_ids}
+        if there.number >= revoked.number or not covered:
             newest = revoked.extended(key, gate.admission.run_id, there.token_ids, there.peer_ids, there.number)
         gate.admission.revoke(newest)
         tell = (visitor.greet(seed) for seed in visitor.seeds)
@@ -34,8 +35,3 @@ async def revoke(initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked:
         return newest
     finally:
         await visitor.close()
-
-
-def _covers(one: Revoked, other: Revoked) -> bool:
-    """Whether a list has everything that another one has."""
-    return set(other.token_ids) <= set(one.token_ids) and set(other.peer_ids) <= set(one.peer_ids)

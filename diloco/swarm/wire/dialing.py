@@ -70,14 +70,10 @@ async def _call(p2p: P2P, address: str) -> str:
     try:
         await p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(place)])
     except (ControlFailure, P2PDaemonError, OSError, ValueError) as error:
-        return _why(str(error), place)
+        # The daemon writes one line for each address that it knows of the peer; only this one matters.
+        lines = [line for line in str(error).splitlines() if f"[{place}]" in line] or [str(error)]
+        return next((why for said, why in _REASONS.items() if said in lines[-1].lower()), "no peer answers there")
     return ""
-
-
-def _why(text: str, place: str) -> str:
-    """In words. The daemon writes one line for each address that it knows of the peer; only this one matters."""
-    lines = [line for line in text.splitlines() if f"[{place}]" in line] or [text]
-    return next((why for said, why in _REASONS.items() if said in lines[-1].lower()), "no peer answers there")
 
 
 async def mute(identity_path: str | None = None, kind: type[P2P] = P2P) -> P2P:

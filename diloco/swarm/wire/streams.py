@@ -87,13 +87,11 @@ class Stream:
 
     async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES) -> Message:
         """Read and validate one message; `PayloadError` when it is invalid, or announces more than `limit` bytes."""
-        return await within(timeout_s, self._receive(limit))
-
-    async def _receive(self, limit: int) -> Message:
-        length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
-        if length > limit:
-            raise PayloadError(f"a frame of {length} bytes is over the limit of {limit}")
-        frame = await self._reader.readexactly(length)
+        async with asyncio.timeout(timeout_s):
+            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+            if length > limit:
+                raise PayloadError(f"a frame of {length} bytes is over the limit of {limit}")
+            frame = await self._reader.readexactly(length)
         self._traffic.bytes_received += _LENGTH_BYTES + length
         return decode(frame)
 
@@ -140,13 +138,11 @@ class Stream:
         The daemon resets a stream whose sender closes first, and loses what is still under way: about 3 of 1000 records
         on loopback. A peer that is refused may still be sending: up to `discard` bytes from it are thrown away.
         """
-        await within(FRAME_TIMEOUT_S, self._read_to_the_end(discard))
-
-    async def _read_to_the_end(self, discard: int) -> None:
-        while leftover := await self._reader.read(min(discard + 1, _DISCARD_BYTES)):
-            discard -= len(leftover)
-            if discard < 0:
-                raise PayloadError("bytes after the end of a conversation")
+        async with asyncio.timeout(FRAME_TIMEOUT_S):
+            while leftover := await self._reader.read(min(discard + 1, _DISCARD_BYTES)):
+                discard -= len(leftover)
+                if discard < 0:
+                    raise PayloadError("bytes after the end of a conversation")
 
     def _patience_s(self) -> float:
         return max(STALL_FLOOR_S, STALL_FACTOR * self._chunk_s)

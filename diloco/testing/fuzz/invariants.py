@@ -255,7 +255,8 @@ class Watch:
 
 def moving(node: Node, fragment: int) -> bool:
     """Whether the anchor is being changed, maybe in another thread."""
-    return node.context.locks[fragment].moving
+    lock = node.context.locks[fragment]
+    return lock._lock.locked() and not lock._readers
 
 
 def check_shares(lineage: Lineage, name: str, node: Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from hashlib import sha256
@@ -110,6 +111,6 @@ def test_a_file_is_written_whole_or_not_at_all(wrong: bool, tmp_path: Path, monk
     place = tmp_path / "origin" / "tokenizer" / "vocab.json"
     why = r"^no peer there gives vocab\.json, which the run needs \(that file"
     with pytest.raises(SwarmError, match=why) if wrong else nullcontext():
-        visiting.fetch_files(["@x"], {DIGEST: (place, 9)}, 7)
+        asyncio.run(visiting.fetch_files(["@x"], {DIGEST: (place, 9)}, 7, None, None))
     assert [file.read_bytes() for file in place.parent.glob("*")] == ([] if wrong else [b"content"])
     assert place.parent.exists() != wrong

@@ -16,14 +16,10 @@ A sequence counts as T tokens everywhere, although the model reads its first tok
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
-
 from diloco.config import DataConfig
 from diloco.data.local import LocalDataset
 from diloco.data.numbered import Leases
-from diloco.data.prefetch import AHEAD, Planned, Prefetched, Stream
+from diloco.data.prefetch import AHEAD, Prefetched, Stream
 from diloco.data.streaming import HubDataset
 from diloco.data.token_files import OnProgress
 from diloco.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
@@ -34,36 +30,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Dataset(Protocol):
-    """Text of one source, tokenised and split."""
-
-    tokenizer: Tokenizer
-    sequence_length: int
-    description: str  # one line for the log: the source and its size
-
-    def batches(
-        self, batch_size: int, *, shard: int = 0, shards: int | None = 1, rows: tuple[int, int] = (0, 1)
-    ) -> Planned:
-        """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and cover the data.
-
-        With `shards=None` the number of peers is unknown: every `shard` number then has its own order over all data,
-        and two peers may train on the same sequence.
-
-        `rows` is (rank, size) of a process in an island: its batches are the rows rank, rank + size, ... of the peer's,
-        (B / size, T), and its state is the peer's. Other rows of numbered sequences are not read.
-        """
-
-    def leased(self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)) -> Planned:
-        """Training batches of the ranges that are leased, from the numbered list that all peers of the run share.
-
-        A source without numbered sequences (a hub stream) behaves like `batches` with `shards=None`.
-        """
-
-    def holdout(self, sequences: int) -> Tensor:
-        """The first `sequences` held-out sequences (or all, if there are fewer): (N, T) int64, equal on every peer.
-
-        Raises DataError: the held-out documents do not fill one sequence.
-        """
+Dataset = LocalDataset | HubDataset
+"""Text of one source or several, tokenised and split; `LocalDataset` says what the methods do."""
 
 
 def load(settings: DataConfig, seed: int, on_progress: OnProgress = lambda done, total: None) -> Dataset:

@@ -34,6 +34,7 @@ class LocalDataset:
     """All sequences of local sources, which have numbers.
 
     Attributes:
+        description: one line for the log, with the sources and their sizes.
         training: the endless list of training sequences.
         held_out: sequences of each source for evaluation, (n, T) each, in the smallest integer type.
     """
@@ -57,14 +58,30 @@ class LocalDataset:
     def batches(
         self, batch_size: int, *, shard: int = 0, shards: int | None = 1, rows: tuple[int, int] = (0, 1)
     ) -> NumberedStream:
+        """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and cover the data.
+
+        With `shards=None` the number of peers is unknown: every `shard` number then has its own order over all data,
+        and two peers may train on the same sequence.
+
+        `rows` is (rank, size) of a process in an island: its batches are the rows rank, rank + size, ... of the peer's,
+        (B / size, T), and its state is the peer's. Other rows of numbered sequences are not read.
+        """
         return NumberedStream(self.training, batch_size, self._seed, shard, shards, rows)
 
     def leased(
         self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)
     ) -> LeasedStream:
+        """Training batches of the ranges that are leased, from the numbered list that all peers of the run share.
+
+        A hub stream, which has no numbered sequences, behaves like `batches` with `shards=None`.
+        """
         return LeasedStream(self.training, batch_size, self._seed, shard, leases, rows)
 
     def holdout(self, sequences: int) -> Tensor:
+        """The first `sequences` held-out sequences (or all, if there are fewer): (N, T) int64, equal on every peer.
+
+        Raises DataError: the held-out documents do not fill one sequence.
+        """
         # In file order they would come from one or two documents. The order does not depend on the seed.
         if len(self.held_out) == 1:
             [rows] = self.held_out

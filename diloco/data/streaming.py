@@ -45,8 +45,6 @@ _DOCUMENTS_AT_ONCE = 256  # per call of the tokenizer, at most
 class HubDataset:
     """A streaming dataset of the hub, or without `data.revision` a local directory with the same layout.
 
-    It holds no text in memory.
-
     `datasets` retries a connection that breaks while streaming. When it gives up, a DataError ends the run, which can
     be resumed from its checkpoint.
     """

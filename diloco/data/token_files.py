@@ -88,8 +88,9 @@ def mapped(
         if (found := _read(entry)) is None:
             place.mkdir(parents=True, exist_ok=True)
             with _locked(entry) as alone:
-                if alone:
-                    _remove_half_made(entry)
+                if alone:  # what a process that was killed has left behind
+                    for directory in place.glob(f".{entry.name}.tmp-*"):
+                        shutil.rmtree(directory, ignore_errors=True)
                 if (found := _read(entry)) is None:
                     total = sum(file.stat().st_size for file in files)
                     if total >= LONG_BYTES:
@@ -158,12 +159,6 @@ def _locked(entry: Path) -> Iterator[bool]:
         yield alone
     finally:
         os.close(descriptor)
-
-
-def _remove_half_made(entry: Path) -> None:
-    """What a process that was killed has left behind."""
-    for directory in entry.parent.glob(f".{entry.name}.tmp-*"):
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _make(entry: Path, parts: Iterator[Part], dtype: np.dtype[Any], total: int, on_progress: OnProgress) -> None:

@@ -73,7 +73,7 @@ class Membership:
                     stack.enter_context(exclusive(place, KEY))
                 settings = {**settings, "identity": place / "identity.key"}
             swarm = stack.enter_context(Swarm(**settings))
-            swarm._share_among(self._living)
+            swarm._living = self._living  # of a share of a stream that was taken before there was a swarm
             attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
             self.attachment = stack.enter_context(attached)
             self.swarm, self._open = swarm, stack.pop_all()

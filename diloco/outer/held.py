@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -158,7 +159,8 @@ class Held:
         norms, scales = self.staged.norms(peers), judged.scales
         counted = [norm * min(scale, 1.0) for norm, scale in zip(norms, scales, strict=True)]
         self.norms.whole.extend(norm for norm, scale in zip(counted, scales, strict=True) if scale)
-        return peers, judged.discounted([discounts.get(peer, 1.0) for peer in peers])
+        late = tuple(one * discounts.get(peer, 1.0) for peer, one in zip(peers, judged.coefficients, strict=True))
+        return peers, replace(judged, coefficients=late)
 
     def alike(self, peers: Sequence[str]) -> list[tuple[str, str, float]]:
         """Two of these peers whose staged contributions are nearly parallel, and the cosine."""

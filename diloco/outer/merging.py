@@ -112,9 +112,7 @@ class Staged:
     anew for each version, so nobody can be honest in exactly the sketched values. A cosine is known to about 0.01 from
     one chunk, and better from several.
 
-    Memory: one encoded fragment per contributor, a quarter of a fp32 copy with int8, plus 1/31 of a copy for the
-    sketch. There is no sum of one fp32 copy then. Time: each payload is decoded twice, once to check and once to merge
-    it.
+    Memory: one encoded fragment per contributor, plus 1/31 of a fp32 copy for the sketch.
 
     Args:
         sizes: elements of each chunk of the fragment.

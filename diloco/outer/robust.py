@@ -17,7 +17,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,11 +61,6 @@ class Judgement:
     weights: tuple[float, ...]
     clipped: tuple[int, ...] = ()  # indices of contributions that were scaled down
     left_out: tuple[int, ...] = ()
-
-    def discounted(self, discounts: Sequence[float]) -> Judgement:
-        """The same with coefficients that are multiplied by these factors; a factor below 1 shrinks the step."""
-        coefficients = tuple(one * factor for one, factor in zip(self.coefficients, discounts, strict=True))
-        return replace(self, coefficients=coefficients)
 
     @property
     def scales(self) -> list[float]:

@@ -427,10 +427,6 @@ class Swarm:
         self._sharded = True
         return shard(dataset, lambda: self.seed, self._peers_there, index, of)
 
-    def _share_among(self, living: Living | None) -> None:
-        """Tell a share of a stream, that was taken before there was a swarm, who is there."""
-        self._living = living or self._living
-
     def figures(self) -> dict[str, float]:
         """This peer's part in the swarm, for the logs of the training loop; empty before it is attached, and on ranks
         other than 0: peers that are connected, outer steps, bytes, tokens that were lost, and the share of the time in

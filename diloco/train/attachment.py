@@ -95,10 +95,6 @@ class Attachment:
         self._settled = False  # the parameters are the last anchor, for good
 
     @property
-    def _entered(self) -> bool:
-        return self._hook is not None
-
-    @property
     def node(self) -> Node | None:
         """The swarm node, which only its runtime may change; None before entering, and on ranks other than 0."""
         return self._link.node
@@ -119,7 +115,7 @@ class Attachment:
         self.__exit__(kind, None, None)
 
     def __enter__(self) -> Attachment:
-        if self._entered and not self._left:  # opened already
+        if self._hook is not None and not self._left:  # opened already
             return self
         try:
             with self._listener.joining(), self.phases.during("wait"):
@@ -384,7 +380,7 @@ class Attachment:
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """All ranks: the parameters are the anchor inside; what is trained comes back afterwards."""
-        if not self._entered or self._settled:
+        if self._hook is None or self._settled:
             yield
             return
         with self._paused():

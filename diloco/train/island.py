@@ -185,7 +185,8 @@ class Island:
         except BaseException as error:
             if self._store is None:  # one process, or a group of somebody else
                 raise
-            self._write_ended()
+            with suppress(RuntimeError):  # the store may have ended, too
+                self._store.set(f"ended {self.rank}", "")
             torn = isinstance(error, RuntimeError) and any(broken in str(error) for broken in BROKEN)
             if not torn or self.broken:
                 raise
@@ -198,10 +199,6 @@ class Island:
                 f"{ranks} of {self.size} ended without a word; the last checkpoint is good, and torchrun "
                 "--max-restarts=9 goes on from it by itself"
             ) from None
-
-    def _write_ended(self) -> None:
-        with suppress(RuntimeError):  # the store may have ended, too
-            self._store.set(f"ended {self.rank}", "")
 
     def _lost(self) -> list[int]:
         """The ranks that have not written that they ended."""

@@ -301,10 +301,6 @@ class Trainer:
         here = self.sync.view.node.traffic
         return sent + here.bytes_sent, received + here.bytes_received
 
-    def _num_peers(self) -> int:
-        """Peers that are connected, this one included; without a swarm, the processes of the island."""
-        return self.island.size if self.sync.view is None else self.sync.view.num_peers
-
     def _report(self, lr: float) -> None:
         now = time.monotonic()
         if not self.island.leads:
@@ -336,7 +332,7 @@ class Trainer:
             tokens_per_s=round(self._pace, 1),
             bytes_sent=sent,
             bytes_received=received,
-            peers=self._num_peers(),
+            peers=self.island.size if sync.view is None else sync.view.num_peers,
         )
 
 

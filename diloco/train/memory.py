@@ -250,7 +250,12 @@ def fitted(config: Config, island: Island) -> Config:
         split, peers = Split(island.size, island.sharded), config.swarm.min_peers if founds else None
         need = memory_need(config, machine, peers, split)
         micro_batch = fit_micro_batch(need, machine, rows)
-        config = _with_checkpoints(config, need, machine, micro_batch)
+        used = need.main_bytes + (need.device_bytes + micro_batch * need.sequence_bytes if machine.shared else 0.0)
+        if config.checkpoint.background and used + need.spare_bytes > machine.main_bytes:
+            logger.warning("training waits for checkpoints: %.1f GiB are not free for a copy", need.spare_bytes / GIB)
+            config = config.model_copy(
+                update={"checkpoint": config.checkpoint.model_copy(update={"background": False})}
+            )
     except ConfigError as error:
         complaint = str(error)
     island.check_none_complains(complaint)
@@ -259,13 +264,3 @@ def fitted(config: Config, island: Island) -> Config:
         return config
     train = config.train.model_copy(update={"micro_batch": micro_batch})
     return config.model_copy(update={"train": train})
-
-
-def _with_checkpoints(config: Config, need: MemoryNeed, machine: Machine, micro_batch: int) -> Config:
-    """The configuration, without copies of checkpoints if there is no room for them."""
-    used = need.main_bytes + (need.device_bytes + micro_batch * need.sequence_bytes if machine.shared else 0.0)
-    if used + need.spare_bytes <= machine.main_bytes or not config.checkpoint.background:
-        return config
-    logger.warning("training waits for checkpoints: %.1f GiB are not free for a copy", need.spare_bytes / GIB)
-    checkpoint = config.checkpoint.model_copy(update={"background": False})
-    return config.model_copy(update={"checkpoint": checkpoint})

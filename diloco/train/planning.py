@@ -15,9 +15,7 @@ T = 8 (n - 1) h/F (U + D) / W + 6 latency at bandwidth W. Overlap hides tau s of
 The peer waits for the rest once per outer step, or once per fragment if fragments are staggered.
 
 Compared with `diloco simulate` (1.6M parameters, 4 peers, 1 MB/s, 50 ms), the predicted wait is up to a sixth too short
-if fragments go together, because streams that share links do not keep all links busy. It is a third too long if
-fragments are staggered, because a late fragment uses the bandwidth that others leave. Models of a few chunks wait
-longer than predicted.
+if fragments go together, and a third too long if they are staggered. Models of a few chunks wait longer than predicted.
 """
 
 from __future__ import annotations

@@ -99,12 +99,13 @@ class LossScale:
         if self.enabled and gradients:
             torch._foreach_mul_(gradients, 1 / self.scale)
 
-    def skips(self, norm: Tensor) -> bool:
+    def skips(self, norm: Any) -> bool:
         """All ranks: whether to skip the step whose gradients have this norm. Only for fp16 it waits for the device."""
         if not self.enabled:
             return False
-        # A norm that is not finite belongs to gradients that are not.
-        if self._island.least(math.isfinite(float(_whole(norm)))):
+        # A norm that is not finite belongs to gradients that are not. With FSDP2 each rank has a part of it.
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if self._island.least(math.isfinite(float(norm))):
             self._good_steps += 1
             if self._good_steps == GROWTH_STEPS:
                 self.scale, self._good_steps = 2 * self.scale, 0
@@ -117,9 +118,3 @@ class LossScale:
         self.scale, self._good_steps = self.scale / 2, 0
         self.skipped_steps += 1
         return True
-
-
-def _whole(norm: Any) -> Tensor:
-    """The norm over all ranks, where they have rows of the gradients (FSDP2)."""
-    found: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return found

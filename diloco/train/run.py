@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -87,7 +87,10 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
     config = fitted(config, island)
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
-    dataset = _dataset(config, tell)
+    tell(Stage(stage="data"))
+    dataset = data.load(
+        config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))
+    )
     holdout, tokenizer = dataset.holdout(config.eval.sequences), dataset.tokenizer
     build = partial(
         models.build, config.model, config.run.seed, vocab_size=tokenizer.vocab_size,
@@ -103,7 +106,10 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
     shard = _shard(config, island)
     wandb = WandbLog(config, name) if island.leads else None
     with RunLog(config.run.dir, name, wandb) as log:
-        _log_start(log, island, session, chosen)
+        if island.leads:
+            log.event("computes", device=island.device_name, **chosen)
+            if session.saved_version >= 0:
+                log.event("resume", version=session.saved_version, skipped=session.skipped)
         phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, island.device))
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         stream = _stream(config, dataset, shard, island, sync)
@@ -112,32 +118,13 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell)
         if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
-            _write_settings(config)
+            if not config.run.report:  # a supervisor writes its own, which names all of its peers
+                write_atomic(config.run.dir / "config.yaml", config.to_yaml())
+            write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         tell(trainer.status("waiting"))
         with _signals(sync, island), closing(stream):
             _take_part(trainer)
             return _finish(trainer, build, tokenizer, began_at)
-
-
-def _dataset(config: Config, tell: Tell) -> data.Dataset:
-    tell(Stage(stage="data"))
-    return data.load(
-        config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))
-    )
-
-
-def _log_start(log: RunLog, island: Island, session: Session, chosen: Mapping[str, Any]) -> None:
-    if island.leads:
-        log.event("computes", device=island.device_name, **chosen)
-    if session.saved_version >= 0 and island.leads:
-        log.event("resume", version=session.saved_version, skipped=session.skipped)
-
-
-def _write_settings(config: Config) -> None:
-    """A supervisor writes its own config.yaml, which names all of its peers."""
-    if not config.run.report:
-        write_atomic(config.run.dir / "config.yaml", config.to_yaml())
-    write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
 
 
 def _take_part(trainer: Trainer) -> None:

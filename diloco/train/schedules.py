@@ -94,7 +94,15 @@ class Schedules:
 
     def state(self) -> list[Any]:
         """The states at step 0 as JSON; None for those that are not known, or that hold more than JSON can."""
-        return [_written(fresh) for fresh in self._fresh]
+        found: list[Any] = []
+        for fresh in self._fresh:
+            tensors: dict[str, Tensor] = {}
+            try:
+                written = None if fresh is None else to_json(fresh, "", tensors)
+            except TypeError:
+                written = None
+            found.append(None if tensors else written)
+        return found
 
     def restore(self, state: Sequence[Any]) -> None:
         """What `state` gave before a restart, for schedulers that come from a checkpoint and are not at step 0."""
@@ -197,12 +205,3 @@ def _forward_(scheduler: Any, place: int) -> None:
                     f"schedulers: {type(scheduler).__name__} is over after {here} steps, and the swarm is at {place}; "
                     "make it as long as the run"
                 ) from error
-
-
-def _written(fresh: Mapping[str, Any] | None) -> Any:
-    tensors: dict[str, Tensor] = {}
-    try:
-        written = None if fresh is None else to_json(fresh, "", tensors)
-    except TypeError:
-        return None
-    return None if tensors else written

@@ -24,11 +24,7 @@ from diloco.data.streaming import HubDataset
 from diloco.data.token_files import OnProgress
 from diloco.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 
-__all__ = [
-    "AHEAD", "Dataset", "Leases", "Prefetched", "Stream", "Tokenizer", "is_bytes", "load",
-    "load_tokenizer",
-]  # fmt: skip
-
+__all__ = ["AHEAD", "Dataset", "Leases", "Prefetched", "Stream", "Tokenizer", "is_bytes", "load", "load_tokenizer"]
 
 Dataset = LocalDataset | HubDataset
 """Text of one source or several, tokenised and split; `LocalDataset` says what the methods do."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -68,21 +68,17 @@ def places(
     for block in np.unique(blocks):
         here = blocks == block
         pattern = _pattern(f"{order}/mixture/{block}", counts)
-        sources[here] = pattern.sources[positions[here]]
-        ranks[here] = block * np.asarray(counts)[sources[here]] + pattern.ranks[positions[here]]
+        sources[here] = pattern[0][positions[here]]
+        ranks[here] = block * np.asarray(counts)[sources[here]] + pattern[1][positions[here]]
     return sources, ranks
 
 
-class _Pattern(NamedTuple):
-    sources: NDArray[np.int64]  # (MIXTURE_BLOCK,): which source each position has
-    ranks: NDArray[np.int64]  # (MIXTURE_BLOCK,): how many positions before it have the same one
-
-
 @functools.lru_cache(maxsize=16)
-def _pattern(key: str, counts: tuple[int, ...]) -> _Pattern:
+def _pattern(key: str, counts: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each position in a block, its source, and how many positions before it have the same one."""
     numbers = permuted(np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, key)
     sources = np.searchsorted(np.cumsum(counts), numbers, side="right")
     ranks = np.empty_like(sources)
     for index, count in enumerate(counts):
         ranks[sources == index] = np.arange(count)
-    return _Pattern(sources, ranks)
+    return sources, ranks

@@ -8,8 +8,7 @@ prefetching: it moves the position and takes leased units, so state, units and b
 What is made ahead is a forecast, `ahead`. A wrong one (units came back from a peer that died) costs the time to make
 that batch, and nothing else.
 
-Why a thread and not a process: numpy, tokenizers, pyarrow and the network let other threads run meanwhile (of the time
-that a BPE tokenizer takes, all but some 5 %), and a stream with an open connection cannot be handed to another process.
+A thread and not a process: numpy, tokenizers, pyarrow and the network let other threads run meanwhile.
 """
 
 from __future__ import annotations

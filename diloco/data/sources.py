@@ -44,8 +44,31 @@ def documents(settings: DataConfig) -> Iterator[bytes]:
 
 
 def files_of(settings: DataConfig) -> list[Path]:
-    """The files of a local source in their order. Raises DataError if one is missing."""
-    return _files(settings.path or (), _SUFFIXES.get(settings.source, ()))
+    """The files of a local source in their order. Raises DataError if one is missing.
+
+    A directory in `data.path` stands for all files below it with a suffix of the source that are not hidden.
+    """
+    suffixes = _SUFFIXES.get(settings.source, ())
+    found: list[Path] = []
+    for given in settings.path or ():
+        path = Path(given).expanduser()
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir():
+            inside = sorted(
+                file
+                for file in path.rglob("*")
+                if file.is_file()
+                and not any(part.startswith(".") for part in file.relative_to(path).parts)
+                and file.name.endswith(suffixes or "")
+            )
+            if not inside:
+                kinds = f"{', '.join(suffixes)} " if suffixes else ""
+                raise DataError(f"data.path: {given} has no {kinds}files in it; give a file or a directory with some")
+            found += inside
+        else:
+            raise DataError(f"data.path: {given} does not exist; give a file or a directory")
+    return found
 
 
 def open_stream(builder: str, **options: Any) -> Any:
@@ -117,30 +140,6 @@ def _stdlib() -> Iterator[bytes]:
                     text = Path(directory, name).read_bytes()
                 if text:
                     yield text
-
-
-def _files(paths: tuple[str, ...], suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that `data.path` names. A directory stands for all files below it with a suffix that are not hidden."""
-    found: list[Path] = []
-    for given in paths:
-        path = Path(given).expanduser()
-        if path.is_file():
-            found.append(path)
-        elif path.is_dir():
-            inside = sorted(
-                file
-                for file in path.rglob("*")
-                if file.is_file()
-                and not any(part.startswith(".") for part in file.relative_to(path).parts)
-                and file.name.endswith(suffixes or "")
-            )
-            if not inside:
-                kinds = f"{', '.join(suffixes)} " if suffixes else ""
-                raise DataError(f"data.path: {given} has no {kinds}files in it; give a file or a directory with some")
-            found += inside
-        else:
-            raise DataError(f"data.path: {given} does not exist; give a file or a directory")
-    return found
 
 
 def _text(files: list[Path]) -> Iterator[bytes]:

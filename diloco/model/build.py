@@ -9,8 +9,7 @@ from the Hugging Face hub at that commit. Once `model.weights` names the weights
 come from `model.directory`. A peer that has none there gets them from the swarm, except for what is not trained
 (`recipe.py`).
 
-A config is small and may ask for a model of any size. Therefore its numbers have a limit, and so has the number of
-layers and other parts that are made of it, before its memory is counted.
+A config is small and may ask for a model of any size, so its numbers and its parts have a limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Codecs for contributions that lose so much that the peer keeps what they lost, for error feedback.
+"""Codecs for contributions that lose so much that the peer keeps what they lost (`Replica.capture`).
 
     name    bytes of a full block of 4096    layout of a payload (little-endian), each part for all blocks in order
     stat2   8 + 1024                         four bfloat16 levels, then a 2-bit code per element
@@ -10,8 +10,6 @@ of a block of n elements, 1.56 %, by ascending index; bit 0 of a code chooses th
 magnitudes above or below their mean, and bit 1 is the sign. Levels are bfloat16, where the papers take half: it has as
 many bytes, and no pseudo-gradient is too small for it. A byte holds four 2-bit codes, one from each quarter of the
 block. Two 12-bit indices take three bytes.
-
-`Replica.capture` keeps what they lose, and adds it to the next contribution.
 
 A payload that is invalid (length, levels, order of indices) raises PayloadError before anything is changed. These
 codecs cannot publish updates: the anchors would lack what an update lost until later rounds. All else is as in

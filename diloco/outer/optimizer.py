@@ -242,8 +242,7 @@ class OuterOptimizer(ABC):
 class Nesterov(OuterOptimizer):
     """Nesterov momentum once per version (DiLoCo, arXiv 2311.08105): that of `torch.optim.SGD(nesterov=True)`.
 
-    m = beta m + delta;  master -= lr (delta + beta m). From a momentum of zero the first step is lr (1 + beta) delta,
-    and a constant delta approaches lr / (1 - beta) delta.
+    From a momentum of zero the first step is lr (1 + beta) delta; a constant delta approaches lr / (1 - beta) delta.
     """
 
     name = "nesterov"

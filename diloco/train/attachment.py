@@ -1,9 +1,4 @@
-"""A model in step with the swarm while training goes on around it; made by `api.Swarm.attach`.
-
-1. Entering connects a node to the swarm, waits until peers agree, and loads the swarm's anchor into the parameters.
-2. A hook on the optimizer counts inner steps. When fragments are due it has the node send pseudo-gradients and adopt
-   the updates, and training goes on from there.
-3. Leaving takes the last updates, hands fragments over, and closes the node.
+"""A model in step with the swarm while training goes on around it; made by `api.Swarm.attach`, which says how.
 
 Rank 0 of an island talks to the node; the other ranks learn by broadcast what came of it.
 """

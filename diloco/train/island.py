@@ -38,8 +38,7 @@ T = TypeVar("T")
 class Island:
     """Rank, size and device of this process, and the collectives that keep the ranks alike.
 
-    If a rank dies, the collectives of the others fail, they end, and the swarm sees one peer leave. torchrun starts all
-    of them again if it is told to (--max-restarts); the peer then goes on from its checkpoint.
+    If a rank dies, all end (`following`), and the swarm sees one peer leave.
 
     Attributes:
         broken: whether a rank was lost, so that nothing can be agreed on any more.

@@ -21,7 +21,6 @@ class Machine:
 
     device: torch.device
     name: str
-    cores: int
     threads: int
     device_bytes: float
     main_bytes: float
@@ -45,9 +44,9 @@ def machine_at(device: torch.device, threads: int | None = None) -> Machine:
     cores, main, native = _cores(), free_memory(), devices.native_precision(device)
     if device.type != "cpu":
         free = devices.free_bytes(device)
-        return Machine(device, devices.name_of(device), cores, threads or cores, free, main, native)
+        return Machine(device, devices.name_of(device), threads or cores, free, main, native)
     idle = max(1, cores // 2, round(cores - os.getloadavg()[0]))
-    return Machine(device, "CPU", cores, threads or min(cores, idle), main, main, native)
+    return Machine(device, "CPU", threads or min(cores, idle), main, main, native)
 
 
 def _cores() -> int:

@@ -133,8 +133,7 @@ class Session:
 
         In the `background` it is written from copies while training goes on; call `written` before the next one. In
         the middle of a round, tokens that this peer has not sent count as discarded there: a resumed peer goes on
-        from the anchors. Tokens that are on their way then stay in flight. In data parallel nothing is lost: the
-        checkpoint is that of the last inner step.
+        from the anchors. In data parallel the checkpoint is that of the last inner step.
         """
         if sync.version == self.saved_version:
             return

@@ -180,7 +180,7 @@ def test_calls_back_and_measurements_are_few_per_asker_and_in_all() -> None:
     assert server.obeys(("another", request), ("one", large)) == [True, True]
 
 
-ROOMY = Machine(torch.device("cpu"), "CPU", 2, 2, 8 * GIB, 8 * GIB, "fp32")
+ROOMY = Machine(torch.device("cpu"), "CPU", 2, 8 * GIB, 8 * GIB, "fp32")
 
 
 def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:

@@ -17,7 +17,7 @@ from diloco.train.machine import GIB, Machine
 from diloco.train.memory import Row, Split, fitted, memory_need, memory_rows
 
 PLAIN = ["outer.robust=none", "outer.codec_up=fp32", "outer.codec_down=fp32", "inner=adamw", "outer.fragments=4"]
-ROOMY = Machine(torch.device("cuda"), "GPU", 2, 2, 80 * GIB, 80 * GIB, "fp32")
+ROOMY = Machine(torch.device("cuda"), "GPU", 2, 80 * GIB, 80 * GIB, "fp32")
 
 
 def table(config: Config, peers: int = 4, split: Split | None = None) -> dict[str, float]:
@@ -110,7 +110,7 @@ def test_a_large_model_has_logits_in_chunks() -> None:
 
 def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def machine(free: float) -> Machine:
-        found = Machine(torch.device("cpu"), "CPU", 2, 2, free, free, "fp32")
+        found = Machine(torch.device("cpu"), "CPU", 2, free, free, "fp32")
         monkeypatch.setattr("diloco.train.memory.machine_at", lambda *_: found)
         return found
 

@@ -60,7 +60,8 @@ def disputants(view: View, fragment: Fragment) -> list[str]:
 
 def donors(view: View, fragment: int, version: int) -> list[str]:
     """Members that say they have that version or a later one, latest first; without those whose version is doubted."""
-    return [one for one in view.members.donors(fragment, version) if not _doubted(view, fragment, one)]
+    able = filter(None, map(view.members.get, view.members.donors(fragment, version)))
+    return [m.peer for m in able if m.status.versions[fragment] > view.doubted.get((fragment, m.peer), (-1, 0))[0]]
 
 
 def doubt(view: View, fragment: int, donor: str, version: int) -> None:
@@ -88,8 +89,3 @@ def number_to_pass(view: View, fragment: int) -> int:
     here = view.fragments[fragment].version
     found = [certified for (index, peer), (_, certified) in view.doubted.items() if index == fragment]
     return max((number for number in found if here <= number <= here + LEAP), default=0)
-
-
-def _doubted(view: View, fragment: int, peer: str) -> bool:
-    member = view.members.get(peer)
-    return member is None or member.status.versions[fragment] <= view.doubted.get((fragment, peer), (-1, 0))[0]

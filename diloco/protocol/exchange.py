@@ -55,40 +55,25 @@ class Exchange:
     begun_at: float = 0.0
     discarded: bool = False
     units: Units = field(default_factory=list)
-    _offered: bool = False
     _recorded: bool = False
     _failed_term: int = 0
     _merged_by: int = 0  # the syncer said that the contribution is in this version
 
-    def next_step(
-        self, lease: Lease | None, version: int, now: float, retry_at: float = 0.0, merged: int | None = None
-    ) -> Step:
+    def next_step(self, lease: Lease | None, version: int, merged: int, now: float, retry_at: float = 0.0) -> Step:
         """Decide from the lease believed in, this peer's own version of the fragment, and the time.
 
         Args:
             lease: the current lease; None while the fragment has no syncer.
             version: this peer's anchor version; above the base version means that the update is adopted.
+            merged: base version up to which this peer's contributions are in its anchor (`Fragment.merged`); else -1.
             retry_at: the term that failed last is not tried before this time, since its syncer may be restarting.
-            merged: base version up to which this peer's contributions are in its anchor, -1 for none
-                (`Fragment.merged`); without it the outcome is a guess if the stream broke and the anchor still moved.
         """
-        step = self._next_step(lease, version, now, retry_at)
-        if step is Step.DONE and merged is not None:
-            self.discarded = merged < self.base_version and self._merged_by <= version
-        return step
-
-    def _next_step(self, lease: Lease | None, version: int, now: float, retry_at: float) -> Step:
         settled = self.discarded or self._recorded
         if version > self.base_version and (settled or not self.may_be_late):
-            if lease is not None and version < self._merged_by <= lease.version:
+            there = version if lease is None else lease.version
+            if there > version and (not self.may_be_late or version < self._merged_by <= there):
                 return Step.CATCH_UP
-            if self.may_be_late:
-                self.discarded = self.discarded or not self._recorded
-                return Step.DONE
-            if lease is not None and lease.version > version:
-                return Step.CATCH_UP
-            skipped = version > self.base_version + 1 and not self._recorded
-            self.discarded = self.discarded or not self._offered or skipped
+            self.discarded = merged < self.base_version and self._merged_by <= version
             return Step.DONE
         if settled:
             lost = lease is not None and lease.term > self._failed_term and lease.version <= self.base_version
@@ -99,7 +84,6 @@ class Exchange:
 
     def header(self, lease: Lease, now: float = 0.0, before: int = 0) -> Contribution:
         """Header of the contribution under that lease, by a peer that has so many tokens in its anchor `before`."""
-        self._offered = True
         self.discarded = self._recorded = False
         tokens = at_most(self.tokens, MAX_TOKENS)
         return Contribution(

@@ -20,7 +20,7 @@ from diloco.protocol.numbers import MAX_TOKENS, at_most
 from diloco.protocol.shares import OTHERS, Share, clock_of, credited
 
 __all__ = [
-    "Nobody", "Signer", "does_not_follow", "lines_digest", "shares_digest", "sign_head", "sign_line",
+    "Signer", "does_not_follow", "lines_digest", "shares_digest", "sign_head", "sign_line",
     "wrong_line", "wrong_record", "wrong_shares",
 ]  # fmt: skip
 
@@ -30,18 +30,6 @@ class Signer(Protocol):
 
     def sign(self, content: bytes) -> bytes: ...
     def verify(self, peer: str, content: bytes, signature: bytes) -> bool: ...
-
-
-class Nobody:
-    """A peer without identity: it cannot sign, and believes no signature."""
-
-    def sign(self, content: bytes) -> bytes:
-        """No signature."""
-        return b""
-
-    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
-        """No."""
-        return False
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------

@@ -108,9 +108,6 @@ class Buckets(Generic[T]):
         self._per_s, self._burst = per_s, burst
         self._by_key: dict[T, Bucket] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_key)
-
     def of(self, key: T, now: float) -> Bucket:
         """The bucket of this key."""
         bucket = self._by_key.get(key)

@@ -10,7 +10,7 @@ from typing import Any
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.accounts import Accounts
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, LeaseTable
-from diloco.protocol.heads import Nobody, Signer
+from diloco.protocol.heads import Signer
 from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_NAMED, MAX_UNIT_RANGES, Place
@@ -34,6 +34,7 @@ class View:
         me, name: id and display name of this peer.
         run_id, manifest_hash: the same on all peers of the run.
         digests: digest of each fragment's anchor; its length is the number of fragments.
+        signer: signs as this peer, and checks signatures.
         versions: anchor version of each fragment (all 0 in a new run).
         applied_tokens: swarm clock at these versions.
         trains, holds: whether this peer contributes, and whether it can be a syncer; not while it is `blank`.
@@ -44,7 +45,6 @@ class View:
         tokens_per_step: tokens of any peer's inner step, from the manifest; None where the manifest does not say it.
         device: what it trains on, for watchers.
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
-        signer: signs as this peer, and checks signatures. Without it this peer believes no certificate.
 
     Attributes:
         state: what its training loop is doing.
@@ -62,6 +62,7 @@ class View:
         run_id: str,
         manifest_hash: str,
         digests: Sequence[str],
+        signer: Signer,
         versions: Sequence[int] | None = None,
         applied_tokens: int = 0,
         trains: bool = True,
@@ -72,9 +73,8 @@ class View:
         tokens_per_step: int | None = None,
         device: str = "",
         payload_bytes: Sequence[int] = (),
-        signer: Signer | None = None,
     ) -> None:
-        self.signer = signer or Nobody()
+        self.signer = signer
         self.me, self.name, self.device = me, name, device
         self.run_id, self.manifest_hash = run_id, manifest_hash
         self.trains, self.holds, self.may_hold, self.blank = trains, holds, holds, False

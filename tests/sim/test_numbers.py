@@ -21,7 +21,7 @@ from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import pack, unpack
 from diloco.protocol.view import FASTEST
 from diloco.swarm.conversations.recorder import Recorder
-from tests.support.certificates import MANIFEST
+from tests.support.certificates import MANIFEST, Nobody
 from tests.support.core import hello_of
 from tests.support.stub_host import ME, OTHER, StubHost, run
 
@@ -30,7 +30,7 @@ DIGEST = "1" * 64
 
 def peer_of(**options: Any) -> Peer:
     settings = OuterConfig(method="diloco", sync_every=100)
-    return Peer(ME, ME, "run", MANIFEST, [DIGEST], outer=settings, **options)
+    return Peer(ME, ME, "run", MANIFEST, [DIGEST], Nobody(), outer=settings, **options)
 
 
 def status(**fields: Any) -> Status:

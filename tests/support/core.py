@@ -16,7 +16,7 @@ from diloco.protocol.numbers import MAX_COUNT
 from diloco.protocol.peer import Peer
 from diloco.protocol.rendezvous import order
 from diloco.protocol.states import State
-from tests.support.certificates import MANIFEST, digest_of
+from tests.support.certificates import MANIFEST, Nobody, digest_of
 
 FRAGMENTS = 2
 ME, OTHER = order("ab", 0)  # fragment 0 is mine by rendezvous order
@@ -33,7 +33,7 @@ claims = st.builds(Claim, fragment=small, term=terms, version=versions, digest=d
 
 
 def make(me: str = ME, **settings: object) -> Peer:
-    return Peer(me, me, "run", MANIFEST, **{"digests": DIGESTS, **settings})  # type: ignore[arg-type]
+    return Peer(me, me, "run", MANIFEST, **{"digests": DIGESTS, "signer": Nobody(), **settings})  # type: ignore[arg-type]
 
 
 def hello_of(status: Status | None = None, claims: list[Claim] | None = None, **fields: object) -> Hello:

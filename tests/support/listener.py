@@ -15,6 +15,7 @@ from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.gate import Gate
+from tests.support.certificates import Nobody
 from tests.support.stub_wire import Pipe
 
 ME, OTHER, MANIFEST, DIGEST = "me", "other", "0" * 64, "1" * 64
@@ -35,7 +36,7 @@ class Listener:
     """A peer of a run of two fragments, and its mesh."""
 
     def __init__(self) -> None:
-        self.protocol = Peer(ME, ME, "run", MANIFEST, [DIGEST] * 2)
+        self.protocol = Peer(ME, ME, "run", MANIFEST, [DIGEST] * 2, Nobody())
         self.transport, self.notes = NoNetwork(), list[tuple[str, Mapping[str, object]]]()
         self.context = Context(
             self.protocol, SimpleNamespace(fragments=()), self.transport, "{}", Gate(),  # type: ignore[arg-type]

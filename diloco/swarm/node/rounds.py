@@ -224,7 +224,7 @@ class Rounds:
             if protocol.lockstep:  # an anchor that was fetched may be of another history
                 here = protocol.fragments[fragment]
                 exchange.may_be_late = here.follows(exchange.base_version, exchange.base_digest)
-            match exchange.next_step(lease, version, self._context.now(), retry_at, merged):
+            match exchange.next_step(lease, version, merged, self._context.now(), retry_at):
                 case Step.DONE:
                     return
                 case Step.WAIT:

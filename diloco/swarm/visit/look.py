@@ -100,9 +100,11 @@ async def _look(
             except (*BROKEN, PayloadError) as error:
                 refusals.append(str(error))
                 continue
-            if measure_bytes:
-                peers = await _measure(visitor, peers, measure_bytes)
-            return Found(reply.text, peers, visitor.silent)
+            measured: list[Probed] = []
+            for one in peers:  # after each other, so that they do not share this machine's link
+                again = await _probe_all(visitor, [one.peer], measure_bytes, []) if measure_bytes else []
+                measured += again or [one]
+            return Found(reply.text, measured, visitor.silent)
     finally:
         await visitor.close()
     if UNSEALED in refusals:
@@ -125,14 +127,6 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int, refusal
 
     found = await asyncio.gather(*(one(peer) for peer in peers))
     return [probed for probed in found if probed is not None]
-
-
-async def _measure(visitor: Libp2p, peers: Sequence[Probed], nbytes: int) -> list[Probed]:
-    """Probe one peer after the other, so that they do not share this machine's link."""
-    measured = []
-    for peer in peers:
-        measured += await _probe_all(visitor, [peer.peer], nbytes, []) or [peer]
-    return measured
 
 
 def parse_manifest(text: str) -> Manifest:

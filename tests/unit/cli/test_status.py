@@ -25,6 +25,7 @@ from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Sna
 from diloco.rundir.files import exclusive
 from diloco.swarm.conversations.recorder import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
+from tests.support.certificates import Nobody
 from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot
 from tests.support.statuses import status
@@ -35,7 +36,7 @@ ME, OTHER = "a" * 46, "b" * 46
 
 
 def node() -> Peer:
-    return Peer(ME, "me", "run", MANIFEST, ["1" * 64] * 2, device="cpu")
+    return Peer(ME, "me", "run", MANIFEST, ["1" * 64] * 2, Nobody(), device="cpu")
 
 
 def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -> Peer:

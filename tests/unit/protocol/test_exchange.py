@@ -41,10 +41,10 @@ def exchange() -> Exchange:
 def test_the_syncer_says_whether_what_may_be_late_is_too_late() -> None:
     """The anchor here moves on, as that of a syncer does while it trains."""
     exchange = begun(may_be_late=True)
-    assert exchange.next_step(lease_of(BASE + 9), BASE + 9, 0.0) is Step.CONTRIBUTE
+    assert exchange.next_step(lease_of(BASE + 9), BASE + 9, -1, 0.0) is Step.CONTRIBUTE
     exchange.header(lease_of())
     exchange.refused(refusal(BASE + 9), lease_of())
-    assert exchange.next_step(lease_of(BASE + 9), BASE + 9, 0.0) is Step.DONE and exchange.discarded
+    assert exchange.next_step(lease_of(BASE + 9), BASE + 9, -1, 0.0) is Step.DONE and exchange.discarded
 
 
 # What happened to a contribution, and what it does next: by the versions of the syncer (-1: there is none) and here.
@@ -72,8 +72,9 @@ def test_every_outcome_leads_to_the_version_of_the_syncer(
         exchange.recorded(contributors, "me")
     if broke:
         exchange.broke(lease_of())
+    merged = BASE if "me" in contributors else -1
     for there, here, step in steps:
-        assert exchange.next_step(lease_of(BASE + there) if there >= 0 else None, BASE + here, 1e9) is step
+        assert exchange.next_step(lease_of(BASE + there) if there >= 0 else None, BASE + here, merged, 1e9) is step
     assert exchange.discarded == discarded
 
 
@@ -88,7 +89,7 @@ def test_a_new_term_is_tried_at_once_and_the_same_one_later() -> None:
         (lease_of(term=3), 10.0, Step.CONTRIBUTE),
         (lease_of(term=4), 0.0, Step.CONTRIBUTE),
     ):
-        assert exchange.next_step(lease, BASE, now, retry_at=10.0) is step
+        assert exchange.next_step(lease, BASE, -1, now, retry_at=10.0) is step
     assert not exchange.discarded
 
 
@@ -96,8 +97,8 @@ def test_a_new_term_is_tried_at_once_and_the_same_one_later() -> None:
 def test_a_refusal_for_any_other_reason_is_tried_again(exchange: Exchange, version: int) -> None:
     """The syncer is closing, stands at another term, or is still catching up itself."""
     exchange.refused(refusal(version), lease_of())
-    assert exchange.next_step(lease_of(), BASE, 0.5, retry_at=1.0) is Step.WAIT
-    assert exchange.next_step(lease_of(), BASE, 1.0, retry_at=1.0) is Step.CONTRIBUTE and not exchange.discarded
+    assert exchange.next_step(lease_of(), BASE, -1, 0.5, retry_at=1.0) is Step.WAIT
+    assert exchange.next_step(lease_of(), BASE, -1, 1.0, retry_at=1.0) is Step.CONTRIBUTE and not exchange.discarded
 
 
 @given(st.randoms(), st.lists(st.integers(0, 9), max_size=30))
@@ -110,7 +111,8 @@ def test_every_path_ends_once_the_network_behaves(r: random.Random, trouble: lis
         elif what == 8:
             swarm += r.randint(1, 3)
         lease = None if what == 7 else lease_of(swarm, term)
-        match exchange.next_step(lease, version, float(turn), retry_at=turn + r.choice([-1.0, 1.0]) if what else 0.0):
+        retry_at = turn + r.choice([-1.0, 1.0]) if what else 0.0
+        match exchange.next_step(lease, version, -1, float(turn), retry_at):
             case Step.DONE:
                 assert version > BASE and (lease is None or version >= lease.version)
                 return

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.heads import Nobody, does_not_follow, sign_head, wrong_record, wrong_shares
+from diloco.protocol.heads import does_not_follow, sign_head, wrong_record, wrong_shares
 from diloco.protocol.messages import decode, encode
 from diloco.protocol.messages.heads import Line, Record
 from diloco.protocol.shares import Share, credited
-from tests.support.certificates import RUN, Keys, certified, digest_of, line_of, record_of
+from tests.support.certificates import RUN, Keys, Nobody, certified, digest_of, line_of, record_of
 
 ZERO, ONE, TWO = (digest_of(version) for version in range(3))
 ANYBODY = Keys("anybody")

@@ -25,7 +25,7 @@ from diloco.protocol.peer import Peer
 from diloco.sim.virtual_time import virtual_time
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
-from tests.support.certificates import MANIFEST
+from tests.support.certificates import MANIFEST, Nobody
 from tests.support.gates import Wire
 from tests.support.listener import Listener, hello, status
 from tests.support.scenes import played
@@ -69,7 +69,7 @@ def test_buckets_take_bounded_memory_and_full_ones_go_first() -> None:
     assert buckets.take("greedy", NOW)
     for number in range(2 * limits.MAX_PEERS):
         buckets.of(str(number), NOW)
-    assert len(buckets) <= limits.MAX_PEERS and not buckets.take("greedy", NOW)
+    assert len(buckets._by_key) <= limits.MAX_PEERS and not buckets.take("greedy", NOW)
 
 
 def test_an_older_stream_of_a_stranger_makes_room() -> None:
@@ -121,7 +121,7 @@ def test_honest_messages_of_large_swarms_fit_their_frames(fragments: int, closed
 def test_peers_of_a_large_swarm_name_different_others() -> None:
     named = set()
     for me in "abcd":
-        peer = Peer(me, me, "run", MANIFEST, ["1" * 64])
+        peer = Peer(me, me, "run", MANIFEST, ["1" * 64], Nobody())
         for number in range(MAX_NAMED + 200):
             peer.members.join(f"p{number}", hello(status=status(fragments=1)), 0.0)
         assert len(peer.hello().peers) == MAX_NAMED

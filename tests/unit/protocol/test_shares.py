@@ -10,14 +10,14 @@ from diloco.protocol import shares as module
 from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import MAX_NAME_BYTES, OTHERS, Contributor, Share, Shares, credited, short_name
-from tests.support.certificates import MANIFEST
+from tests.support.certificates import MANIFEST, Nobody
 from tests.support.core import hello_of, status_of
 
 D = "0" * 64
 
 
 def newcomer(fragments: int = 1, **settings: object) -> Peer:
-    return Peer("me", "mine", "run", MANIFEST, [D] * fragments, newcomer=True, **settings)  # type: ignore[arg-type]
+    return Peer("me", "mine", "run", MANIFEST, [D] * fragments, Nobody(), newcomer=True, **settings)  # type: ignore[arg-type]
 
 
 def test_shares_add_up_version_by_version() -> None:

@@ -227,7 +227,7 @@ def test_a_pause_that_all_make_together_costs_nobody_anything(syncer: Syncer) ->
     for number, peer in enumerate("abc"):
         send(syncer, peer, now=100.0 + number)
     assert syncer.poll(crawling("abc", 0.0), 110.0) is not None
-    assert not syncer._patience.slow and not len(syncer._patience._pauses)
+    assert not syncer._patience.slow and not syncer._patience._pauses._by_key
 
 
 # -- what is late -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from diloco.protocol.membership import AddressBook
 from diloco.protocol.peer import Peer
 from diloco.swarm.visit.visitor import Visitor
 from diloco.swarm.wire.transport import Transport
+from tests.support.certificates import Nobody
 from tests.support.fake_swarm import snapshot
 
 A, B, C = (f"Qm{letter * 44}" for letter in "ABC")
@@ -19,7 +20,7 @@ def at(peer: str, host: str = "192.0.2.7") -> str:
 
 
 def test_a_newcomer_learns_from_one_peer_where_the_others_are() -> None:
-    first, second, third = (Peer(me, me[-1], "run", "0" * 64, ["1" * 64]) for me in (A, B, C))
+    first, second, third = (Peer(me, me[-1], "run", "0" * 64, ["1" * 64], Nobody()) for me in (A, B, C))
     for one in (first, second, third):
         one.address_book.hear(one.me, {one.me: [at(one.me)]})
     first.connected(B, second.hello(), 0.0)

@@ -17,7 +17,7 @@ from diloco.protocol.peer import Peer
 from diloco.swarm.conversations.units import LeasedData
 from diloco.train.island import Island
 from diloco.train.leases import IslandLeases
-from tests.support.certificates import MANIFEST, digest_of, record_of
+from tests.support.certificates import MANIFEST, Nobody, digest_of, record_of
 from tests.support.listener import hello
 from tests.support.stories import SEQUENCES_PER_ROUND, story
 
@@ -59,7 +59,7 @@ def hello_of(name: str, version: int = 0, units: Sequence[Sequence[int]] = (), *
 
 def follower(version: int = 0, **word: Any) -> Peer:
     """A peer that knows the syncer `s`, and `b`, who trains."""
-    peer = Peer("a", "a", "run", MANIFEST, [digest_of(version)], versions=[version], newcomer=True)
+    peer = Peer("a", "a", "run", MANIFEST, [digest_of(version)], Nobody(), versions=[version], newcomer=True)
     peer.connected("s", hello_of("s", version, **({"cursor": 0} | word)), 0.0)
     peer.connected("b", hello_of("b", version), 0.0)
     peer.discovered(0.0)

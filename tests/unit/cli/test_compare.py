@@ -13,7 +13,7 @@ import pytest
 import diloco
 from diloco.errors import ConfigError
 from diloco.rundir.compare import Point, Run, find_runs, read_runs, time_to_loss, worst_loss
-from diloco.rundir.comparison import arms_of, find_gaps, plot_arms
+from diloco.rundir.comparison import arms_of, find_gaps
 from tests.support.command_line import Typed
 from tests.support.run_directories import make
 
@@ -172,21 +172,11 @@ def test_seeds_are_one_row_and_the_lowest_loss_comes_first(seeds: Path, tmp_path
     assert arms[0]["spread"] == pytest.approx(0.1) and arms[0]["runs"][0] == "run.seed=0 outer.lr=0.5"
 
 
-def test_an_arm_is_drawn_as_the_mean_of_its_seeds_with_a_band(
-    seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.axes import Axes
-
+def test_the_curve_of_an_arm_is_the_mean_of_its_seeds(seeds: Path) -> None:
     first, second = arms_of(found(seeds))
     points = [(round(point.loss, 6), point.tokens, round(spread, 6)) for point, spread in first.curve()]
     assert points == [(5.0, 0, 0.0), (4.0, 100, 0.0), (2.6, 200, 0.1)]
     assert [round(point.loss, 6) for point, _ in second.curve()] == [5.0, 4.0, 2.95], "without the one that diverged"
-    bands, labels = list[Any](), list[Any]()
-    monkeypatch.setattr(Axes, "fill_between", lambda _, x, low, high, **more: bands.append((x, low, high)))
-    monkeypatch.setattr(Axes, "plot", lambda _, x, y, *form, label, **more: labels.append(label))
-    plot_arms([first, second], tmp_path, ["tokens"])
-    assert labels == ["outer.lr=0.5, 3 seeds", "outer.lr=0.9, 2 seeds"] and len(bands) == 2
-    assert bands[0] == ([0, 100, 200], [5.0, 4.0, pytest.approx(2.5)], [5.0, 4.0, pytest.approx(2.7)])
 
 
 def test_runs_are_held_against_data_parallel_seed_by_seed(tmp_path: Path, typed: Typed) -> None:

@@ -111,19 +111,6 @@ def test_predictions_and_their_inverses_agree(exchange: Exchange, link: Link, st
         assert predict(replace(exchange, sync_every=fewer), link, step_s).utilization < target
 
 
-def test_the_arithmetic_shows_its_numbers() -> None:
-    assert dict(arithmetic(FOUR, SLOW, 1.0, 0.9)) == {
-        "sent per peer and outer step": "(1 - 1/4) x (1 kB + 1 kB) = 1.5 kB",
-        "through the busiest syncer": "3 x 1/4 x (1 kB + 1 kB) = 1.5 kB per exchange",
-        "one exchange": f"8 x 1.5 kB / 12 kbit/s + {TRIPS} x 0 s = 1 s",
-        "compute": "9 x 1 s = 9 s per outer step",
-        "waiting": "max(0, 1 s - 0 x 1 s) = 1 s per outer step",
-        "utilization": "9 s / (9 s + 1 s) = 90.0%",
-        "peak bandwidth for 0.9": f"8 x 1.5 kB / (0 x 1 s + 0.1111 x 9 s - {TRIPS} x 0 s) = 12 kbit/s",
-        "inner steps for 0.9": "9 between exchanges",
-    }
-
-
 def test_bandwidths_are_read_or_refused_in_one_line() -> None:
     bits_per_s = {"100Mbit": 1e8, "1.5Gbit/s": 1.5e9, "20 Mbps": 2e7, "12MB": 9.6e7, "12MB/s": 9.6e7, "56kbit": 56e3}
     for text, expected in {**bits_per_s, "9600 bit": 9600.0, ".5Tbit": 5e11}.items():

@@ -120,8 +120,6 @@ def test_the_view_fits_a_terminal_of_eighty_columns() -> None:
 
 def test_rows_have_a_state_and_the_step_of_the_round() -> None:
     view, _, _ = make(terminal=True, peers=1, width=120)
-    view.update(status(state="left", inner_step=21))
-    assert shown(view)[3].split()[1] == "left"
     view.update(status(state="evaluating", inner_step=0))
     assert shown(view, 120)[3].split()[:4] == ["p0", "evaluating", "3/16", "0"], "a new round starts at step zero"
     view.update(status("volunteer"))

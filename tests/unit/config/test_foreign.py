@@ -15,7 +15,7 @@ from rich.console import Console
 from diloco import hub
 from diloco.cli import join as asking
 from diloco.config import Config, Manifest, compose
-from diloco.config.manifest import check_foreign, sources_of
+from diloco.config.manifest import check_foreign
 from diloco.errors import ConfigError, DataError
 from diloco.swarm.visit.look import parse_manifest
 from tests.support.errors import error_text
@@ -92,11 +92,6 @@ def test_who_starts_a_run_that_nobody_can_join_is_told() -> None:
     assert any("nobody can join this run" in line for line in compose(["data=hub", "swarm=network"]).warnings())
     for fine in (["data=hub"], ["swarm=network"], [*ON_THE_HUB, "swarm=network"]):
         assert not any("nobody can join" in line for line in compose(fine).warnings())
-
-
-def test_what_comes_from_elsewhere_is_named() -> None:
-    found = {source.what: source for source in sources_of(compose(ON_THE_HUB).manifest())}
-    assert set(found) == {"model", "data", "tokenizer"}
 
 
 def test_what_will_be_fetched_trained_and_sent_is_shown() -> None:

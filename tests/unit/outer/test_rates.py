@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.outer.optimizer import OPTIMIZERS, YOUTH, OuterStep, lr_at, momentum_at
+from diloco.outer.optimizer import OPTIMIZERS, YOUTH, OuterStep, lr_at
 from diloco.protocol.schedule import dylu_steps
 from tests.support.outer import outer
 
 PAPER = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
-
-
-def test_the_momentum_warms_up_with_a_rate_that_rises_linearly() -> None:
-    # 1 / (1 - 0.9) = 10, so 1, 3.25, 5.5, 7.75, 10 in four versions; 1 - 1/3.25 = 9/13, 1 - 1/5.5 = 9/11.
-    values = [momentum_at(version, 0.9, 4) for version in range(6)]
-    assert values == pytest.approx([0.0, 9 / 13, 9 / 11, 1 - 1 / 7.75, 0.9, 0.9])
 
 
 def momentum_of(step: OuterStep, optimizer: str = "nesterov", **rates: object) -> float:

@@ -78,12 +78,3 @@ RATES: dict[str, tuple[InnerConfig, BudgetConfig, int, list[Time], list[float]]]
 def test_the_rate_is_that_of_the_swarm_clock(rule: str) -> None:
     settings, limits, sync_every, times, rates = RATES[rule]
     assert [learning_rate(time, settings, limits, sync_every) for time in times] == pytest.approx(rates)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_a_part_of_the_run_is_so_many_of_its_steps(schedule: str) -> None:
-    times = [Time(step // 5, step % 5) for step in range(45)]
-    part, steps = inner(warmup_steps=0.25, schedule=schedule), inner(warmup_steps=10, schedule=schedule)
-    rates = [learning_rate(time, part, budget(8), 5) for time in times]
-    assert rates == pytest.approx([learning_rate(time, steps, budget(8), 5) for time in times])
-    assert rates[9] == 2.0, "the tenth of forty steps"

@@ -61,22 +61,6 @@ def test_fsdp_divides_what_is_trained_and_gathers_one_layer() -> None:
     assert table(config, split=Split(4)) == one, "each process of ddp has all of it"
 
 
-def on_accelerator(*overrides: str, split: Split | None = None) -> dict[str, Row]:
-    return {row.what: row for row in memory_rows(compose([*PLAIN, *overrides]), 4, split or Split(), accelerator=True)}
-
-
-def test_an_accelerator_that_trains_on_copies_a_fragment() -> None:
-    copy, buffers = "a copy of the fragment that is sent", "staging buffers, pinned"
-    for overlap in (["outer.overlap=5"], ["outer.overlap=5", "outer.staggered=true"]):
-        rows = on_accelerator(*overlap)
-        assert (rows[copy].where, rows[copy].per_parameter) == ("device", 4 / 4)
-        assert (rows[buffers].where, rows[buffers].nbytes) == ("main", 4 * 2**20)
-    assert copy not in on_accelerator(), "training waits"
-    assert copy not in on_accelerator("outer.overlap=5", split=Split(2, sharded=True)), "ranks hand their rows over"
-    on_cpu = {row.what for row in memory_rows(compose([*PLAIN, "outer.overlap=5"]), 4, accelerator=False)}
-    assert not {copy, buffers} & on_cpu
-
-
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_optimizers_state_has_the_predicted_size(name: str) -> None:
     config = compose(["experiment=smoke", f"inner={name}"])

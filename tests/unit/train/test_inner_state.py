@@ -29,7 +29,6 @@ from diloco.sim.run import Simulated
 from diloco.swarm.conversations import inner_state
 from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, receive_inner
 from diloco.swarm.wire.streams import Stream, Traffic
-from diloco.train import attachment as attachment_module
 from diloco.train import inner
 from diloco.train.api import Attachment
 from diloco.train.inner import InnerStart, bound_moments_, inner_optimizer, layout_of, load_moments_, snapshot
@@ -291,16 +290,6 @@ def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
     tokens = outcome.summary.tokens
     assert tokens.processed == tokens.applied + tokens.discarded
     assert outcome.virtual_s > without.virtual_s
-
-
-def test_without_a_donor_a_joiner_starts_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment_module, "snapshot", lambda optimizer: None)
-    outcome = simulated(tmp_path, *LATE)
-    failed = [event["why"] for event in said(tmp_path, "inner_state_failed")]
-    assert failed == ["refused: no inner optimizer state is here"] * 3
-    [event] = said(tmp_path, "cold_start")
-    assert event["why"] == "no donor has any"
-    assert outcome.summary.tokens.discarded == 4 * 64
 
 
 def test_who_resumes_or_comes_at_the_start_asks_nobody() -> None:

@@ -62,7 +62,7 @@ def _run(config: Config) -> int:
     names = [f"p{index}" for index in range(config.local.peers)]
     title = f"{config.run.id}: {len(names)} peers, {config.model.name} on {config.data.source}, {config.outer.method}"
     console = Console()
-    say_who_can_join(console, config, config.run.key)
+    say_who_can_join(console, config)
     words: Words = queue.Queue()
     with contextlib.ExitStack() as stack:
         children: list[Child] = []

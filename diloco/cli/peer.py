@@ -30,7 +30,7 @@ def train(config: Config) -> int:
 
         def show(message: Message) -> None:
             if isinstance(message, Ready):  # an error before that stands alone, in one line
-                say_who_can_join(console, config, config.run.key)
+                say_who_can_join(console, config)
             view.update(message)
 
         summary = run(config, show)
@@ -54,7 +54,7 @@ def host(config: Config, until_done: bool) -> int:
         Host(config, name) as host,
         LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
     ):
-        say_who_can_join(console, config, host.manifest.run.key)
+        say_who_can_join(console, config)
         node, first = host.node, not config.swarm.initial_peers
         addresses, advice = tuple(node.addresses), node.advice or ""
         view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))

@@ -211,9 +211,9 @@ def hear_warnings() -> None:
     logging.basicConfig(handlers=[_Stderr()])
 
 
-def say_who_can_join(console: Console, config: Config, run_key: str | None) -> None:
+def say_who_can_join(console: Console, config: Config) -> None:
     """One line: red for a run that is open to the network, quiet for one that is not, none without a swarm."""
-    notice = who_can_join(config, run_key)
+    notice = who_can_join(config)
     if notice is not None:
         text, is_warning = notice
         console.print(text, style="bold red" if is_warning else "dim", highlight=False)

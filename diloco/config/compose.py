@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 import diloco.config.sizes  # noqa: F401 (files of configs/ name what it registers)
-from diloco.config.explain import accepts, expected, explain, leaves, nearest, show, unknown_key
+from diloco.config.explain import accepts, expected, explain, leaves, show, unknown_key
 from diloco.config.files import Request, compose_files, no_choice, read_saved
 from diloco.config.groups import KEYLESS
 from diloco.config.hub_names import with_commits
@@ -162,9 +162,7 @@ def outer_preset(name: str) -> dict[str, Any]:
     """
     there = [one for one in choices()["outer"] if one != "data_parallel"]  # it makes no outer steps
     if name not in there:
-        guess = nearest(str(name), there)
-        hint = f" (did you mean {guess[0]}?)" if guess else ""
-        raise ConfigError(f"preset={name} is no file of configs/outer{hint}; there are {', '.join(there)}")
+        raise ConfigError(no_choice("preset", str(name), there))
     values = OmegaConf.to_container(compose_tree([f"outer={name}"], Start()).tree.outer, resolve=False)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

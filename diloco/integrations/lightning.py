@@ -10,7 +10,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from diloco.errors import ConfigError, JoinError
+from diloco.errors import ConfigError
 from diloco.integrations.membership import Membership, peer_state
 from diloco.rundir.checkpoint import copied
 from diloco.train.api import Attachment
@@ -83,16 +83,9 @@ class DilocoLightningCallback(Callback):
         saved, self._saved = self._saved, None
         model = trainer.strategy.model or pl_module
         self._steps = _steps(trainer)
-        self._membership.open(
-            model, trainer.optimizers[0], schedulers, Path(trainer.default_root_dir), trainer.world_size, saved
-        )
+        place, steps = Path(trainer.default_root_dir), self._steps
+        self._membership.open(model, trainer.optimizers[0], schedulers, place, trainer.world_size, steps, saved)
         self._fits = True
-        if self._membership.is_over(self._steps):
-            raise JoinError(
-                f"max_steps={self._steps}, and the swarm has made so many inner steps; train for longer, or take "
-                "another run_id"
-            )
-
         self._order(trainer)
 
     def _order(self, trainer: Trainer) -> None:

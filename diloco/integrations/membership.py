@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.errors import CheckpointError, ConfigError
+from diloco.errors import CheckpointError, ConfigError, JoinError
 from diloco.integrations.orders import ORDERED, order_by_, remedy
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
@@ -58,10 +58,12 @@ class Membership:
         schedulers: Iterable[Any],
         directory: Path,
         processes: int,
+        steps: float,
         saved: PeerState | None = None,
     ) -> Attachment:
         """Join, as the peer whose key is in `directory` unless the settings name another. The trainer averages
-        gradients over so many `processes`.
+        gradients over so many `processes`, and ends after so many `steps`. Raises `JoinError` if the swarm has made as
+        many.
         """
         self.abandon()
         check_processes(processes)
@@ -78,6 +80,12 @@ class Membership:
             self.attachment = stack.enter_context(attached)
             self.swarm, self._open = swarm, stack.pop_all()
         atexit.register(self.abandon)
+        if self.is_over(steps) and not self.attachment.interrupted:
+            self.abandon()
+            raise JoinError(
+                f"max_steps={steps}, and the swarm has made so many inner steps; train for longer, or take "
+                "another run_id"
+            )
         return self.attachment
 
     def shard(self, dataset: Any, index: int | None, of: int | None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from diloco.errors import CheckpointError, ConfigError, JoinError
+from diloco.errors import CheckpointError, ConfigError
 from diloco.integrations.membership import Membership, load_beside, save_beside
 from diloco.integrations.tokens import TokenCount
 from diloco.train.api import Attachment
@@ -92,14 +92,9 @@ class DilocoCallback(TrainerCallback):
             schedulers,
             Path(args.output_dir or "."),
             args.world_size,
+            state.max_steps,
             self._saved(args, state),
         )
-        if self._membership.is_over(state.max_steps) and not sync.interrupted:
-            self._membership.abandon()
-            raise JoinError(
-                f"max_steps={state.max_steps}, and the swarm has made so many inner steps; train for longer, or take "
-                "another run_id"
-            )
         if rest := state.max_steps % sync.outer.sync_every:
             logger.warning(
                 "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody",

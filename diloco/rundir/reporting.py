@@ -142,7 +142,7 @@ class log_lines:
     """
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
-        self._notice, self._place, self._clock = who_can_join(config, config.run.key), config.run.dir, clock
+        self._notice, self._place, self._clock = who_can_join(config), config.run.dir, clock
         self._began_at = self._line_at = clock()
         self._shown: int | None = -1  # the outer step of the last line
         self._known = Status()
@@ -184,11 +184,12 @@ class log_lines:
         )  # fmt: skip
 
 
-def who_can_join(config: Config, run_key: str | None) -> tuple[str, bool] | None:
+def who_can_join(config: Config) -> tuple[str, bool] | None:
     """One line on whether strangers can join, and whether that line is a warning; None without a swarm.
 
     Commands show it first, because everybody who starts a peer should know it.
     """
+    run_key = config.run.key
     if config.outer.method != "diloco":
         return None
     if run_key is not None and config.swarm.admit == "anyone":

@@ -151,10 +151,10 @@ def test_whoever_starts_a_peer_is_told_who_can_join(
     overrides: list[str], key: str | None, text: str, red: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     screen, config, level = io.StringIO(), compose(overrides), logging.WARNING if red else logging.INFO
-    say_who_can_join(Console(file=screen, force_terminal=True, width=300), config, key)
+    keyed = config.model_copy(update={"run": config.run.model_copy(update={"key": key})})
+    say_who_can_join(Console(file=screen, force_terminal=True, width=300), keyed)
     assert text in screen.getvalue() and ("\x1b[1;31m" in screen.getvalue()) is red
     assert screen.getvalue().count("\n") == bool(text)
     caplog.set_level(logging.INFO)
-    keyed = config.model_copy(update={"run": config.run.model_copy(update={"key": key})})
     log_lines(keyed)(Ready(first=True))
     assert [(one.levelno, one.getMessage()[: len(text)]) for one in caplog.records] == [(level, text)] * bool(text)

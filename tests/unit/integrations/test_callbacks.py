@@ -133,7 +133,7 @@ def test_a_trainer_that_cannot_join_is_refused(tmp_path: Path) -> None:
     first, second = Membership({"run_id": "run", "sync_every": 4}), callback(Going())
     first._settings["runtime"] = Direct(Going())
     layer = nn.Linear(2, 1)
-    first.open(layer, torch.optim.SGD(layer.parameters()), [], tmp_path, 1)
+    first.open(layer, torch.optim.SGD(layer.parameters()), [], tmp_path, 1, 100)
     refused(trainer(tmp_path, second).train, "output directory: .* is in use by another process")
     first.close()
     node = Going()

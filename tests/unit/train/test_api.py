@@ -51,7 +51,7 @@ def test_a_key_is_named_by_a_text_or_a_path(tmp_path: Path) -> None:
     [
         ({"sync_evry": 4}, "sync_evry is neither an argument of Swarm nor a setting of the outer step; did you mean"),
         ({"outer": "async"}, "outer='async' is a text; a preset is named with preset='async'"),
-        ({"preset": "asinc"}, "preset=asinc is no file of configs/outer .did you mean async..; there are async, "),
+        ({"preset": "asinc"}, "preset=asinc is not a choice .did you mean async..; expected one of async, "),
         ({"method": "data_parallel"}, "method=data_parallel: a Swarm makes outer steps; diloco train has the other"),
         ({"address": "localhost:4100"}, "address=localhost:4100 is not valid; expected a list, each an address with"),
         ({"min_peers": 0}, "min_peers=0 is out of range; expected a whole number >= 1"),

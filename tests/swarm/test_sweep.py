@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import members
+from diloco.cli import sweep as command
 from tests.support import warm
 from tests.support.exit_codes import exit_code
 from tests.support.peers import DEADLINE_S
@@ -24,8 +24,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sweep_of_simulations_ends_in_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(members, "PROGRAM", (sys.executable, "-m", "diloco"))
-    monkeypatch.setattr(members.subprocess, "Popen", warm.Popen)
+    monkeypatch.setattr(command, "PROGRAM", (sys.executable, "-m", "diloco"))
+    monkeypatch.setattr(command.subprocess, "Popen", warm.Popen)
     arguments = ("sweep", "simulate", "experiment=smoke", "outer.lr=0.5,0.9", "--dir", "s")
     assert exit_code(*arguments) == 0
     shown = capsys.readouterr().out

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from diloco.cli import members
+from diloco.cli import sweep as command
 from diloco.config import compose
 from tests.support.command_line import Typed
 from tests.support.exit_codes import exit_code
@@ -51,7 +51,7 @@ sys.exit(code)
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "stand_in.py"
     program.write_text(STAND_IN)
-    monkeypatch.setattr(members, "PROGRAM", (sys.executable, "-S", str(program)))
+    monkeypatch.setattr(command, "PROGRAM", (sys.executable, "-S", str(program)))
     monkeypatch.chdir(tmp_path)
 
 

@@ -77,7 +77,7 @@ class Local:
         )
 
     def can_copy(self, fragment: Fragment) -> bool:
-        """Whether `copied` makes a copy of the fragment."""
+        """Whether `copied` makes a copy of the fragment: it is on an accelerator, and all of it in this process."""
         return self.is_whole and self._staging(fragment, 0, fragment.numel) is not None
 
     @torch.no_grad()

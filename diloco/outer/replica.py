@@ -88,11 +88,6 @@ class Replica:
             for start, stop in self.chunks[local.fragment.index]:
                 self.local.gather_(local.anchor[start:stop], local.fragment, start, stop)
 
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """The local parameters of this process, by name."""
-        return self.local.tensors
-
     # -- what this peer sends -----------------------------------------------------------------------------------------
 
     def encode(self, fragment: int, chunk: int) -> Tensor:
@@ -115,12 +110,6 @@ class Replica:
             base = source.local.as_loaded(rounded, base, source.fragment, start)
             pseudo_gradient_(delta, base, own)
             yield delta
-
-    def can_copy(self, fragment: int) -> bool:
-        """Whether `copy_local` can take the place of a capture for which training waits: where the local parameters are
-        on an accelerator, and all of them belong to this process.
-        """
-        return self.local.can_copy(self.fragments[fragment])
 
     def copy_local(self, fragment: int) -> bool:
         """Copy the fragment's local parameters on their device, for the next `capture`; training may go on at once.

@@ -31,7 +31,7 @@ from diloco.train.precision import LossScale, autocast
 from diloco.train.schedules import swarm_steps
 from diloco.train.session import Session, Sync
 
-__all__ = ["Trainer", "finished", "learning_rate"]
+__all__ = ["Trainer", "learning_rate"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Trainer:
             self.evaluate()  # where the curve begins
         self._logged = (sync.tokens, time.monotonic())
         self._boundary_version = self._saved_version = sync.version
-        while not finished(sync, config.budget) and not sync.interrupted:
+        while not config.budget.is_used_up(sync.version, sync.applied_tokens) and not sync.interrupted:
             lr = learning_rate(sync, config.inner, config.budget, config.outer.sync_every)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -210,7 +210,7 @@ class Trainer:
         config, sync = self.config, self.sync
         if self.island.leads:
             self._account()
-        over = finished(sync, config.budget)
+        over = config.budget.is_used_up(sync.version, sync.applied_tokens)
         if self.lead and not over and self._passed(config.eval.every, self._boundary_version):
             if self.island.leads:
                 self.tell(self.status("evaluating"))
@@ -334,11 +334,6 @@ class Trainer:
             bytes_received=received,
             peers=self.island.size if sync.view is None else sync.view.num_peers,
         )
-
-
-def finished(clock: Sync, budget: BudgetConfig) -> bool:
-    """Whether a limit of the budget is reached; between exchanges the answer does not change."""
-    return budget.is_used_up(clock.version, clock.applied_tokens)
 
 
 def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:

@@ -26,7 +26,7 @@ async def step_and_exchange(peer: Villager, busy_s: float = 0.0) -> None:
     await peer.node.pause()
     await asyncio.sleep(busy_s)
     await peer.node.enter("training")
-    peer.replica.parameters["w"].sub_(1.0)
+    peer.replica.local.tensors["w"].sub_(1.0)
     peer.node.protocol.progress(1, 1, 10.0, 10)
     await asyncio.sleep(0.1)
     await peer.exchange()

@@ -174,7 +174,7 @@ def test_a_newcomer_is_not_thrown_far_by_the_moments_that_it_gets() -> None:
         swarm.until(lambda: False, patience_s=1.5)
         assert any(line.split()[1:3] == ["n", "inner_state"] for line in swarm.story)
         replica = swarm.node("n").replica
-        assert float((replica.parameters["w"].detach() - replica.anchors[0]).abs().max()) <= 2.0
+        assert float((replica.local.tensors["w"].detach() - replica.anchors[0]).abs().max()) <= 2.0
 
 
 def test_a_peer_that_asks_for_all_data_gets_a_few_times_what_the_others_get() -> None:

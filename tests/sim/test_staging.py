@@ -78,7 +78,7 @@ CASES = st.builds(
 @torch.no_grad()
 def inner_step(replica: Replica, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for parameter in replica.parameters.values():
+    for parameter in replica.local.tensors.values():
         parameter.sub_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 16)
 
 
@@ -105,7 +105,11 @@ def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
                 replica.capture(fragment)
                 moves()
             else:
-                assert replica.can_copy(fragment) and replica.copy_local(fragment) and replica.is_taken(fragment)
+                assert (
+                    replica.local.can_copy(replica.fragments[fragment])
+                    and replica.copy_local(fragment)
+                    and replica.is_taken(fragment)
+                )
                 train(go_on)
                 device.on_wait = once(moves)
                 replica.capture(fragment)
@@ -117,7 +121,7 @@ def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
             replica.load_local_([fragment], case.mixing)
         if device is not None:
             device.finish()
-        found += [*replica.residuals.values(), *replica.parameters.values()]
+        found += [*replica.residuals.values(), *replica.local.tensors.values()]
         found = [one.detach().clone() for one in found]
     return found
 
@@ -229,11 +233,11 @@ def test_an_accelerator_sends_what_the_cpu_sends(case: Case) -> None:
 
     with small_pieces(chunk=case.chunk):
         here, on_device = case.replica(Local), case.replica(there)
-        assert on_device.can_copy(0)
+        assert on_device.local.can_copy(on_device.fragments[0])
         for version in range(3):
             for replica in (here, on_device):
                 inner_step(replica, version)
-                assert not replica.can_copy(0) or replica.copy_local(0)
+                assert not replica.local.can_copy(replica.fragments[0]) or replica.copy_local(0)
                 replica.capture(0)
                 inner_step(replica, 100)
             for chunk in range(len(here.chunks[0])):

@@ -120,7 +120,7 @@ class Village:
         """All of them subtract `step`, exchange, and train again."""
 
         async def one(peer: Villager) -> None:
-            peer.replica.parameters["w"].sub_(step)
+            peer.replica.local.tensors["w"].sub_(step)
             await peer.exchange()
             await peer.node.enter("training")
 

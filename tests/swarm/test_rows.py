@@ -51,7 +51,7 @@ def outcome(replica: Replica) -> dict[str, Tensor]:
     """What rank 0 sends, and what it would publish alone."""
     found: dict[str, Tensor] = {}
     for fragment in range(2):
-        assert not replica.can_copy(fragment) or replica.copy_local(fragment)
+        assert not replica.local.can_copy(replica.fragments[fragment]) or replica.copy_local(fragment)
         replica.capture(fragment)
         chunks = range(len(replica.chunks[fragment]))
         found[f"payload {fragment}"] = torch.cat([replica.encode(fragment, chunk).clone() for chunk in chunks])

@@ -124,7 +124,7 @@ class Rounds:
         """
         captures = self._settings.overlap or self._settings.error_feedback or not self._replica.local.is_whole
         for fragment, count in counts.items():
-            if self._settings.overlap and self._replica.can_copy(fragment):
+            if self._settings.overlap and self._replica.local.can_copy(self._replica.fragments[fragment]):
                 await self._depart_with_copy(fragment, count)
                 continue
             if captures:

@@ -145,7 +145,7 @@ class Watch:
         for fragment, (version, digest) in enumerate(node._anchors.loaded):
             if before.get(fragment) != digest:  # a number alone loads nothing
                 before[fragment], values = digest, torch.empty(replica.fragments[fragment].numel)
-                gather_(values, replica.fragments[fragment], 0, values.numel(), replica.parameters)
+                gather_(values, replica.fragments[fragment], 0, values.numel(), replica.local.tensors)
                 if digest_of(values) != digest:
                     self._crowd.failures.append(f"fragment {fragment} of {name} is not its anchor of version {version}")
 

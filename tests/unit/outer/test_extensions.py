@@ -97,10 +97,10 @@ def test_a_registered_class_is_all_that_a_new_codec_takes() -> None:
     register(type("Published", (Thirds,), {"publishes": True}))
     settings = outer(codec_up="thirds", codec_down="thirds", lr=1, momentum=0, robust="clip")
     replica = syncer({"w": torch.arange(CHUNK + 5.0) % 509}, settings)
-    replica.parameters["w"].mul_(0.5)
+    replica.local.tensors["w"].mul_(0.5)
     take(replica.held[0], "peer", [replica.encode(0, chunk) for chunk in range(2)])
     merge(replica.held[0], OuterStep(0, 1))
-    assert torch.equal(replica.anchors[0], replica.parameters["w"])
+    assert torch.equal(replica.anchors[0], replica.local.tensors["w"])
 
 
 def test_a_codec_does_not_publish_unless_it_says_so() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco.config import BudgetConfig, InnerConfig
-from diloco.train.loop import finished, learning_rate
+from diloco.train.loop import learning_rate
 
 
 @dataclass
@@ -38,7 +38,7 @@ def budget(outer_steps: int | None = None, tokens: int | None = None) -> BudgetC
     ],
 )  # fmt: skip
 def test_a_run_ends_with_the_first_limit_that_is_reached(limits: BudgetConfig, time: Time, over: bool) -> None:
-    assert finished(time, limits) is over
+    assert limits.is_used_up(time.version, time.applied_tokens) is over
 
 
 COSINE = [2.0, 0.2 + 1.8 * 0.5 * (1 + math.sqrt(0.5)), 1.1, 0.2 + 1.8 * 0.5 * (1 - math.sqrt(0.5)), 0.2, 0.2]

@@ -13,12 +13,8 @@ import pytest
 from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.view import View
 from diloco.swarm.node import node
-from tests.support.peers import json_lines
+from tests.support.peers import events, json_lines
 from tests.support.simulated import digests, simulated
-
-
-def said(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == kind]
 
 
 def test_four_peers_end_with_one_anchor_and_a_run_directory(tmp_path: Path) -> None:
@@ -42,8 +38,8 @@ def test_the_same_seed_gives_the_same_run_to_the_last_event(tmp_path: Path) -> N
     assert [peer.anchor_digest for peer in one.summary.peers] == [peer.anchor_digest for peer in two.summary.peers]
     assert (tmp_path / "one/events.jsonl").read_text() == (tmp_path / "two/events.jsonl").read_text()
     assert one.virtual_s == two.virtual_s != other.virtual_s
-    assert said(tmp_path / "one", "contribution_broke")
-    assert said(tmp_path / "one", "lost") and len(digests(one)) == 1
+    assert events(tmp_path / "one", "contribution_broke")
+    assert events(tmp_path / "one", "lost") and len(digests(one)) == 1
 
 
 def accounts(run_dir: Path) -> list[dict[str, Any]]:
@@ -65,7 +61,7 @@ def test_a_joiner_is_counted_in_and_a_leaver_hands_over(tmp_path: Path) -> None:
     assert written == {name: row.tokens for name, row in record.items()}
     assert len({peers[name].anchor_digest for name in ("p0", "p2", "p3", "p4")}) == 1
     assert peers["p4"].steps < peers["p0"].steps
-    assert {event["subject"] for event in said(tmp_path, "leave")} >= {"p1"}
+    assert {event["subject"] for event in events(tmp_path, "leave")} >= {"p1"}
     counted = [(line["live"], line["training"], line["merged"]) for line in accounts(tmp_path)]
     assert counted[0] == (5, 5, 5) and counted[1] == (4, 4, 4) == counted[-1]
 
@@ -121,8 +117,8 @@ def test_a_joiner_that_begins_behind_the_others_gets_in_step(
 
     monkeypatch.setattr(View, "first_position", behind)
     cycle = (f"fragments={fragments}", f"sync_every={sync_every}", "staggered=true", "overlap=2")
-    events = f"sim.events=[join:4@{joins_at}]"
-    simulated(tmp_path, *(f"outer.{one}" for one in cycle), "budget.outer_steps=6", events, "sim.latency_s=0.01")
-    late = [event["time"] for event in said(tmp_path, "discarded")]
+    joins = f"sim.events=[join:4@{joins_at}]"
+    simulated(tmp_path, *(f"outer.{one}" for one in cycle), "budget.outer_steps=6", joins, "sim.latency_s=0.01")
+    late = [event["time"] for event in events(tmp_path, "discarded")]
     assert len(late) == 1 and late[0] < joins_at + sync_every
-    assert not any(said(tmp_path, kind) for kind in ("out_of_step", "contribution_broke", "missing"))
+    assert not any(events(tmp_path, kind) for kind in ("out_of_step", "contribution_broke", "missing"))

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,8 +30,7 @@ from diloco.swarm.node.runtime import NodeThread
 from diloco.testing.fuzz.crowd import small_pieces
 from diloco.train.island import Island
 from diloco.train.swarm_link import SwarmLink
-from tests.support.simulated import digests, simulated
-from tests.support.stub_device import LazyDevice, at_once
+from tests.support.stub_device import LazyDevice
 from tests.support.stub_host import OTHER, StubHost, run
 
 SHAPES = {"embed": (7, 5), "narrow": (6,), "turned": (4, 5), "scale": (), "head": (5, 7)}
@@ -374,13 +372,3 @@ async def test_a_checkpoint_has_the_residual_of_a_whole_payload(sending: Sending
     sending.go_on.set()
     saved = await saving
     assert saved.residuals[0].tolist() == [2.0**-20] * 6
-
-
-def test_a_swarm_of_accelerators_ends_where_one_of_cpus_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = ("outer=streaming", "outer.overlap=2", "local.peers=2")
-    plain = simulated(tmp_path / "cpu", *short)
-    copied, copy_local = [], Replica.copy_local
-    device = at_once()
-    monkeypatch.setattr(Local, "_staging", lambda *_: device)
-    monkeypatch.setattr(Replica, "copy_local", lambda *arguments: copied.append(1) or copy_local(*arguments))
-    assert digests(simulated(tmp_path / "accelerator", *short)) == digests(plain) and copied

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from diloco.admission import Admission, RunKey, issue
-from diloco.protocol.messages import Message, encode
+from diloco.protocol.messages import Message
 from diloco.swarm.wire.gate import Gate
+from tests.support.stub_wire import Pipe, framed
 
 SOON = int(time.time()) + 3600
 
@@ -27,23 +28,11 @@ def gate(key: RunKey, me: str, role: Any = "worker") -> Gate:
     return made
 
 
-class Wire:
+class Wire(Pipe):
     """What one side writes, and what it is given to read."""
 
     def __init__(self, *said: Message) -> None:
-        self.reader, self.written, self.closed = asyncio.StreamReader(), bytearray(), False
-        for message in said:
-            frame = encode(message)
-            self.reader.feed_data(len(frame).to_bytes(4, "big") + frame)
-        self.reader.feed_eof()
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    async def drain(self) -> None: ...
-
-    def close(self) -> None:
-        self.closed = True
+        super().__init__(b"".join(map(framed, said)))
 
 
 class End(Wire):

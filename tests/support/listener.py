@@ -16,20 +16,10 @@ from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.gate import Gate
 from tests.support.certificates import Nobody
+from tests.support.stub_host import ME, OTHER, NoNetwork
 from tests.support.stub_wire import Pipe
 
-ME, OTHER, MANIFEST, DIGEST = "me", "other", "0" * 64, "1" * 64
-
-
-class NoNetwork:
-    """A transport by which nobody can be reached; says who was called."""
-
-    def __init__(self) -> None:
-        self.me, self.seeds, self.called = ME, list[str](), list[str]()
-
-    async def open(self, peer: str, protocol: str) -> Any:
-        self.called.append(peer)
-        raise ConnectionError(f"{peer} cannot be reached")
+MANIFEST, DIGEST = "0" * 64, "1" * 64
 
 
 class Listener:

@@ -397,6 +397,16 @@ def program(code: str, *arguments: str, directory: Path) -> Command:
         return started.done()
 
 
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return content
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of a kind that a run has written."""
+    return [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == kind]
+
+
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a JSON-lines file; none while it is missing."""
     if not path.exists():

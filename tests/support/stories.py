@@ -117,17 +117,6 @@ class Story:
         for pair in product(one, other):
             self.crowd.network.mend(*pair)
 
-    def every_turn(self, happens: Callable[[], None]) -> None:
-        """From now on let something happen right after each turn of the event loop."""
-        look = self.loop.on_turn
-        assert look is not None
-
-        def looks() -> None:
-            look()
-            happens()
-
-        self.loop.on_turn = looks
-
     # -- time passes --------------------------------------------------------------------------------------------------
 
     def run_for(self, seconds: float) -> None:
@@ -137,12 +126,14 @@ class Story:
     def run_until(self, condition: Callable[[], bool], what: str) -> None:
         """Let virtual time pass until the turn after which something is so; `Violation` when it is in vain."""
         reached, look = self.loop.create_future(), self.loop.on_turn
+        assert look is not None
 
         def looks() -> None:
+            look()
             if not reached.done() and (self.crowd.failures or condition()):
                 reached.set_result(None)
 
-        self.every_turn(looks)
+        self.loop.on_turn = looks
         try:
             self.loop.run_until_complete(asyncio.wait([reached], timeout=PATIENCE_S))
         finally:

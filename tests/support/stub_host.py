@@ -60,11 +60,13 @@ class StubFetcher:
 
 
 class NoNetwork:
-    """A transport by which nobody can be reached."""
+    """A transport by which nobody can be reached; says who was called."""
 
-    me, seeds = ME, list[str]()
+    def __init__(self) -> None:
+        self.me, self.seeds, self.called = ME, list[str](), list[str]()
 
     async def open(self, peer: str, protocol: str) -> Any:
+        self.called.append(peer)
         raise ConnectionError(f"{peer} cannot be reached")
 
 

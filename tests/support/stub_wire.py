@@ -16,7 +16,6 @@ from diloco.protocol.messages import decode, encode
 from diloco.protocol.messages.bulk import Contribution
 from diloco.swarm.conversations.answer import BulkServer
 from tests.support.certificates import MANIFEST
-from tests.support.coroutines import PATIENCE_S
 from tests.support.stub_host import OTHER, StubHost
 
 NUMEL = 6
@@ -29,14 +28,15 @@ class Pipe:
         self.reader = asyncio.StreamReader()
         self.reader.feed_data(sent)
         self.reader.feed_eof()
-        self.written = bytearray()
+        self.written, self.closed = bytearray(), False
 
     def write(self, data: Any) -> None:
         self.written += bytes(data)
 
     async def drain(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
     def messages(self) -> list[object]:
         found, at = [], 0
@@ -90,7 +90,3 @@ def contribution(values: torch.Tensor, **claims: int) -> bytes:
         **{"base_version": 0, "steps": 1, "tokens": 10, **claims},
     )  # fmt: skip
     return framed(header) + payload.numpy().tobytes()
-
-
-def run(scene: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))

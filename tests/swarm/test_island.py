@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from diloco.config import compose
 from diloco.train.run import run
 from tests.support import warm
-from tests.support.peers import SMOKE, command, eventually, json_lines, together
+from tests.support.peers import SMOKE, command, eventually, json_lines, summary_of, together
 from tests.support.places import ROOT
 
 EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.shards=1", "train.threads=1")
@@ -41,11 +40,6 @@ def train(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """The same in this process, alone."""
     run(compose([*SMOKE, f"run.dir={run_dir}", *overrides]), lambda message: None)
     return summary_of(run_dir)
-
-
-def summary_of(run_dir: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return content
 
 
 def weights(run_dir: Path) -> Tensor:

@@ -19,7 +19,18 @@ from diloco.cli.main import main
 from diloco.config import compose
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.train.run import run
-from tests.support.peers import SMOKE, Command, arguments_of, command, dead_port, eventually, free_port, json_lines
+from tests.support.peers import (
+    SMOKE,
+    Command,
+    arguments_of,
+    command,
+    dead_port,
+    events,
+    eventually,
+    free_port,
+    json_lines,
+    summary_of,
+)
 
 ENDLESS = ("budget.outer_steps=100000", "local.peers=2", "local.step_delay_s=[0.02,0.02]")
 
@@ -32,15 +43,6 @@ def local(run_dir: Path, *overrides: str, **options: Any) -> Any:
     return command(
         "-m", "diloco", "local", *smoke, f"run.dir={run_dir}", *overrides, directory=run_dir.parent, **options
     )
-
-
-def summary_of(run_dir: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return content
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == kind]
 
 
 def reach(started: Command, run_dir: Path, version: int) -> None:

@@ -18,7 +18,7 @@ from diloco.cli.main import main
 from diloco.config import compose
 from diloco.train.baseline import DataParallel
 from diloco.train.run import run
-from tests.support.peers import SMOKE, command, eventually, json_lines
+from tests.support.peers import SMOKE, command, events, eventually, json_lines
 from tests.support.slow import slow
 
 # One peer, whose order of the data does not depend on its identity; a constant learning rate, so that a longer budget
@@ -51,10 +51,6 @@ def curve(run_dir: Path) -> dict[tuple[int, str], float]:
     return {(line["inner_step"], kind): line[kind] for line in lines for kind in ("loss", "eval_loss") if kind in line}
 
 
-def resumes(run_dir: Path) -> list[dict[str, Any]]:
-    return [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == "resume"]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
@@ -72,7 +68,7 @@ def test_a_peer_that_was_killed_at_a_boundary_ends_bit_equal_to_one_that_was_not
         eventually(lambda: not started.family(), "its daemon to end")
     assert not (run_dir / "summary.json").exists()
     resumed = train(run_dir)
-    [event] = resumes(run_dir)
+    [event] = events(run_dir, "resume")
     assert event["version"] in (1, 2, 3) and event["skipped"] == [], "that of version 3 may not have been whole yet"
     assert kept(resumed) == kept(uninterrupted[1])
     assert curve(run_dir) == curve(uninterrupted[0])
@@ -116,8 +112,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(
     longer = ("budget.outer_steps=8", "outer.rounds=6")  # both make step 5 by one plan
     first, second = train(sound, *longer), train(damaged, *longer)
     assert first["outer_steps"] == second["outer_steps"] == 8
-    assert [event["version"] for event in resumes(sound)] == [6]
-    [event] = resumes(damaged)
+    assert [event["version"] for event in events(sound, "resume")] == [6]
+    [event] = events(damaged, "resume")
     assert event["version"] == 5
     assert event["skipped"] == [
         "step-00000006: anchor.safetensors is corrupt (its sha256 differs); using step-00000005 instead"

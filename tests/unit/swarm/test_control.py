@@ -28,15 +28,11 @@ class Blocked(Pipe):
         self.reader = asyncio.StreamReader()
         self.reader.feed_data(framed(status()))
         self.blocked = asyncio.Event()
-        self.closed = False
 
     async def drain(self) -> None:
         if len(self.written) > FLUSH_BYTES:
             self.blocked.set()
             await asyncio.Event().wait()
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def claim(fragment: int = 0, term: int = 1, version: int = 0) -> Claim:

@@ -223,12 +223,8 @@ def test_no_module_takes_a_private_name_of_another() -> None:
     ("module", "source", "complaint"),
     [
         ("diloco.outer.codecs", "import diloco.config.schema\nimport diloco.train", "outer is not above train"),
-        ("diloco.swarm.node", "def late():\n    from ..train import api", "swarm is not above train"),
         ("diloco.swarm.node", "import importlib\nimportlib.import_module('diloco.cli')", "swarm is not above cli"),
-        ("diloco.train.loop", "from diloco.pages import page", "pages is in no layer"),
         ("diloco.train.loop", "if TYPE_CHECKING:\n    import hivemind", "its home is swarm"),
-        ("diloco.swarm.node", "from torch import distributed", "its home is train"),
-        ("diloco.train.loop", "import requests", "no part is its home"),
         ("diloco.protocol.lease", "import time", "protocol reads no clock and opens no socket"),
         ("diloco.rundir.checkpoint", "import pickle", "it can run code from a file"),
         ("diloco.swarm.visit.look", "from ..node import node", "swarm.visit is not above swarm.node"),

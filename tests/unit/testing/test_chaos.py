@@ -70,14 +70,6 @@ def test_the_report_of_a_kill_names_what_it_cost() -> None:
     assert any("skipped: no" in line for line in lines_of(figures, figures))
 
 
-def test_what_is_wrong_is_said() -> None:
-    figures = report(log_of(stay(0, [1.0], [2.0]), stay(1, [1.0], [2.0], digest="b", exit=1)), [])
-    assert judge({**figures, "leftovers": [12], "tracebacks": ["p0/session-0.err"]}, 1.0) == [
-        "1 fragment versions have different digests: 0:1", "2 different anchors at the end", "p1 ended with 1",
-        "traceback in p0/session-0.err", "processes are left: [12]",
-    ]  # fmt: skip
-
-
 # -- links ------------------------------------------------------------------------------------------------------------
 
 

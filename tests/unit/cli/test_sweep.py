@@ -88,23 +88,6 @@ def signalled(name: str, *numbers: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("line", "listed"),
-    [
-        ("run.seed=1,2 outer.lr=0.5", ["run.seed=1", "run.seed=2"]),
-        ("outer.lr=0.5,0.7 run.seed=range(0,2)", ["lr=0.5 run.seed=0", "seed=1", "lr=0.7 run.seed=0", "seed=1"]),
-        ("model=glob(t*) outer.lr=choice(0.5,0.7)", ["model=tiny outer.lr=0.5", "model=tiny outer.lr=0.7"]),
-    ],
-)
-def test_a_dry_run_lists_the_members_of_hydra_s_grammar_and_writes_nothing(
-    line: str, listed: list[str], typed: Typed
-) -> None:
-    shown = typed("sweep", "local", SMOKE, *line.split(), "--dir", "s", "--dry-run").splitlines()
-    assert len(shown) == len(listed) and all(part in said for part, said in zip(listed, shown, strict=True))
-    assert all(said.startswith("to run  diloco local experiment=smoke ") for said in shown)
-    assert not Path("s").exists()
-
-
-@pytest.mark.parametrize(
     ("line", "complaint"),
     [
         ("outer.lr=0.5,-1", "outer.lr=-1 is out of range; expected a number > 0 and <= 10"),

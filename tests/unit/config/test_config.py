@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from diloco.admission import RunKey, issue
 from diloco.config import Config, Manifest, OuterConfig, PeerLocal, RunOwned, choices, compose, help_text
@@ -124,6 +125,8 @@ def test_one_composition_leaves_no_trace_in_the_next(tmp_path: Path) -> None:
     for base in (None, tmp_path / "config.yaml"):
         compose(["model=tiny", "model.config.hidden_size=64", "inner.betas=[0.5,0.5]", "run.dir=x"], base=base)
         assert compose(["model=tiny"], base=base) == DEFAULT
+    with pytest.raises(ValidationError):
+        DEFAULT.outer.lr = 1.0  # type: ignore[misc]
 
 
 # --- the schema -------------------------------------------------------------------------------------------------------

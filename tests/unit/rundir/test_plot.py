@@ -43,6 +43,13 @@ def test_curves_are_per_peer_over_the_swarm_clock(tmp_path: Path) -> None:
     assert unit == "tokens"
 
 
+@pytest.mark.parametrize("tokens", [None, 0])
+def test_without_a_swarm_clock_the_axis_counts_steps(tmp_path: Path, tokens: int | None) -> None:
+    path = write(tmp_path / "m", train("p0", 1, 0, 5.0), train("p0", 2, 0, 4.0), held_out(1, tokens, 4.5, step=2))
+    training, evaluated, unit = read_curves(path)
+    assert (training["p0"].x, evaluated.x, unit) == ([1, 2], [2], "steps")
+
+
 def test_steps_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
     """A peer that rejoins with nothing keeps its history."""
     before = [train("p0", step, 10 * (step // 2), 9.0) for step in range(1, 6)]

@@ -1,8 +1,10 @@
-"""A swarm that is not there, for whoever watches one."""
+"""A swarm that is not there, for the dashboard: `python tests/support/fake_swarm.py PORT PEERS` serves its page."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import sys
 import time
 from collections.abc import Callable
 
@@ -115,3 +117,10 @@ class FakeSwarm:
         if elapsed_s > self._dies_after_s:
             raise SwarmError("/ip4/203.0.113.7/tcp/4100/p2p/12D3KooW: peer 000000 does not answer; check the address")
         return snapshot(self._peers, 300.0 + elapsed_s, self._clock())
+
+
+if __name__ == "__main__":
+    from diloco.dashboard.server import Dashboard
+
+    dies_after_s = float(sys.argv[3]) if len(sys.argv) > 3 else math.inf
+    asyncio.run(Dashboard("127.0.0.1", int(sys.argv[1])).watch(FakeSwarm(int(sys.argv[2]), dies_after_s)))

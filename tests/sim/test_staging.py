@@ -244,8 +244,8 @@ def test_an_accelerator_sends_what_the_cpu_sends(case: Case) -> None:
                 move(replica, 0, version)
                 replica.release_capture(0)
                 replica.load_local_([0], case.mixing)
-            for name, values in here.parameters.items():
-                assert torch.equal(values, on_device.parameters[name].cpu())
+            for name, values in here.local.tensors.items():
+                assert torch.equal(values, on_device.local.tensors[name].cpu())
 
 
 # -- in a node --------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def alike(
 
 def move(peer: Replica, by: float) -> None:
     """Inner steps with a constant gradient: they subtract it."""
-    for parameter in peer.parameters.values():
+    for parameter in peer.local.tensors.values():
         parameter.sub_(by)
 
 
@@ -67,7 +67,7 @@ def test_four_workers_follow_what_was_worked_out_by_hand(codec: str, fragments: 
                 assert torch.equal(peers[3].anchors[fragment], state.master)
         assert len({tuple(peer.digests()) for peer in peers}) == 1
         for peer in peers:
-            assert all(torch.equal(values, peers[0].parameters[name]) for name, values in peer.parameters.items())
+            assert all(torch.equal(values, peers[0].local.tensors[name]) for name, values in peer.local.tensors.items())
 
 
 def test_a_chunk_is_averaged_over_the_contributions_that_arrived() -> None:
@@ -149,7 +149,7 @@ def test_the_anchor_stays_where_it_is_while_nobody_trains(down: str, mode: str) 
                 if down == "fp16":
                     anchor.copy_(anchor.half())  # what such an update can say
             peer.load_local_()
-            before = [anchor.clone() for anchor in (*peer.anchors, peer.parameters["w"])]
+            before = [anchor.clone() for anchor in (*peer.anchors, peer.local.tensors["w"])]
             assert torch.equal(before[2].float(), torch.cat(before[:2])) == (down == "fp16" and dtype == torch.float16)
             for version in range(3):
                 for fragment in range(2):
@@ -157,7 +157,7 @@ def test_the_anchor_stays_where_it_is_while_nobody_trains(down: str, mode: str) 
                     rest(peer, fragment, version)
                     held = peer.held[fragment]
                     assert torch.equal(held.master, held.anchor) and not held.state.momentum.any(), "nothing adds up"
-                for now, then in zip((*peer.anchors, peer.parameters["w"]), before, strict=True):
+                for now, then in zip((*peer.anchors, peer.local.tensors["w"]), before, strict=True):
                     assert torch.equal(now, then), (up, dtype, version)
 
 
@@ -181,8 +181,8 @@ def test_what_narrow_parameters_learn_arrives_in_the_anchor(dtype: torch.dtype) 
     peer.anchors[0].copy_(1.0 + torch.arange(64) / 4096)
     peer.load_local_()
     peer.hold(0)
-    before, loaded = peer.anchors[0].clone(), peer.parameters["w"].clone()
+    before, loaded = peer.anchors[0].clone(), peer.local.tensors["w"].clone()
     move(peer, 0.25)
-    moved = (loaded - peer.parameters["w"]).float()
+    moved = (loaded - peer.local.tensors["w"]).float()
     exchange([peer], [1.0])
     torch.testing.assert_close(before - peer.anchors[0], moved, rtol=0, atol=2e-7)

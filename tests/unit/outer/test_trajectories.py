@@ -113,7 +113,7 @@ def test_sparse_with_error_feedback() -> None:
     settings = outer(codec_up="topk", error_feedback=0.5, momentum=0, lr=1, codec_down="fp32")
     peer = syncer({"w": torch.full((3,), 10.0)}, settings)
     for version, expected in enumerate(([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])):
-        peer.parameters["w"].sub_(torch.tensor([4.0, 3.0, -3.5]))
+        peer.local.tensors["w"].sub_(torch.tensor([4.0, 3.0, -3.5]))
         peer.capture(0)
         take(peer.held[0], "peer", [peer.encode(0, 0)])
         merge(peer.held[0], OuterStep(version, 1))

@@ -70,8 +70,9 @@ def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
             guest.done()
         starter.process.send_signal(signal.SIGINT)
         starter.done()
-    stages = [line.split("] ")[1].split(":")[0] for line in guest.stdout.splitlines()[:6]]
-    assert stages == ["connect", "manifest", "machine", "data", "state", "first contribution"]
+    said = [line.split("] ")[1].split(":")[0] for line in guest.stdout.splitlines() if "] " in line]
+    stages = [one for one in said if one != "state"]  # which is only told where it takes a while
+    assert stages[:5] == ["connect", "manifest", "machine", "data", "first contribution"]
     [run_dir] = (tmp_path / "home" / "diloco" / "peer-0" / "runs").iterdir()
     [mine] = json.loads((run_dir / "summary.json").read_text())["peers"]
     assert mine["tokens"] > 0

@@ -26,11 +26,7 @@ from diloco.errors import ConfigError, PayloadError
 __all__ = ["MAX_CHARACTERS", "ROLES", "Credential", "Grant", "Role", "Token", "issue"]
 
 Role = Literal["worker", "host", "observer", "contributor"]
-ROLES: tuple[Role, ...] = (
-    "worker",
-    "host",
-    "observer",
-)  # that are given, most powerful first; the wire has the index
+ROLES: tuple[Role, ...] = ("worker", "host", "observer")  # that are given, most powerful first; the wire has the index
 
 VERSION = 1
 MAX_CHARACTERS = 1024  # the longest token or credential that is read; real ones have about 300

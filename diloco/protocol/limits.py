@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
+from diloco.protocol.numbers import forget_oldest
 
 __all__ = [
     "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "CONTROL_STREAMS", "COPIES", "FILE_BYTES",
@@ -114,8 +115,7 @@ class Buckets(Generic[T]):
         if bucket is None:
             if len(self._by_key) >= MAX_PEERS:
                 self._by_key = {k: b for k, b in self._by_key.items() if b.left(now) < self._burst}
-            while len(self._by_key) >= MAX_PEERS:
-                del self._by_key[next(iter(self._by_key))]
+            forget_oldest(self._by_key, MAX_PEERS - 1)
             bucket = self._by_key[key] = Bucket(self._per_s, self._burst)
         return bucket
 

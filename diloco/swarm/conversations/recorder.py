@@ -21,7 +21,7 @@ from diloco.errors import PayloadError
 from diloco.protocol.membership import AddressBook, Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
-from diloco.protocol.numbers import MAX_SECONDS, MAX_TOKENS, at_most, within_bounds
+from diloco.protocol.numbers import MAX_SECONDS, MAX_TOKENS, at_most, forget_oldest, within_bounds
 from diloco.protocol.peer import Peer
 from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
 
@@ -96,8 +96,7 @@ class Recorder:
             version = min(status.versions, default=0)
             told = self._seconds.get(version, (0.0,) * (1 + len(PHASES)))
             self._seconds[version] = tuple(map(sum, zip(told, (1.0, *astuple(seconds)), strict=True)))
-            if len(self._seconds) > schema.MAX_HISTORY:
-                self._seconds.pop(next(iter(self._seconds)))
+            forget_oldest(self._seconds, schema.MAX_HISTORY)
         if figures.loss and (not self._loss or now - self._loss[-1].at >= self._loss_every_s):
             self._add_loss(now)
 

@@ -33,8 +33,9 @@ def test_the_same_seed_is_the_same_run_line_by_line() -> None:
 # -- splits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 1, 22])
 def test_no_split_breaks_an_invariant(seed: int) -> None:
+    """In 22 a peer contributed in vain, because others overtook it whenever a version closed."""
     assert play(split_scenario(seed)).violation is None
 
 

@@ -36,7 +36,7 @@ from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream, only_stream
 
-__all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole", "line_of"]
+__all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole", "line_of", "until_open"]
 
 Freeze = Callable[[int], Awaitable[framing.FragmentState]]
 
@@ -180,17 +180,24 @@ async def _collect(context: Context, stream: Stream, syncer: Syncer, header: Con
         raise _another_syncer(fragment)
     line = await _receive_line(context, stream, header)
     await asyncio.sleep(0)  # what came whole in this turn of the loop is folded in first
-    while True:
-        async with context.locks[fragment].writing():
-            with offences():
-                before = await fold_whole(context, syncer, stream.peer, header, payloads, line)
-        if not context.holds(syncer):
-            raise _another_syncer(fragment)
-        if before is not None:
-            return before
-        if not syncer.closing:
-            raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
-        await context.tasks.until(lambda: not syncer.closing or not context.holds(syncer))
+    lock = context.locks[fragment]
+    async with lock.turn:
+        while True:
+            await until_open(context, syncer)
+            async with lock.writing():
+                with offences():
+                    before = await fold_whole(context, syncer, stream.peer, header, payloads, line)
+            if not context.holds(syncer):
+                raise _another_syncer(fragment)
+            if before is not None:
+                return before
+            if not syncer.closing:
+                raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
+
+
+async def until_open(context: Context, syncer: Syncer) -> None:
+    """Wait while a version is closing, or until the lease is lost; the caller has the `turn` of the lock."""
+    await context.tasks.until(lambda: not syncer.closing or not context.holds(syncer))
 
 
 async def _receive_chunk(context: Context, stream: Stream, fragment: int, chunk: int) -> Tensor:

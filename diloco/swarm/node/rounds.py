@@ -18,7 +18,7 @@ from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.succession import missed
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole, line_of
+from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole, line_of, until_open
 from diloco.swarm.conversations.framing import FragmentState
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.conversations.units import UnitSupply
@@ -338,11 +338,13 @@ class Rounds:
 
     async def _fold_whole(self, syncer: Syncer, header: Contribution) -> int | None:
         """Fold in all of it at once. Returns the version that it was not in yet; None when it is not wanted."""
-        fragment = syncer.fragment
-        async with self._context.locks[fragment].writing():
-            chunks = range(len(self._replica.chunks[fragment]))
-            payloads = await in_thread(lambda: [self._replica.encode(fragment, chunk) for chunk in chunks])
-            return await fold_whole(self._context, syncer, self._protocol.me, header, payloads)
+        fragment, lock = syncer.fragment, self._context.locks[syncer.fragment]
+        async with lock.turn:
+            await until_open(self._context, syncer)
+            async with lock.writing():
+                chunks = range(len(self._replica.chunks[fragment]))
+                payloads = await in_thread(lambda: [self._replica.encode(fragment, chunk) for chunk in chunks])
+                return await fold_whole(self._context, syncer, self._protocol.me, header, payloads)
 
     async def _fold_chunks(self, syncer: Syncer, header: Contribution, first_chunk: int) -> bool:
         """At a barrier: fold in chunk by chunk; False when the version closes meanwhile, without this peer."""

@@ -33,6 +33,7 @@ def evaluate(config: Config, model: Path) -> int:
     with _model_of(model) as place:
         loaded = models.load(place, key="MODEL_DIR").to(island.device)
     dataset = data.load(config.data, config.run.seed)
+    models.check_fit(loaded.config, dataset.tokenizer, key="MODEL_DIR")
     holdout = dataset.holdout(config.eval.sequences)
     with autocast(config, island.device):
         models.prepare_head_(loaded)
@@ -106,7 +107,7 @@ def export(source: Path, out: Path, name: str | None = None, private: bool = Fal
 
 def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
     tokenizer = data.load_tokenizer(*config.data.tokenizer_place)
-    model = models.build(config.model, config.run.seed, vocab_size=tokenizer.vocab_size)
+    model = models.build(config.model, config.run.seed, tokenizer=tokenizer)
     parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
     anchors = checkpoint.tensors["anchor"]
     if config.outer.method == "data_parallel":

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.tokenizers import Tokenizer, Tokens
+from diloco.data.tokenizers import Tokenizer, Tokens, token_dtype
 
-__all__ = ["Packer", "is_held_out", "permuted", "token_dtype"]
+__all__ = ["Packer", "is_held_out", "permuted"]
 
 _FEISTEL_ROUNDS = 6
 
@@ -24,11 +24,6 @@ def is_held_out(document: bytes, fraction: float) -> bool:
     """
     number = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big")
     return number < fraction * 2.0**64
-
-
-def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
-    """The smallest of uint8, uint16 and int32 that holds every token of the vocabulary."""
-    return np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
 class Packer:

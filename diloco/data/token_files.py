@@ -29,10 +29,9 @@ from numpy.typing import NDArray
 
 from diloco.atomic import replace_file
 from diloco.config import DataConfig
-from diloco.data.packing import token_dtype
 from diloco.data.sources import reading
 from diloco.data.tokenise import Part
-from diloco.data.tokenizers import Tokenizer
+from diloco.data.tokenizers import Tokenizer, token_dtype
 from diloco.errors import DataError
 
 __all__ = ["OnProgress", "TokenList", "in_memory", "mapped"]
@@ -82,21 +81,21 @@ def mapped(
     Of several processes that want the same entry one makes it. Raises DataError if the directory cannot be written or
     the disk is full; nothing of the entry is left then.
     """
-    place = _directory(settings.cache or "auto")
+    place, dtype = _directory(settings.cache or "auto"), np.dtype(token_dtype(tokenizer.vocab_size))
     entry = place / _key(settings, files, tokenizer)
     try:
-        if (found := _read(entry)) is None:
+        if (found := _read(entry, dtype)) is None:
             place.mkdir(parents=True, exist_ok=True)
             with _locked(entry) as alone:
                 if alone:  # what a process that was killed has left behind
                     for directory in place.glob(f".{entry.name}.tmp-*"):
                         shutil.rmtree(directory, ignore_errors=True)
-                if (found := _read(entry)) is None:
+                if (found := _read(entry, dtype)) is None:
                     total = sum(file.stat().st_size for file in files)
                     if total >= LONG_BYTES:
                         logger.warning("tokenising %.1f GB into %s; this is done once", total / 1e9, place)
-                    _make(entry, parts(), np.dtype(token_dtype(tokenizer.vocab_size)), total, on_progress)
-                    found = _read(entry)
+                    _make(entry, parts(), dtype, total, on_progress)
+                    found = _read(entry, dtype)
     except OSError as error:
         raise DataError(
             f"data.cache={settings.cache}: {place} cannot hold the tokens ({error.strerror or error}); make room "
@@ -125,11 +124,12 @@ def _key(settings: DataConfig, files: Sequence[Path], tokenizer: Tokenizer) -> s
     return key.hexdigest()[:32]
 
 
-def _read(entry: Path) -> TokenList | None:
-    """An entry, or None if it is missing, or is not whole."""
+def _read(entry: Path, dtype: np.dtype[Any]) -> TokenList | None:
+    """An entry, or None if it is missing, is not whole, or is of a type that may not hold every token."""
     try:
         index = json.loads((entry / "index.json").read_bytes())
-        dtype = np.dtype(index["dtype"])
+        if index["dtype"] != dtype.name:
+            return None
         training, held_out = (_map(entry / f"{name}.bin", dtype, index[name]) for name in ("training", "held_out"))
         return TokenList(training, held_out, index["documents"], index["num_bytes"], index["digest"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -167,12 +167,12 @@ def _make(entry: Path, parts: Iterator[Part], dtype: np.dtype[Any], total: int, 
     try:
         index = _write(temporary, parts, total, on_progress)
         replace_file(temporary / "index.json", json.dumps({**index, "dtype": dtype.name}).encode())
-        if _read(entry) is None:  # it may be there and not whole
+        if _read(entry, dtype) is None:  # it may be there and not whole
             shutil.rmtree(entry, ignore_errors=True)
         try:
             os.rename(temporary, entry)
         except OSError:  # without locks another process may have been faster
-            if _read(entry) is None:
+            if _read(entry, dtype) is None:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from diloco.errors import DataError, DilocoError
 from diloco.hub import TOKENIZER_FILES, check_reachable, files_at
+from diloco.text import one_line
 
-__all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "is_bytes", "load_tokenizer"]
+__all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "is_bytes", "load_tokenizer", "token_dtype"]
 
 Tokens = NDArray[Any]  # (N,) uint8, uint16 or int32, the smallest that holds the vocabulary
 
+MAX_IDS = 2**24  # of a vocabulary; no model has more
 MAX_TOKENIZER_BYTES = 2**28  # the largest public vocabularies have some 40 MB
 _MARKER = "diloco.json"  # in a model directory: its tokenizer is ours, and no other needs to be loaded
 
@@ -30,7 +32,13 @@ class Tokenizer(Protocol):
     """The part of a tokenizer that the data pipeline, `generate` and `export` use."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """One more than the largest id that it makes; below that there may be ids without a token."""
+
+    @property
+    def largest(self) -> str:
+        """The token with the largest id, and of how many it is one: for an error."""
+
     @property
     def end(self) -> int | None:
         """The token after every document; None if the vocabulary has no such token, and then none is inserted."""
@@ -50,6 +58,11 @@ class Tokenizer(Protocol):
 
     def save(self, directory: Path) -> None:
         """Writes the files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
+
+
+def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
+    """The smallest of uint8, uint16 and int32 that holds every token of the vocabulary."""
+    return np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
@@ -76,6 +89,7 @@ class ByteTokenizer:
     """Every byte of the UTF-8 text is a token. Token 0 ends a document, because text contains no zero byte."""
 
     vocab_size = 256
+    largest = "the last of 256 bytes"
     end = 0
     digest = "bytes"
 
@@ -132,6 +146,12 @@ class HubTokenizer:
                 # It is not in the cache of earlier downloads.
                 check_reachable("data.tokenizer", "model", name)
                 loaded = library.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
+            ids: dict[str, int] = loaded.get_vocab()  # with added tokens; there may be ids without a token
+            if end is not None:
+                ids = {**ids, loaded.eos_token or loaded.sep_token: end}
+            by_id = sorted((number, token) for token, number in ids.items())
+            (least, first), (largest, last) = by_id[0], by_id[-1]
         except DilocoError:
             raise
         except Exception as error:  # the library raises OSError, ValueError, KeyError and its own types
@@ -139,11 +159,16 @@ class HubTokenizer:
                 f"data.tokenizer: {name!r} is no tokenizer that transformers can load; give 'bytes', a directory with "
                 f"tokenizer.json, or a name on the reachable Hugging Face hub"
             ) from error
-        self._tokenizer: Any = loaded
-        self.vocab_size = len(loaded)
-        end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
+        for number, token in ((least, first), (largest, last)):
+            if not 0 <= number < MAX_IDS:
+                raise DataError(
+                    f"data.tokenizer: {name} gives {token[:40]!r} the id {number}, and ids of a model are 0 to "
+                    f"{MAX_IDS - 1}; choose another"
+                )
+        self._name, self._tokenizer = name, loaded
+        self.vocab_size, self.largest = largest + 1, f"{last[:40]!r}, one of {len(ids)} tokens"
         self.end: int | None = end
-        self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
+        self._dtype = np.dtype(token_dtype(self.vocab_size))
 
     @functools.cached_property
     def digest(self) -> str:
@@ -160,11 +185,24 @@ class HubTokenizer:
         texts = [document.decode("utf-8", errors="replace") for document in documents]
         if not texts:
             return []
-        ids = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        return [np.asarray(row, dtype=self._dtype) for row in ids]
+        try:
+            ids = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            rows = [np.asarray(row, dtype=np.int64) for row in ids["input_ids"]]
+        except Exception as error:  # no token for a character, and none for unknown ones; or None in place of an id
+            raise DataError(
+                f"data.tokenizer: {self._name} cannot encode this text: {one_line(error)}; choose another"
+            ) from error
+        for row in rows:
+            if len(row) and not 0 <= row.min() <= row.max() < self.vocab_size:
+                raise DataError(
+                    f"data.tokenizer: {self._name} makes ids from {row.min()} to {row.max()}, and its own vocabulary "
+                    f"ends at {self.vocab_size - 1}; choose another"
+                )
+        return [row.astype(self._dtype) for row in rows]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        known = [token for token in tokens if token < self.vocab_size]  # of a model with a padded vocabulary
+        text: str = self._tokenizer.decode(known, skip_special_tokens=True)
         return text
 
     def num_bytes(self, tokens: Sequence[int]) -> int:

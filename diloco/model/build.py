@@ -30,11 +30,11 @@ from diloco.config.hub_names import HUB_NAME
 from diloco.errors import CheckpointError, ConfigError
 from diloco.hub import MODEL_FILES, commit_of, files_at
 from diloco.model.cross_entropy import prepare_head_
-from diloco.model.files import check_directory, load, transformers
+from diloco.model.files import Vocabulary, check_directory, load, transformers
 from diloco.model.recipe import allowed_names, fill_frozen_, is_extra, set_generation_
 from diloco.text import one_line
 
-__all__ = ["build", "config_of", "directory_of", "has_files", "num_parameters", "outline"]
+__all__ = ["build", "check_fit", "config_of", "directory_of", "has_files", "num_parameters", "outline"]
 
 MAX_CONFIG_NUMBER = 2**24  # the longest contexts have 10M positions, and transformers makes lists of some numbers
 MAX_CONFIG_BYTES = 2**20
@@ -42,12 +42,12 @@ MAX_PARTS = 2**16  # modules of a model; the largest public ones have some thous
 
 
 def build(
-    settings: ModelConfig, seed: int, *, vocab_size: int | None = None, sequence_length: int | None = None
+    settings: ModelConfig, seed: int, *, tokenizer: Vocabulary | None = None, sequence_length: int | None = None
 ) -> nn.Module:
     """A causal LM on the CPU, in training mode, with fp32 parameters.
 
     The weights depend only on `seed` and the installed torch. The global RNG state has no influence and stays as it is.
-    Give `vocab_size` (of the tokenizer) and `sequence_length` (in tokens) to check that the model fits the data.
+    Give `tokenizer` and `sequence_length` (in tokens) to check that the model fits the data.
 
     Raises ConfigError for an unknown model type or name, an impossible value, or a model too small for the data, and
     CheckpointError if `model.path` is not a directory with a readable safetensors checkpoint.
@@ -56,12 +56,12 @@ def build(
         if settings.weights is None:
             config_of(settings)  # which is small, and may be absurd
         loaded: Any = load(directory_of(settings), key="model.path")
-        _check_fit(loaded.config, vocab_size, sequence_length)
+        check_fit(loaded.config, tokenizer, sequence_length, "model.path")
         model: nn.Module = loaded.float().train()
         prepare_head_(model)
         return model
     config = config_of(settings)
-    _check_fit(config, vocab_size, sequence_length)
+    check_fit(config, tokenizer, sequence_length)
     # fork_rng restores the CPU generator; torch.manual_seed would also reseed every GPU, so it is not used here.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         default_generator.manual_seed(seed)
@@ -198,13 +198,18 @@ def _from_config(config: Any) -> nn.Module:
         handle.remove()
 
 
-def _check_fit(config: Any, vocab_size: int | None, sequence_length: int | None) -> None:
+def check_fit(
+    config: Any, tokenizer: Vocabulary | None, sequence_length: int | None = None, key: str = "model.config.vocab_size"
+) -> None:
+    """Raises ConfigError if a model of this transformers config, which `key` gives, is too small for the data."""
     text_config = config.get_text_config()  # the language part of a multimodal model, else the config itself
-    model_vocab = text_config.vocab_size
-    if vocab_size is not None and model_vocab < vocab_size:
+    vocabulary = text_config.vocab_size
+    if tokenizer is not None and vocabulary < tokenizer.vocab_size:
+        number = tokenizer.vocab_size - 1
+        remedy = f"set it to {number + 1} or " if key.endswith("vocab_size") else ""
         raise ConfigError(
-            f"model.config.vocab_size: {model_vocab} is smaller than the tokenizer's {vocab_size}; "
-            f"set it to {vocab_size} or choose another data.tokenizer"
+            f"{key}: a vocabulary of {vocabulary} has no id {number}, which the tokenizer gives to "
+            f"{tokenizer.largest}; {remedy}choose another data.tokenizer"
         )
     positions = getattr(text_config, "max_position_embeddings", None)
     if sequence_length is not None and isinstance(positions, int) and positions < sequence_length:

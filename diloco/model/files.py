@@ -24,8 +24,12 @@ __all__ = ["Vocabulary", "check_directory", "load", "save", "transformers"]
 
 
 class Vocabulary(Protocol):
-    """The part of a tokenizer that `save` uses."""
+    """The part of a tokenizer that `save` and `check_fit` use."""
 
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def largest(self) -> str: ...
     @property
     def end(self) -> int | None: ...
     def save(self, directory: Path) -> None: ...

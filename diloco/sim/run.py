@@ -129,7 +129,7 @@ class _Simulation:
         self.model = models.build(
             config.model,
             config.run.seed,
-            vocab_size=self.dataset.tokenizer.vocab_size,
+            tokenizer=self.dataset.tokenizer,
             sequence_length=config.data.sequence_length,
         ).to(self.island.device)
         self.evaluated: dict[str | None, EvalResult] = {}

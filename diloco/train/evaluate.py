@@ -84,6 +84,11 @@ def generate(
     model_any: Any = model  # a PreTrainedModel
     tokens = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0].tolist()
     tokens = tokens or [tokenizer.end or 0]
+    if max(tokens) >= (vocabulary := model_any.config.get_text_config().vocab_size):
+        raise ConfigError(
+            f"prompt: the tokenizer makes the id {max(tokens)} of {tokenizer.decode([max(tokens)])!r}, and the model's "
+            f"vocabulary has {vocabulary}; leave it out, or use the model's own tokenizer"
+        )
     positions = getattr(model_any.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and len(tokens) + max_new_tokens > positions:
         raise ConfigError(

@@ -93,9 +93,8 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
     )
     holdout, tokenizer = dataset.holdout(config.eval.sequences), dataset.tokenizer
     build = partial(
-        models.build, config.model, config.run.seed, vocab_size=tokenizer.vocab_size,
-        sequence_length=config.data.sequence_length,
-    )  # fmt: skip
+        models.build, config.model, config.run.seed, tokenizer=tokenizer, sequence_length=config.data.sequence_length
+    )
     model = build()
     if island.leads:
         origin.keep(config, model)

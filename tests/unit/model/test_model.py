@@ -19,6 +19,7 @@ from diloco import model as models
 from diloco.config import ModelConfig
 from diloco.config.compose import compose
 from diloco.data import load_tokenizer
+from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigError
 from tests.support.errors import error_text
 from tests.support.models import SMALL as ONE_LAYER
@@ -134,7 +135,9 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
     half = models.build(settings(), 0).to(torch.bfloat16)
     assert models.loss(half, torch.zeros(2, 8, dtype=torch.int64)).dtype == torch.float32
     models.save(half, tmp_path / "model")
-    continued = models.build(settings(path=str(tmp_path / "model")), seed=5, vocab_size=256, sequence_length=64)
+    continued = models.build(
+        settings(path=str(tmp_path / "model")), seed=5, tokenizer=ByteTokenizer(), sequence_length=64
+    )
     assert continued.training
     assert {parameter.dtype for parameter in continued.parameters()} == {torch.float32}
     assert equal(continued, half.float())
@@ -148,7 +151,8 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
         (settings(hidden_size=33), "The hidden size (33) is not a multiple of the number of attention heads (2)"),
         (
             settings(vocab_size=100),
-            "model.config.vocab_size: 100 is smaller than the tokenizer's 256; set it to 256",
+            "model.config.vocab_size: a vocabulary of 100 has no id 255, which the tokenizer gives to the last of "
+            "256 bytes; set it to 256 or choose another data.tokenizer",
         ),
         (
             settings(max_position_embeddings=16),
@@ -157,7 +161,7 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_built_is_an_error_of_one_line(given: ModelConfig, message: str) -> None:
-    assert message in error_text(ConfigError, models.build, given, 0, vocab_size=256, sequence_length=32)
+    assert message in error_text(ConfigError, models.build, given, 0, tokenizer=ByteTokenizer(), sequence_length=32)
 
 
 def incomplete(directory: Path) -> None:

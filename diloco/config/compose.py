@@ -189,8 +189,8 @@ def help_text(start: Start | None = None) -> str:
         "Settings (KEY=VALUE), with their defaults; those marked * define the run and are equal on all its peers:",
     ]
     for key, field in leaves(Config):
-        empty = "[]" if field.default == () else "see --cfg job"  # an empty mixture is in no dump
-        default = show(values[key]) if key in values else empty
+        unsaid = "see --cfg job" if field.is_required() or field.default_factory else show(field.default)
+        default = show(values[key]) if key in values else unsaid
         lines.append(f"  {key}={default}{' *' if key in run_owned else ''}")
         lines.append(f"      {field.description} Expects {expected(field)}.")
     return "\n".join(lines)

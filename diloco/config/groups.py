@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)  # fmt: skip
 from pydantic_core import PydanticCustomError
 
 from diloco.config.base import Name, RunOwned, Tuple
@@ -103,14 +111,21 @@ class InnerConfig(RunOwned):
     )
     weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay.")
     clip: float = Field(1.0, gt=0, le=1e6, description="Largest norm of the gradient; a larger one is scaled down.")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning rate after the warm-up.")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Learning rate after the warm-up (schedule=linear is short for it); wsd: constant, then linear to its end."""
     warmup_steps: StepsOrPart = Field(0, ge=0, le=10**15)
     """Inner steps in which the learning rate rises to its peak; below 1: this part of the run."""
-    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of the peak (cosine).")
+    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of the peak.")
+    decay_ratio: float = Field(0.2, gt=0, le=1, description="Last part of the run, in which the rate falls (wsd).")
 
     @property
     def peak_lr(self) -> float:
         return self.lr * (self.muon_lr_ratio if self.optimizer == "muon" else 1.0)
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _of_the_schedule(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A run with another schedule has the hash that it had before there was wsd.
+        return {key: value for key, value in handler(self).items() if key != "decay_ratio" or self.schedule == "wsd"}
 
 
 class OuterConfig(RunOwned):

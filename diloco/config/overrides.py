@@ -16,6 +16,9 @@ from diloco.errors import ConfigError
 __all__ = ["Typed", "first_line", "key_of", "parse", "quoted", "split"]
 
 
+SHORT = re.compile(r"^([+~]*)(schedule)(?==|$)")  # short for inner.schedule
+
+
 class Typed(NamedTuple):
     """An argument as somebody typed it."""
 
@@ -26,6 +29,7 @@ class Typed(NamedTuple):
 
 def split(argument: str) -> Typed:
     """The parts of an argument, of which nothing is checked."""
+    argument = SHORT.sub(r"\1inner.\2", argument)
     sign = next((one for one in ("++", "+", "~") if argument.startswith(one)), "")
     key, _, text = argument[len(sign) :].partition("=")
     return Typed(sign, key, text)
@@ -44,7 +48,7 @@ def parse(argument: str, swept: bool = False) -> tuple[Typed, Any]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    typed = split(argument)
+    typed, argument = split(argument), SHORT.sub(r"\1inner.\2", argument)
     if not typed.key or ("=" in argument) == (typed.sign == "~"):
         raise ConfigError(f"{show(argument)} is not a setting; write KEY=VALUE or GROUP=CHOICE")
     parser = OverridesParser.create()

@@ -337,7 +337,7 @@ class Trainer:
 
 
 def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:
-    """Learning rate of the coming inner step: linear warm-up, then constant, or a cosine from the peak down.
+    """Learning rate of the coming inner step: linear warm-up, then the rest of the schedule over the present budget.
 
     Progress is the largest part of any limit of the budget that is used up. Tokens count when they are applied; during
     the warm-up, which may be over before the first exchange, this peer's own count at once.
@@ -354,10 +354,11 @@ def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_ev
         return inner.peak_lr
     if warmup >= 1:  # as a part of the run, if the run is so many steps
         warmup = 0.0 if budget.outer_steps is None else warmup / (budget.outer_steps * sync_every)
-    progress = _progress(budget, sync_every, step, clock.applied_tokens)
-    progress = (progress - warmup) / max(1 - warmup, 1e-9)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
-    return inner.peak_lr * (inner.final_lr_ratio + (1 - inner.final_lr_ratio) * cosine)
+    begins = max(warmup, 1 - inner.decay_ratio) if inner.schedule == "wsd" else warmup
+    progress = (_progress(budget, sync_every, step, clock.applied_tokens) - begins) / max(1 - begins, 1e-9)
+    progress = min(1.0, max(0.0, progress))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if inner.schedule == "cosine" else 1 - progress
+    return inner.peak_lr * (inner.final_lr_ratio + (1 - inner.final_lr_ratio) * left)
 
 
 def _progress(budget: BudgetConfig, sync_every: int, steps: int, tokens: int) -> float:

@@ -282,6 +282,18 @@ def test_the_hash_of_a_manifest_is_golden() -> None:
     assert Manifest.from_json(json.dumps(backwards)).hash() == GOLDEN_HASH
 
 
+def test_a_schedule_has_a_short_name_and_its_decay_counts_where_it_is_used() -> None:
+    """So that runs with another schedule have the hash that they had before there was a decay."""
+    for typed in ("schedule=wsd", "+schedule=wsd", "inner.schedule=wsd"):
+        assert compose(["experiment=lr-sweep", typed]).inner.schedule == "wsd"
+    assert compose(["inner.decay_ratio=0.5"]).manifest().hash() == DEFAULT.manifest().hash()
+    short, long = (compose(["schedule=wsd", f"inner.decay_ratio={part}"]).manifest() for part in (0.1, 0.5))
+    assert short.hash() != long.hash() and Manifest.from_json(long.to_json()).inner.decay_ratio == 0.5
+    assert (
+        message("schedule=step") == "inner.schedule=step is not a choice; expected one of cosine, linear, constant, wsd"
+    )
+
+
 def test_what_a_peer_sets_for_itself_does_not_reach_the_manifest() -> None:
     own = ["run.dir=x", "run.name=a", "train.device=cuda:1", "swarm.min_peers=2", "data.shard=1", "data.shards=2"]
     assert compose(own).manifest() == DEFAULT.manifest()

@@ -62,6 +62,22 @@ RATES: dict[str, tuple[InnerConfig, BudgetConfig, int, list[Time], list[float]]]
         inner(warmup_steps=10), budget(11), 10, [Time(step // 10, step % 10) for step in (10, 35, 60, 85, 110, 150)],
         COSINE,
     ),
+    "a line goes from the peak to its last part, and stays there": (
+        inner(schedule="linear", warmup_steps=10), budget(11), 10,
+        [Time(step // 10, step % 10) for step in (10, 35, 60, 110, 150)], [2.0, 1.55, 1.1, 0.2, 0.2],
+    ),
+    "wsd is constant until its decay, a line over the last part of the run": (
+        inner(schedule="wsd", warmup_steps=2, decay_ratio=0.4), budget(10), 10,
+        [Time(step // 10, step % 10) for step in (0, 2, 59, 60, 80, 100, 120)], [1.0, 2.0, 2.0, 2.0, 1.1, 0.2, 0.2],
+    ),
+    "with a budget of tokens its decay follows what was applied": (
+        inner(schedule="wsd", decay_ratio=0.5), budget(tokens=1000), 10,
+        [Time(9, 0, tokens) for tokens in (0, 500, 750, 1000)], [2.0, 2.0, 1.1, 0.2],
+    ),
+    "a decay longer than what the warm-up leaves begins after it": (
+        inner(schedule="wsd", warmup_steps=0.5, decay_ratio=1.0), budget(10), 10,
+        [Time(step // 10, step % 10) for step in (24, 50, 75, 100)], [1.0, 2.0, 1.1, 0.2],
+    ),
     "a constant schedule is constant after its warm-up": (
         inner(schedule="constant", warmup_steps=2), budget(1), 9, [Time(0, step) for step in range(4)], [1, 2, 2, 2],
     ),

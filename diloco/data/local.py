@@ -145,13 +145,14 @@ def _cut(tokens: NDArray[Any], length: int) -> NDArray[Any]:
 def _tokens(settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_progress: OnProgress) -> TokenList:
     """The tokens of a source. Errors name `data.path`, or what it is called in a mixture."""
 
-    def parts(processes: int = 1) -> Iterator[Part]:
-        return tokenised(documents(settings), settings, tokenizer, processes)
-
     try:
+        files = files_of(settings)
+
+        def parts(processes: int = 1) -> Iterator[Part]:
+            return tokenised(documents(settings, files), settings, tokenizer, processes)
+
         if settings.source == "stdlib":
             return in_memory(parts(), tokenizer)
-        files = files_of(settings)
         num_bytes = sum(file.stat().st_size for file in files)
         least = FILES_FROM_BYTES_OF_BYTES if isinstance(tokenizer, ByteTokenizer) else FILES_FROM_BYTES
         processes = processes_for(num_bytes, tokenizer)

@@ -8,15 +8,18 @@ document that another holds out, because the hash of the document decides.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from diloco.config import DataConfig
 from diloco.config.explain import show
+from diloco.data.formats import COMPRESSIONS, FORMATS, SUFFIXES, documents_of, format_of, is_hidden, texts
 from diloco.errors import DataError, DilocoError
+from diloco.text import counted
 
 __all__ = ["documents", "files_of", "open_pinned", "open_stream", "reading", "text_of"]
 
@@ -24,51 +27,91 @@ __all__ = ["documents", "files_of", "open_pinned", "open_stream", "reading", "te
 _STDLIB_SKIPPED = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 )
-# A text file is cut at line ends about this far apart: holding out whole documents needs more than one document.
-_TEXT_DOCUMENT_BYTES = 4096
 
-_FORMATS = ("arrow", "csv", "json", "parquet", "text")  # of a dataset of the hub that is read at a commit
-_SUFFIXES = {"json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".json.zst"), "parquet": (".parquet",)}
+logger = logging.getLogger(__name__)
 
 
-def documents(settings: DataConfig) -> Iterator[bytes]:
-    """The documents of a local source (`stdlib`, `text`, `json`, `parquet`).
+def documents(settings: DataConfig, files: Sequence[Path] | None = None) -> Iterator[bytes]:
+    """The documents of a local source (`stdlib`, `text`, `json`, `parquet`); `files` is what `files_of` has found.
 
     Raises DataError while iterating, if a file is missing, unreadable or not text, or has no such field.
     """
     if settings.source == "stdlib":
-        return _stdlib()
-    if settings.source == "text":
-        return _text(files_of(settings))
-    return _table(settings)
+        yield from _stdlib()
+        return
+    rows = rows_without = 0
+    for file in files_of(settings) if files is None else files:
+        with reading(f"data.path: {file}", f"make it readable as {settings.source}, or leave it out"):
+            with file.open("rb") as handle:
+                for text in texts(handle, str(file), settings.source, settings.field):
+                    rows, rows_without = rows + 1, rows_without + (not text)
+                    yield from [text] if settings.source == "text" else documents_of(text)
+    if rows_without:
+        logger.warning("data.field: %s of %s rows have no %r, and are left out", rows_without, rows, settings.field)
 
 
 def files_of(settings: DataConfig) -> list[Path]:
     """The files of a local source in their order. Raises DataError if one is missing.
 
-    A directory in `data.path` stands for all files below it with a suffix of the source that are not hidden.
+    A directory in `data.path` stands for all files below it that the source can read and that are not hidden. A line of
+    the log says how many others there are.
     """
-    suffixes = _SUFFIXES.get(settings.source, ())
     found: list[Path] = []
+    odd: list[Path] = []
     for given in settings.path or ():
         path = Path(given).expanduser()
-        if path.is_file():
+        if path.is_dir():
+            inside = _below(path)
+            fitting = [file for file in inside if _fits(file, settings.source)]
+            if not fitting:
+                kinds = ", ".join((*SUFFIXES[settings.source], *COMPRESSIONS)) if settings.source != "text" else "UTF-8"
+                others = f", but {counted(len(inside), 'other')} such as {inside[0]}" if inside else ""
+                raise DataError(
+                    f"data.path: {given} has no {kinds} files in it{others}; give a file or a directory with some"
+                )
+            found += fitting
+            odd += sorted({*inside} - {*fitting})
+        elif os.path.lexists(path):
             found.append(path)
-        elif path.is_dir():
-            inside = sorted(
-                file
-                for file in path.rglob("*")
-                if file.is_file()
-                and not any(part.startswith(".") for part in file.relative_to(path).parts)
-                and file.name.endswith(suffixes or "")
-            )
-            if not inside:
-                kinds = f"{', '.join(suffixes)} " if suffixes else ""
-                raise DataError(f"data.path: {given} has no {kinds}files in it; give a file or a directory with some")
-            found += inside
         else:
             raise DataError(f"data.path: {given} does not exist; give a file or a directory")
+    if odd:
+        logger.warning(
+            "data.path: %s left out, which cannot be read as %s, such as %s",
+            counted(len(odd), "file"), settings.source, odd[0],
+        )  # fmt: skip
     return found
+
+
+def _below(folder: Path) -> list[Path]:
+    """All files below a folder that are not hidden, in their order; links are followed, each folder once."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found, seen = list[Path](), set[str]()
+    with reading(f"data.path: {folder}", "make it readable"):
+        for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+            real = os.path.realpath(place)
+            folders[:] = [] if real in seen else [name for name in folders if not is_hidden([name])]
+            found += [Path(place, name) for name in names if real not in seen and not is_hidden([name])]
+            seen.add(real)
+    return sorted(found)
+
+
+def _fits(file: Path, source: str) -> bool:
+    """Whether a source can read a file below a folder: by its suffix, or in `data=text` by its content."""
+    if not file.is_file():  # a broken link, a socket
+        return False
+    if source != "text":
+        return format_of(file.name) == source
+    with reading(f"data.path: {file}", "make it readable, or leave it out"), file.open("rb") as handle:
+        try:
+            for _ in texts(handle, str(file), "text", ""):
+                pass
+        except ValueError:
+            return False
+    return True
 
 
 def open_stream(builder: str, **options: Any) -> Any:
@@ -94,8 +137,8 @@ def open_pinned(settings: DataConfig) -> Any:
     name, revision = settings.name, settings.revision
     builder = module.load_dataset_builder(f"hf://datasets/{name}", name=settings.subset, revision=revision)
     kind = type(builder).__module__.rpartition(".")[2]
-    if kind not in _FORMATS:
-        raise DataError(f"data.name: {name} is of the format {kind}; expected one of {', '.join(_FORMATS)}")
+    if kind not in FORMATS:
+        raise DataError(f"data.name: {name} is of the format {kind}; expected one of {', '.join(FORMATS)}")
     start = f"hf://datasets/{name}@{revision}/"
     files = [str(file) for files in (builder.config.data_files or {}).values() for file in files]
     strange = [file for file in files if not file.startswith(start) or "::" in file or "/../" in file]
@@ -125,8 +168,13 @@ def reading(what: str, remedy: str) -> Iterator[None]:
     except (DilocoError, ImportError):  # an ImportError is a broken installation, not bad data
         raise
     except Exception as error:  # OSError; pyarrow, fsspec and datasets each have their own exception tree
-        text = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
-        raise DataError(f"{what}: {text[:300].rstrip('.')}; {remedy}") from error
+        text = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.strerror:
+            text = error.strerror
+            if error.filename is not None and os.fspath(error.filename) not in what:  # a cache, a folder for copies
+                what = f"{what.partition(':')[0]}: {os.fsdecode(error.filename)}"
+                remedy = "make that path usable, the data are not at fault"
+        raise DataError(f"{what}: {text[:300].rstrip('.') or type(error).__name__}; {remedy}") from error
 
 
 def _stdlib() -> Iterator[bytes]:
@@ -140,43 +188,3 @@ def _stdlib() -> Iterator[bytes]:
                     text = Path(directory, name).read_bytes()
                 if text:
                     yield text
-
-
-def _text(files: list[Path]) -> Iterator[bytes]:
-    for file in files:
-        with reading(f"data.path: {file}", "make it readable or leave it out"), file.open("rb") as handle:
-            for document in _pieces(handle):
-                try:
-                    document.decode("utf-8")
-                except UnicodeDecodeError:
-                    raise DataError(f"data.path: {file} is not UTF-8 text; convert it or leave it out") from None
-                yield document
-
-
-def _pieces(handle: BinaryIO) -> Iterator[bytes]:
-    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, or else a word, or else a character."""
-    rest = b""
-    while len(block := handle.read(_TEXT_DOCUMENT_BYTES)) == _TEXT_DOCUMENT_BYTES:
-        block = rest + block
-        cut = (block.rfind(b"\n") + 1) or (block.rfind(b" ") + 1) or _last_character(block)
-        rest = block[cut:]
-        yield block[:cut]
-    if rest or block:
-        yield rest + block
-
-
-def _last_character(block: bytes) -> int:
-    """Index at which the last UTF-8 character, possibly incomplete, begins; the length if the bytes are not UTF-8."""
-    for start in range(len(block) - 1, len(block) - 5, -1):
-        if block[start] & 0xC0 != 0x80:
-            return start
-    return len(block)
-
-
-def _table(settings: DataConfig) -> Iterator[bytes]:
-    files = [str(file) for file in files_of(settings)]
-    what = f"data.path: {', '.join(settings.path or ())} cannot be read as {settings.source}"
-    with reading(what, "repair the file, or set data.source to its format"):
-        for row in open_stream(settings.source, data_files=files, split="train"):
-            if text := text_of(row, settings.field):
-                yield text

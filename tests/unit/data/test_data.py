@@ -309,9 +309,10 @@ BAD: dict[str, str | bytes] = {
         ("json", "empty", {}, "empty has no .json, .jsonl, "),
         ("text", "some.txt", {"holdout": 1e-9}, "data.holdout: 1e-09 of 4 documents leaves no held-out sequence of 16 "
          "tokens; set it to 0.5, or add text"),
-        ("text", "latin", {}, "file.txt is not UTF-8 text; convert it or leave it out"),
-        ("json", "rows.jsonl", {"field": "id"}, "data.field: 'id' holds int, not text; fields with text: body"),
-        ("parquet", "broken.parquet", {}, "broken.parquet cannot be read as parquet: "),
+        ("text", "latin", {}, "latin has no UTF-8 files in it, but 1 other such as latin/file.txt; give"),
+        ("text", "latin/file.txt", {}, "file.txt: it is not UTF-8 text; make it readable as text, or leave it out"),
+        ("json", "rows.jsonl", {"field": "id"}, "'id' holds int, not text, in row 1 of rows.jsonl; fields with text: "),
+        ("parquet", "broken.parquet", {}, "broken.parquet: "),
         ("stdlib", None, {"tokenizer": "nowhere"}, "data.tokenizer: 'nowhere' is no tokenizer that transformers can"),
         ("hub", None, {}, "data.field: 'text' is no field of the data; its fields are body, id"),
     ],

@@ -1,0 +1,337 @@
+"""From one file to the texts of its rows: JSON, Parquet, CSV, Arrow and plain text, compressed or not.
+
+    with filesystem.open(path, "rb") as handle:
+        for text in texts(handle, path, format, field, start):  # one for each row, from row `start` on (counted from 0)
+            for document in documents_of(text):  # a long row is several documents
+
+- A text is UTF-8, and b"" where a row has none (null, an empty string, no such field). So the n-th is that of row
+  `start` + n, and whoever counts them can go on from there.
+- `format` is one of FORMATS. The rows of plain text are pieces of the file, and it has no fields.
+- Nothing depends on the columns that nobody asked for: they may be of any type, of several, or in some rows only.
+- `handle` is a seekable binary file of this machine or of any fsspec file system. Its content says how it is
+  compressed: gzip, bzip2, xz, zstd or lz4. A ZIP archive stands for the files in it.
+- In memory are one row, or one batch of rows, however large the file.
+- A fault of the content is a ValueError that names the row, counted from 1, or a DataError about `data.field`. An
+  OSError with an `errno` is one of the machine or of the network. `sources.reading` makes a line of each.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import io
+import json
+import logging
+import lzma
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+
+from diloco.errors import DataError
+from diloco.text import counted
+
+__all__ = ["COMPRESSIONS", "FORMATS", "SUFFIXES", "documents_of", "format_of", "is_hidden", "pieces", "texts"]
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = {
+    "arrow": (".arrow",), "csv": (".csv", ".tsv"), "json": (".json", ".jsonl", ".ndjson"),
+    "parquet": (".geoparquet", ".gpq", ".parquet"), "text": (".txt",),
+}  # fmt: skip
+FORMATS = tuple(SUFFIXES)
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+
+# A text file is cut at line ends about this far apart: holding out whole documents needs more than one document.
+_TEXT_DOCUMENT_BYTES = 4096
+LONG_ROW_BYTES = 32 << 10
+
+_LONGEST = 1 << 30  # bytes of one row of JSON; a longer one is no row
+_BLOCK = 1 << 20
+_ROWS_AT_ONCE = 256
+_ROWS_WITHOUT = 10_000  # so many rows of JSON without the field, from the first one on: its name is wrong
+
+_CONTENT = re.compile(
+    rb"(?P<gzip>\x1f\x8b\x08)|(?P<bzip2>BZh[1-9](1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ\0)"
+    rb"|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)|(?P<lz4>\x04\x22\x4d\x18)|(?P<zip>PK(\x03\x04|\x05\x06))"
+)
+
+
+def texts(handle: BinaryIO, path: str, format: str, field: str, start: int = 0) -> Iterator[bytes]:
+    """The texts of the rows of one file; `path` is its name in errors. What it may raise is said above."""
+    head = handle.read(16)
+    handle.seek(0)
+    if format == "parquet" and not _CONTENT.match(head):
+        yield from _parquet(handle, path, field, start)
+        return
+    rows = (_READERS[format](content, path, field) for content in _contents(handle, path, format))
+    yield from islice(chain.from_iterable(rows), start, None)
+
+
+def format_of(name: str) -> str | None:
+    """The format that the suffix of a file names, in small or capital letters, compressed or not."""
+    stem, found, suffix = name.lower().rpartition(".")
+    if found and f".{suffix}" in COMPRESSIONS:
+        suffix = stem.rpartition(".")[2]
+    return next((format for format, suffixes in SUFFIXES.items() if f".{suffix}" in suffixes), None)
+
+
+def is_hidden(parts: Sequence[str]) -> bool:
+    """Whether a file below a folder, or in an archive, is not meant for readers."""
+    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
+
+
+def documents_of(text: bytes) -> Iterator[bytes]:
+    """The documents of one row: itself, or pieces as of a text file if it is long; none if it is empty.
+
+    One book in one row has to be several documents, or none of it could be held out.
+    """
+    if len(text) > LONG_ROW_BYTES:
+        yield from pieces(io.BytesIO(text))
+    elif text:
+        yield text
+
+
+def pieces(handle: BinaryIO) -> Iterator[bytes]:
+    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, or else a word, or else a character."""
+    rest = b""
+    while len(block := handle.read(_TEXT_DOCUMENT_BYTES)) == _TEXT_DOCUMENT_BYTES:
+        block = rest + block
+        cut = (block.rfind(b"\n") + 1) or (block.rfind(b" ") + 1) or _last_character(block)
+        rest = block[cut:]
+        yield block[:cut]
+    if rest or block:
+        yield rest + block
+
+
+def _last_character(block: bytes) -> int:
+    """Index at which the last UTF-8 character, possibly incomplete, begins; the length if the bytes are not UTF-8."""
+    for start in range(len(block) - 1, len(block) - 5, -1):
+        if block[start] & 0xC0 != 0x80:
+            return start
+    return len(block)
+
+
+# -- compression ------------------------------------------------------------------------------------------------------
+
+
+def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader]:
+    """What is to be read of a file: itself, decompressed, without a byte order mark; or each file of an archive."""
+    found = _CONTENT.match(handle.read(16))
+    handle.seek(0)
+    kind = found.lastgroup if found else None
+    if kind == "zip" and (format != "text" or path.lower().endswith(".zip")):  # not a document of an office program
+        with zipfile.ZipFile(handle) as archive:
+            for member in _members(archive, path, format):
+                with archive.open(member) as opened:
+                    yield from _contents(opened, f"{path}/{member.filename}", format)
+        return
+    raw = _OPENERS[kind](handle) if kind in _OPENERS else handle
+    with io.BufferedReader(raw, _BLOCK) as content:
+        if content.peek(3).startswith(codecs.BOM_UTF8):
+            content.read(3)
+        yield content
+
+
+def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[zipfile.ZipInfo]:
+    inside = [
+        one for one in archive.infolist() if not one.is_dir() and not is_hidden(PurePosixPath(one.filename).parts)
+    ]
+    fitting = [one for one in inside if format in ("text", format_of(one.filename))]
+    if len(fitting) < len(inside):
+        odd = next(one.filename for one in inside if one not in fitting)
+        left_out = counted(len(inside) - len(fitting), "file")
+        logger.warning("%s: %s in it left out, such as %s", path, left_out, odd)
+    return fitting
+
+
+def _arrow_stream(codec: str) -> Callable[[BinaryIO], Any]:
+    def opened(handle: BinaryIO) -> Any:
+        import pyarrow as module  # has zstd and lz4, which Python has not
+
+        return module.CompressedInputStream(handle, codec)
+
+    return opened
+
+
+_OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
+    "gzip": lambda handle: gzip.GzipFile(fileobj=handle), "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile,
+    "zstd": _arrow_stream("zstd"), "lz4": _arrow_stream("lz4"),
+}  # fmt: skip
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+
+def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+    for number, piece in enumerate(pieces(content)):
+        if number == 0 and b"\0" in piece:
+            raise ValueError("it is not UTF-8 text")
+        try:
+            piece.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError("it is not UTF-8 text") from None
+        yield piece
+
+
+def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+    missed = True  # so far
+    number, fields = 0, set[str]()
+    for number, row in enumerate(_json_rows(content), 1):
+        if isinstance(row, str):
+            row = {"text": row}  # a list of strings
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is no object")
+        if missed and field not in row:
+            fields |= row.keys()
+            if number == _ROWS_WITHOUT:
+                break
+        else:
+            missed = False
+        value = row.get(field)
+        if not isinstance(value, str | None):
+            names = [name for name, other in row.items() if isinstance(other, str)]
+            raise _holds_no_text(path, field, type(value).__name__, names, f"row {number} of ")
+        yield (value or "").encode("utf-8", errors="replace")  # half of a surrogate pair is possible in JSON
+    if missed and number:
+        raise _no_field(path, field, fields)
+
+
+def _json_rows(content: io.BufferedReader) -> Iterator[object]:
+    """The rows of a file of JSON lines, or else of values over several lines, or of one list of values."""
+    # Numbers are not looked at: they may have more digits than Python converts.
+    decoder = json.JSONDecoder(strict=False, parse_int=lambda digits: 0)
+    first = b"" if content.peek(_BLOCK).lstrip().startswith(b"[") else content.readline(_LONGEST)
+    try:
+        by_line = bool(first) and (first.isspace() or isinstance(decoder.decode(first.decode("utf-8")), dict | str))
+    except (ValueError, RecursionError):
+        by_line = False
+    if not by_line:
+        with io.TextIOWrapper(content, "utf-8", newline="") as rest:
+            yield from _json_values(decoder, first, rest)
+        return
+    number = 0
+    for line in chain([first], iter(lambda: content.readline(_LONGEST), b"")):
+        if not line.isspace():
+            number += 1
+            try:
+                row = decoder.decode(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise _invalid(number, error) from None
+            yield row
+
+
+def _json_values(decoder: json.JSONDecoder, first: bytes, content: io.TextIOWrapper) -> Iterator[object]:
+    text, number = first.decode("utf-8") + content.read(_BLOCK), 0
+    listed = text.lstrip().startswith("[")
+    between = re.compile(r"[\s,]*" if listed else r"\s*")
+    place = text.index("[") + 1 if listed else 0
+    while True:
+        place = _end(between, text, place)
+        if place == len(text):
+            text, place = content.read(_BLOCK), 0
+            if text:
+                continue
+            if listed:
+                raise ValueError(f"the list has no end after row {number}")
+            return
+        if listed and text[place] == "]":
+            if (text[place + 1 :] + content.read(_BLOCK)).strip():
+                raise ValueError(f"there is more after the list of {number} rows")
+            return
+        try:
+            row, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            more = content.read(max(_BLOCK, len(text))) if _may_go_on(error, text) else ""
+            if not more:
+                raise _invalid(number + 1, error) from None
+            text, place = text[place:] + more, 0
+            continue
+        number += 1
+        yield row
+
+
+def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
+    found = pattern.match(text, place)
+    return found.end() if found else place
+
+
+def _may_go_on(error: Exception, text: str) -> bool:
+    """Whether JSON is invalid only because the text ends."""
+    if not isinstance(error, json.JSONDecodeError) or len(text) > _LONGEST:
+        return False
+    return error.msg.startswith("Unterminated") or error.pos > len(text) - 16
+
+
+def _invalid(number: int, error: Exception) -> ValueError:
+    said = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "is no valid JSON"
+    where = f" ({error.msg}, character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
+    return ValueError(f"row {number} {said}{where}")
+
+
+def _csv(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+    tabs = path.lower().removesuffix(".zip").rpartition("/")[2].partition(".tsv")[1]
+    csv.field_size_limit(_LONGEST)
+    with io.TextIOWrapper(content, "utf-8", newline="") as lines:
+        rows = csv.DictReader(lines, delimiter="\t" if tabs else ",")
+        if rows.fieldnames and field not in rows.fieldnames:
+            raise _no_field(path, field, rows.fieldnames)
+        for row in rows:
+            yield (row[field] or "").encode()
+
+
+def _arrow(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+    import pyarrow as module
+
+    is_file = content.peek(6).startswith(b"ARROW1")
+    reader = (module.ipc.open_file if is_file else module.ipc.open_stream)(content)
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    yield from _columns(batches, reader.schema, path, field)
+
+
+def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[bytes]:
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(handle, buffer_size=8 * _BLOCK)
+    groups = list(range(file.num_row_groups))
+    while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
+        start -= rows
+        del groups[0]
+    batches = file.iter_batches(_ROWS_AT_ONCE, groups, [field])
+    yield from islice(_columns(batches, file.schema_arrow, path, field), start, None)
+
+
+def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes]:
+    import pyarrow as module
+
+    def is_text(kind: Any) -> bool:
+        kind = kind.value_type if module.types.is_dictionary(kind) else kind
+        return str(kind) in ("string", "large_string", "string_view")
+
+    if field not in schema.names:
+        raise _no_field(path, field, schema.names)
+    kind = schema.types[schema.names.index(field)]
+    if not is_text(kind) and not module.types.is_null(kind):
+        names = [one.name for one in schema if is_text(one.type)]
+        raise _holds_no_text(path, field, str(kind), names)
+    for batch in batches:
+        for value in batch.column(batch.schema.names.index(field)).to_pylist():
+            yield (value or "").encode()
+
+
+def _no_field(path: str, field: str, fields: Any) -> DataError:
+    names = ", ".join(sorted(fields)[:20])
+    return DataError(f"data.field: {field!r} is no field of {path}; its fields are {names}")
+
+
+def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str = "") -> DataError:
+    fields = ", ".join(sorted(names)[:20]) or "none"
+    return DataError(f"data.field: {field!r} holds {kind}, not text, in {row}{path}; fields with text: {fields}")
+
+
+_READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[bytes]]] = {
+    "arrow": _arrow, "csv": _csv, "json": _json, "parquet": _parquet, "text": _text,
+}  # fmt: skip

@@ -1,0 +1,266 @@
+"""Files to texts: any columns, any name, any compression; what is left out is counted, and what is wrong is named."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import logging
+import lzma
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pyarrow import Table, parquet
+
+from diloco.data.formats import LONG_ROW_BYTES, documents_of, texts
+from diloco.data.sources import documents, files_of, reading
+from diloco.errors import DataError
+from tests.support.data import config, written
+from tests.support.errors import error_text
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+rows_of_any_columns = st.lists(
+    st.builds(lambda row, text: {**row, **text}, st.dictionaries(st.text(max_size=4), anything, max_size=4),
+              st.fixed_dictionaries({}, optional={"body": st.none() | st.text(max_size=20)})),
+    max_size=12,
+)  # fmt: skip
+JSON: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "lines": lambda rows: "".join(json.dumps(row) + "\n" for row in rows),
+    "lines without an end": lambda rows: "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
+    "blank lines": lambda rows: "\n\n".join(json.dumps(row) for row in rows) + "\n\n",
+    "list": json.dumps,
+    "list over several lines": lambda rows: "\n" + json.dumps(rows, indent=1),
+    "values over several lines": lambda rows: "\n".join(json.dumps(row, indent=1) for row in rows),
+}
+
+
+def read(content: bytes, format: str, field: str = "body", start: int = 0) -> list[bytes]:
+    return list(texts(io.BytesIO(content), "some file", format, field, start))
+
+
+def compressed(content: bytes, suffix: str) -> bytes:
+    def by_arrow(codec: str) -> bytes:
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(sink, codec) as stream:
+            stream.write(content)
+        return sink.getvalue().to_pybytes()
+
+    def archive() -> bytes:
+        sink = io.BytesIO()
+        with zipfile.ZipFile(sink, "w") as opened:
+            opened.writestr("inside/rows.jsonl", content)
+        return sink.getvalue()
+
+    return {
+        "": lambda: content, ".gz": lambda: gzip.compress(content), ".bz2": lambda: bz2.compress(content),
+        ".xz": lambda: lzma.compress(content), ".zst": lambda: by_arrow("zstd"), ".lz4": lambda: by_arrow("lz4"),
+        ".zip": archive,
+    }[suffix]()  # fmt: skip
+
+
+@given(rows=rows_of_any_columns, form=st.sampled_from(sorted(JSON)), start=st.integers(0, 13), mark=st.booleans())
+@example(rows=[{"n": [1], "body": "half a pair \ud800"}, {"n": {"a": "b"}}], form="lines", start=0, mark=False)
+@settings(max_examples=150)
+def test_only_the_asked_column_of_json_matters(rows: list[dict[str, Any]], form: str, start: int, mark: bool) -> None:
+    form = form if rows and rows[0] else "lines"  # {} has no line end inside
+    content = ("\ufeff" if mark else "").encode() + JSON[form](rows).encode("utf-8", "surrogatepass")
+    expected = [(row.get("body") or "").encode("utf-8", "replace") for row in rows]
+    if rows and not any("body" in row for row in rows):
+        with pytest.raises(DataError, match=r"^data\.field: 'body' is no field of some file; its fields are "):
+            read(content, "json")
+    else:
+        assert read(content, "json", start=start) == expected[start:]
+
+
+@given(
+    columns=st.dictionaries(
+        st.text("ab.é ", min_size=1, max_size=4),
+        st.sampled_from([[1, 2, None], ["x", None, "y"], [[1], [], None], [{"b": 1}, None, {"b": 2}], [None] * 3]),
+        max_size=4,
+    ),
+    text=st.lists(st.none() | st.text(max_size=9), min_size=3, max_size=3),
+    field=st.sampled_from(["body", "a", "a.b", "é"]),
+    group=st.integers(1, 3),
+    start=st.integers(0, 4),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_only_the_asked_column_of_a_table_matters(
+    columns: dict[str, list[Any]], text: list[str | None], field: str, group: int, start: int
+) -> None:
+    table = Table.from_pydict({**columns, field: text})
+    sinks = {name: io.BytesIO() for name in ("parquet", "stream", "file")}
+    parquet.write_table(table, sinks["parquet"], row_group_size=group)
+    for name, writer in (("stream", pyarrow.ipc.new_stream), ("file", pyarrow.ipc.new_file)):
+        with writer(sinks[name], table.schema) as out:
+            out.write_table(table, group)
+    expected = [(one or "").encode() for one in text][start:]
+    for name, sink in sinks.items():
+        assert read(sink.getvalue(), "parquet" if name == "parquet" else "arrow", field, start) == expected
+
+
+def test_csv_is_read_by_its_header() -> None:
+    content = b'\xef\xbb\xbfid,body\r\n1,"one, or\nmore"\r\n2,\r\n3,7\r\n4\r\n'
+    assert read(content, "csv") == [b"one, or\nmore", b"", b"7", b""]
+    tabs = list(texts(io.BytesIO(b"id\tbody\n1\tone\n"), "a.TSV", "csv", "body"))
+    assert tabs == [b"one"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip"])
+@pytest.mark.parametrize("change", [str.lower, str.upper, str.title])
+def test_any_compression_is_read_whatever_its_name(suffix: str, change: Callable[[str], str], tmp_path: Path) -> None:
+    content = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(300)).encode()
+    packed = compressed(content, suffix)
+    if suffix not in ("", ".zip"):
+        packed += compressed(b'{"text": "of a second part"}', suffix)  # as parallel compressors write
+    written(tmp_path, {change(f"shard.jsonl{suffix}"): packed})
+    found = list(documents(config("json", tmp_path)))
+    assert found[:300] == [b"row %d" % number for number in range(300)]
+    assert found[300:] == ([b"of a second part"] if suffix not in ("", ".zip") else [])
+    assert len(list(texts(io.BytesIO(packed), "no-suffix", "json", "text", start=290))) == len(found) - 290
+
+
+NAMES = ("a::b", "a*", "a[12]", "a?{x,y}", "file:", "~", " ", "zip:", "a=b", "\u00e9\u202e", "\\", "$HOME")
+
+
+@pytest.mark.parametrize("source", ["json", "parquet", "text"])
+def test_a_name_is_a_name(source: str, tmp_path: Path) -> None:
+    """Never a pattern, an address or a chain of them."""
+    suffix = {"json": ".jsonl", "parquet": ".parquet", "text": ""}[source]
+    for number, name in enumerate(NAMES):
+        sink = io.BytesIO()
+        parquet.write_table(Table.from_pylist([{"text": name_text(number)}]), sink)
+        line = json.dumps({"text": name_text(number)})
+        content = {"json": line.encode(), "parquet": sink.getvalue(), "text": name_text(number).encode()}[source]
+        for place in (f"{name}{suffix}", f"_{name}/x{suffix}"):
+            written(tmp_path, {place: content})
+            assert list(documents(config(source, tmp_path / place))) == [name_text(number).encode()]
+        assert list(documents(config(source, tmp_path / f"_{name}"))) == [name_text(number).encode()]
+    written(tmp_path, {os.fsdecode(b"\xff\xfe") + suffix: content})
+    expected = {name_text(number).encode() for number in range(len(NAMES))}
+    assert {*documents(config(source, tmp_path))} == expected
+
+
+def name_text(number: int) -> str:
+    return f"what file {number} says"
+
+
+def test_what_is_left_out_of_a_folder_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    png = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+    late = b"plain text\n" * 10_000 + "café".encode("latin-1")
+    files: dict[str, str | bytes] = {"a.txt": "good", "b.md": "good", "picture.png": png, "late.txt": late}
+    files |= {"utf16.txt": "a note".encode("utf-16"), "utf16le.txt": "a note".encode("utf-16le"), ".hidden": png}
+    written(tmp_path, files)
+    (tmp_path / "nowhere").symlink_to("gone")
+    assert list(documents(config("text", tmp_path))) == [b"good", b"good"]
+    text = f"data.path: 5 files left out, which cannot be read as text, such as {tmp_path}/late.txt"
+    assert [record.getMessage() for record in caplog.records] == [text]
+    for name in files.keys() - {"a.txt", "b.md", ".hidden"}:
+        text = error_text(DataError, lambda name=name: list(documents(config("text", tmp_path / name))))
+        assert f"/{name}: it is not UTF-8 text; make it readable as text, or leave it out" in text
+    caplog.clear()
+    written(tmp_path, {"rows.jsonl": '{"text": "a"}\n{"text": null}\n{}\n', "rows.jsonl.br": "?"})
+    assert list(documents(config("json", tmp_path))) == [b"a"]
+    assert [record.getMessage().partition(", such")[0] for record in caplog.records] == [
+        "data.path: 8 files left out, which cannot be read as json",
+        "data.field: 2 of 3 rows have no 'text', and are left out",
+    ]
+    assert not any(record.levelno > logging.WARNING for record in caplog.records)
+
+
+def test_folders_that_are_links_are_read_once(tmp_path: Path) -> None:
+    written(tmp_path, {"data/a.txt": "a", "elsewhere/b.txt": "b"})
+    (tmp_path / "data" / "link").symlink_to("../elsewhere")
+    (tmp_path / "data" / "loop").symlink_to(".")
+    assert list(documents(config("text", tmp_path / "data"))) == [b"a", b"b"]
+
+
+GOOD = '{"body": "good"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GOOD * 2 + '{"body": "cut', "row 3 is no valid JSON (Unterminated string starting at, character 10)"),
+        (GOOD + "42\n", "row 2 is no object"),
+        ((GOOD * 2).encode() + b'{"body": "caf\xe9"}\n' + GOOD.encode(), "row 3 is not UTF-8"),
+        (f"[{GOOD}, {GOOD}", "the list has no end after row 2"),
+        (f"[{GOOD}] {GOOD}", "there is more after the list of 1 rows"),
+        (f"[{GOOD}, {{]", "row 2 is no valid JSON (Expecting property name enclosed in double quotes, character 22)"),
+        (GOOD + "[" * 100_000, "row 2 is no valid JSON"),
+        (GOOD + '{"body": 7, "a": "b"}', "data.field: 'body' holds int, not text, in row 2 of some file; fields with "),
+        (gzip.compress(GOOD.encode() * 9)[:-9], "Compressed file ended before"),
+        (compressed(GOOD.encode() * 9, ".zst")[:-9], "Truncated compressed stream"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_json_has_its_row(content: str | bytes, message: str) -> None:
+    def load() -> None:
+        with reading("data.path: some file", "leave it out"):
+            read(content.encode() if isinstance(content, str) else content, "json")
+
+    assert message in error_text(DataError, load)
+
+
+def test_numbers_may_be_longer_than_python_converts() -> None:
+    assert read(b'{"id": %s, "body": "text"}' % (b"9" * 5000), "json") == [b"text"]
+
+
+def test_a_file_may_be_larger_than_memory() -> None:
+    """It is read as it is needed: the first texts come before the rest is there."""
+
+    class Endless(io.RawIOBase):
+        def __init__(self, start: bytes, more: bytes) -> None:
+            self.content, self.more, self.place = start, more, 0
+
+        def readable(self) -> bool:
+            return True
+
+        def seek(self, place: int, whence: int = 0) -> int:
+            self.place = place
+            return place
+
+        def readinto(self, buffer: Any) -> int:
+            assert self.place < 64 << 20, "it is read whole"
+            while len(self.content) < self.place + len(buffer):
+                self.content += self.more * 1000
+            buffer[:] = self.content[self.place : self.place + len(buffer)]
+            self.place += len(buffer)
+            return len(buffer)
+
+    for start, more in ((b"", GOOD), (b"[", '{"body":\n"good"},'), (b"{\n", '"body": "good"}\n{')):
+        found = texts(Endless(start, more.encode()), "some file", "json", "body")  # type: ignore[arg-type]
+        assert [next(found) for _ in range(1000)] == [b"good"] * 1000
+        found.close()
+
+
+def test_long_rows_are_cut_as_text_files_are(tmp_path: Path) -> None:
+    book = "".join(f"line {number} of a book\n" for number in range(4000)).encode()
+    written(tmp_path, {"book.txt": book, "rows.json": json.dumps([{"text": book.decode()}])})
+    pieces = list(documents(config("json", tmp_path)))
+    assert pieces == list(documents(config("text", tmp_path / "book.txt"))) and len(pieces) > 10
+    assert list(documents_of(book[:LONG_ROW_BYTES])) == [book[:LONG_ROW_BYTES]]
+
+
+def test_a_fault_of_the_machine_names_the_path_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        with reading("data.path: rows.jsonl", "repair the file"):
+            Path("/dev/null/cache").mkdir()
+
+    text = error_text(DataError, fail)
+    assert text == "data.path: /dev/null/cache: Not a directory; make that path usable, the data are not at fault"
+    for name in ("HOME", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "TMPDIR"):
+        monkeypatch.setenv(name, "/dev/null/x")
+    written(tmp_path, {"rows.jsonl": '{"text": "a"}'})
+    assert list(documents(config("json", tmp_path))) == [b"a"]
+    assert files_of(config("json", tmp_path)) == [tmp_path / "rows.jsonl"]

@@ -43,8 +43,8 @@ class DilocoLightningCallback(Callback):
         **settings: as those of `Swarm`; `run_id` and `sync_every` are required.
 
     Attributes:
-        attachment: the model in step with the swarm; None before fitting begins. Where peers have batches of different
-            sizes, `training_step` tells it how many samples a step is made of (`count`).
+        attachment: the model in step with the swarm; None before fitting begins. A contribution weighs the tokens of
+            its batches, or their samples where these have none, unless `training_step` counts otherwise (`count`).
 
     Raises `ConfigError` for settings that cannot be; and when fitting begins, for several optimizers, for a model or an
     optimizer that cannot be attached (strategies `fsdp` and `deepspeed`). `JoinError`, a `SwarmError`, says that nobody
@@ -97,6 +97,10 @@ class DilocoLightningCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._membership.go_on()
+        self._membership.see(batch)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._membership.count()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diloco.errors import CheckpointError, ConfigError, JoinError
 from diloco.integrations.orders import ORDERED, order_by_, remedy
+from diloco.integrations.tokens import tokens_of
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
 from diloco.train.api import Attachment, Swarm
@@ -48,6 +49,7 @@ class Membership:
         self.attachment: Attachment | None = None
         self.swarm: Swarm | None = None
         self._living: Living | None = None
+        self._tokens: list[Tensor | int] = []  # of the micro-batches of the coming step
         self._open = ExitStack()
         self._pause = ExitStack()
 
@@ -66,6 +68,7 @@ class Membership:
         many.
         """
         self.abandon()
+        self._tokens.clear()
         check_processes(processes)
         with ExitStack() as stack:
             settings = self._settings
@@ -115,6 +118,23 @@ class Membership:
     def figures(self) -> dict[str, float]:
         """As `Swarm.figures`; empty without a swarm."""
         return {} if self.swarm is None else self.swarm.figures()
+
+    def see(self, batch: Any) -> None:
+        """A micro-batch of the coming step."""
+        if self.attachment is not None:
+            self._tokens.append(tokens_of(batch))
+
+    def count(self) -> None:
+        """All ranks, before each step of the optimizer: tell how many tokens it is made of, unless somebody did."""
+        tokens, self._tokens = self._tokens, []
+        if self.attachment is None or self.attachment.is_counted:
+            return
+        if not tokens:
+            raise ConfigError(
+                "callbacks: this trainer calls no training_step, so nobody can count its tokens; use diloco.Swarm"
+            )
+        [total] = self.attachment.island.sum(sum(map(int, tokens)))
+        self.attachment.count(int(total))
 
     def is_over(self, steps: float) -> bool:
         """Whether the swarm has made so many inner steps, or the peer was told to end."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.errors import CheckpointError, ConfigError
 from diloco.integrations.membership import Membership, load_beside, save_beside
@@ -33,7 +36,7 @@ class DilocoCallback(TrainerCallback):
     step has that of step 300, and ends when the swarm has made `max_steps` of them. While the Trainer evaluates or
     saves, the other peers wait. When training ends, the model is the swarm's last anchor (that of
     `load_best_model_at_end` stays). A contribution weighs as many as the tokens of its steps that are no padding, or as
-    their samples where a model takes no `input_ids`.
+    their samples where a batch has none.
 
     Each peer reads the training data in an order of its own, and says so; of a stream it takes its share if the Trainer
     is given `callback.shard(dataset)`. What the Trainer logs has the figures of the swarm (`Swarm.figures`).
@@ -58,7 +61,7 @@ class DilocoCallback(TrainerCallback):
         self._membership = Membership(settings)
         self._resume_from = resume_from
         self._state: TrainerState | None = None
-        self._tokens = TokenCount()
+        self._trainers: WeakSet[Trainer] = WeakSet()  # whose batches are seen
 
     @property
     def attachment(self) -> Attachment | None:
@@ -72,13 +75,32 @@ class DilocoCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Have the swarm's figures in the logs before those callbacks see them that send them elsewhere.
 
-        A Trainer puts its own callbacks first, those for wandb and the like among them, and passes itself to none. The
-        list of all is known to whoever calls this.
+        A Trainer puts its own callbacks first, those for wandb and the like among them, and passes itself to none.
         """
-        handler = sys._getframe(1).f_locals.get("self")
-        known = getattr(handler, "callbacks", None)
-        if isinstance(known, list) and not any(isinstance(one, _Figures) for one in known):
+        known = self._find_trainer().callback_handler.callbacks
+        if not any(isinstance(one, _Figures) for one in known):
             known.insert(0, _Figures(self._membership))  # which calls this once more, as it is further down now
+
+    def _find_trainer(self) -> Trainer:
+        """The Trainer that calls this, and passes itself to no callback. From now on this sees what it trains on."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+            frame = frame.f_back
+        if frame is None:
+            raise ConfigError("DilocoCallback: no transformers.Trainer calls it; in other loops, use diloco.Swarm")
+        trainer: Trainer = frame.f_locals["self"]
+        if trainer not in self._trainers:
+            self._trainers.add(trainer)
+            trainer.training_step = self._counting(trainer.training_step)  # type: ignore[method-assign]
+        return trainer
+
+    def _counting(self, training_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(training_step)
+        def step(model: nn.Module, inputs: Any, *rest: Any, **named: Any) -> Tensor:
+            self._membership.see(inputs)
+            return training_step(model, inputs, *rest, **named)
+
+        return step
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trainer: Any
@@ -101,8 +123,8 @@ class DilocoCallback(TrainerCallback):
                 "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody",
                 state.max_steps, sync.outer.sync_every, rest,
             )  # fmt: skip
+        self._find_trainer()
         self._membership.order([trainer["train_dataloader"]], int(state.epoch or 0))
-        self._tokens.follow(trainer["model"])
         if args.eval_on_start:
             self._membership.pause()
 
@@ -131,9 +153,7 @@ class DilocoCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self.attachment is not None:
-            samples = args.train_batch_size * args.gradient_accumulation_steps
-            self.attachment.count((self._tokens.take() or samples) * args.world_size)
+        self._membership.count()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._membership.is_over(state.max_steps):
@@ -171,7 +191,6 @@ class DilocoCallback(TrainerCallback):
             logger.warning("%s", error)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._tokens.follow(None)
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self._membership.close(keep_model=bool(best))
 
@@ -194,40 +213,3 @@ class _Figures(TrainerCallback):
             figures = self._membership.figures()
             logs.update(figures)
             state.log_history[-1].update(figures)
-
-
-class TokenCount:
-    """Counts the tokens of `input_ids` in the training calls of a model, without padding where a mask tells it.
-
-    The masks are added up on the device, which is waited for once in each `take`. Calls inside a compiled program are
-    not counted.
-    """
-
-    def __init__(self) -> None:
-        self._hook: Any = None
-        self._counted = 0
-        self._masked: list[Tensor] = []
-
-    def follow(self, model: nn.Module | None) -> None:
-        """Count the calls of this model from now on, and no other's."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None if model is None else model.register_forward_pre_hook(self._see, with_kwargs=True)
-        self.take()
-
-    def take(self) -> int:
-        """Tokens since this was called last."""
-        found, self._counted = self._counted + sum(int(one) for one in self._masked), 0
-        self._masked.clear()
-        return found
-
-    def _see(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        tokens, mask = named.get("input_ids", arguments[0] if arguments else None), named.get("attention_mask")
-        if not model.training or torch.compiler.is_compiling() or not isinstance(tokens, Tensor):
-            return
-        if tokens.is_floating_point():
-            return
-        if isinstance(mask, Tensor) and mask.shape == tokens.shape:
-            self._masked.append(mask.sum())
-        else:
-            self._counted += tokens.numel()

@@ -252,6 +252,11 @@ class Attachment:
         """
         self._counted_tokens += tokens
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether somebody has told of the coming inner step."""
+        return self._counted_tokens > 0
+
     def report(self, loss: float) -> None:
         """Tell the mean loss of the last inner steps (nats per token), for watchers of the swarm."""
         own = self._progress

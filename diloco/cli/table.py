@@ -21,7 +21,7 @@ from rich.text import Text
 
 from diloco.config import Config
 from diloco.config.address import scope
-from diloco.rundir.reporting import Finished, Message, Ready, Status, who_can_join
+from diloco.rundir.reporting import Finished, Message, Notice, Ready, Status, who_can_join
 from diloco.rundir.summary import Summary
 from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
@@ -87,9 +87,11 @@ class LiveView:
             self._live.stop()
 
     def update(self, message: Message) -> None:
-        """Shows a message: `Ready`, `Status` or `Finished`; others are ignored."""
+        """Shows a message: `Ready`, `Notice`, `Status` or `Finished`; others are ignored."""
         if isinstance(message, Ready):
             self._show_ready(message)
+        elif isinstance(message, Notice):
+            self.note(f"{message.peer}: {message.text}")
         elif isinstance(message, Status | Finished):
             peer = plain(message.peer)
             row = self._rows.setdefault(peer, _Row(peer, self._clock()))

@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Raised whenever peers of the old and the new version could not train together.
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 # A real manifest has about 1500 characters; a hostile one must not cost memory or time to parse.
 MAX_MANIFEST_CHARACTERS = 65536
 

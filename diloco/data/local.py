@@ -37,6 +37,7 @@ class LocalDataset:
         description: one line for the log, with the sources and their sizes.
         training: the endless list of training sequences.
         held_out: sequences of each source for evaluation, (n, T) each, in the smallest integer type.
+        digest: names the training sequences, as DIGEST-NxT; equal where their numbers stand for the same text.
     """
 
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int, on_progress: OnProgress) -> None:
@@ -54,6 +55,8 @@ class LocalDataset:
             self.description = f"mixture of {'; '.join(parts)}"
         else:
             self.training, self.description = sources[0].training, sources[0].description
+        sequences = sum(len(source.training) for source in sources)
+        self.digest = f"{self.training.digest[:16]}-{sequences}x{self.sequence_length}"
 
     def batches(
         self, batch_size: int, *, shard: int = 0, shards: int | None = 1, rows: tuple[int, int] = (0, 1)

@@ -49,6 +49,8 @@ class HubDataset:
     be resumed from its checkpoint.
     """
 
+    digest = ""  # its sequences have no numbers
+
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
         assert settings.name is not None
         self.tokenizer = tokenizer

@@ -20,6 +20,7 @@ from diloco.protocol.belief import donors, doubt
 from diloco.protocol.elections import Elector
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
 from diloco.protocol.ledger import Units, difference
+from diloco.protocol.limits import MAX_PEERS
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
@@ -34,6 +35,7 @@ from diloco.protocol.numbers import (
     MAX_TOKENS,
     MIN_RATE,
     at_most,
+    forget_oldest,
     within_bounds,
 )
 from diloco.protocol.shares import OTHERS, Share
@@ -42,6 +44,16 @@ from diloco.protocol.succession import catch_ups, overtaken, to_claim, unseat, w
 from diloco.protocol.syncer import Syncer
 
 __all__ = ["Peer"]
+
+OTHER_DATA = (
+    "peers share sequences out by number, and on each a number is other text, so some is trained on twice or never, "
+    "and perhaps some that the other holds out; give both the same files, or set data.shard=0 data.shards=1 on each"
+)
+
+
+def _short(data: str) -> str:
+    digest, _, shape = data.partition("-")
+    return f"{int(shape.partition('x')[0]):,} sequences, {digest[:8]}"
 
 
 class Peer(Elector):
@@ -59,6 +71,7 @@ class Peer(Elector):
         actions: list[Action] = []
         if self.members.join(peer, hello, now):
             actions.append(Note("join", {"peer": peer, "name": hello.name, "live": len(self.members) + 1}))
+        actions += self._compare_data(peer, hello)
         self.address_book.hear(peer, hello.addresses)
         self.accounts.heard_units(peer, hello.status)
         claimed = {(claim.fragment, claim.term) for claim in hello.claims}
@@ -77,6 +90,16 @@ class Peer(Elector):
         for claim in hello.claims:
             actions += self._heard_claim(peer, claim, now)
         return actions + self.tick(now)
+
+    def _compare_data(self, peer: str, hello: Hello) -> list[Action]:
+        """Name a peer where leased numbers stand for other text, once."""
+        here, there = self.data, hello.sequences
+        if not (here and there) or here == there or peer in self.other_data:
+            return []
+        self.other_data[peer] = None
+        forget_oldest(self.other_data, MAX_PEERS)
+        sides = {"there": _short(there), "here": _short(here)}
+        return [Note("other_data", {"peer": peer, "name": hello.name, **sides, "so": OTHER_DATA})]
 
     def heard(self, peer: str, message: Message, now: float) -> list[Action]:
         """A message arrived on the control stream of a connected peer."""

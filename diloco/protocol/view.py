@@ -44,6 +44,7 @@ class View:
         outer: when versions close, and how far behind a contribution may be.
         tokens_per_step: tokens of any peer's inner step, from the manifest; None where the manifest does not say it.
         device: what it trains on, for watchers.
+        data: names the sequences that leased numbers stand for here (see `Hello`).
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
 
     Attributes:
@@ -72,10 +73,11 @@ class View:
         outer: OuterConfig = SYNC,
         tokens_per_step: int | None = None,
         device: str = "",
+        data: str = "",
         payload_bytes: Sequence[int] = (),
     ) -> None:
         self.signer = signer
-        self.me, self.name, self.device = me, name, device
+        self.me, self.name, self.device, self.data = me, name, device, data
         self.run_id, self.manifest_hash = run_id, manifest_hash
         self.trains, self.holds, self.may_hold, self.blank = trains, holds, holds, False
         self.min_peers, self.newcomer = min_peers, newcomer
@@ -96,6 +98,7 @@ class View:
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.deposed: set[str] = set()  # peers that hold nothing any more, unless most believe them
         self.doubted: dict[tuple[int, str], tuple[int, int]] = {}  # by fragment and peer; see `belief.doubt`
+        self.other_data: dict[str, None] = {}  # peers whose data differ, each named once
         self.may_author: Callable[[str], bool] = lambda peer: True  # by admission
         self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None
@@ -157,7 +160,8 @@ class View:
             wire_version=WIRE_VERSION, run_id=self.run_id, manifest_hash=self.manifest_hash,
             name=self.name, trains=self.trains, holds=self.may_hold, device=self.device,
             peers=peers, addresses=self.address_book.all([self.me, *peers]), status=self.status(),
-            claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)], votes=self.votes(),
+            sequences=self.data, claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
+            votes=self.votes(),
         )  # fmt: skip
 
     def votes(self) -> list[Vote]:

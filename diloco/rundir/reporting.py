@@ -21,7 +21,7 @@ from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count
 
 __all__ = [
-    "Finished", "Listener", "Message", "Ready", "Stage", "Status", "json_lines", "log_lines",
+    "Finished", "Listener", "Message", "Notice", "Ready", "Stage", "Status", "json_lines", "log_lines",
     "read_message", "swarm_figures", "to_wire", "who_can_join",
 ]  # fmt: skip
 
@@ -68,6 +68,14 @@ class Ready(Message):
 
 
 @dataclass(frozen=True)
+class Notice(Message):
+    """Something that whoever started the peer should know, in one line."""
+
+    t = "notice"
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Status(Message):
     """The state of a peer twice a second: losses in nats per token, `outer_steps` of the budget, counts of this peer.
 
@@ -104,7 +112,7 @@ class Finished(Message):
 
 
 Listener = Callable[[Message], None]
-_KINDS: dict[str, type[Message]] = {kind.t: kind for kind in (Stage, Ready, Status, Finished)}
+_KINDS: dict[str, type[Message]] = {kind.t: kind for kind in (Stage, Ready, Notice, Status, Finished)}
 
 
 def to_wire(message: Message) -> dict[str, Any]:
@@ -150,6 +158,8 @@ class log_lines:
     def __call__(self, message: Message) -> None:
         if isinstance(message, Ready):
             self._ready(message)
+        elif isinstance(message, Notice):
+            logger.warning("%s", message.text)
         elif isinstance(message, Status):
             self._status(message)
         elif isinstance(message, Finished):

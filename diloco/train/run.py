@@ -24,7 +24,7 @@ from diloco.errors import CheckpointError, UnsavedError, on_signals
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures
+from diloco.rundir.reporting import Finished, Listener, Message, Notice, Ready, Stage, swarm_figures
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train import devices, origin
@@ -38,6 +38,7 @@ from diloco.train.outcome import summary_of
 from diloco.train.precision import precision_of, prepare_
 from diloco.train.rows import whole
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path, write_address
+from diloco.train.voice import other_data
 
 __all__ = ["run"]
 
@@ -177,7 +178,12 @@ def _sync(
         if config.run.lead:
             write_address(config, address)
 
-    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
+    def on_event(kind: str, fields: dict[str, object]) -> None:
+        log.swarm_event(kind, fields)
+        if kind == "other_data":
+            tell(Notice(text=other_data(fields)))
+
+    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, on_event, ready)
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 
 
@@ -282,6 +288,6 @@ def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, s
     elif settings.shard is not None or settings.source == "hub":
         stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=island.rows)
     else:
-        leases = sync.lease_units(batch_size * config.outer.sync_every, data.AHEAD)
+        leases = sync.lease_units(batch_size * config.outer.sync_every, data.AHEAD, dataset.digest)
         stream = dataset.leased(batch_size, leases, shard=shard, rows=island.rows)
     return data.Prefetched(stream, island.device)

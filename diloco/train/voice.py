@@ -18,7 +18,7 @@ from diloco.text import human_bytes, plain
 from diloco.train.island import Island
 from diloco.train.swarm_link import NodeView
 
-__all__ = ["Listener", "Voice"]
+__all__ = ["Listener", "Voice", "other_data"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,11 @@ def _name(fields: Mapping[str, Any]) -> str:
     """How a peer is called: many have no name of their own."""
     name, peer = plain(fields.get("name", "peer")), plain(fields.get("peer", ""))
     return f"{name} ...{peer[-6:]}" if name == "peer" else name
+
+
+def other_data(fields: Mapping[str, Any]) -> str:
+    """The event of that kind as a line."""
+    return f"{_name(fields)} has other data ({fields['there']}; here {fields['here']}): {fields['so']}"
 
 
 class Voice:
@@ -94,6 +99,8 @@ class Voice:
                     f"{fields['cosine']:.4f}), so together they learn what one learns; give each peer other data: "
                     "swarm.shard(dataset), or a seed of its own (swarm.seed)"
                 )
+            case "other_data":
+                self.say(other_data(fields))
             case "alone_again":
                 self.say("nobody of the checkpoint's swarm answers; this peer goes on alone, and others join it")
             case "rounds_over":

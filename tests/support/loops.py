@@ -63,11 +63,12 @@ class Loop:
 
 def train(
     names: str, work: Callable[[Loop], None], *, saved: Saved | None = None, width: int = 4,
-    attach: Callable[[str, torch.optim.Optimizer], dict[str, Any]] = lambda name, optimizer: {}, **outer: Any,
+    attach: Callable[[str, torch.optim.Optimizer], dict[str, Any]] = lambda name, optimizer: {},
+    before: Callable[[str, Attachment], object] = lambda name, sync: None, **outer: Any,
 ) -> dict[str, Loop]:  # fmt: skip
     """Peers of these names, all there before the first inner step, each in a loop of its own; they leave at the end.
 
-    `attach` gives what else `Swarm.attach` is told.
+    `attach` gives what else `Swarm.attach` is told, and `before` sees the peer before it joins.
     """
     loops: dict[str, Loop] = {}
     with virtual_time() as loop:
@@ -86,6 +87,7 @@ def train(
                 on_event=lambda kind, fields: loops[name].events.append((kind, fields)), **outer,
             )  # fmt: skip
             attached = swarm.attach(model, optimizer, saved=saved, **attach(name, optimizer))
+            before(name, attached)
             mine = loops[name] = Loop(name, attached, optimizer, lockstep)
             mine.swarm = swarm
             with swarm, mine.sync:

@@ -202,7 +202,8 @@ class Claim(_AboutFragment, kind="claim", place=Place.CONTROL):
 class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
     """First message on a control stream: which run this peer is in, what it can do, and where the others are.
 
-    `seal` is the run key's signature of the manifest's hash, which every peer shows to newcomers.
+    `seal` is the run key's signature of the manifest's hash, which every peer shows to newcomers. `sequences` names
+    those that leased numbers stand for here, as DIGEST-NxT; it is empty where the peer trains on none of them.
     """
 
     wire_version: Count
@@ -216,6 +217,7 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
     addresses: Annotated[dict[Name, Addresses], at_most_keys(MAX_NAMED + 1)] = Field(default_factory=dict)
     status: Status
     seal: Seal = ""
+    sequences: Annotated[str, Field(pattern=r"^([0-9a-f]{16}-[0-9]{1,15}x[0-9]{1,7})?$")] = ""
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
     votes: Annotated[list[Vote], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
 

@@ -77,6 +77,7 @@ class NodeOptions:
     gate: Gate = field(default_factory=Gate)  # decides who is let in; the default lets everybody in
     trains: bool = True  # False: this peer only holds fragments
     device: str = ""  # shown to watchers
+    data: str = ""  # names the sequences that leased numbers stand for here (see `Hello`)
     inner_state: Snapshot = lambda: None  # what a joiner gets of the inner optimizer; called in other threads
     blank: bool = False  # it has not got what the run starts from
     files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
@@ -103,6 +104,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         outer=replica.settings,
         tokens_per_step=options.run.tokens_per_step,
         device=options.device,
+        data=options.data,
         signer=transport,
         payload_bytes=[replica.payload_numel(fragment) for fragment in range(len(replica.fragments))],
     )

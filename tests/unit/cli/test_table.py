@@ -14,7 +14,7 @@ from rich.console import Console
 
 from diloco.cli.table import LiveView, _Stderr
 from diloco.protocol.phase_seconds import PhaseSeconds
-from diloco.rundir.reporting import Finished, Message, Ready, Status
+from diloco.rundir.reporting import Finished, Message, Notice, Ready, Status
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary
 from diloco.text import human_bytes, human_count, human_seconds
 
@@ -50,11 +50,11 @@ def test_a_line_has_the_documented_format() -> None:
     clock.now = 12.34
     view.update(status())
     view.update(Ready("p0", address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
-    view.note("one\ntwo")
+    view.update(Notice("p0", text="one\ntwo"))
     assert file.getvalue().splitlines() == [
         "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training",
         "[ 12.3s] p0 ready at /ip4/127.0.0.1/tcp/1/p2p/12D3",
-        "[ 12.3s] one two",
+        "[ 12.3s] p0: one two",
     ]
 
 

@@ -42,6 +42,7 @@ def sound(share: Share) -> Share:
 # Fields that have to fit another one.
 FITTING: dict[str, st.SearchStrategy[Any]] = {
     "wire_version": st.just(WIRE_VERSION), "marks": st.just(b""), "pushes": st.just(0),
+    "sequences": st.from_regex(r"[0-9a-f]{16}-[0-9]{1,15}x[0-9]{1,7}", fullmatch=True),
     "paths": st.lists(st.sampled_from([b"", bytes(64)]), min_size=1, max_size=3),
 }  # fmt: skip
 hints_of = partial(get_type_hints, include_extras=True)

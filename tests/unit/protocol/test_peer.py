@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.config import WIRE_VERSION, OuterConfig
-from diloco.protocol.actions import CatchUp, Disconnect, Hold, Merge, Wake
+from diloco.protocol.actions import CatchUp, Disconnect, Hold, Merge, Note, Wake
+from diloco.protocol.limits import MAX_PEERS
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.messages.control import Claim, Published, Status, Vote
 from diloco.protocol.pace import TICK_S
-from diloco.protocol.peer import Peer
+from diloco.protocol.peer import OTHER_DATA, Peer
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.shares import Share
 from diloco.protocol.states import STATES
@@ -73,6 +74,23 @@ def quick(sync_every: int = 1, **settings: object) -> OuterConfig:
 )
 def test_a_hello_that_does_not_fit_is_objected_to(fields: dict[str, object], objection: str | None) -> None:
     assert make().objection(hello_of(**fields)) == objection  # type: ignore[arg-type]
+
+
+def test_a_peer_with_other_data_is_named_once_whatever_it_says_later() -> None:
+    """Not one that has none of its own to be leased, or the same; and those that were named are forgotten some day."""
+    data = [f"{number:016x}-{number}x16" for number in (1234, 1240, 7)]
+    peer = make(data=data[0])
+    for other, said_, told in (("a", [data[0]], 0), ("b", [""], 0), ("c", data[1:], 1), ("d", [data[0], data[1]], 1)):
+        found = [note for one in said_ for note in of_type(Note, peer.connected(other, hello_of(sequences=one), 1.0))]
+        assert [note.kind for note in found].count("other_data") == told
+    assert [note.fields for note in found if note.kind == "other_data"] == [
+        {"peer": "d", "name": "other", "there": "1,240 sequences, 00000000", "here": "1,234 sequences, 00000000"}
+        | {"so": OTHER_DATA}
+    ]
+    assert "other_data" not in notes(make().connected("c", hello_of(sequences=data[1]), 1.0)), "nothing is leased here"
+    for number in range(2 * MAX_PEERS):
+        peer._compare_data(str(number), hello_of(sequences=data[1]))
+    assert len(peer.other_data) == MAX_PEERS
 
 
 # -- claims -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from diloco.config import compose
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Contributor
 from diloco.rundir import reporting
-from diloco.rundir.reporting import Finished, Message, Ready, Stage, Status, read_message, to_wire
+from diloco.rundir.reporting import Finished, Message, Notice, Ready, Stage, Status, read_message, to_wire
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
 
 PEER = PeerSummary("12D3", "p0", 480, 9600, "ab12", 5, 7, PhaseSeconds(3.0, 1.0, 0.5, 0.25))
@@ -28,6 +28,7 @@ MESSAGES = [
     Stage("p0", 1.5, "state", 30, 90),
     Ready("p0", 1.5, "/ip4/1.2.3.4/tcp/1", ("/ip4/1.2.3.4/tcp/1", "/ip4/127.0.0.1/tcp/1"), True, "diloco invite", "no"),
     Status("p0", 1.5, "training", 3, 16, 5, 25, True, 2.5, 2.75, 100, 10, 4.5, 7, 8, 4),
+    Notice("p0", 1.5, "p1 has other data"),
     Status("p0", state="killed"),
     Finished("p0", 1.5, SUMMARY),
 ]
@@ -70,11 +71,13 @@ def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptu
     status(33, "training", 0, inner_step=22)
     status(40, "evaluating", 1)
     status(41, "training", 1, eval_loss=2.25, peers=1)
+    listen(Notice(text="ann has other data"))
     (tmp_path / "model").mkdir()
     listen(Finished(summary=replace(SUMMARY, outer_steps=9, eval=Evaluation(2.0))))
     assert [record.getMessage() for record in caplog.records] == [
         "[   2.0s] outer step 0/9, loss 2.500, 4.1k tok/s, 12.0 MB sent, 2 peers",
         "[  33.0s] outer step 0/9, inner step 22 of 50, loss 2.500, 4.1k tok/s, 12.0 MB sent, 2 peers",
         "[  41.0s] outer step 1/9, loss 2.500, held-out 2.250, 4.1k tok/s, 12.0 MB sent, 1 peer",
+        "ann has other data",
         f"{tmp_path}: outer step 9, held-out loss 2.000 nats per token; the model is in {tmp_path / 'model'}",
     ]

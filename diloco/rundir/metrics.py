@@ -21,13 +21,15 @@ __all__ = ["AGGREGATE_EVERY_S", "RunLog", "WandbLog"]
 logger = logging.getLogger(__name__)
 
 AGGREGATE_EVERY_S = 30.0
+SHARED = {"eval_loss": "swarm/held_out_loss", "swarm_tokens_per_s": "swarm/tokens_per_s"}  # a peer's figures of all
 
 
 class RunLog:
     """`metrics.jsonl` and `events.jsonl` of one peer; each line carries `time` (unix seconds) and `peer`.
 
     `metrics.jsonl`: version, inner_step (counted over this peer's sessions), tokens (swarm clock) and the measured
-    values; one line per outer step also has bytes_sent and the seconds of each phase so far.
+    values; one line per outer step has bytes_sent, swarm_tokens_per_s (applied since the one before) and the seconds of
+    each phase so far. grad_norm is that of the last step before it is clipped, mfu needs a device whose peak is known.
     `events.jsonl`: `kind` and the fields of that kind.
 
     Raises `ConfigError` if a file cannot be opened. If a line cannot be written later (the disk is full), that line is
@@ -138,11 +140,11 @@ class WandbLog:
     def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The swarm's figures, if they are due. As anchors are equal, this peer's held-out loss is the swarm's."""
         version, at = self._logged
-        held_out = {"swarm/held_out_loss": record["eval_loss"]} if "eval_loss" in record else {}
-        if not held_out and record["version"] <= version and self._clock() - at < AGGREGATE_EVERY_S:
+        shared = {name: record[key] for key, name in SHARED.items() if key in record}
+        if not shared and record["version"] <= version and self._clock() - at < AGGREGATE_EVERY_S:
             return {}
         self._logged = record["version"], self._clock()
-        return {**self.figures(), **held_out}
+        return {**self.figures(), **shared}
 
     def close(self) -> None:
         run, self._run = self._run, None

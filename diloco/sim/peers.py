@@ -99,6 +99,10 @@ class SimTrainer(Trainer):
 
     evaluated: dict[str | None, EvalResult] = field(default_factory=dict)  # by anchor digest; one for all peers
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._token_share = None  # of virtual seconds
+
     def evaluate(self) -> EvalResult:
         digest = self.sync.anchor_digest()
         if digest not in self.evaluated:

@@ -7,6 +7,9 @@ torch knows one of them. Nothing else in this package asks torch for devices, fo
 from __future__ import annotations
 
 import os
+import re
+import resource
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -20,13 +23,20 @@ from diloco.errors import ConfigError
 
 __all__ = [
     "Precision", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes", "name_of",
-    "native_precision", "place", "random_states", "restore_random", "seed_random", "shares_device",
-    "synchronize",
+    "native_precision", "peak_flops", "peak_memory", "place", "random_states", "restore_random", "seed_random",
+    "shares_device", "synchronize",
 ]  # fmt: skip
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 KINDS = ("cuda", "xpu", "mps")
+# From data sheets: 10^12 operations per second in bf16 (T4, V100: fp16), added up in fp32, without sparsity. The first
+# pattern that is in a device's name counts; of GeForce cards others have longer names.
+PEAKS = {
+    "GB200": 2500, "B200": 2250, "G?H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312,
+    "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100-SXM2": 125, "T4": 65,
+    "RTX A6000": 154.8, "RTX 5090$": 209.5, "RTX 4090$": 165.2, "RTX 3090$": 71, "MI300X": 1307.4, "MI325X": 1307.4,
+}  # fmt: skip
 REFUSED_S = 30.0  # rank 0 says why, and torchrun then ends the others
 
 
@@ -135,6 +145,26 @@ def free_bytes(device: torch.device) -> float:
         return float(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     free, _ = torch.accelerator.get_memory_info(device)
     return float(free)
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """The most bytes that were in use at a time: of this process, and of its tensors on an accelerator that counts
+    them. Nothing waits for the device.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if device.type in ("cuda", "xpu"):
+        module: Any = torch.get_device_module(device)
+        found["peak_device_bytes"] = module.max_memory_allocated(device)
+    return found
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Operations per second of dense 16-bit matrix products, as its maker says; None for what is not in the table, and
+    for a slice of a device (MIG).
+    """
+    found = [peak for pattern, peak in PEAKS.items() if re.search(rf"\b{pattern}(?!\w)(?!.* MIG )", name_of(device))]
+    return 1e12 * found[0] if found else None
 
 
 def native_precision(device: torch.device) -> Precision:

@@ -24,12 +24,13 @@ from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Message, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
-from diloco.train.devices import empty_cache, forked_random
+from diloco.train.devices import empty_cache, forked_random, peak_memory
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast
 from diloco.train.schedules import swarm_steps
 from diloco.train.session import Session, Sync
+from diloco.train.speed import token_share
 
 __all__ = ["Trainer", "learning_rate"]
 
@@ -60,12 +61,14 @@ class Trainer:
     eval_loss: float | None = None
     _losses: list[Tensor] = field(default_factory=list)
     _loss: float | None = None
+    _norm: Any = None  # of the last step's gradient, before it was clipped
     _told_at: float = 0.0
     _boundary_version: int = 0
     _saved_version: int = 0  # the newest boundary for which a checkpoint was begun
     _behind: int = 0  # boundaries that got no checkpoint because another one was being written
     _unsaved: int = 0  # checkpoints in a row that could not be written
-    _logged: tuple[int, float] = (0, 0.0)
+    _logged: tuple[int, float] = (0, 0.0)  # own tokens, and seconds, at the last line with a loss
+    _accounted: tuple[int, float] = (0, 0.0)  # the swarm's, at the last outer step
     _anchors: dict[str, str] = field(default_factory=dict)
     _micro_batch: int | None = None  # rows that fit the memory at a time, once some did not
     _tried: int | None = None  # rows at a time that fit all ranks of an island
@@ -77,6 +80,8 @@ class Trainer:
         [lead] = self.island.agree([self.config.run.lead])
         self.lead = bool(lead)
         self._scale = LossScale(self.config, self.island)
+        self._ranks = 1 if self.config.outer.method == "data_parallel" else self.island.size
+        self._token_share = token_share(self.model, self.config.data.sequence_length, self.island.device)
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
@@ -84,7 +89,8 @@ class Trainer:
         self._scale.restore(self.session.loss_scale)
         if self.lead and config.eval.every and sync.version == 0:
             self.evaluate()  # where the curve begins
-        self._logged = (sync.tokens, time.monotonic())
+        began_s = self.phases.seconds().total
+        self._logged, self._accounted = (sync.tokens, began_s), (sync.applied_tokens, began_s)
         self._boundary_version = self._saved_version = sync.version
         while not config.budget.is_used_up(sync.version, sync.applied_tokens) and not sync.interrupted:
             lr = learning_rate(sync, config.inner, config.budget, config.outer.sync_every)
@@ -102,12 +108,11 @@ class Trainer:
         """All ranks: forward, backward, clip, step. The optimizer's hook exchanges with the swarm."""
         loss = self._gradients(batch)
         self._scale.unscale_(self.model)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
-        if self._scale.skips(norm):
+        self._norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
+        if self._scale.skips(self._norm):
             self._skip_step()
         self._losses.append(loss)
-        ranks = 1 if self.config.outer.method == "data_parallel" else self.island.size
-        self.sync.count(batch.numel() * ranks)
+        self.sync.count(batch.numel() * self._ranks)
         done = self.sync.inner_step + 1
         if done % self.config.train.log_every == 0 or done >= self.sync.target_steps:
             self._check_losses()
@@ -198,6 +203,7 @@ class Trainer:
         [total] = self.island.sum(float(torch.stack(self._losses).mean()))
         self._loss = total / self.island.size
         self._losses.clear()
+        self._norm = float(self._norm.full_tensor() if hasattr(self._norm, "full_tensor") else self._norm)
         if not math.isfinite(self._loss):
             raise DivergedError(
                 f"training diverged: the loss is {self._loss} in outer step {self.sync.version + 1}; "
@@ -236,8 +242,10 @@ class Trainer:
             moved = {fragment: at for fragment, at in anchors.items() if self._anchors.get(fragment) != at}
             self._anchors = anchors
             figures |= {"anchors": moved, **self.sync.view.membership()}
-        seconds = asdict(self.phases.seconds())
-        self._log(**figures, **{f"{phase}_s": round(spent, 3) for phase, spent in seconds.items()})
+        seconds, (tokens, at) = self.phases.seconds(), self._accounted
+        self._accounted = (self.sync.applied_tokens, seconds.total)
+        figures["swarm_tokens_per_s"] = (self.sync.applied_tokens - tokens) / max(seconds.total - at, 1e-9)
+        self._log(**figures, **{f"{phase}_s": round(spent, 3) for phase, spent in asdict(seconds).items()})
 
     def _log(self, **figures: Any) -> None:
         sync = self.sync
@@ -306,10 +314,12 @@ class Trainer:
         if not self.island.leads:
             return
         if self._loss is not None:
-            tokens, at = self._logged
-            pace = (self.sync.tokens - tokens) / max(now - at, 1e-9)
-            self._logged = (self.sync.tokens, now)
-            self._log(loss=self._loss, lr=lr, tokens_per_s=pace)
+            (tokens, at), spent = self._logged, self.phases.seconds().total
+            pace = (self.sync.tokens - tokens) / max(spent - at, 1e-9)
+            self._logged = (self.sync.tokens, spent)
+            mfu = None if self._token_share is None else pace * self._token_share / self._ranks
+            memory = peak_memory(self.island.device)
+            self._log(loss=self._loss, lr=lr, grad_norm=self._norm, tokens_per_s=pace, mfu=mfu, **memory)
             self._pace, self._shown_loss, self._loss = pace, self._loss, None
         if now - self._told_at >= REPORT_EVERY_S or self.sync.exchanged:
             self._told_at = now

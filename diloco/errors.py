@@ -26,18 +26,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from diloco.text import plain
+from diloco.text import masked, plain, speak_plainly
 
 __all__ = [
     "CheckpointError", "ConfigError", "DataError", "DilocoError", "DivergedError", "JoinError", "PayloadError",
-    "SwarmError", "UnsavedError", "end_process", "guard", "on_signals",
+    "SwarmError", "UnsavedError", "end_process", "guard", "in_utf8", "on_signals",
 ]  # fmt: skip
 
 
 class DilocoError(Exception):
-    """A problem that the user can mend; `str(error)` is one line for the user."""
+    """A problem that the user can mend; `str(error)` is one line for the user, without secrets that were typed."""
 
     exit_code = 1
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(masked(text))
 
 
 class ConfigError(DilocoError):
@@ -67,7 +70,7 @@ class JoinError(SwarmError, SystemExit):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.code = f"diloco: error: {' '.join(plain(text).split())}"
+        self.code = f"diloco: error: {' '.join(plain(self).split())}"
 
 
 class DivergedError(DilocoError):
@@ -98,6 +101,7 @@ def guard(function: Callable[[], int | None]) -> int:
     traceback is printed, and the code is 1. `diloco` and `python -m diloco.train` both go through here; therefore this
     module imports neither click nor torch.
     """
+    speak_plainly()
     try:
         code = function() or 0
         sys.stdout.flush()
@@ -112,14 +116,23 @@ def guard(function: Callable[[], int | None]) -> int:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 0
         if error.errno not in _DIRECTORY_ERRNOS:
-            traceback.print_exc()
+            sys.stderr.write(masked(traceback.format_exc()))
             return DilocoError.exit_code
         place = f"{error.filename}: " if error.filename else ""
         _complain(f"{place}{error.strerror}; free or choose another place with run.dir=DIRECTORY")
         return ConfigError.exit_code
     except Exception:
-        traceback.print_exc()
+        sys.stderr.write(masked(traceback.format_exc()))
         return DilocoError.exit_code
+
+
+def in_utf8() -> None:
+    """Start this process anew where the locale knows ASCII only, in Python's UTF-8 mode: otherwise no other file name
+    can be opened. What it prints stays ASCII.
+    """
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING", "ascii")}
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def end_process(code: int) -> NoReturn:

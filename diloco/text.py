@@ -1,14 +1,73 @@
-"""Formats numbers, durations and untrusted text for terminals and pages."""
+"""Formats numbers, durations and untrusted text for terminals and pages, and reads text that people wrote."""
 
 from __future__ import annotations
 
+import codecs
+import io
 import math
+import re
+import sys
+import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
-__all__ = ["counted", "human_bytes", "human_count", "human_seconds", "one_line", "plain", "sparkline"]
+__all__ = [
+    "counted", "decoded", "human_bytes", "human_count", "human_seconds", "masked", "one_line", "plain", "small_text",
+    "sparkline", "speak_plainly",
+]  # fmt: skip
 
 BARS = "▁▂▃▄▅▆▇█"
+_ASCII = dict(zip(BARS, "_.-~=+*#", strict=True)) | {"±": "+-"}
+# A word that may hold a secret; what stands after `token=`; a private key.
+_WORD = re.compile(r"[^\s'\"`=.,:;/@?]{20,}")
+_TOKEN = re.compile(r"(?i)(\btoken=['\"]?)(?!@)[^\s'\"]{8,}|-----BEGIN.*?(?:END[ A-Z]*-----|\Z)", re.DOTALL)
+
+
+def speak_plainly() -> None:
+    """From now on what the encoding of the terminal lacks is written in plain characters, and never an error."""
+    codecs.register_error("plain", _plainly)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plain")
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = unicodedata.normalize("NFKD", error.object[error.start : error.end])
+    shown = (_ASCII.get(one, one if one.isascii() else "?") for one in lacking if not unicodedata.combining(one))
+    return "".join(shown), error.end
+
+
+def small_text(path: Path, most_bytes: int = 1 << 16) -> str:
+    """The text of a small file; raises OSError."""
+    with path.open("rb") as file:
+        return decoded(file.read(most_bytes))
+
+
+def decoded(raw: bytes) -> str:
+    """Text from somebody's editor: UTF-8 or UTF-16, with or without a mark at its beginning."""
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return raw.decode("utf-16", "replace")
+    unmarked = "utf-16-be" if raw[::2].count(0) > raw[1::2].count(0) else "utf-16-le"
+    return raw.decode(unmarked if b"\0" in raw else "utf-8-sig", "replace")
+
+
+def masked(text: str) -> str:
+    """The text without what may be a part of an invitation or a key, wherever somebody put it by mistake."""
+    text = _TOKEN.sub(lambda found: f"{found[1] or ''}(hidden)", text)
+    return _WORD.sub(lambda found: "(hidden)" if _is_random(found[0]) else found[0], text)
+
+
+def _is_random(word: str) -> bool:
+    """Whether it changes between capitals, small letters and digits as base64 does, and names of things do not."""
+    if re.fullmatch(r"12D3Koo\w{,45}|Qm\w{,44}", word):  # a peer id
+        return False
+    kinds = [one.isupper() - one.islower() for one in word if one.isalnum()]
+    pairs = list(pairwise(kinds)) or [(0, 0)]
+    changes, small = sum(a != b for a, b in pairs) / len(pairs), pairs.count((-1, -1)) / len(pairs)
+    least = 0.2 if max(map(len, re.split("[-_]", word))) > 35 else 0.36  # no name is that long without a hyphen
+    return min(kinds.count(1), kinds.count(-1)) > 1 and changes > least and small < 0.8 - least
 
 
 def plain(value: object) -> str:
@@ -18,7 +77,7 @@ def plain(value: object) -> str:
 
 def one_line(error: BaseException) -> str:
     """The text of another library's exception, on one line and at most 300 characters long."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = masked(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
 
 

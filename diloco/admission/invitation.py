@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco.admission.keys import KEY_BYTES, SIGNATURE_BYTES, RunKey, check_private, new_key, verify
 from diloco.errors import ConfigError, PayloadError
+from diloco.text import decoded
 
 __all__ = ["MAX_CHARACTERS", "ROLES", "Credential", "Grant", "Role", "Token", "issue"]
 
@@ -33,6 +34,7 @@ MAX_CHARACTERS = 1024  # the longest token or credential that is read; real ones
 _HEAD = struct.Struct(f">B{KEY_BYTES}s{KEY_BYTES}sBQ")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PEER = re.compile(r"[1-9A-HJ-NP-Za-km-z]{8,100}|")
+_IN_FILE = re.compile(r"(?<=token=)[\w-]+|(?<![\w/-])[\w-]{200,}", re.ASCII)  # in a link, or alone
 _GRANT_CONTEXT, _PROOF_CONTEXT = b"diloco grant\0", b"diloco credential\0"
 
 
@@ -131,15 +133,15 @@ class Token:
         return Credential(self.grant, role, _key(self._seed).sign(_proof_of(role, peer))).to_text()
 
     @classmethod
-    def from_text(cls, text: str) -> Token:
-        """Reads a token that a user typed; `ConfigError` says what is wrong without repeating the token."""
+    def from_text(cls, text: str, where: str = "") -> Token:
+        """Reads a token that a user typed; `ConfigError` says what is wrong, and where, without repeating the token."""
         try:
             grant, seed = Grant.from_bytes(_from_text(text))
         except PayloadError as error:
-            raise ConfigError(f"the token of the invitation cannot be read: {error}; copy all of it") from None
+            raise ConfigError(f"{where}the token of the invitation cannot be read: {error}; copy all of it") from None
         fits = len(seed) == KEY_BYTES and _key(seed).public_key().public_bytes_raw() == grant.invitation_key
         if not fits or not grant.signed:
-            raise ConfigError("the token of the invitation is damaged; copy all of it, or ask for a new one")
+            raise ConfigError(f"{where}the token of the invitation is damaged; copy all of it, or ask for a new one")
         return cls(grant, seed)
 
     @classmethod
@@ -149,13 +151,15 @@ class Token:
             return cls.from_text(setting)
         path = Path(setting[1:])
         try:
-            with path.open(encoding="utf-8") as file:
+            with path.open("rb") as file:
                 check_private(file, path, "swarm.token")
-                text = file.read(16 * MAX_CHARACTERS).strip()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigError(f"swarm.token={setting} cannot be read: {why}; name a file with a token") from None
-        return cls.from_text(text.rpartition("?token=")[2])
+                text = decoded(file.read(16 * MAX_CHARACTERS))
+        except OSError as error:
+            raise ConfigError(f"swarm.token={setting} cannot be read: {error.strerror}; name another file") from None
+        found = set(_IN_FILE.findall(text)) or {text.strip()}
+        if len(found) > 1:
+            raise ConfigError(f"swarm.token={setting} holds {len(found)} tokens; leave one of them there")
+        return cls.from_text(found.pop(), f"swarm.token={setting}: ")
 
 
 def issue(key: RunKey, run_id: str, role: Role, expires_at: int, peer: str = "") -> Token:

@@ -182,7 +182,7 @@ def _place(key_path: Path) -> Path:
 def _remembered(key_path: Path) -> dict[str, tuple[int, list[str], list[str]]]:
     place = _place(key_path)
     try:
-        lists = json.loads(place.read_text()) if place.exists() else {}
+        lists = json.loads(place.read_text("utf-8")) if place.exists() else {}
         return {run: (int(number), list(tokens), list(peers)) for run, (number, tokens, peers) in lists.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         raise ConfigError(

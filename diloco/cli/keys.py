@@ -13,6 +13,7 @@ import click
 
 from diloco.admission import Revoked, Role, RunKey, Token, issue
 from diloco.config.address import Address
+from diloco.config.explain import show
 from diloco.errors import ConfigError, SwarmError
 from diloco.text import counted
 
@@ -116,5 +117,5 @@ def _token_id(what: str) -> str | None:
         return Token.read(what.rpartition("?token=")[2]).grant.token_id
     except ConfigError:
         raise ConfigError(
-            f"{what[:80]} is neither a token id (16 hexadecimal digits, as diloco invite prints it) nor a peer id"
+            f"{show(what)} is neither a token id (16 hexadecimal digits, as diloco invite prints it) nor a peer id"
         ) from None

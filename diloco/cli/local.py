@@ -50,7 +50,7 @@ def run(config: Config) -> int:
         # Before config.yaml is replaced; each peer checks its own checkpoint again.
         manifest = config.run.dir / "manifest.json"
         if manifest.is_file() and any((config.run.dir / "checkpoints").glob("*/step-*")):
-            check_same_run(config, manifest.read_text())
+            check_same_run(config, manifest.read_text("utf-8"))
         return _run(config)
 
 
@@ -211,14 +211,15 @@ def _started(
 ) -> Iterator[Child]:
     """Starts `python ARGUMENTS`, one peer, which never outlives this context."""
     log.parent.mkdir(exist_ok=True)
-    with log.open("a") as errors:
+    with log.open("a", encoding="utf-8") as errors:
         log_start = log.stat().st_size
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             env={**os.environ, **environment},
             start_new_session=True,  # Ctrl+C in the terminal reaches this process only, which passes it on once
         )

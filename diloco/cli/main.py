@@ -20,7 +20,7 @@ from click.shell_completion import shell_complete
 
 from diloco import __version__
 from diloco.cli.commands import alone, swarm
-from diloco.errors import ConfigError, end_process, guard
+from diloco.errors import ConfigError, end_process, guard, in_utf8
 
 __all__ = ["cli", "main"]
 
@@ -35,6 +35,10 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits; the console script and `python -m diloco` are this."""
+    if arguments is None:
+        in_utf8()
+    # Into a terminal that knows ASCII only, click would write UTF-8.
+    vars(click.utils).update(_default_text_stdout=lambda: sys.stdout, _default_text_stderr=lambda: sys.stderr)
     end_process(guard(lambda: _invoke(list(sys.argv[1:] if arguments is None else arguments))))
 
 

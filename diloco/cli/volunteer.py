@@ -155,7 +155,7 @@ def known_addresses(addresses: Sequence[str]) -> list[str]:
 
 def _known() -> dict[str, list[str]]:
     try:
-        content = json.loads((data_home() / "peers.json").read_text())
+        content = json.loads((data_home() / "peers.json").read_text("utf-8"))
         for addresses in content.values():
             for address in addresses:
                 peer_id_of(address)

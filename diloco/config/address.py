@@ -11,16 +11,17 @@ from __future__ import annotations
 import ipaddress
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diloco.errors import ConfigError
+from diloco.text import decoded, masked, small_text
 
-__all__ = ["Address", "host_of", "line_of_stdin", "problem", "same_subnet", "scope"]
+__all__ = ["Address", "addresses_in", "host_of", "line_of_stdin", "problem", "same_subnet", "scope", "unquoted"]
 
 SCHEME = "diloco:/"  # followed by a multiaddr, which begins with a slash
 TOKEN = re.compile(r"[A-Za-z0-9_.-]{1,4096}")
-MAX_FILE_CHARACTERS = 1 << 16
 EXAMPLE = "/ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..."
 
 _BASE58 = "[1-9A-HJ-NP-Za-km-z]"
@@ -30,6 +31,9 @@ _SHAPE = re.compile(
     r"/(ip4|ip6|dns|dns4|dns6)/([^/\s]+)/(?:tcp|udp)/(\d{1,5})(?:/(?:quic|quic-v1|ws|wss))*"
     r"(?:/p2p/([^/]+)(?:/p2p-circuit/p2p/([^/]+))?)?"
 )
+# Quotes of all kinds and what nobody sees, around what is copied from a chat or a document.
+_AROUND = "\"'`<>\u00ab\u00b4\u00bb\u200b\u200e\u200f\u2018-\u201f\u2039\u203a\u2060\ufeff\ufffd"
+_COPIED = re.compile(rf"(?:diloco:/?)?/(?:ip4|ip6|dns4?|dns6)/[^\s{_AROUND}]+")
 _PASTED = ".,;:!?)]}>\"'`/"
 _HOST_PORT = re.compile(r"\[?[A-Za-z0-9.:-]+\]?:\d+")
 _DNS_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
@@ -43,20 +47,23 @@ class Address:
     token: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Address:
-        """Reads either form; `ConfigError` says what is wrong with it."""
-        body, token = text.strip(), None
-        link = body.startswith("diloco:")
-        if link:
-            body, mark, query = body.removeprefix(SCHEME).partition("?")
+    def parse(cls, text: str, shown: str | None = None) -> Address:
+        """Reads either form, in quotes and after `diloco join`, too. `ConfigError` says what is wrong with it, and
+        where: in `shown`, or in the text itself.
+        """
+        peers, token = list[str](), None
+        text = unquoted(text)
+        for one in (not text.startswith("@") and _COPIED.findall(text)) or [text]:
+            link = one.startswith("diloco:")
+            body, mark, query = one.removeprefix(SCHEME).partition("?") if link else (one, "", "")
             if mark:
-                token = _token(text, query)
-        peers = tuple("/" + peer.lstrip("/") if link else peer for peer in body.split(","))
+                token = _token(shown or text, query)
+            peers += ["/" + peer.lstrip("/") if link else peer for peer in body.rstrip(",;").split(",")]
         for peer in peers:
-            wrong = None if peer.startswith("@") and len(peer) > 1 and not link else problem(peer)
+            wrong = None if peer.startswith("@") and len(peer) > 1 and len(peers) == 1 else problem(peer)
             if wrong is not None:
-                raise ConfigError(f"ADDRESS={_shown(text)} cannot be used: {wrong}")
-        return cls(peers, token)
+                raise ConfigError(f"ADDRESS={_shown(shown or text)} cannot be used: {wrong}")
+        return cls(tuple(peers), token)
 
     @classmethod
     def read(cls, text: str) -> Address:
@@ -69,8 +76,9 @@ class Address:
             return cls.parse(line_of_stdin("ADDRESS"))
         found = cls.parse(text)
         for peer in found.peers:
-            if peer.startswith("@") and "?token=" in _content(Path(peer[1:])):
-                return replace(found, token=peer)
+            with suppress(OSError):  # a peer may be about to write its address into it
+                if peer.startswith("@") and "token=" in small_text(Path(peer[1:])):
+                    return replace(found, token=peer)
         return found
 
     def resolved(self) -> Address:
@@ -80,12 +88,7 @@ class Address:
             if not peer.startswith("@"):
                 peers.append(peer)
                 continue
-            try:
-                lines = Path(peer[1:]).read_text(encoding="utf-8").split()
-            except (OSError, UnicodeDecodeError) as error:
-                why = error.strerror if isinstance(error, OSError) else "it is no text"
-                raise ConfigError(f"ADDRESS={_shown(peer)} cannot be read: {why}") from None
-            peers += [one for line in lines for one in Address.parse(line).peers]
+            peers += addresses_in(Path(peer[1:]))
         if not peers:
             raise ConfigError(f"ADDRESS={','.join(self.peers)} holds no address yet; try again when its peer is ready")
         return Address(tuple(peers), self.token)
@@ -102,19 +105,27 @@ def line_of_stdin(what: str) -> str:
     if sys.stdin.isatty():
         sys.stderr.write(f"{what}: ")
         sys.stderr.flush()
-    line = sys.stdin.readline().strip()
+    raw = getattr(sys.stdin, "buffer", None)
+    line = unquoted(sys.stdin.readline() if raw is None else decoded(raw.readline()))
     if not line:
         raise ConfigError(f"{what}=- stands for a line on stdin, and none came; write it there, or give @FILE")
     return line
 
 
-def _content(path: Path) -> str:
-    """The text of a file; empty where there is none yet, as a peer may be about to write its address into it."""
+def addresses_in(path: Path) -> list[str]:
+    """The addresses in a file that a peer or a person wrote: several a line, links, notes after a #. `ConfigError` when
+    it cannot be read or a line has none.
+    """
     try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_FILE_CHARACTERS)
-    except (OSError, UnicodeDecodeError):
-        return ""
+        lines = [re.sub(r"(^|\s)#.*", "", line) for line in small_text(path).splitlines()]
+    except OSError as error:
+        raise ConfigError(f"ADDRESS=@{path} cannot be read: {error.strerror}") from None
+    return [peer for line in lines if unquoted(line) for peer in Address.parse(line, f"@{path}").peers]
+
+
+def unquoted(text: str) -> str:
+    """The text without quotes and blanks around it."""
+    return re.sub(rf"^[\s{_AROUND}]+|[\s{_AROUND}]+$", "", text)
 
 
 def _token(text: str, query: str) -> str:
@@ -126,6 +137,8 @@ def _token(text: str, query: str) -> str:
 
 def problem(address: str) -> str | None:
     """What is wrong with the address of a peer, as a clause with its remedy; None when nothing is."""
+    if "/" not in address and masked(address) != address:
+        return "it may be a token; that goes into a file, and an address is needed besides: ADDRESS swarm.token=@FILE"
     if re.match(r"https?:", address):
         return f"it is the address of a web page; that of a peer looks like {EXAMPLE}"
     if _HOST_PORT.fullmatch(address):
@@ -197,5 +210,5 @@ def _family(host: str) -> str:
 
 
 def _shown(text: str) -> str:
-    plain = "".join(character if character.isprintable() else "?" for character in text)
+    plain = masked("".join(character if character.isprintable() else "?" for character in text))
     return plain if len(plain) <= 160 else f"{plain[:157]}..."

@@ -14,10 +14,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from diloco.config.address import unquoted
 from diloco.config.explain import Expected, explain
 from diloco.errors import ConfigError
 
 __all__ = [
+    "Bare",
     "Digest",
     "Directory",
     "Multiaddr",
@@ -87,6 +89,7 @@ def _is_filled(value: tuple[Any, ...]) -> tuple[Any, ...]:
 _PART = "/[A-Za-z0-9._:%-]+"
 
 Directory = Annotated[Path, BeforeValidator(_to_path), Expected("a directory")]
+Bare = BeforeValidator(lambda value: unquoted(value) if isinstance(value, str) else value)  # as it was pasted
 Tuple = BeforeValidator(_to_tuple)
 NotEmpty = AfterValidator(_is_filled)
 # A name becomes a file name and a DHT key, so it holds nothing that a shell or a path treats specially.
@@ -103,6 +106,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), Expected("a digest, 64
 Multiaddr = Annotated[str, Field(pattern=f"^({_PART})+$"), Expected("a multiaddr such as /ip4/0.0.0.0/tcp/4100")]
 PeerAddress = Annotated[
     str,
+    Bare,
     Field(pattern=f"^(@.+|({_PART})*/p2p({_PART})+)$"),  # @FILE: into which a peer writes its address
     Expected(
         "an address with a peer id, such as /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., as a peer prints it, or @FILE"

@@ -17,6 +17,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from diloco.text import masked
+
 __all__ = ["Expected", "accepts", "expected", "explain", "leaves", "nearest", "show", "unknown_key"]
 
 _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
@@ -82,7 +84,7 @@ def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
 def show(value: Any, limit: int = 80) -> str:
     """A value as one printable line of at most `limit` characters; it may come from an untrusted peer."""
     plain = isinstance(value, str) and value != "" and value.isprintable()
-    text = str(value) if plain else json.dumps(value, default=ascii)
+    text = masked(str(value) if plain else json.dumps(value, default=ascii))
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from diloco.config.base import Directory, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
+from diloco.config.base import Bare, Directory, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
 from diloco.config.explain import Expected
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
 
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 TokenText = Annotated[
-    str, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), Expected("the token of an invitation, or @FILE with it")
+    str, Bare, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), Expected("the token of an invitation, or @FILE with it")
 ]
 Device = Annotated[
     str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d{1,3})?)$"), Expected("auto, cpu, cuda[:N], xpu[:N] or mps")

@@ -11,7 +11,7 @@ from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 
 from diloco.config import Start, compose
-from diloco.errors import ConfigError, end_process, guard
+from diloco.errors import ConfigError, end_process, guard, in_utf8
 
 __all__: list[str] = []
 
@@ -58,4 +58,5 @@ def _leave_with_supervisor() -> None:
 
 
 if __name__ == "__main__":
+    in_utf8()
     end_process(guard(lambda: peer(sys.argv[1:])))

@@ -72,6 +72,6 @@ def free_memory() -> float:
 
 def _read(path: str) -> str | None:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text("utf-8").strip()
     except OSError:
         return None

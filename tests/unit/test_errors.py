@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from diloco import errors
 from diloco.errors import DilocoError, SwarmError, guard
 from diloco.protocol.messages import Refusal, decode, encode
+from tests.support.places import PACKAGE
 
 EXIT_CODES = {
     "DilocoError": 1, "ConfigError": 2, "DataError": 2, "CheckpointError": 2, "SwarmError": 3, "JoinError": 3,
@@ -79,3 +82,29 @@ def test_what_a_peer_said_cannot_move_the_cursor(capsys: pytest.CaptureFixture[s
         assert failing(SwarmError(f"the swarm refused this peer: {said}")) == 3
         assert capsys.readouterr().err == "diloco: error: the swarm refused this peer: ]0;owned [2J mil|hs\n"
     assert refusal.reason.isprintable()
+
+
+@pytest.mark.parametrize("variables", [{"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}])
+def test_what_a_terminal_lacks_is_written_in_plain_characters(variables: dict[str, str], tmp_path: Path) -> None:
+    """Also names of files, which Python opens in UTF-8 mode."""
+    code = (
+        "import sys; from diloco.errors import *; from diloco.text import BARS; in_utf8(); from pathlib import Path; "
+        "guard(lambda: print(BARS, '\\xb1\\u2026\\xfc', chr(0xdcff))); Path('\\xfc').write_text(''); "
+        "guard(lambda: Path('\\xfc/x').read_text())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        | variables,
+        capture_output=True,
+    )
+    plain = "±...ü" if "latin-1" in variables.values() else "+-...u"
+    assert ended.stdout.decode("latin-1") == f"_.-~=+*# {plain} ?\n"
+    assert ended.stderr.decode("latin-1").startswith(f"diloco: error: {plain[-1]}/x: Not a directory")
+    assert list(tmp_path.iterdir()) == [tmp_path / "ü"]
+
+
+def test_a_traceback_shows_no_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(ValueError("swarm.token=" + "Ab1" * 40)) == 1
+    assert "swarm.token=(hidden)" in capsys.readouterr().err

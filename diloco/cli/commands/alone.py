@@ -125,7 +125,7 @@ def compare(**arguments: Any) -> int:
     diloco compare runs/quickstart runs/baseline
     diloco compare runs/seeds --loss 2.1 --csv seeds.csv
 
-    RUN is a run directory or the directory of a sweep. Runs that differ in their seed only are one row: mean ± standard
+    RUN is a run directory or the directory of a sweep. Runs that differ in their seed only are one row: mean +- their
     deviation. The lowest loss comes first. Without --out, several RUNs leave no curves.
     """
     return implementation("compare")(**arguments)

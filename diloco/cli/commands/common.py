@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -177,7 +178,7 @@ def with_digests(config: Config) -> Config:
 
 def split_address(address: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """ADDRESS and overrides, where the first argument may have been an override already."""
-    if address is not None and "=" in address and not address.startswith(("/", "@", "diloco:")):
+    if address is not None and re.match(r"[+~]*\w[\w./@]*=", address):
         return None, (address, *overrides)
     return address, overrides
 

@@ -24,7 +24,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.config import SwarmConfig
-from diloco.config.address import Address, problem, same_subnet, scope
+from diloco.config.address import addresses_in, problem, same_subnet, scope
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
@@ -68,23 +68,22 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
         if entry.startswith("@"):
             path = Path(entry[1:])
             try:
-                lines = await within(timeout_s, _appears(path))
+                await within(timeout_s, _appears(path))
             except TimeoutError:
                 raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s") from None
-            if not lines:
+            found = addresses_in(path)
+            if not found:
                 raise ConfigError(f"{entry} is empty; put the address of a peer, or the link of an invitation, into it")
-            for line in lines:
-                addresses += Address.parse(line).peers
+            addresses += found
         else:
             peer_id_of(entry)
             addresses.append(entry)
     return addresses
 
 
-async def _appears(path: Path) -> list[str]:
-    while not path.exists():
+async def _appears(path: Path) -> None:
+    while not os.path.exists(path):  # unlike `Path.exists`, it takes any name
         await asyncio.sleep(0.05)
-    return path.read_text().split()
 
 
 def own_id(path: Path) -> str:

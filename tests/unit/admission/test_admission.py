@@ -87,11 +87,16 @@ def test_any_bytes_are_a_credential_or_an_error_of_ours(raw: bytes) -> None:
 
 def test_a_token_is_read_from_a_file_with_it_or_a_link(tmp_path: Path) -> None:
     one, file = token(), tmp_path / "invitation"
-    for content in (one.to_text() + "\n", f"diloco://ip4/1.2.3.4/tcp/1/p2p/{ALICE}?token={one.to_text()}\n"):
-        file.write_text(content)
+    link = f"diloco://ip4/1.2.3.4/tcp/1/p2p/{ALICE}?token={one.to_text()}"
+    typed = f"# mine\r\n\r\ndiloco join /ip4/1.2.3.4/tcp/1/p2p/{ALICE} 'swarm.token={one.to_text()}'"
+    for content in (f"{one.to_text()}\n", f"{link}\n", f"\n\u201c{one.to_text()}\u201d ", f"{link}\n{link}", typed):
+        file.write_bytes(content.encode("utf-16" if "\n\u201c" in content else "utf-8-sig"))
         file.chmod(0o600)
         assert Token.read(f"@{file}") == Token.read(one.to_text()) == one
     assert one.to_text() not in repr(one) and one.grant.token_id in repr(one)
+    file.write_text(f"{one.to_text()}\n{token().to_text()}")
+    with pytest.raises(ConfigError, match=r"swarm\.token=@.*invitation holds 2 tokens; leave one of them there$"):
+        Token.read(f"@{file}")
     with pytest.raises(ConfigError, match=r"swarm\.token=@.*missing cannot be read: No such file"):
         Token.read(f"@{tmp_path}/missing")
     with pytest.raises(ConfigError, match=r"has 100000 characters; at most 1024 are read") as caught:

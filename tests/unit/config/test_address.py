@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from base64 import urlsafe_b64encode
+from collections.abc import Callable
+from hashlib import sha512
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.admission import RunKey, Token
+from diloco.config import SwarmConfig, compose
 from diloco.config.address import Address, host_of, problem, scope
 from diloco.errors import ConfigError
 from tests.support.errors import error_text
 
 ED25519 = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 RSA = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
+SECRET = urlsafe_b64encode(b"".join(sha512(bytes([one])).digest() for one in range(4))).decode().rstrip("=")  # a token
 GOOD = f"/ip4/203.0.113.7/tcp/4100/p2p/{ED25519}"
 OTHER = f"/ip6/2001:db8::7/udp/4100/quic/p2p/{RSA}"
 
@@ -51,6 +60,57 @@ def test_a_link_holds_several_addresses_and_the_token() -> None:
     assert Address.parse(str(address)) == address
     assert Address.parse(f"{GOOD},{OTHER}") == Address((GOOD, OTHER))
     assert Address.parse("@runs/mine/address") == Address(("@runs/mine/address",)), "a file with addresses"
+
+
+AROUND = (
+    "{}", " {}  ", '"{}"', "\u201c{}\u201d", "\u00ab{}\u00bb", "<{}>", "\u200b{}\ufeff", "$ diloco join {} --yes",
+    "{} # at home", "diloco: others join with address='{}'",
+)  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from((GOOD, OTHER)), st.sampled_from(AROUND)), min_size=1, max_size=4),
+    st.sampled_from(("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be")),
+    st.sampled_from(("\n", "\r\n", "\n\n \n", "\n# and\n")),
+)
+def test_a_file_of_any_editor_is_read_as_it_is_meant(lines: list[tuple[str, str]], encoding: str, between: str) -> None:
+    with TemporaryDirectory() as directory:
+        file = Path(directory, "address")
+        file.write_bytes(between.join(around.format(one) for one, around in [*lines, ("", "")]).encode(encoding))
+        assert Address.read(f"@{file}").resolved().peers == tuple(one for one, _ in lines)
+        assert SwarmConfig.parse({"initial_peers": [f" {GOOD}\n"]}).initial_peers == (GOOD,)
+
+
+def test_a_file_that_holds_something_else_is_named_and_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    for text in (SECRET, f"diloco:/{GOOD}?token={SECRET[:-9]}!", f"{GOOD}\nnothing of the kind: {SECRET}"):
+        file.write_text(text)
+        reason = error_text(ConfigError, lambda: Address.read(f"@{file}").resolved())
+        assert reason.startswith(f"ADDRESS=@{file}") and not shared(reason, SECRET)
+
+
+def shared(text: str, secret: str, length: int = 10) -> bool:
+    """Whether so many characters of a secret stand in a text."""
+    return any(secret[at : at + length] in text for at in range(len(secret) - length + 1))
+
+
+@pytest.mark.parametrize("cut", [slice(None), slice(40), slice(30, None), slice(-43, None)])
+@pytest.mark.parametrize(
+    "place", ["{}", "@{}", GOOD + "?token={}", "diloco:/" + GOOD + "?tokn={}", "{}!", "'{}", "{0}{0}"]
+)
+def test_no_error_shows_a_part_of_a_token_wherever_it_was_put(place: str, cut: slice) -> None:
+    typed = place.format(SECRET[cut])
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: SwarmConfig.parse({"initial_peers": [typed]}),
+        lambda: Address.read(typed).resolved(),
+        lambda: Token.read(typed + "A"),
+        lambda: compose([f"swarm.token={typed}?"]),
+        lambda: compose([f"swarm.tokn={typed}"]),
+        lambda: compose([typed]),
+        lambda: RunKey.read(Path(typed)),
+    )
+    said = [error_text(ConfigError, call) for call in calls[place == "@{}" :]]
+    assert not any(shared(text, SECRET) for text in said), said
 
 
 @given(st.text(max_size=200))

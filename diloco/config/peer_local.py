@@ -39,7 +39,7 @@ class RunPlace(PeerLocal):
 
 class DataPlace(PeerLocal):
     path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple] | None = None
-    """File, directory or list of them with this peer's data (text, json, parquet)."""
+    """File, directory or list of them with this peer's data (text, json, parquet), also compressed (.gz, .zst, ...)."""
     paths: dict[str, Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple]] = Field(default_factory=dict)
     """The same for each source of data.mixture that has files, by its name."""
     tokenizer_directory: str | None = Field(None, min_length=1)

@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 from diloco.errors import DataError
 from diloco.text import counted
 
-__all__ = ["COMPRESSIONS", "FORMATS", "SUFFIXES", "documents_of", "format_of", "is_hidden", "pieces", "texts"]
+__all__ = ["FORMATS", "SUFFIXES", "documents_of", "format_of", "is_hidden", "pieces", "texts"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 _TEXT_DOCUMENT_BYTES = 4096
 LONG_ROW_BYTES = 32 << 10
 
-_LONGEST = 1 << 30  # bytes of one row of JSON; a longer one is no row
+_LONGEST = 1 << 30  # bytes of one value of JSON
 _BLOCK = 1 << 20
 _ROWS_AT_ONCE = 256
 _ROWS_WITHOUT = 10_000  # so many rows of JSON without the field, from the first one on: its name is wrong
@@ -201,75 +201,36 @@ def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
 
 
 def _json_rows(content: io.BufferedReader) -> Iterator[object]:
-    """The rows of a file of JSON lines, or else of values over several lines, or of one list of values."""
+    """The rows of JSON lines, or else of the one list, or the one object, over several lines that the file is."""
     # Numbers are not looked at: they may have more digits than Python converts.
-    decoder = json.JSONDecoder(strict=False, parse_int=lambda digits: 0)
-    first = b"" if content.peek(_BLOCK).lstrip().startswith(b"[") else content.readline(_LONGEST)
-    try:
-        by_line = bool(first) and (first.isspace() or isinstance(decoder.decode(first.decode("utf-8")), dict | str))
-    except (ValueError, RecursionError):
-        by_line = False
-    if not by_line:
-        with io.TextIOWrapper(content, "utf-8", newline="") as rest:
-            yield from _json_values(decoder, first, rest)
-        return
-    number = 0
-    for line in chain([first], iter(lambda: content.readline(_LONGEST), b"")):
-        if not line.isspace():
+    decoder, number, line = json.JSONDecoder(strict=False, parse_int=lambda digits: 0), 0, b""
+    if not content.peek(_BLOCK).lstrip().startswith(b"["):
+        for line in iter(lambda: content.readline(_LONGEST), b""):
+            if line.isspace():
+                continue
             number += 1
             try:
                 row = decoder.decode(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                raise _invalid(number, error) from None
+                if number == 1 and getattr(error, "pos", -1) >= len(line.decode(errors="replace").rstrip()):
+                    break  # it goes on in the next line
+                raise _invalid(f"row {number}", error) from None
             yield row
-
-
-def _json_values(decoder: json.JSONDecoder, first: bytes, content: io.TextIOWrapper) -> Iterator[object]:
-    text, number = first.decode("utf-8") + content.read(_BLOCK), 0
-    listed = text.lstrip().startswith("[")
-    between = re.compile(r"[\s,]*" if listed else r"\s*")
-    place = text.index("[") + 1 if listed else 0
-    while True:
-        place = _end(between, text, place)
-        if place == len(text):
-            text, place = content.read(_BLOCK), 0
-            if text:
-                continue
-            if listed:
-                raise ValueError(f"the list has no end after row {number}")
+        else:
             return
-        if listed and text[place] == "]":
-            if (text[place + 1 :] + content.read(_BLOCK)).strip():
-                raise ValueError(f"there is more after the list of {number} rows")
-            return
-        try:
-            row, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError) as error:
-            more = content.read(max(_BLOCK, len(text))) if _may_go_on(error, text) else ""
-            if not more:
-                raise _invalid(number + 1, error) from None
-            text, place = text[place:] + more, 0
-            continue
-        number += 1
-        yield row
+    whole = line + content.read(_LONGEST)
+    if len(whole) >= _LONGEST:
+        raise ValueError("it is one value of more than 1 GB; make it JSON lines")
+    try:
+        rows = decoder.decode(whole.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _invalid("it", error) from None
+    yield from rows if isinstance(rows, list) else [rows]
 
 
-def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
-    found = pattern.match(text, place)
-    return found.end() if found else place
-
-
-def _may_go_on(error: Exception, text: str) -> bool:
-    """Whether JSON is invalid only because the text ends."""
-    if not isinstance(error, json.JSONDecodeError) or len(text) > _LONGEST:
-        return False
-    return error.msg.startswith("Unterminated") or error.pos > len(text) - 16
-
-
-def _invalid(number: int, error: Exception) -> ValueError:
-    said = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "is no valid JSON"
-    where = f" ({error.msg}, character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
-    return ValueError(f"row {number} {said}{where}")
+def _invalid(what: str, error: Exception) -> ValueError:
+    text = "UTF-8" if isinstance(error, UnicodeDecodeError) else "valid JSON"
+    return ValueError(f"{what} is no {text} ({error})")
 
 
 def _csv(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
@@ -323,8 +284,8 @@ def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes
 
 
 def _no_field(path: str, field: str, fields: Any) -> DataError:
-    names = ", ".join(sorted(fields)[:20])
-    return DataError(f"data.field: {field!r} is no field of {path}; its fields are {names}")
+    names = ", ".join(sorted(fields)[:20]) or "none"
+    return DataError(f"data.field: {field!r} is no field of {path}, which has {names}; take one, or leave it out")
 
 
 def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str = "") -> DataError:

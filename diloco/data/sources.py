@@ -7,6 +7,7 @@ document that another holds out, because the hash of the document decides.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 from diloco.config import DataConfig
 from diloco.config.explain import show
-from diloco.data.formats import COMPRESSIONS, FORMATS, SUFFIXES, documents_of, format_of, is_hidden, texts
+from diloco.data.formats import FORMATS, SUFFIXES, documents_of, format_of, is_hidden, texts
 from diloco.errors import DataError, DilocoError
 from diloco.text import counted
 
@@ -56,25 +57,27 @@ def files_of(settings: DataConfig) -> list[Path]:
     A directory in `data.path` stands for all files below it that the source can read and that are not hidden. A line of
     the log says how many others there are.
     """
-    found: list[Path] = []
-    odd: list[Path] = []
+    found, odd = list[Path](), list[Path]()
     for given in settings.path or ():
-        path = Path(given).expanduser()
-        if path.is_dir():
-            inside = _below(path)
-            fitting = [file for file in inside if _fits(file, settings.source)]
-            if not fitting:
-                kinds = ", ".join((*SUFFIXES[settings.source], *COMPRESSIONS)) if settings.source != "text" else "UTF-8"
-                others = f", but {counted(len(inside), 'other')} such as {inside[0]}" if inside else ""
-                raise DataError(
-                    f"data.path: {given} has no {kinds} files in it{others}; give a file or a directory with some"
-                )
-            found += fitting
-            odd += sorted({*inside} - {*fitting})
-        elif os.path.lexists(path):
-            found.append(path)
-        else:
-            raise DataError(f"data.path: {given} does not exist; give a file or a directory")
+        with reading(f"data.path: {given}", "make it readable"):
+            path = Path(os.path.expanduser(given))
+            if path.is_dir():
+                inside = _below(path)
+                fitting = [file for file in inside if _fits(file, settings.source)]
+                if not fitting:
+                    kinds = "UTF-8" if settings.source == "text" else ", ".join(SUFFIXES[settings.source])
+                    others = f", but {counted(len(inside), 'other')} such as {inside[0]}" if inside else ""
+                    raise DataError(
+                        f"data.path: {given} has no {kinds} files in it{others}; give a file or a directory with some"
+                    )
+                found += fitting
+                odd += sorted({*inside} - {*fitting})
+            elif path.is_file():
+                found.append(path)
+            elif path.exists():
+                raise DataError(f"data.path: {given} is no file that stays; give a file or a directory")
+            else:
+                raise DataError(f"data.path: {given} does not exist; give a file or a directory")
     if odd:
         logger.warning(
             "data.path: %s left out, which cannot be read as %s, such as %s",
@@ -90,12 +93,11 @@ def _below(folder: Path) -> list[Path]:
         raise error
 
     found, seen = list[Path](), set[str]()
-    with reading(f"data.path: {folder}", "make it readable"):
-        for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-            real = os.path.realpath(place)
-            folders[:] = [] if real in seen else [name for name in folders if not is_hidden([name])]
-            found += [Path(place, name) for name in names if real not in seen and not is_hidden([name])]
-            seen.add(real)
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else [name for name in folders if not is_hidden([name])]
+        found += [Path(place, name) for name in names if real not in seen and not is_hidden([name])]
+        seen.add(real)
     return sorted(found)
 
 
@@ -107,8 +109,7 @@ def _fits(file: Path, source: str) -> bool:
         return format_of(file.name) == source
     with reading(f"data.path: {file}", "make it readable, or leave it out"), file.open("rb") as handle:
         try:
-            for _ in texts(handle, str(file), "text", ""):
-                pass
+            collections.deque(texts(handle, str(file), "text", ""), maxlen=0)
         except ValueError:
             return False
     return True

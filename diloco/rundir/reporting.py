@@ -21,7 +21,7 @@ from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count
 
 __all__ = [
-    "Finished", "Listener", "Message", "Notice", "Ready", "Stage", "Status", "json_lines", "log_lines",
+    "Finished", "Listener", "Message", "Notice", "Ready", "Stage", "Status", "WarningLines", "json_lines", "log_lines",
     "read_message", "swarm_figures", "to_wire", "who_can_join",
 ]  # fmt: skip
 
@@ -142,6 +142,17 @@ def json_lines(message: Message) -> None:
     with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this peer is about to leave
         sys.stdout.write(json.dumps(to_wire(message)) + "\n")
         sys.stdout.flush()
+
+
+class WarningLines(logging.Handler):
+    """Writes warnings of the log to stdout as well: `diloco local` shows no logs of its peers."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(logging.WARNING)
+        self._peer = peer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        json_lines(Notice(self._peer, record.created, record.getMessage()))
 
 
 class log_lines:

@@ -29,11 +29,13 @@ def peer(arguments: list[str]) -> int:
     from diloco.swarm.visit.visitor import light_hivemind
 
     light_hivemind(["hivemind"])  # half a second less
-    from diloco.rundir.reporting import json_lines, log_lines
+    from diloco.rundir.reporting import WarningLines, json_lines, log_lines
     from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds
 
     if config.run.report:
         threading.Thread(target=_leave_with_supervisor, daemon=True).start()
+        if config.run.lead:  # the others would say the same
+            logging.getLogger("diloco").addHandler(WarningLines(config.run.name or "peer"))
     return run(config, json_lines if config.run.report else log_lines(config)).exit
 
 

@@ -42,6 +42,19 @@ def test_a_message_survives_the_pipe(message: Message, capsys: pytest.CaptureFix
     assert json.loads(line)["t"] == message.t
 
 
+def test_a_warning_of_the_log_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("diloco.some.module")
+    log.addHandler(reporting.WarningLines("p0"))
+    try:
+        log.info("no")
+        log.warning("%d files left out", 3)
+    finally:
+        log.handlers.clear()
+    [line] = capsys.readouterr().out.splitlines()
+    message = read_message(json.loads(line))
+    assert isinstance(message, Notice) and (message.peer, message.text) == ("p0", "3 files left out")
+
+
 def test_a_line_has_the_fields_that_readers_rely_on() -> None:
     """Objects of other kinds are passed over."""
     assert to_wire(Status("p0", 2.0, "training", 3, loss=math.nan))["loss"] is None

@@ -50,7 +50,7 @@ def run(config: Config) -> int:
         # Before config.yaml is replaced; each peer checks its own checkpoint again.
         manifest = config.run.dir / "manifest.json"
         if manifest.is_file() and any((config.run.dir / "checkpoints").glob("*/step-*")):
-            check_same_run(config, manifest.read_text("utf-8"))
+            config = check_same_run(config, manifest.read_text("utf-8"))
         return _run(config)
 
 

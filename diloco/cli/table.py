@@ -126,8 +126,7 @@ class LiveView:
 
     def _fill(self, row: _Row, status: Status) -> None:
         row.status = replace(status.over(row.status), state=plain(status.state) or row.status.state)
-        if self._total is None:
-            self._total = status.outer_steps
+        self._total = status.outer_steps or self._total
         if self._first is None and row.status.version is not None and row.status.state == "training":
             self._first = (self._clock(), row.status.version)
 

@@ -78,7 +78,7 @@ class RunConfig(RunPlace, RunIdentity):
 
 
 class BudgetConfig(RunOwned):
-    """When the run ends: the first limit that is reached."""
+    """When the run ends: the first limit that is reached. Whoever starts again with a greater one raises it for all."""
 
     outer_steps: int | None = Field(None, ge=1, le=10**15)
     """Outer steps after which the run ends; null is no limit."""

@@ -1,8 +1,9 @@
 """The manifest: the run-owned half of a configuration, as peers exchange it.
 
 Its hash names the run on the wire, so the text that is hashed must not depend on who computed it: JSON with sorted
-keys, no spaces, ASCII only, and Python's shortest float representation, which every version since 3.1 agrees on.
-A manifest from another peer is untrusted: `from_json` accepts exactly what this version would write.
+keys, no spaces, ASCII only, and Python's shortest float representation, which every version since 3.1 agrees on. How
+long the run is does not count there: it may rise while the run lives, and peers tell each other. A manifest from
+another peer is untrusted: `from_json` accepts exactly what this version would write.
 
 Whoever gives a volunteer an address chooses what the volunteer's machine reads, trains on and gives away. Therefore
 `check_foreign` lets a run that is joined take its model, its text and its tokenizer from the Hugging Face hub at a
@@ -15,14 +16,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from diloco.config.base import RunOwned
+from diloco.config.base import RunOwned, Settings
 from diloco.config.data import FILES, DataRecipe
 from diloco.config.explain import explain, show
 from diloco.config.groups import BudgetConfig, InnerConfig, OuterConfig, RunIdentity, SwarmRules
@@ -32,14 +36,20 @@ from diloco.errors import ConfigError
 from diloco.hub import TOKENIZER_FILES
 
 __all__ = [
-    "MAX_MANIFEST_CHARACTERS", "WIRE_VERSION", "Manifest", "Source", "check_foreign", "check_model_fits_data",
-    "check_warmup_ends", "flatten", "sources_of",
+    "MAX_MANIFEST_CHARACTERS", "RISING", "WIRE_VERSION", "Manifest", "Source", "check_foreign", "check_model_fits_data",
+    "check_warmup_ends", "flatten", "hash_of", "planned", "raised", "sources_of",
 ]  # fmt: skip
 
 # Raised whenever peers of the old and the new version could not train together.
 WIRE_VERSION = 11
 # A real manifest has about 1500 characters; a hostile one must not cost memory or time to parse.
 MAX_MANIFEST_CHARACTERS = 65536
+RISING = ("budget.outer_steps", "budget.tokens", "outer.rounds")  # how long the run is; null stays null
+
+logger = logging.getLogger(__name__)
+
+
+S = TypeVar("S", bound=Settings)
 
 
 class Manifest(RunOwned):
@@ -97,8 +107,8 @@ class Manifest(RunOwned):
         return manifest
 
     def hash(self) -> str:
-        """SHA-256 of the canonical JSON, 64 hexadecimal digits."""
-        return hashlib.sha256(self.to_json().encode("ascii")).hexdigest()
+        """As `hash_of` its JSON."""
+        return hash_of(self.to_json())
 
     def differences(self, other: Manifest) -> list[str]:
         """One text per setting that differs, such as `outer.lr: 0.7 here, 0.4 there`; empty for equal hashes."""
@@ -109,6 +119,35 @@ class Manifest(RunOwned):
             for key in sorted(here.keys() | there.keys())
             if here.get(key) != there.get(key)
         ]
+
+
+def hash_of(text: str) -> str:
+    """SHA-256 (64 hexadecimal digits) of a manifest's canonical JSON with 0 for each number in `RISING`; of any other
+    text, its own.
+    """
+    with suppress(ValueError, AttributeError, TypeError, RecursionError):  # a parser of manifests says what is wrong
+        content = json.loads(text)
+        for group, _, name in (key.partition(".") for key in RISING):
+            if content.get(group, {}).get(name) is not None:
+                content[group][name] = 0
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def planned(settings: Settings) -> list[int]:
+    """The numbers in `RISING` of a manifest or a configuration; 0 stands for null."""
+    return [attrgetter(key)(settings) or 0 for key in RISING]
+
+
+def raised(settings: S, plan: Sequence[float]) -> S:
+    """A manifest or configuration with the greater of each number in `RISING`; says so where the run ends later."""
+    for (group, _, name), number in zip((key.partition(".") for key in RISING), map(int, plan), strict=True):
+        values = getattr(settings, group)
+        if (here := getattr(values, name)) is not None and number > here:
+            settings = settings.model_copy(update={group: values.model_copy(update={name: number})})
+            if group == "budget":
+                logger.warning("budget.%s=%d: the run goes on to %d, for a budget only rises", name, here, number)
+    return settings
 
 
 def check_model_fits_data(model: ModelRecipe, data: DataRecipe) -> None:

@@ -280,6 +280,12 @@ class Replica:
         if fragment in self.held:
             self.held[fragment].state.version = version
 
+    def plan(self, rounds: int | None) -> None:
+        """The outer momentum rises over so many rounds."""
+        self.settings = self.settings.model_copy(update={"rounds": rounds})
+        for optimizer in (self.optimizer, *(held.optimizer for held in self.held.values())):
+            optimizer.settings = self.settings
+
     def release(self, fragment: int) -> None:
         """Stop being syncer."""
         self.held.pop(fragment, None)

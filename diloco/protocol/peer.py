@@ -45,6 +45,7 @@ from diloco.protocol.syncer import Syncer
 
 __all__ = ["Peer"]
 
+MAX_RAISE = 1000  # times what was typed here
 OTHER_DATA = (
     "peers share sequences out by number, and on each a number is other text, so some is trained on twice or never, "
     "and perhaps some that the other holds out; give both the same files, or set data.shard=0 data.shards=1 on each"
@@ -72,6 +73,7 @@ class Peer(Elector):
         if self.members.join(peer, hello, now):
             actions.append(Note("join", {"peer": peer, "name": hello.name, "live": len(self.members) + 1}))
         actions += self._compare_data(peer, hello)
+        actions += self._heard_plan(peer, hello.status.planned)
         self.address_book.hear(peer, hello.addresses)
         self.accounts.heard_units(peer, hello.status)
         claimed = {(claim.fragment, claim.term) for claim in hello.claims}
@@ -110,6 +112,8 @@ class Peer(Elector):
                 if len(message.versions) == len(self.fragments):
                     self.members.hear(peer, message, now)
                     self.accounts.heard_units(peer, message)
+                if plan := self._heard_plan(peer, message.planned):
+                    return plan + self.tick(now)
             case Claim():
                 return self._heard_claim(peer, message, now) + self.tick(now)
             case Vote():
@@ -121,6 +125,17 @@ class Peer(Elector):
                     self.accounts.hear_data_cursor(message)
         due = self._pace.tick_due
         return self.tick(now) if now >= due else [*self._pace.wake(due)]
+
+    def _heard_plan(self, peer: str, said: list[int]) -> list[Action]:
+        """The run is as long as whoever may make its versions says, within reason: nobody makes it endless for all."""
+        higher = [max(here, there) if here else 0 for here, there in zip(self.planned, said, strict=True)]
+        if higher == self.planned or not self.may_author(peer):
+            return []
+        if any(there > MAX_RAISE * typed for there, typed in zip(higher, self.typed, strict=True)):
+            return [Note("plan_ignored", {"peer": peer, "planned": higher})]
+        self.planned = higher
+        self.on_planned(higher)
+        return [Note("planned", {"peer": peer, "planned": higher}), Broadcast(self.status())]
 
     def discovered(self, now: float) -> list[Action]:
         """Every peer that could be reached has said hello; a fragment that nobody claimed is vacant."""

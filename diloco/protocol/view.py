@@ -15,7 +15,7 @@ from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_NAMED, MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, Vote, mark
-from diloco.protocol.numbers import MAX_COUNT, within_bounds
+from diloco.protocol.numbers import MAX_COUNT, MAX_TOKENS, at_most, within_bounds
 from diloco.protocol.pace import Pace
 from diloco.protocol.penalties import Penalties
 from diloco.protocol.rendezvous import assign, score
@@ -46,6 +46,7 @@ class View:
         device: what it trains on, for watchers.
         data: names the sequences that leased numbers stand for here (see `Hello`).
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
+        planned: how long the run is by the settings here (see `Status`); others may raise it.
 
     Attributes:
         state: what its training loop is doing.
@@ -75,6 +76,7 @@ class View:
         device: str = "",
         data: str = "",
         payload_bytes: Sequence[int] = (),
+        planned: Sequence[int] = (0, 0, 0),
     ) -> None:
         self.signer = signer
         self.me, self.name, self.device, self.data = me, name, device, data
@@ -82,6 +84,8 @@ class View:
         self.trains, self.holds, self.may_hold, self.blank = trains, holds, holds, False
         self.min_peers, self.newcomer = min_peers, newcomer
         self.outer, self.tokens_per_step = outer, tokens_per_step
+        self.planned = self.typed = [at_most(number, MAX_TOKENS) for number in planned]
+        self.on_planned: Callable[[list[int]], None] = lambda planned: None
         self.state: State = "starting"
         self.ready_at = inf  # when it became ready last
         self.warming = False  # It trains by itself or fetches its inner state; nobody expects anything of it yet.
@@ -148,7 +152,7 @@ class View:
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
             disputed=[fragment.index for fragment in self.fragments if fragment.disputed],
             missed=[fragment.index for fragment in self.fragments if fragment.misses],
-            figures=Figures(**self._figures) if figures else None, blank=self.blank,
+            figures=Figures(**self._figures) if figures else None, blank=self.blank, planned=self.planned,
         )  # fmt: skip
 
     def hello(self) -> Hello:

@@ -19,6 +19,7 @@ from typing import Any
 
 from diloco.atomic import replace_file
 from diloco.config import Config, Manifest
+from diloco.config.manifest import planned, raised
 from diloco.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -72,9 +73,10 @@ def files_of(config: Config) -> dict[str, Path]:
     return tokenizer | {digest: origin / digest for digest in config.model.frozen.values()}
 
 
-def check_same_run(config: Config, manifest: str) -> None:
+def check_same_run(config: Config, manifest: str) -> Config:
     """Checks that a run directory belongs to this run: since its `manifest`, only the budget and the rounds
-    that are planned may have changed. Raises `CheckpointError` if other settings differ; the text names them.
+    that are planned may have changed. Raises `CheckpointError` if other settings differ; the text names them. Returns
+    the configuration with the greater numbers.
     """
     try:
         saved = Manifest.from_json(manifest, any_wire_version=True)
@@ -89,6 +91,7 @@ def check_same_run(config: Config, manifest: str) -> None:
             f"run.dir={config.run.dir} holds a run with other settings ({'; '.join(differing[:4])}); "
             "use the same settings, or another run.dir"
         )
+    return raised(config, planned(saved))
 
 
 @contextlib.contextmanager

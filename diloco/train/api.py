@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.config import Config, Manifest, OuterConfig
+from diloco.config.manifest import planned
 from diloco.errors import ConfigError
 from diloco.rundir.files import files_of
 from diloco.rundir.summary import PhaseTimer
@@ -367,8 +368,9 @@ class Swarm:
             self.run_id, self.key, network.token, network.key_path, trains, made_by, self._memory_path, public
         )
         return NodeOptions(
-            spec, network, identity, self.name, saved, gate, trains, device=device, blank=self._blank, files=self._files
-        )
+            spec, network, identity, self.name, saved, gate, trains, device, blank=self._blank, files=self._files,
+            planned=[0, 0, self.outer.rounds or 0] if self.manifest is None else planned(self.manifest),
+        )  # fmt: skip
 
     def _key_file(self) -> Path:
         """Where this peer's private key is, or will be."""

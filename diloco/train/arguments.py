@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from diloco.config import OuterConfig, SwarmConfig
 from diloco.config.compose import outer_preset
 from diloco.config.explain import nearest
+from diloco.config.manifest import hash_of
 from diloco.config.sizes import fragments_of
 from diloco.errors import ConfigError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec
@@ -130,4 +130,4 @@ def loop_spec(
         "frozen_parameters": frozen,
     }
     text = json.dumps(content, sort_keys=True)
-    return RunSpec(run_id, sha256(text.encode()).hexdigest(), text)
+    return RunSpec(run_id, hash_of(text), text)

@@ -361,8 +361,9 @@ class Attachment:
         if ended:
             own.end_round()
             self.report(own.loss)
-            if self.node is not None and outer.rounds is not None and self.version == outer.rounds + 1:
-                self._listener.on_event("rounds_over", {"rounds": outer.rounds, "version": self.version})
+            rounds = 0 if self.node is None else self.node.protocol.planned[-1]
+            if rounds and self.version == rounds + 1:
+                self._listener.on_event("rounds_over", {"rounds": rounds, "version": self.version})
         if adopted.position:
             self._schedule.begin(adopted.position)
         if outer.dylu:

@@ -9,6 +9,7 @@ import torch
 
 from diloco import model as models
 from diloco.config import Config
+from diloco.config.manifest import raised
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
@@ -90,6 +91,7 @@ class Host:
         The last version may not have come here when its peers leave; then their word counts that they are done.
         """
         protocol = self.node.protocol
+        self.manifest = raised(self.manifest, protocol.planned)
         trainers = [member for member in protocol.members.all() if member.trains]
         self._used_up |= self.manifest.budget.is_used_up(protocol.fragments[0].steps, protocol.applied_tokens)
         self._used_up |= any(member.status.state == "done" for member in trainers)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.config import BudgetConfig, Config, InnerConfig
+from diloco.config.manifest import raised
 from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
@@ -85,6 +86,7 @@ class Trainer:
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
+        self._follow_plan()
         config, sync = self.config, self.sync
         self._scale.restore(self.session.loss_scale)
         if self.lead and config.eval.every and sync.version == 0:
@@ -92,8 +94,8 @@ class Trainer:
         began_s = self.phases.seconds().total
         self._logged, self._accounted = (sync.tokens, began_s), (sync.applied_tokens, began_s)
         self._boundary_version = self._saved_version = sync.version
-        while not config.budget.is_used_up(sync.version, sync.applied_tokens) and not sync.interrupted:
-            lr = learning_rate(sync, config.inner, config.budget, config.outer.sync_every)
+        while not self.config.budget.is_used_up(sync.version, sync.applied_tokens) and not sync.interrupted:
+            lr = learning_rate(sync, config.inner, self.config.budget, config.outer.sync_every)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             batch = next(self.stream)  # (B / ranks, T), this rank's part of the peer's
@@ -103,6 +105,11 @@ class Trainer:
                 self._boundary()
         if not sync.interrupted:
             sync.finish()
+
+    def _follow_plan(self) -> None:
+        """All ranks: the run is as long as the swarm says, where peers have been told different budgets."""
+        plan = [0, 0, 0] if self.sync.view is None else self.sync.view.node.protocol.planned
+        self.config = self.session.config = raised(self.config, self.island.agree(plan))
 
     def _inner_step(self, batch: Tensor) -> None:
         """All ranks: forward, backward, clip, step. The optimizer's hook exchanges with the swarm."""
@@ -213,6 +220,7 @@ class Trainer:
 
     def _boundary(self) -> None:
         """After an exchange: account for it, and once in a while evaluate the anchor and write a checkpoint."""
+        self._follow_plan()
         config, sync = self.config, self.sync
         if self.island.leads:
             self._account()

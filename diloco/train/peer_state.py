@@ -51,7 +51,7 @@ class PeerState:
     def check_same_run(self, run: RunSpec, where: str) -> None:
         """Raise `CheckpointError` for the state of another run; `where` is where it comes from."""
         try:
-            differing = [one for one in run.differences(self.run) if not one.startswith("outer.rounds ")]  # a new plan
+            differing = run.differences(self.run)
         except PayloadError:
             raise CheckpointError(f"{where} holds no manifest; choose another checkpoint") from None
         if differing:

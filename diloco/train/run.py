@@ -88,6 +88,7 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
     config = fitted(config, island)
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
+    config = session.config
     tell(Stage(stage="data"))
     dataset = data.load(
         config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))

@@ -84,7 +84,7 @@ class Session:
         self.loss_scale: Sequence[float] = ()
         if found is None:
             return
-        check_same_run(config, found.state["manifest"])
+        self.config = check_same_run(config, found.state["manifest"])
         self.saved_version = self._intact_version = found.step
         self.skipped = found.skipped
         self.seconds = PhaseSeconds(**found.state["seconds"])

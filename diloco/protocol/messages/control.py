@@ -109,6 +109,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
         missed: fragments whose syncer has announced a version that this peer has not been given for long.
         figures: only in a heartbeat; None says that those of the last heartbeat still hold.
         blank: the peer has not got what the run starts from yet, and holds no fragment (see `View`).
+        planned: how long the run is: the numbers in `config.manifest.RISING`, as far as the peer knows.
     """
 
     state: State
@@ -123,6 +124,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
     missed: Annotated[list[Index], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
     figures: Figures | None = None
     blank: bool = False
+    planned: Annotated[list[Tokens], Field(min_length=3, max_length=3)] = Field(default_factory=lambda: [0, 0, 0])
 
     @property
     def in_round(self) -> bool:

@@ -244,8 +244,8 @@ def _fragments(protocol: Peer) -> list[schema.FragmentRow]:
     return rows
 
 
-def _budget(number: int | None, *limit: int) -> int | None:
-    return None if number is None else at_most(number, *limit)
+def _budget(number: int | None, planned: int, *limit: int) -> int | None:
+    return None if number is None else at_most(max(number, planned), *limit)
 
 
 def _run(protocol: Peer, manifest_text: str, at: float) -> schema.RunInfo:
@@ -259,8 +259,8 @@ def _run(protocol: Peer, manifest_text: str, at: float) -> schema.RunInfo:
         wire_version=WIRE_VERSION,
         mode=mode,
         model=str(model.get("name") or ""),
-        outer_steps=_budget(budget.get("outer_steps")),
-        tokens=_budget(budget.get("tokens"), MAX_TOKENS),
+        outer_steps=_budget(budget.get("outer_steps"), protocol.planned[0]),
+        tokens=_budget(budget.get("tokens"), protocol.planned[1], MAX_TOKENS),
         version=version,
         applied_tokens=applied,
         at=at,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.config import SwarmConfig, flatten
+from diloco.config.manifest import RISING
 from diloco.errors import PayloadError
 from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT
@@ -50,7 +51,8 @@ class RunSpec:
             here, there = (dict(flatten(json.loads(text))) for text in (self.manifest_text, theirs))
         except (ValueError, AttributeError, RecursionError):
             raise PayloadError("the other side's manifest is not valid") from None
-        keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+        differing = (key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+        keys = sorted(key for key in differing if key not in RISING or None in (here.get(key), there.get(key)))
         found = [f"{key} is {str(there.get(key))[:SHOWN]} there, {str(here.get(key))[:SHOWN]} here" for key in keys]
         if not any(key.startswith("parameters.") and (key in here) != (key in there) for key in keys):
             return found
@@ -81,6 +83,7 @@ class NodeOptions:
     inner_state: Snapshot = lambda: None  # what a joiner gets of the inner optimizer; called in other threads
     blank: bool = False  # it has not got what the run starts from
     files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
+    planned: Sequence[int] = (0, 0, 0)  # how long the run is by the settings here (see `Status`)
     seed: str | None = None  # for choices that no other peer may foresee; None takes the operating system's randomness
 
 
@@ -106,6 +109,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         device=options.device,
         data=options.data,
         signer=transport,
+        planned=options.planned,
         payload_bytes=[replica.payload_numel(fragment) for fragment in range(len(replica.fragments))],
     )
     if options.blank and saved is None:
@@ -113,6 +117,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
     if saved is not None:
         _go_on(protocol, saved, options.seed)
     protocol.may_author = options.gate.authors
+    protocol.on_planned = lambda planned: replica.plan(planned[-1] or None)
     protocol.address_book.may_call = transport.may_call
     protocol.address_book.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
     transport.where = protocol.address_book.of

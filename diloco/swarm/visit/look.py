@@ -12,11 +12,10 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 
 from diloco.config import WIRE_VERSION, Manifest
-from diloco.config.manifest import check_foreign
+from diloco.config.manifest import check_foreign, hash_of
 from diloco.errors import PayloadError, SwarmError
 from diloco.swarm.conversations.probe import Probed, probe
 from diloco.swarm.conversations.watch import request_manifest
@@ -95,7 +94,7 @@ async def _look(
         for peer in [one.peer for one in peers] or visitor.seeds:
             try:
                 reply = await request_manifest(visitor, peer)
-                if not gate.sealed(sha256(reply.text.encode()).hexdigest(), reply.seal):
+                if not gate.sealed(hash_of(reply.text), reply.seal):
                     raise PayloadError(UNSEALED)
             except (*BROKEN, PayloadError) as error:
                 refusals.append(str(error))

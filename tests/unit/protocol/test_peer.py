@@ -93,6 +93,23 @@ def test_a_peer_with_other_data_is_named_once_whatever_it_says_later() -> None:
     assert len(peer.other_data) == MAX_PEERS
 
 
+def test_the_greatest_budget_holds_that_an_author_tells_within_reason() -> None:
+    peer, heard = make(planned=[10, 0, 10]), []
+    peer.may_author, peer.on_planned = lambda other: other == OTHER, heard.append
+
+    def hears(other: str, *numbers: int) -> list[int]:
+        told = Status(state="ready", versions=[0, 0], planned=list(numbers))
+        assert all(status.planned == peer.planned for status in said(Status, peer.connected(other, hello_of(told), 1)))
+        return peer.planned
+
+    assert hears(OTHER, 20, 7, 15) == [20, 0, 15], "a limit that the run does not have stays away"
+    assert hears(OTHER, 5, 0, 5) == hears("x", 30, 0, 30) == [20, 0, 15]
+    assert hears(OTHER, 10**9, 0, 15) == [20, 0, 15] and heard == [[20, 0, 15]]
+    assert "plan_ignored" in notes(peer.heard(OTHER, Status(state="ready", versions=[0, 0], planned=[10**9, 0, 0]), 2))
+    peer.heard(OTHER, Status(state="ready", versions=[0, 0], planned=[40, 0, 15]), 3)
+    assert peer.hello().status.planned == [40, 0, 15] == heard[-1]
+
+
 # -- claims -----------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ def test_a_host_ends_with_the_budget_when_nobody_trains(steps: int, states: list
     members = [SimpleNamespace(trains=True, status=SimpleNamespace(state=state)) for state in states]
     everybody = SimpleNamespace(all=lambda: [SimpleNamespace(trains=False), *members])
     protocol = SimpleNamespace(members=everybody, fragments=[SimpleNamespace(steps=steps)], applied_tokens=0)
+    protocol.planned = [0, 0, 0]
     host = object.__new__(Host)
     host.manifest, host._used_up = compose(["experiment=smoke"]).manifest(), False
     host.node = SimpleNamespace(protocol=protocol)  # type: ignore[assignment]

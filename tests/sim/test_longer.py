@@ -1,0 +1,108 @@
+"""A run that has ended goes on when it is started again with a greater budget, in virtual time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.config import BudgetConfig, Config, InnerConfig, compose
+from diloco.outer.optimizer import OuterOptimizer, OuterStep
+from diloco.rundir.metrics import RunLog
+from diloco.rundir.summary import PhaseTimer, Summary
+from diloco.sim.peers import PacedStream
+from diloco.sim.run import _config_of, _Peer, _Simulation
+from diloco.sim.virtual_time import virtual_time
+from diloco.train import loop
+from diloco.train.inner import inner_optimizer
+from diloco.train.loop import Trainer, learning_rate
+from diloco.train.outcome import summary_of
+from diloco.train.session import Session
+
+SETTINGS = ("experiment=smoke", "local.peers=3", "outer.sync_every=2", "eval.every=0")
+
+
+class Again(_Simulation):
+    """Peers with checkpoints, started in an order, each with settings of its own."""
+
+    def __init__(self, loop: Any, configs: dict[int, Config]) -> None:
+        super().__init__(loop, next(iter(configs.values())), lambda message: None)
+        self.configs = configs
+        self.rates: list[tuple[Any, float]] = []
+
+    async def _timeline(self) -> None:
+        for number, index in enumerate(self.configs):
+            self._join(index, len(self.configs))
+            if number == 0:
+                await self._is_ready(self.peers[index])
+
+    def _live(self, peer: _Peer, min_peers: int) -> Summary:
+        config = _config_of(self.configs[peer.index], peer.name, min_peers)
+        session = Session(config)
+        config = session.config
+        with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
+            model, phases = copy.deepcopy(self.model), PhaseTimer(clock=self.loop.time)
+            optimizer = inner_optimizer(model, config.inner)
+            batches = self.dataset.batches(config.inner.batch_size, shard=peer.index, shards=self.num_shards)
+            stream = PacedStream(batches, 1.0, 0.0, peer.name, peer.lockstep)
+            saved = session.outer()
+            peer.sync = sync = self._swarm(peer, config, log).attach(
+                model, optimizer, island=self.island, phases=phases, saved=saved
+            )
+            session.restore(sync, model, optimizer, stream)
+            trainer = Trainer(
+                config, self.island, model, model, optimizer, stream, self.holdout, sync, session, phases, log,
+                lambda message: None,
+            )  # fmt: skip
+            with sync:
+                trainer.train()
+                trainer.save()
+            return summary_of(trainer, self.loop.time())
+
+
+def played(run_dir: Path, budgets: dict[int, Sequence[str]]) -> list[Summary]:
+    configs = {index: compose([*SETTINGS, f"run.dir={run_dir}", *budget]) for index, budget in budgets.items()}
+    with virtual_time() as time:
+        simulation = Again(time, configs)
+        time.run_until_complete(simulation.run())
+    return simulation.summaries
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["budget.outer_steps=3"], ["budget.outer_steps=6"]),
+        (["budget.outer_steps=null", "budget.tokens=1152"], ["budget.outer_steps=null", "budget.tokens=2304"]),
+    ],
+    ids=["outer steps", "tokens"],
+)
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
+def test_a_budget_that_one_peer_raises_holds_for_all_from_their_first_step(
+    before: list[str], after: list[str], order: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learning rate and the outer momentum are those of the greater total, on all of them."""
+    played(tmp_path, dict.fromkeys(range(3), before))
+    steps: list[tuple[int, int | None]] = []
+    rates = OuterOptimizer.rates
+
+    def seen(optimizer: OuterOptimizer, step: OuterStep) -> tuple[float, float]:
+        steps.append((step.version, optimizer.settings.rounds))
+        return rates(optimizer, step)
+
+    def rate(clock: Any, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:
+        budgets.append(budget)
+        return learning_rate(clock, inner, budget, sync_every)
+
+    budgets: list[BudgetConfig] = []
+    monkeypatch.setattr(OuterOptimizer, "rates", seen)
+    monkeypatch.setattr(loop, "learning_rate", rate)
+    raiser = order[-1]
+    summaries = played(tmp_path, {index: after if index == raiser else before for index in order})
+    assert [summary.outer_steps for summary in summaries] == [6, 6, 6]
+    assert len({peer.anchor_digest for summary in summaries for peer in summary.peers}) == 1
+    longer = compose([*SETTINGS, *after])
+    assert {version for version, _ in steps} == {3, 4, 5} and {rounds for _, rounds in steps} == {longer.outer.rounds}
+    assert len(budgets) == 3 * 3 * 2 and set(budgets) == {longer.budget}

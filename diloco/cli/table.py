@@ -73,6 +73,7 @@ class LiveView:
         self._began = clock()
         self._rows = {peer: _Row(peer, self._began) for peer in peers}
         self._ready = False
+        self._told = set[str]()
         self._first: tuple[float, int] | None = None  # when training began, and at which version
         fancy = console.is_terminal and not console.is_dumb_terminal
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if fancy else None
@@ -91,7 +92,9 @@ class LiveView:
         if isinstance(message, Ready):
             self._show_ready(message)
         elif isinstance(message, Notice):
-            self.note(f"{message.peer}: {message.text}")
+            if message.text not in self._told:  # peers with the same files say the same of them
+                self.note(f"{message.peer}: {message.text}")
+            self._told.add(message.text)
         elif isinstance(message, Status | Finished):
             peer = plain(message.peer)
             row = self._rows.setdefault(peer, _Row(peer, self._clock()))

@@ -28,8 +28,8 @@ import lzma
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
-from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from diloco.errors import DataError
@@ -40,8 +40,8 @@ __all__ = ["FORMATS", "SUFFIXES", "documents_of", "format_of", "is_hidden", "pie
 logger = logging.getLogger(__name__)
 
 SUFFIXES = {
-    "arrow": (".arrow",), "csv": (".csv", ".tsv"), "json": (".json", ".jsonl", ".ndjson"),
-    "parquet": (".geoparquet", ".gpq", ".parquet"), "text": (".txt",),
+    "arrow": (".arrow",), "csv": (".csv", ".tsv"), "json": (".json", ".jsonl", ".ndjson"), "parquet": (".parquet",),
+    "text": (".txt",),
 }  # fmt: skip
 FORMATS = tuple(SUFFIXES)
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
@@ -128,7 +128,7 @@ def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader
         with zipfile.ZipFile(handle) as archive:
             for member in _members(archive, path, format):
                 with archive.open(member) as opened:
-                    yield from _contents(opened, f"{path}/{member.filename}", format)
+                    yield from _contents(opened, f"{path}/{member}", format)
         return
     raw = _OPENERS[kind](handle) if kind in _OPENERS else handle
     with io.BufferedReader(raw, _BLOCK) as content:
@@ -137,30 +137,23 @@ def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader
         yield content
 
 
-def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[zipfile.ZipInfo]:
-    inside = [
-        one for one in archive.infolist() if not one.is_dir() and not is_hidden(PurePosixPath(one.filename).parts)
-    ]
-    fitting = [one for one in inside if format in ("text", format_of(one.filename))]
-    if len(fitting) < len(inside):
-        odd = next(one.filename for one in inside if one not in fitting)
-        left_out = counted(len(inside) - len(fitting), "file")
-        logger.warning("%s: %s in it left out, such as %s", path, left_out, odd)
+def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
+    files = [name for name in archive.namelist() if not name.endswith("/") and not is_hidden(name.split("/"))]
+    fitting = [name for name in files if format in ("text", format_of(name))]
+    for odd in [name for name in files if name not in fitting][:1]:
+        logger.warning("%s: %s in it left out, such as %s", path, counted(len(files) - len(fitting), "file"), odd)
     return fitting
 
 
-def _arrow_stream(codec: str) -> Callable[[BinaryIO], Any]:
-    def opened(handle: BinaryIO) -> Any:
-        import pyarrow as module  # has zstd and lz4, which Python has not
+def _by_arrow(handle: BinaryIO, codec: str) -> Any:
+    import pyarrow as module  # which has what Python has not
 
-        return module.CompressedInputStream(handle, codec)
-
-    return opened
+    return module.CompressedInputStream(handle, codec)
 
 
 _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
     "gzip": lambda handle: gzip.GzipFile(fileobj=handle), "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile,
-    "zstd": _arrow_stream("zstd"), "lz4": _arrow_stream("lz4"),
+    "zstd": partial(_by_arrow, codec="zstd"), "lz4": partial(_by_arrow, codec="lz4"),
 }  # fmt: skip
 
 # -- formats ----------------------------------------------------------------------------------------------------------
@@ -178,8 +171,7 @@ def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
 
 
 def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
-    missed = True  # so far
-    number, fields = 0, set[str]()
+    missed, number, fields = True, 0, set[str]()
     for number, row in enumerate(_json_rows(content), 1):
         if isinstance(row, str):
             row = {"text": row}  # a list of strings

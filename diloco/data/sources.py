@@ -110,9 +110,11 @@ def _fits(file: Path, source: str) -> bool:
     with reading(f"data.path: {file}", "make it readable, or leave it out"), file.open("rb") as handle:
         try:
             collections.deque(texts(handle, str(file), "text", ""), maxlen=0)
-        except ValueError:
+            return True
+        except Exception as error:  # each kind of compression has its own
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
             return False
-    return True
 
 
 def open_stream(builder: str, **options: Any) -> Any:

@@ -34,8 +34,7 @@ def peer(arguments: list[str]) -> int:
 
     if config.run.report:
         threading.Thread(target=_leave_with_supervisor, daemon=True).start()
-        if config.run.lead:  # the others would say the same
-            logging.getLogger("diloco").addHandler(WarningLines(config.run.name or "peer"))
+        logging.getLogger("diloco").addHandler(WarningLines(config.run.name or "peer"))
     return run(config, json_lines if config.run.report else log_lines(config)).exit
 
 

@@ -50,7 +50,8 @@ def test_a_line_has_the_documented_format() -> None:
     clock.now = 12.34
     view.update(status())
     view.update(Ready("p0", address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
-    view.update(Notice("p0", text="one\ntwo"))
+    for peer in ("p0", "p1"):  # it is said once
+        view.update(Notice(peer, text="one\ntwo"))
     assert file.getvalue().splitlines() == [
         "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training",
         "[ 12.3s] p0 ready at /ip4/127.0.0.1/tcp/1/p2p/12D3",

@@ -71,7 +71,7 @@ def compressed(content: bytes, suffix: str) -> bytes:
 
 @given(rows=rows_of_any_columns, form=st.sampled_from(sorted(JSON)), start=st.integers(0, 13), mark=st.booleans())
 @example(rows=[{"n": [1], "body": "half a pair \ud800"}, {"n": {"a": "b"}}], form="lines", start=0, mark=False)
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_only_the_asked_column_of_json_matters(rows: list[dict[str, Any]], form: str, start: int, mark: bool) -> None:
     content = ("\ufeff" if mark else "").encode() + JSON[form](rows).encode("utf-8", "surrogatepass")
     expected = [(row.get("body") or "").encode("utf-8", "replace") for row in rows]
@@ -93,7 +93,7 @@ def test_only_the_asked_column_of_json_matters(rows: list[dict[str, Any]], form:
     group=st.integers(1, 3),
     start=st.integers(0, 4),
 )  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_only_the_asked_column_of_a_table_matters(
     columns: dict[str, list[Any]], text: list[str | None], field: str, group: int, start: int
 ) -> None:
@@ -158,20 +158,21 @@ def test_what_is_left_out_of_a_folder_is_counted(tmp_path: Path, caplog: pytest.
     png = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
     late = b"plain text\n" * 10_000 + "café".encode("latin-1")
     files: dict[str, str | bytes] = {"a.txt": "good", "b.md": "good", "picture.png": png, "late.txt": late}
+    files["cut.gz"] = gzip.compress(b"text " * 99)[:-9]
     files |= {"utf16.txt": "a note".encode("utf-16"), "utf16le.txt": "a note".encode("utf-16le"), ".hidden": png}
     written(tmp_path, files)
     (tmp_path / "nowhere").symlink_to("gone")
     assert list(documents(config("text", tmp_path))) == [b"good", b"good"]
-    text = f"data.path: 5 files left out, which cannot be read as text, such as {tmp_path}/late.txt"
+    text = f"data.path: 6 files left out, which cannot be read as text, such as {tmp_path}/cut.gz"
     assert [record.getMessage() for record in caplog.records] == [text]
-    for name in files.keys() - {"a.txt", "b.md", ".hidden"}:
+    for name in files.keys() - {"a.txt", "b.md", ".hidden", "cut.gz"}:
         text = error_text(DataError, lambda name=name: list(documents(config("text", tmp_path / name))))
         assert f"/{name}: it is not UTF-8 text; make it readable as text, or leave it out" in text
     caplog.clear()
     written(tmp_path, {"rows.jsonl": '{"text": "a"}\n{"text": null}\n{}\n', "rows.jsonl.br": "?"})
     assert list(documents(config("json", tmp_path))) == [b"a"]
     assert [record.getMessage().partition(", such")[0] for record in caplog.records] == [
-        "data.path: 8 files left out, which cannot be read as json",
+        "data.path: 9 files left out, which cannot be read as json",
         "data.field: 2 of 3 rows have no 'text', and are left out",
     ]
     assert not any(record.levelno > logging.WARNING for record in caplog.records)

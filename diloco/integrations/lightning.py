@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,12 @@ class DilocoLightningCallback(Callback):
 
     Raises `ConfigError` for settings that cannot be; and when fitting begins, for several optimizers, for a model or an
     optimizer that cannot be attached (strategies `fsdp` and `deepspeed`). `JoinError`, a `SwarmError`, says that nobody
-    is at the address, or that the swarm is further than the Trainer goes. If fitting fails, the peer drops out at once.
+    is at the address, or that the swarm is further than the Trainer goes. If fitting fails, the peer leaves.
     """
 
     def __init__(self, **settings: Any) -> None:
         self._membership = Membership(settings)
+        self._membership.over = (signal.SIGTERM, signal.SIGUSR1)  # Lightning's handlers wait for the end of a batch
         self._saved: PeerState | None = None
         self._steps = math.inf
         self._fits = False
@@ -139,7 +141,7 @@ class DilocoLightningCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._fits = False
-        self._membership.abandon()
+        self._membership.leave(type(exception))
 
 
 def _steps(trainer: Trainer) -> float:

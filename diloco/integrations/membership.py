@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it 
 class Membership:
     """A peer that takes part while a trainer trains.
 
-    Raises `ConfigError` for settings that cannot be. If training fails, the others see the peer vanish when the process
-    ends, or when it begins to train again.
+    Raises `ConfigError` for settings that cannot be. `over` are the signals whose handlers the trainer itself sets.
     """
+
+    over: Sequence[int] = ()
 
     def __init__(self, settings: dict[str, Any]) -> None:
         if "run_id" not in settings:
@@ -67,7 +68,7 @@ class Membership:
         gradients over so many `processes`, and ends after so many `steps`. Raises `JoinError` if the swarm has made as
         many.
         """
-        self.abandon()
+        self.leave()
         self._tokens.clear()
         check_processes(processes)
         with ExitStack() as stack:
@@ -78,13 +79,15 @@ class Membership:
                     stack.enter_context(exclusive(place, KEY))
                 settings = {**settings, "identity": place / "identity.key"}
             swarm = stack.enter_context(Swarm(**settings))
+            swarm._ends_loop, swarm._over = False, self.over
             swarm._living = self._living  # of a share of a stream that was taken before there was a swarm
             attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
             self.attachment = stack.enter_context(attached)
             self.swarm, self._open = swarm, stack.pop_all()
         atexit.register(self.abandon)
+        self.end_if_told()
         if self.is_over(steps) and not self.attachment.interrupted:
-            self.abandon()
+            self.leave()
             raise JoinError(
                 f"max_steps={steps}, and the swarm has made so many inner steps; train for longer, or take "
                 "another run_id"
@@ -160,13 +163,31 @@ class Membership:
                 stack.enter_context(kept(self.attachment.parameters))
             self.go_on()
             self._open.pop_all().close()
+        self.end_if_told()
 
-    def abandon(self) -> None:
-        """Drop out without a goodbye, if the peer takes part: its training has failed."""
+    def leave(self, error: type[BaseException] = RuntimeError) -> None:
+        """Leave the swarm, if the peer takes part: its training has failed, or is about to begin again."""
         atexit.unregister(self.abandon)
         self._pause.pop_all()
         with suppress(Exception):
-            self._open.pop_all().__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+            self._open.pop_all().__exit__(error, None, None)
+
+    def abandon(self) -> None:
+        """Drop out without a goodbye, if the peer takes part: the process ends."""
+        if self.attachment is not None:
+            self.attachment.abandon()
+        self.leave()
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether a signal ends the program, as all ranks know."""
+        return self.attachment is not None and self.attachment.ended_by > 0
+
+    def end_if_told(self) -> None:
+        """Leave and end the program, if a signal said so."""
+        if self.attachment is not None and self.attachment.ended_by:
+            self.leave()
+            raise SystemExit(128 + self.attachment.ended_by)
 
 
 def check_processes(processes: int) -> None:

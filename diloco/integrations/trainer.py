@@ -54,7 +54,7 @@ class DilocoCallback(TrainerCallback):
 
     Raises `ConfigError` for settings that cannot be; and when training begins, for a model or an optimizer that cannot
     be attached (FSDP1, DeepSpeed). `JoinError`, a `SwarmError`, says that nobody is at the address, or that the swarm
-    has made `max_steps` already. If training fails, the peer drops out when the process ends or trains again.
+    has made `max_steps` already. If training fails, the peer leaves.
     """
 
     def __init__(self, *, resume_from: str | Path | None = None, **settings: Any) -> None:
@@ -92,6 +92,7 @@ class DilocoCallback(TrainerCallback):
         if trainer not in self._trainers:
             self._trainers.add(trainer)
             trainer.training_step = self._counting(trainer.training_step)  # type: ignore[method-assign]
+            trainer._inner_training_loop = self._leaving(trainer._inner_training_loop)  # type: ignore[method-assign]
         return trainer
 
     def _counting(self, training_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -101,6 +102,17 @@ class DilocoCallback(TrainerCallback):
             return training_step(model, inputs, *rest, **named)
 
         return step
+
+    def _leaving(self, loop: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(loop)
+        def run(*arguments: Any, **named: Any) -> Any:
+            try:
+                return loop(*arguments, **named)
+            except BaseException as error:
+                self._membership.leave(type(error))
+                raise
+
+        return run
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trainer: Any
@@ -160,7 +172,22 @@ class DilocoCallback(TrainerCallback):
             control.should_training_stop = True
         if control.should_training_stop and self.attachment is not None:
             self.attachment.finish()  # what is evaluated and saved last has everything in it
+        self._end_if_told(args, state, control)
         self._wait_while_busy(control)
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._end_if_told(args, state, control)
+
+    def _end_if_told(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """A signal came: end with a checkpoint, and the process after that (`on_train_end`)."""
+        if self._membership.told_to_end:
+            control.should_training_stop, control.should_evaluate = True, False
+            control.should_save = args.save_strategy != "no" and state.global_step > 0
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._membership.end_if_told()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._wait_while_busy(control)

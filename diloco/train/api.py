@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import cached_property, partial
 from hashlib import sha256
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from diloco import model as models
 from diloco.config import Config, Manifest, OuterConfig
 from diloco.config.manifest import planned
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError, ConfigError
 from diloco.rundir.files import files_of
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.node import Node
@@ -48,6 +49,7 @@ from diloco.train.peer_state import PeerState
 from diloco.train.schedules import Schedules, is_attached, swarm_steps
 from diloco.train.seeds import seeds_again
 from diloco.train.shards import Living, shard
+from diloco.train.signals import watch
 from diloco.train.voice import Listener, Voice
 from diloco.train.wrapped import paced, plain_model, plain_optimizer
 
@@ -98,7 +100,7 @@ class Swarm:
     vanish later are no error: the exchange goes on without them.
 
     Attributes:
-        state: what `save` was given, in the checkpoint that this peer goes on from; empty without one.
+        state: what `save` was given last, at first in the checkpoint that this peer goes on from; empty without one.
     """
 
     def __init__(
@@ -166,10 +168,15 @@ class Swarm:
         self.on_event: Callable[[str, dict[str, object]], None] = on_event or self._voice.event
         self.on_ready: Callable[[str], None] = on_ready or self._voice.address
         self.runtime = runtime
+        self._watches = runtime is None  # for signals
+        self._ends_loop = True  # without this it looks at `interrupted`
+        self._over: Sequence[int] = ()
+        self._unwatch: Callable[[], None] = lambda: None
         self._scratch: TemporaryDirectory[str] | None = None
         self._checkpoints: Checkpoints | None = None
         self.run: RunSpec | None = None  # what the run is on the wire, on rank 0, once a model is attached
         self.state: dict[str, Any] = {}
+        self._saved_version = 0
 
     @classmethod
     def of(
@@ -195,7 +202,7 @@ class Swarm:
             on_ready=on_ready,
             runtime=runtime,
         )
-        swarm.network, swarm._typed = config.swarm, False
+        swarm.network, swarm._typed, swarm._watches = config.swarm, False, False
         if runtime is None:  # a simulation begins anew each time
             swarm._memory_path = config.run.dir / "refusals" / f"{name}.json"
             swarm._files = files_of(config)
@@ -307,7 +314,7 @@ class Swarm:
                     saved.check_same_run(self.run, "the checkpoint" if checkpoints is None else f"{checkpoints=!s}")
             stack.pop_all()
         phases = phases or PhaseTimer(clock=runtime.clock, settle=partial(devices.synchronize, device))
-        listener = Listener(self._heard, self._ready, self._ended, partial(as_typed, self._typed))
+        listener = Listener(self._heard, self._ready, self._ended, self._joining, self._leaves, self._ends_loop)
         self.attachment = Attachment(
             parameters, optimizer, self.outer, options, island, phases, runtime, listener, schedules
         )
@@ -327,6 +334,7 @@ class Swarm:
         if found is None:
             return None
         state, self.state = found
+        self._saved_version = state.saved.steps
         return state
 
     def save(self, **state: Any) -> Path | None:
@@ -338,7 +346,9 @@ class Swarm:
         """
         if self._checkpoints is None or self.attachment is None:
             raise ConfigError("Swarm.save: no place for checkpoints; name a directory with attach(checkpoints=...)")
-        return self._checkpoints.save(self.attachment, self.run, state)
+        saved = self._checkpoints.save(self.attachment, self.run, state)
+        self.state, self._saved_version = state, self.attachment.version
+        return saved
 
     def options(
         self,
@@ -472,7 +482,40 @@ class Swarm:
             self.attachment.view.look(self._share)
             self._voice.waits(self.attachment.view, self.network.min_peers)
 
+    @contextmanager
+    def _joining(self) -> Iterator[None]:
+        assert self.attachment is not None
+        if self._watches:
+            self._unwatch = watch(self._interrupt, self.attachment.close_opened, self._over)
+        try:
+            with as_typed(self._typed):
+                yield
+        except BaseException:
+            self._unwatch()
+            raise
+
+    def _interrupt(self, number: int) -> bool:
+        sync, name = self.attachment, signal.Signals(number).name
+        assert sync is not None
+        told = sync.asked_by
+        sync.interrupt(number)
+        if not told:
+            self._voice.say(f"{name}: leaving the swarm; another {name} ends at once")
+        return self._ends_loop and sync.island.size == 1
+
+    def _leaves(self, kind: type[BaseException] | None) -> None:
+        """All ranks: before the goodbye. The last exchange is in a checkpoint when a signal ends the program."""
+        sync = self.attachment
+        if self._checkpoints is not None and sync is not None and sync.ended_by and sync.version > self._saved_version:
+            try:
+                self.save(**self.state)
+            except CheckpointError as error:
+                self._voice.say(str(error))
+        elif kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._voice.say("leaving the swarm; Ctrl+C once more ends at once")
+
     def _ended(self, finished: bool) -> None:
+        self._unwatch()
         sync = self.attachment
         if sync is not None and sync.view is not None:
             sent, founder = sync.view.node.traffic.bytes_sent, not self.network.initial_peers

@@ -33,6 +33,7 @@ from diloco.train.parameters import Trained
 from diloco.train.progress import Progress, Unsent
 from diloco.train.rows import kept
 from diloco.train.schedules import Schedules, StepHooks, swarm_steps
+from diloco.train.signals import leave
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 from diloco.train.voice import Listener
 
@@ -74,6 +75,7 @@ class Attachment:
         self.applied_tokens = saved.applied_tokens if saved else 0
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = self.interrupted = self._asked_to_stop = False
+        self.asked_by = self.ended_by = 0  # the signal, and the one that all ranks end by
         self._link = SwarmLink(island, runtime, phases)
         self._optimizer, self._options = optimizer, options
         self._listener, self.schedules = listener, schedules
@@ -84,7 +86,7 @@ class Attachment:
         self._inner_start = InnerStart(optimizer, island, listener.on_event)
         self._counted_tokens = self._sequences_per_round = 0
         self._cold = False  # in a first round that is left out
-        self._left = False
+        self._left = self._is_opened = False
         self._is_paused = False
         self._left_behind = False  # the swarm went on in a pause
         self._settled = False  # the parameters are the last anchor, for good
@@ -101,6 +103,7 @@ class Attachment:
         the program ends.
         """
         atexit.register(self.abandon)
+        self._is_opened = True
         return self.__enter__()
 
     def close(self, kind: type[BaseException] | None = None) -> None:
@@ -119,8 +122,10 @@ class Attachment:
         except BaseException:
             self.abandon()
             raise
-        self._hook = StepHooks(self._optimizer, self._before_step, self._after_step)
+        self._hook = StepHooks(self._optimizer, self._before_step, self._stepped)
         self.phases.switch("compute")
+        self._is_opened |= bool(self.ended_by)  # no with block comes
+        self._end_loop()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -133,8 +138,8 @@ class Attachment:
                 self.finish()
             self.phases.switch(None)
             finished = finished and not self.interrupted
-            if kind is None or not issubclass(kind, KeyboardInterrupt):
-                self._link.call(lambda node: node.leave(finished))
+            self._listener.on_leave(kind)
+            self._link.call(lambda node: node.leave(finished))
             if finished:
                 self._settled = True
                 self._link.move(lambda node: node.load_anchors())
@@ -164,7 +169,7 @@ class Attachment:
         self.view = view = self._link.open(options, replica, self._listener.on_event)
         view.node.leased.expect(self._sequences_per_round)
         if self._asked_to_stop:
-            self.interrupt()
+            self.interrupt(self.asked_by)
         self._listener.on_ready(view.address)
 
     def _begin(self) -> None:
@@ -185,6 +190,16 @@ class Attachment:
         self.applied_tokens = begun.applied_tokens
         self._schedule.begin(begun.position)
         self._unsent.mark_sent(range(self.outer.fragments), self.steps, self.tokens)
+
+    def close_opened(self) -> None:
+        """Leave because of a signal, unless the end of a with block does it."""
+        if self._is_opened:
+            self.close(SystemExit)
+
+    def _end_loop(self) -> None:
+        if self.ended_by and self._listener.ends_loop:
+            self.close_opened()
+            leave(self.ended_by)
 
     def finish(self) -> None:
         """Adopt the updates that are still under way, for which the other peers wait, too. No inner step may follow.
@@ -212,10 +227,11 @@ class Attachment:
             self._listener.on_end(False)
         self._link.close()
 
-    def interrupt(self) -> None:
-        """Stop waiting for the swarm; may be called from a signal handler."""
-        self._asked_to_stop = True
+    def interrupt(self, number: int = 0) -> None:
+        """Stop waiting for the swarm; may be called from the handler of a signal, with its number."""
+        self._asked_to_stop, self.asked_by = True, number
         self.interrupted = self.island.size == 1  # several ranks agree on the step after which they stop
+        self.ended_by = number if self.interrupted else 0
         self._link.call_soon(lambda node: node.interrupt)
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -269,6 +285,10 @@ class Attachment:
     def _before_step(self) -> None:
         self.schedules.bring_(swarm_steps(self, self.outer.sync_every))
 
+    def _stepped(self) -> None:
+        self._after_step()
+        self._end_loop()
+
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
         due = Due((), ()) if self._cold else self._schedule.advance()
@@ -283,8 +303,9 @@ class Attachment:
         exchanges = bool(due.send or due.receive)
         outrun, behind = ([], -1) if self._cold or exchanges else self._outrun(due)
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
-        interrupted, left_behind, position = self.island.agree([self._asked_to_stop, self._left_behind, behind])
-        self.interrupted, self._left_behind = bool(interrupted), False
+        asked = [self._asked_to_stop, self.asked_by, self._left_behind, behind]
+        interrupted, by, left_behind, position = self.island.agree(asked)
+        self.interrupted, self.ended_by, self._left_behind = bool(interrupted), int(by), False
         if self.interrupted:
             return
         if self._cold:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import threading
@@ -20,7 +19,7 @@ from torch import nn
 from diloco import data
 from diloco import model as models
 from diloco.config import Config, flatten
-from diloco.errors import CheckpointError, UnsavedError, on_signals
+from diloco.errors import CheckpointError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
@@ -38,6 +37,7 @@ from diloco.train.outcome import summary_of
 from diloco.train.precision import precision_of, prepare_
 from diloco.train.rows import whole
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path, write_address
+from diloco.train.signals import watch
 from diloco.train.voice import other_data
 
 __all__ = ["run"]
@@ -123,7 +123,9 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
                 write_atomic(config.run.dir / "config.yaml", config.to_yaml())
             write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         tell(trainer.status("waiting"))
-        with _signals(sync, island), closing(stream):
+        with ExitStack() as stack:
+            stack.enter_context(closing(stream))
+            stack.callback(_watch(sync, island))
             _take_part(trainer)
             return _finish(trainer, build, tokenizer, began_at)
 
@@ -207,27 +209,18 @@ def _arriving(sync: Sync, tell: Tell) -> Iterator[None]:
         watcher.join()
 
 
-@contextmanager
-def _signals(sync: Sync, island: Island) -> Iterator[None]:
-    """Ctrl+C, SIGTERM or SIGUSR1: leave cleanly, and rank 0 says so. Ctrl+C twice: end at once (as does the daemon).
+def _watch(sync: Sync, island: Island) -> Callable[[], None]:
+    """Ctrl+C, SIGTERM and their like: leave cleanly, and rank 0 says so once."""
+    told = threading.Event()
 
-    The notice of a scheduler may come several times, as SIGUSR1 and SIGTERM, from it and from torchrun.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        received.append(number)
-        if received.count(signal.SIGINT) > 1:
-            os._exit(UnsavedError.exit_code)
-        if len(received) == 1 and island.leads and not island.broken:
+    def stop(number: int) -> bool:
+        if not told.is_set() and island.leads and not island.broken:
             sys.stderr.write("diloco: leaving the swarm; Ctrl+C once more ends at once\n")
+        told.set()
         sync.interrupt()
+        return False
 
-    with on_signals(stop):
-        yield
+    return watch(stop, over=(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 
 
 def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, began_at: float) -> Summary:

@@ -27,13 +27,16 @@ logger = logging.getLogger(__name__)
 class Listener:
     """Who hears of an attached peer: of events, of its address, and of its end (whether it has finished).
 
-    `joining` is the context in which it joins.
+    `joining` is the context in which it joins. `on_leave` is told which error, if any, makes it leave. Without
+    `ends_loop` the loop looks at `interrupted` itself.
     """
 
     on_event: OnEvent
     on_ready: Callable[[str], None]
     on_end: Callable[[bool], None] = lambda finished: None
     joining: Callable[[], AbstractContextManager[None]] = nullcontext
+    on_leave: Callable[[type[BaseException] | None], None] = lambda kind: None
+    ends_loop: bool = False
 
 
 def _peers(count: object) -> str:

@@ -1,0 +1,181 @@
+"""A signal ends a peer as it ends the program, but after a goodbye."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.train import signals
+from diloco.train.api import Swarm
+from diloco.train.signals import watch
+from tests.support.loops import Direct, LastFlight
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.signal(signal.SIGTERM, signal.SIG_DFL), *map(signal.getsignal, numbers[1:])]
+    yield
+    assert list(map(signal.getsignal, numbers[1:])) == before[1:] and not signals._watchers
+    signal.signal(signal.SIGTERM, before[0])
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """With what the process would have ended at once."""
+    codes: list[int] = []
+    monkeypatch.setattr("diloco.train.signals.os._exit", codes.append)
+    return codes
+
+
+def test_a_second_signal_of_its_kind_ends_at_once(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers send the same one twice, and another before it."""
+    heard: list[int] = []
+    now = 0.0
+    monkeypatch.setattr("diloco.train.signals.time.monotonic", lambda: now)
+    end = watch(lambda number: heard.append(number) is not None, over=(signal.SIGINT,))
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        signal.raise_signal(number)
+    assert heard == [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT] and not ended
+    now = 3.0
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    assert ended == [143, 5]
+    end()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    """One that is there, one that comes later, and one over which a trainer's peer listens, which comes first."""
+    heard: list[str] = []
+
+    def own(number: int, frame: object) -> None:
+        heard.append("own")
+
+    def told(number: int) -> bool:
+        heard.append("told")
+        return False
+
+    signal.signal(signal.SIGTERM, own)
+    end = watch(told)
+    signal.raise_signal(signal.SIGTERM)
+    end()
+    end = watch(told, over=(signal.SIGTERM,))
+    signal.raise_signal(signal.SIGTERM)
+    end()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == ["own", "own", "told", "own"]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end = watch(told)
+    signal.signal(signal.SIGTERM, own)
+    end()
+    assert signal.getsignal(signal.SIGTERM) is own
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watch(told, over=(signal.SIGTERM,))()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_other_threads_and_processes_hear_nothing() -> None:
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        end = watch(lambda number: False)
+        found.append(signal.getsignal(signal.SIGTERM))
+        end()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+    end = watch(lambda number: False)
+    child = os.fork()
+    if not child:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    end()
+
+
+class Loop:
+    """A program around a swarm that is none."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.node = LastFlight()
+        monkeypatch.setattr("diloco.train.api.NodeThread", lambda: Direct(self.node))
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.swarm = Swarm(run_id="run", sync_every=4, identity=directory / "key", quiet=True)
+
+    def attach(self) -> Any:
+        return self.swarm.attach(self.model, self.optimizer)
+
+    def step(self) -> None:
+        self.model(torch.ones(2)).sum().backward()
+        self.optimizer.step()
+
+
+def in_a_block(loop: Loop, work: Callable[[], None]) -> None:
+    with loop.swarm, loop.attach():
+        work()
+
+
+def opened(loop: Loop, work: Callable[[], None]) -> None:
+    loop.attach().open()
+    work()
+
+
+@pytest.mark.parametrize("way", [in_a_block, opened])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_loop_ends_with_a_goodbye(way: Any, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the program's own code at once, in a step after the step, and while it waits for others."""
+    loop = Loop(tmp_path, monkeypatch)
+    with pytest.raises(SystemExit) as caught:
+        way(loop, lambda: signal.raise_signal(number))
+    assert caught.value.code == 128 + number and loop.node.said.index("leave") < loop.node.said.index("close")
+
+    loop = Loop(tmp_path, monkeypatch)
+    stepped = loop.model.weight.detach().clone()
+
+    def in_step(*_: Any) -> None:
+        signal.raise_signal(number)
+
+    loop.optimizer.register_step_pre_hook(in_step)
+    with pytest.raises(SystemExit):
+        way(loop, loop.step)
+    assert "leave" in loop.node.said and not torch.equal(loop.model.weight, stepped)
+
+    loop = Loop(tmp_path, monkeypatch)
+
+    async def begin(cold: bool) -> None:
+        signal.raise_signal(number)
+
+    loop.node.begin = begin  # type: ignore[assignment, method-assign]
+    with pytest.raises(SystemExit):
+        way(loop, lambda: pytest.fail("it trains"))
+    assert "leave" in loop.node.said
+
+
+def test_a_signal_leaves_a_checkpoint_of_the_last_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless there is one; with what the loop has added last."""
+    loop, saved = Loop(tmp_path, monkeypatch), []
+    monkeypatch.setattr("diloco.train.checkpoints.Checkpoints.save", lambda self, sync, run, state: saved.append(state))
+    for save in (True, False):
+        with (
+            pytest.raises(SystemExit),
+            loop.swarm,
+            loop.swarm.attach(loop.model, loop.optimizer, checkpoints=tmp_path) as sync,
+        ):
+            if save:
+                loop.swarm.save(seen=3)
+            else:
+                sync.version += 1
+            signal.raise_signal(signal.SIGTERM)
+    assert saved == [{"seen": 3}, {"seen": 3}]

@@ -277,7 +277,7 @@ def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes
 
 def _no_field(path: str, field: str, fields: Any) -> DataError:
     names = ", ".join(sorted(fields)[:20]) or "none"
-    return DataError(f"data.field: {field!r} is no field of {path}, which has {names}; take one, or leave it out")
+    return DataError(f"data.field: {field!r} is no field of {path}, which has {names}; take one, or leave the file out")
 
 
 def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str = "") -> DataError:

@@ -28,6 +28,8 @@ __all__ = ["documents", "files_of", "open_pinned", "open_stream", "reading", "te
 _STDLIB_SKIPPED = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 )
+# Which data sets on the hub have beside their data.
+_ABOUT_DATA = frozenset({"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"})
 
 logger = logging.getLogger(__name__)
 
@@ -87,17 +89,21 @@ def files_of(settings: DataConfig) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """All files below a folder that are not hidden, in their order; links are followed, each folder once."""
+    """All files below a folder that are not hidden, in their order. Links lead out of it, to each folder once."""
 
     def refuse(error: OSError) -> None:
         raise error
 
     found, seen = list[Path](), set[str]()
+    root = os.path.realpath(folder)
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         real = os.path.realpath(place)
-        folders[:] = [] if real in seen else [name for name in folders if not is_hidden([name])]
-        found += [Path(place, name) for name in names if real not in seen and not is_hidden([name])]
+        if real in seen or (seen and os.path.islink(place) and real.startswith(f"{root}/")):
+            folders.clear()  # what is inside is read at its own place
+            continue
         seen.add(real)
+        folders[:] = sorted(name for name in folders if not is_hidden([name]))
+        found += [Path(place, name) for name in names if not is_hidden([name])]
     return sorted(found)
 
 
@@ -106,7 +112,7 @@ def _fits(file: Path, source: str) -> bool:
     if not file.is_file():  # a broken link, a socket
         return False
     if source != "text":
-        return format_of(file.name) == source
+        return format_of(file.name) == source and file.name not in _ABOUT_DATA
     with reading(f"data.path: {file}", "make it readable, or leave it out"), file.open("rb") as handle:
         try:
             collections.deque(texts(handle, str(file), "text", ""), maxlen=0)

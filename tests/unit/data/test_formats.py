@@ -169,20 +169,25 @@ def test_what_is_left_out_of_a_folder_is_counted(tmp_path: Path, caplog: pytest.
         text = error_text(DataError, lambda name=name: list(documents(config("text", tmp_path / name))))
         assert f"/{name}: it is not UTF-8 text; make it readable as text, or leave it out" in text
     caplog.clear()
-    written(tmp_path, {"rows.jsonl": '{"text": "a"}\n{"text": null}\n{}\n', "rows.jsonl.br": "?"})
+    rows = '{"text": "a"}\n{"text": null}\n{}\n'
+    written(tmp_path, {"rows.jsonl": rows, "a.jsonl.br": "?", "dataset_info.json": "{}"})
     assert list(documents(config("json", tmp_path))) == [b"a"]
     assert [record.getMessage().partition(", such")[0] for record in caplog.records] == [
-        "data.path: 9 files left out, which cannot be read as json",
+        "data.path: 10 files left out, which cannot be read as json",
         "data.field: 2 of 3 rows have no 'text', and are left out",
     ]
     assert not any(record.levelno > logging.WARNING for record in caplog.records)
 
 
 def test_folders_that_are_links_are_read_once(tmp_path: Path) -> None:
-    written(tmp_path, {"data/a.txt": "a", "elsewhere/b.txt": "b"})
-    (tmp_path / "data" / "link").symlink_to("../elsewhere")
-    (tmp_path / "data" / "loop").symlink_to(".")
-    assert list(documents(config("text", tmp_path / "data"))) == [b"a", b"b"]
+    written(tmp_path, {"data/a.txt": "a", "data/real/c.txt": "c", "elsewhere/b.txt": "b"})
+    for link, target in (("0", "real"), ("link", "../elsewhere"), ("loop", "."), ("also", "../elsewhere")):
+        (tmp_path / "data" / link).symlink_to(target)
+    assert files_of(config("text", tmp_path / "data")) == [
+        tmp_path / "data" / "a.txt", tmp_path / "data" / "also" / "b.txt", tmp_path / "data" / "real" / "c.txt",
+    ]  # fmt: skip
+    (tmp_path / "given").symlink_to("data/real")
+    assert list(documents(config("text", tmp_path / "given"))) == [b"c"]
 
 
 GOOD = '{"body": "good"}\n'

@@ -43,7 +43,8 @@ class DataRecipe(RunOwned):
     )
     """Names and digests of the tokenizer's files; filled in from data.tokenizer."""
     field: str = Field("text", min_length=1, description="Column that holds the text (json, parquet, hub).")
-    holdout: float = Field(0.02, gt=0, le=0.5, description="Part of the documents kept for evaluation, by hash.")
+    holdout: float = Field(0.02, ge=0, lt=1)
+    """Part of the documents kept for evaluation, by hash; 0: none, and there is no held-out loss."""
     name: str | None = Field(None, min_length=1)
     """Dataset on the Hugging Face hub, such as allenai/c4 or allenai/c4@COMMIT (hub)."""
     revision: Revision | None = None
@@ -100,6 +101,11 @@ class DataRecipe(RunOwned):
 
 class DataConfig(DataPlace, DataRecipe):
     """Which text is trained on, and where this peer finds its part."""
+
+    @property
+    def of_lines(self) -> bool:
+        """Whether documents are text files, or pieces of them."""
+        return self.source in ("stdlib", "text")
 
     @property
     def tokenizer_place(self) -> tuple[str, str | None]:

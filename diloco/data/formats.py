@@ -32,6 +32,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
+from diloco.data.packing import with_plain_line_ends
 from diloco.errors import DataError
 from diloco.text import counted
 
@@ -90,22 +91,33 @@ def documents_of(text: bytes) -> Iterator[bytes]:
 
     One book in one row has to be several documents, or none of it could be held out.
     """
-    if len(text) > LONG_ROW_BYTES:
+    if len(with_plain_line_ends(text).rstrip()) > LONG_ROW_BYTES:
         yield from pieces(io.BytesIO(text))
     elif text:
         yield text
 
 
 def pieces(handle: BinaryIO) -> Iterator[bytes]:
-    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, or else a word, or else a character."""
-    rest = b""
-    while len(block := handle.read(_TEXT_DOCUMENT_BYTES)) == _TEXT_DOCUMENT_BYTES:
-        block = rest + block
-        cut = (block.rfind(b"\n") + 1) or (block.rfind(b" ") + 1) or _last_character(block)
-        rest = block[cut:]
+    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, or else a word, or else a character.
+
+    A line end counts as one byte, whatever it is: a copy of the text with others is cut at the same places.
+    """
+    rest, ahead, end = b"", b"", _TEXT_DOCUMENT_BYTES
+    while True:
+        ahead += handle.read(end + 1 - len(ahead))  # one more: it may be the second byte of a line end
+        wanted = _TEXT_DOCUMENT_BYTES + ahead.count(b"\r\n", 0, end + 1)
+        if wanted > end:
+            end = wanted
+            continue
+        if len(ahead) < end:
+            break
+        block = rest + ahead[:end]
+        line = max(block.rfind(b"\n"), block.rfind(b"\r"))
+        cut = (line + 1) or (block.rfind(b" ") + 1) or _last_character(block)
         yield block[:cut]
-    if rest or block:
-        yield rest + block
+        rest, ahead, end = block[cut:], ahead[end:], _TEXT_DOCUMENT_BYTES
+    if rest or ahead:
+        yield rest + ahead
 
 
 def _last_character(block: bytes) -> int:

@@ -5,7 +5,9 @@ Little text is tokenised at every start, and its tokens are in memory. More has 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import Tensor
 from diloco.config import DataConfig
 from diloco.data.mixture import Mixture, counts_of, places
 from diloco.data.numbered import LeasedStream, Leases, NumberedStream, Rows
-from diloco.data.packing import permuted
+from diloco.data.packing import number_of, permuted
 from diloco.data.sources import documents, files_of
 from diloco.data.token_files import OnProgress, TokenList, in_memory, mapped
 from diloco.data.tokenise import Part, processes_for, tokenised
@@ -83,8 +85,10 @@ class LocalDataset:
     def holdout(self, sequences: int) -> Tensor:
         """The first `sequences` held-out sequences (or all, if there are fewer): (N, T) int64, equal on every peer.
 
-        Raises DataError: the held-out documents do not fill one sequence.
+        With `data.holdout=0` there are none.
         """
+        if not any(map(len, self.held_out)):  # data.holdout=0
+            return torch.empty((0, self.sequence_length), dtype=torch.int64)
         # In file order they would come from one or two documents. The order does not depend on the seed.
         if len(self.held_out) == 1:
             [rows] = self.held_out
@@ -126,18 +130,32 @@ class _Source:
         )
         if not tokens.documents:
             raise DataError(f"{what} has no text; give files that are not empty")
-        if not len(training):
+        if not len(training) or (settings.holdout and not len(self.held_out)):
+            missing = "held-out" if len(training) else "training"
             raise DataError(
-                f"data.sequence_length: {length} tokens are more than all training text of {what} "
-                f"({tokens.num_bytes:,} bytes); lower it or add text"
+                f"data.holdout: {settings.holdout} of {tokens.documents} documents leaves no {missing} sequence of "
+                f"{length} tokens; start the run with {_remedy(settings, tokenizer)}, or add text to {what}"
             )
-        if not len(self.held_out):
-            part = min(0.5, max(2 * settings.holdout, 3 / tokens.documents))  # holds out some of them in 19 of 20 cases
-            remedy = f"set it to {part:.2g}, or" if part > settings.holdout else "it cannot be larger, so"
-            raise DataError(
-                f"data.holdout: {settings.holdout} of {tokens.documents} documents leaves no held-out sequence of "
-                f"{length} tokens; {remedy} add text to {what}"
-            )
+
+
+def _remedy(settings: DataConfig, tokenizer: Tokenizer) -> str:
+    """Settings that leave a sequence to train on, and one that is held out if any part of the documents does."""
+    sizes: Counter[int] = Counter()
+    for document in documents(settings):
+        tokens = len(tokenizer.encode([document])[0]) + (tokenizer.end is not None)
+        sizes[number_of(document, settings.of_lines)] += tokens
+    numbers = sorted(sizes)
+    *held, total = accumulate((sizes[number] for number in numbers), initial=0)  # if those below a number are held out
+    asked = settings.sequence_length
+    length = asked if asked <= total else max(2, total // 8)
+    fitting = [index for index, tokens in enumerate(held) if length <= tokens <= total - length]
+    length = length if fitting else min(asked, total)
+    shorter = "" if length == asked else f"data.sequence_length={length} "
+    if not fitting:
+        return f"{shorter}data.holdout=0 (no held-out loss)"
+    least, most = numbers[fitting[0] - 1], numbers[fitting[-1]]
+    parts = ((least * 10**digits // 2**64 + 1) / 10**digits for digits in range(2, 20))
+    return f"{shorter}data.holdout={next((part for part in parts if least < part * 2.0**64 <= most), 0)}"
 
 
 def _cut(tokens: NDArray[Any], length: int) -> NDArray[Any]:

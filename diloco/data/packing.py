@@ -11,19 +11,30 @@ from numpy.typing import NDArray
 
 from diloco.data.tokenizers import Tokenizer, Tokens, token_dtype
 
-__all__ = ["Packer", "is_held_out", "permuted"]
+__all__ = ["Packer", "is_held_out", "number_of", "permuted", "with_plain_line_ends"]
 
 _FEISTEL_ROUNDS = 6
 
 
-def is_held_out(document: bytes, fraction: float) -> bool:
-    """Whether a document is kept for evaluation: its hash, read as a number in [0, 1), is below `fraction`.
+def is_held_out(document: bytes, fraction: float, lines: bool = False) -> bool:
+    """Whether a document is kept for evaluation: its `number_of`, read as one in [0, 1), is below `fraction`."""
+    return number_of(document, lines) < fraction * 2.0**64
+
+
+def number_of(document: bytes, lines: bool = False) -> int:
+    """The hash of a document, below 2**64, whatever its line ends are, and the white space behind it.
 
     The seed has no influence, so that runs with different seeds are evaluated on the same text. Equal documents are on
-    the same side: no exact copy of a held-out document is trained on, but a near copy may be.
+    the same side: no copy of a held-out document is trained on by any peer, but a near copy may be. `lines`: it is of a
+    text file, and counts as whole lines even if the last one has no end.
     """
-    number = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big")
-    return number < fraction * 2.0**64
+    content = with_plain_line_ends(document).rstrip() + (b"\n" if lines else b"")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+
+
+def with_plain_line_ends(text: bytes) -> bytes:
+    """The text with `\\n` for each `\\r\\n` and `\\r`."""
+    return text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
 class Packer:

@@ -89,16 +89,16 @@ class HubDataset:
         # Reads 1 / data.holdout times the text that it returns, once per run.
         packer = Packer(self.sequence_length, self.tokenizer)
         with _reading_hub(self.settings):
-            for row in self.rows:
+            for row in self.rows if self.settings.holdout else ():
                 document = text_of(row, self.settings.field)
                 if document and is_held_out(document, self.settings.holdout):
                     packer.add(self.tokenizer.encode([document])[0])
                     if len(packer) >= sequences:
                         break
-        if not len(packer):
+        if self.settings.holdout and not len(packer):
             raise DataError(
                 f"data.holdout: {self.settings.holdout} of the documents of {self.settings.name} leaves no held-out "
-                f"sequence of {self.sequence_length} tokens; raise it"
+                f"sequence of {self.sequence_length} tokens; raise it, or set it to 0 (no held-out loss)"
             )
         return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
 

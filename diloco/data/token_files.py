@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
 """Called with bytes of text that are tokenised, and of all."""
 
-VERSION = 2  # of the files
+VERSION = 3  # of the files
 PROGRESS_S = 0.5
 LONG_BYTES = 100_000_000  # of text, from which on a line says that it takes a while
 

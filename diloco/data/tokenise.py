@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -54,14 +55,15 @@ def tokenised(
 ) -> Iterator[Part]:
     """Yields the tokens of documents, group by group, in their order. Raises DataError if a process dies."""
     groups = _groups(documents)
+    held = partial(is_held_out, fraction=settings.holdout, lines=settings.of_lines)
     if processes == 1:
-        yield from (_encode(group, tokenizer, settings.holdout) for group in groups)
+        yield from (_encode(group, tokenizer, held) for group in groups)
         return
     pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, settings.tokenizer_place)
     coming: deque[Future[Part]] = deque()
     try:
         for group in groups:
-            coming.append(pool.submit(_work, group, settings.holdout))
+            coming.append(pool.submit(_work, group, held))
             if len(coming) > 2 * processes:
                 yield coming.popleft().result()
         while coming:
@@ -87,10 +89,10 @@ def _groups(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield group
 
 
-def _encode(group: Sequence[bytes], tokenizer: Tokenizer, holdout: float) -> Part:
+def _encode(group: Sequence[bytes], tokenizer: Tokenizer, held: Callable[[bytes], bool]) -> Part:
     packers = [Packer(1, tokenizer), Packer(1, tokenizer)]
     for document, tokens in zip(group, tokenizer.encode(group), strict=True):
-        packers[is_held_out(document, holdout)].add(tokens)
+        packers[held(document)].add(tokens)
     training, held_out = (packer.take(len(packer)).reshape(-1) for packer in packers)
     return Part(training, held_out, len(group), sum(map(len, group)))
 
@@ -105,6 +107,6 @@ def _begin(name: str, revision: str | None) -> None:
     _tokenizer = load_tokenizer(name, revision)
 
 
-def _work(group: Sequence[bytes], holdout: float) -> Part:
+def _work(group: Sequence[bytes], held: Callable[[bytes], bool]) -> Part:
     assert _tokenizer is not None
-    return _encode(group, _tokenizer, holdout)
+    return _encode(group, _tokenizer, held)

@@ -22,7 +22,6 @@ from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Connect, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.gate import Gate
-from diloco.train.evaluate import EvalResult
 from diloco.train.loop import Trainer
 
 __all__ = ["PacedStream", "SimRuntime", "SimTrainer"]
@@ -97,16 +96,15 @@ class PacedStream:
 class SimTrainer(Trainer):
     """The trainer of `diloco train`. Peers with one anchor are evaluated once."""
 
-    evaluated: dict[str | None, EvalResult] = field(default_factory=dict)  # by anchor digest; one for all peers
+    evaluated: dict[str | None, float | None] = field(default_factory=dict)  # by anchor digest; one for all peers
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._token_share = None  # of virtual seconds
 
-    def evaluate(self) -> EvalResult:
+    def evaluate(self) -> None:
         digest = self.sync.anchor_digest()
         if digest not in self.evaluated:
-            self.evaluated[digest] = super().evaluate()
-        result = self.evaluated[digest]
-        self.eval_loss = result.loss
-        return result
+            super().evaluate()
+            self.evaluated[digest] = self.eval_loss
+        self.eval_loss = self.evaluated[digest]

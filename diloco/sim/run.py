@@ -35,7 +35,6 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment, Swarm
-from diloco.train.evaluate import EvalResult
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.outcome import summary_of
@@ -132,7 +131,7 @@ class _Simulation:
             tokenizer=self.dataset.tokenizer,
             sequence_length=config.data.sequence_length,
         ).to(self.island.device)
-        self.evaluated: dict[str | None, EvalResult] = {}
+        self.evaluated: dict[str | None, float | None] = {}
         self.peers: dict[int, _Peer] = {}
         self.summaries: list[Summary] = []
 

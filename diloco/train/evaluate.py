@@ -44,9 +44,11 @@ def evaluate(
 
     Deterministic: no dropout, no randomness, sums in float64. Another `batch_size` may change the last digits. The
     training or evaluation mode of every module is as before afterwards. Call it under `torch.autocast` to evaluate in
-    bf16. Raises `DivergedError` if the loss is not finite.
+    bf16. Raises `DivergedError` if the loss is not finite, `ConfigError` without sequences.
     """
-    assert holdout.ndim == 2 and len(holdout), tuple(holdout.shape)
+    assert holdout.ndim == 2, tuple(holdout.shape)
+    if not len(holdout):
+        raise ConfigError("data.holdout=0 holds out no text to test; give data=text data.path=FILE data.holdout=0.5")
     total = torch.zeros((), dtype=torch.float64)
     rank, size = (0, 1) if island is None else (island.rank, island.size)
     with models.evaluating(model):

@@ -26,7 +26,7 @@ from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Message, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
 from diloco.train.devices import empty_cache, forked_random, peak_memory
-from diloco.train.evaluate import EvalResult, evaluate
+from diloco.train.evaluate import evaluate
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast
 from diloco.train.schedules import swarm_steps
@@ -259,16 +259,16 @@ class Trainer:
         sync = self.sync
         self.log.metric(version=sync.version, inner_step=sync.steps, tokens=sync.applied_tokens, **figures)
 
-    def evaluate(self) -> EvalResult:
-        """All ranks: held-out loss of the anchor."""
+    def evaluate(self) -> None:
+        """All ranks: held-out loss of the anchor; nothing where no text is held out."""
+        if not len(self.holdout):
+            return
         rows = max(1, self.config.inner.batch_size // self.island.size)
         rows = min(rows, self._micro_batch or self.config.train.micro_batch or rows)
         with self.sync.anchored(), autocast(self.config, self.island.device):
-            result = evaluate(self.model, self.holdout, rows, self.island.device, island=self.island)
-        self.eval_loss = result.loss
+            self.eval_loss = evaluate(self.model, self.holdout, rows, self.island.device, island=self.island).loss
         if self.island.leads:
-            self._log(eval_loss=result.loss)
-        return result
+            self._log(eval_loss=self.eval_loss)
 
     def save(self, background: bool = False) -> None:
         """All ranks: write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises

@@ -87,6 +87,11 @@ def test_a_thin_link_costs_utilization_and_moves_no_anchor(tmp_path: Path) -> No
     assert 8 + longest < thin.virtual_s < 8 + 4 * longest
 
 
+def test_a_run_that_holds_out_nothing_has_no_held_out_loss(tmp_path: Path) -> None:
+    outcome = simulated(tmp_path, "data.holdout=0", "budget.outer_steps=2")
+    assert outcome.summary.eval.loss is None and "eval_loss" not in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
     for message, *overrides in (
         (r"sim\.step_s has 2 values for 4 peers", "sim.step_s=[1,2]"),

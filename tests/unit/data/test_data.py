@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 from collections import Counter
 from itertools import count
@@ -20,8 +22,9 @@ from pyarrow import Table, parquet
 
 from diloco import data
 from diloco.config import DataConfig
+from diloco.data.formats import documents_of, pieces
 from diloco.data.numbered import LeasedStream, NumberedStream, Rows
-from diloco.data.packing import Packer, is_held_out, permuted
+from diloco.data.packing import Packer, is_held_out, number_of, permuted
 from diloco.data.sources import documents, open_pinned
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import CheckpointError, DataError
@@ -73,6 +76,7 @@ def test_the_hold_out_takes_its_part_and_grows_with_it() -> None:
     assert 0.09 < len(large) / 5000 < 0.11
     assert small < large
     assert [number for number in range(40) if is_held_out(b"%d" % number, 0.1)] == [18, 29], "forever"
+    assert [number for number in range(60) if is_held_out(b"%d\n" % number, 0.1, lines=True)] == [30, 36, 43]
 
 
 @given(
@@ -90,13 +94,89 @@ def test_packing_loses_and_repeats_no_token(texts: list[bytes], length: int, tak
     assert bytes(out + packer.waiting().tolist()) == b"".join(text + b"\0" for text in texts)
 
 
+words = st.text(st.sampled_from("ab \té日"), max_size=30)
+
+
+@given(
+    lines=st.lists(words, max_size=40), repeats=st.integers(1, 40), ends=st.sampled_from(["\r\n", "\r"]),
+    tail=st.sampled_from(["", "\n", "\r\n\r\n", " \n"]), as_row=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_copies_of_a_text_with_other_line_ends_are_cut_and_held_out_alike(
+    lines: list[str], repeats: int, ends: str, tail: str, as_row: bool
+) -> None:
+    """And with \\n it is cut, and held out, as it always was."""
+    text = "\n".join(lines * repeats)
+    plain, copy = f"{text}\n".encode(), (text.rstrip().replace("\n", ends) + tail).encode()
+
+    def cut(text: bytes) -> list[bytes]:
+        return list(documents_of(text) if as_row else pieces(io.BytesIO(text)))
+
+    def numbers(text: bytes) -> list[int]:
+        return [number_of(piece, lines=not as_row) for piece in cut(text) if piece.strip()]
+
+    assert numbers(plain) == numbers(copy)
+    assert b"".join(cut(copy)) == copy, "it is trained on as it is"
+    before, rest = list[bytes](), b""
+    for start in range(0, len(plain), 4096):
+        rest += plain[start : start + 4096]
+        end = rest.rfind(b"\n") + 1 if start + 4096 <= len(plain) else len(rest)
+        before, rest = [*before, rest[:end]], rest[end:]
+    assert as_row or cut(plain) == [piece for piece in before if piece]
+
+
+def test_no_copy_of_a_text_trains_on_what_another_holds_out(tmp_path: Path) -> None:
+    texts = ["".join(f"line {line} of note {note}, {line * note}\n" for line in range(4000)) for note in range(3)]
+    copies = {
+        "lf": {f"{note}.txt": text for note, text in enumerate(texts)},
+        "crlf": {f"{note}.txt": text.replace("\n", "\r\n") for note, text in enumerate(texts)},
+        "more": {f"note {9 - note}.md": text.rstrip("\n") for note, text in enumerate(texts)} | {"a": "more\n" * 999},
+        "marked": {f"{note}.txt": "\ufeff" + text.replace("\n", "\r") for note, text in enumerate(texts)},
+    }
+    sides = []
+    for name, files in copies.items():
+        opened: Any = data.load(config("text", written(tmp_path / name, files), sequence_length=2), seed=0)
+        both = (opened.training.rows, opened.held_out[0])
+        sides.append([{*rows.tobytes().replace(b"\r", b"\n").replace(b"\0", b"\n").split(b"\n")} for rows in both])
+    for training, _ in sides:
+        for _, held_out in sides:
+            assert len(held_out) > 1000 and held_out & training <= {b""}
+
+
+@given(
+    texts=st.lists(st.integers(0, 30).map(lambda n: f"{n} " * n), min_size=1, max_size=6),
+    length=st.integers(2, 60), holdout=st.sampled_from([0.0, 0.02, 0.9]),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_what_is_said_when_nothing_can_be_held_out_helps(
+    texts: list[str], length: int, holdout: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One document, equal ones, few, or short ones: what is typed as it is said works."""
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    place = written(tmp_path_factory.mktemp("few"), {"rows.jsonl": rows})
+    asked: dict[str, Any] = {"sequence_length": length, "holdout": holdout}
+    try:
+        data.load(config("json", place, **asked), seed=0)
+        return
+    except DataError as error:
+        if "has no text" in str(error):
+            return
+        told = re.findall(r"data\.(\w+)=([0-9.e-]+)", str(error))
+    typed = {key: json.loads(value) for key, value in told}
+    opened = data.load(config("json", place, **(asked | typed)), seed=0)
+    assert len(opened.training) and opened.batches(2)  # type: ignore[arg-type]
+    assert len(opened.holdout(3)) == min(3, len(opened.held_out[0])), "none with data.holdout=0"  # type: ignore[union-attr]
+
+
 def test_held_out_text_is_not_trained_on_and_the_same_for_all(tmp_path: Path) -> None:
     files = {f"part{part}.txt": f"part {part}: " + "a line of text\n" * (3 + part) for part in range(60)}
     book = written(tmp_path, dict(files))
     opened = data.load(config("text", book, sequence_length=2), seed=0)
     training, held_out = opened.training.rows.tobytes(), opened.held_out[0].tobytes()  # type: ignore[attr-defined]
     for text in documents(config("text", book)):
-        assert (text in held_out, text in training) == ((True, False) if is_held_out(text, 0.2) else (False, True))
+        assert (text in held_out, text in training) == (
+            (True, False) if is_held_out(text, 0.2, lines=True) else (False, True)
+        )
     first, second = data.load(config("text", book), seed=0), data.load(config("text", book), seed=9)
     assert torch.equal(first.holdout(5), second.holdout(5))
     assert torch.equal(first.holdout(5), first.holdout(8)[:5])
@@ -308,7 +388,7 @@ BAD: dict[str, str | bytes] = {
         ("text", "nowhere", {}, "nowhere does not exist; give a file or a directory"),
         ("json", "empty", {}, "empty has no .json, .jsonl, "),
         ("text", "some.txt", {"holdout": 1e-9}, "data.holdout: 1e-09 of 4 documents leaves no held-out sequence of 16 "
-         "tokens; set it to 0.5, or add text"),
+         "tokens; start the run with data.holdout="),
         ("text", "latin", {}, "latin has no UTF-8 files in it, but 1 other such as latin/file.txt; give"),
         ("text", "latin/file.txt", {}, "file.txt: it is not UTF-8 text; make it readable as text, or leave it out"),
         ("json", "rows.jsonl", {"field": "id"}, "'id' holds int, not text, in row 1 of rows.jsonl; fields with text: "),
@@ -328,6 +408,7 @@ def test_data_that_cannot_be_used_is_an_error_of_one_line(
 def test_a_hub_stream_without_a_document_for_a_shard_says_so(tmp_path: Path) -> None:
     written(tmp_path / "few", {"train.jsonl": '{"text": "a"}\n'})
     opened = data.load(config("hub", name=str(tmp_path / "few"), holdout=1e-9), seed=0)
+    assert not len(data.load(config("hub", name=str(tmp_path / "few"), holdout=0.0), seed=0).holdout(3))
     stream = opened.batches(1, shard=0, shards=2)
     assert next(stream).shape == (1, T)
     resumed = opened.batches(1, shard=0, shards=2)

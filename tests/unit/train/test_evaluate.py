@@ -18,6 +18,7 @@ from diloco.data import load_tokenizer
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import ConfigError, DivergedError
 from diloco.train.evaluate import evaluate, generate
+from tests.support.errors import error_text
 from tests.support.models import small_model
 
 BYTES = load_tokenizer("bytes")
@@ -38,6 +39,11 @@ class Table(nn.Module):
 @pytest.fixture(scope="module")
 def small() -> nn.Module:
     return small_model(vocab_size=300)
+
+
+def test_without_held_out_text_there_is_no_loss() -> None:
+    text = error_text(ConfigError, evaluate, Table(torch.zeros(2, 2)), torch.empty(0, 5, dtype=torch.int64), 2, "cpu")
+    assert text == "data.holdout=0 holds out no text to test; give data=text data.path=FILE data.holdout=0.5"
 
 
 def test_the_loss_is_exact_over_batches_of_unequal_size() -> None:

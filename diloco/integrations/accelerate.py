@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,12 @@ class AccelerateSwarm(Swarm):
         accelerator.register_load_state_pre_hook(self._load_beside)
 
     def attach(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, schedulers: Iterable[Any] = (), **more: Any
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        schedulers: Iterable[Any] = (),
+        **more: Any,
     ) -> Attachment:
         """As `Swarm.attach`, for what `accelerator.prepare` returned. Prepared loaders that shuffle their data get an
         order of this peer's own; where there is none, a line says what to do.

@@ -161,8 +161,8 @@ class _Chunked(torch.autograd.Function):
             of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
             d_hidden = torch.empty_like(hidden) if of_hidden else None
             d_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
-            d_bias = torch.zeros(weight.shape[0], device=weight.device) if of_bias else None
-            total = torch.zeros((), device=hidden.device)
+            d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if of_bias else None
+            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for at in range(0, len(hidden), rows):
                 part, aims = hidden[at : at + rows].to(dtype), targets[at : at + rows]  # (C, D), (C,)
                 log_p = nn.functional.linear(part, matrix, offset).log_softmax(1, dtype=torch.float32)  # (C, V)

@@ -100,16 +100,16 @@ def _wrong_push(cls: type[OuterOptimizer]) -> str | None:
 def _wrong_codec(one: Codec) -> str | None:
     """What of the contract of codecs it breaks, with the remedy; None if nothing."""
     numel = 2 * BLOCK + 7
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    payload, decoded = torch.empty(one.nbytes(numel), dtype=torch.uint8), torch.empty(numel)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    payload, decoded = torch.empty(one.nbytes(numel), dtype=torch.uint8), torch.empty(numel, dtype=torch.float32)
     one.encode(values, payload)
     one.decode(payload, decoded)
-    total = torch.ones(numel)
+    total = torch.ones(numel, dtype=torch.float32)
     one.accumulate_(total, payload, 0.5)
     if not torch.allclose(total, 1 + 0.5 * decoded):
         return "accumulate_ does not add what .decode gives"
     try:
-        one.encode(torch.full((BLOCK,), math.nan), torch.empty(one.nbytes(BLOCK), dtype=torch.uint8))
+        one.encode(values[:BLOCK].fill_(math.nan), payload[: one.nbytes(BLOCK)])
     except DivergedError:
         return None
     return "encode takes NaN; call diloco.outer.payloads.refuse_diverged first"

@@ -210,7 +210,7 @@ class Held:
 
     def _flattened(self, judged: Judged | None) -> list[Sum]:
         """All chunks averaged, because a matrix may lie in several of them, and then `flatten_`."""
-        whole = torch.empty(self.fragment.numel)
+        whole = torch.empty(self.fragment.numel, dtype=torch.float32)
         for chunk, (start, stop) in enumerate(self.chunks):
             into = self._average(chunk, judged)
             whole[start:stop].copy_(into.total)

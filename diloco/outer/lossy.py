@@ -64,7 +64,7 @@ class _LossyCodec(Codec):
     def encode(self, x: Tensor, out: Tensor) -> None:
         assert_chunk(x, out, self.nbytes(x.numel()))
         head, *packed = self.pieces(out, x.numel())
-        levels = torch.empty(len(head) // 2)
+        levels = torch.empty(len(head) // 2, dtype=torch.float32)
         for parts in self._blocks(x, levels, packed):
             self._encode_rows(*parts)
         head.copy_(levels.bfloat16().view(torch.uint8))
@@ -171,7 +171,7 @@ def _statistical(scaled: Tensor) -> tuple[Tensor, Tensor]:
         members = reached.float()  # products and sums of booleans take five times as long as those of floats
         sums.append(torch.linalg.vecdot(scaled, members))
         counts.append(members.sum(1))
-    nothing = torch.zeros(len(scaled), 1)
+    nothing = torch.zeros(len(scaled), 1, dtype=torch.float32)
     in_bin = -torch.stack(counts, dim=1).diff(dim=1, append=nothing)
     means = -torch.stack(sums, dim=1).diff(dim=1, append=nothing) / in_bin.clamp(min=1)
     return means.where(in_bin > 0, 0.0), codes

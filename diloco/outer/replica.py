@@ -76,7 +76,7 @@ class Replica:
         self.optimizer = OPTIMIZERS[settings.optimizer](settings)
         self.rng: random.Random = random.SystemRandom()
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
-        self.anchors = [torch.empty(fragment.numel) for fragment in self.fragments]
+        self.anchors = [torch.empty(fragment.numel, dtype=torch.float32) for fragment in self.fragments]
         self.held: dict[int, Held] = {}
         self.standby: dict[int, OuterState] = {}  # of fragments held elsewhere
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
@@ -147,7 +147,7 @@ class Replica:
         captured = torch.empty(self.payload_numel(fragment), dtype=torch.uint8)
         residual = self.residuals.get(fragment)
         if beta and residual is None:
-            residual = self.residuals[fragment] = torch.zeros(local.fragment.numel)
+            residual = self.residuals[fragment] = torch.zeros(local.fragment.numel, dtype=torch.float32)
         for chunk, delta in enumerate(self._deltas(local, self.chunks[fragment])):
             start, stop = self.chunks[fragment][chunk]
             payload = captured[local.payload_at[chunk] : local.payload_at[chunk + 1]]

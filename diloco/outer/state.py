@@ -37,7 +37,7 @@ class OuterState:
     @classmethod
     def zeros(cls, numel: int, num_buffers: int) -> OuterState:
         """The state before the first step."""
-        return cls(0, tuple(torch.zeros(numel) for _ in range(1 + num_buffers)))
+        return cls(0, tuple(torch.zeros(numel, dtype=torch.float32) for _ in range(1 + num_buffers)))
 
     @property
     def momentum(self) -> Tensor:

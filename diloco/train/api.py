@@ -43,6 +43,7 @@ from diloco.train import devices
 from diloco.train.arguments import OuterSettings, as_typed, check_names, loop_spec, network_of, outer_of, several
 from diloco.train.attachment import Attachment
 from diloco.train.checkpoints import Checkpoints
+from diloco.train.inner import kind_of
 from diloco.train.island import Island
 from diloco.train.parameters import Trained, frozen_digest
 from diloco.train.peer_state import PeerState
@@ -51,7 +52,7 @@ from diloco.train.seeds import seeds_again
 from diloco.train.shards import Living, shard
 from diloco.train.signals import watch
 from diloco.train.voice import Listener, Voice
-from diloco.train.wrapped import paced, plain_model, plain_optimizer
+from diloco.train.wrapped import class_name, paced, plain_model, plain_optimizer
 
 __all__ = ["Attachment", "Saved", "Swarm"]
 
@@ -246,10 +247,11 @@ class Swarm:
         """
         return 0 if self.attachment is None else swarm_steps(self.attachment, self.outer.sync_every)
 
+    @devices.usual
     def attach(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         schedulers: Iterable[Any] = (),
         checkpoints: str | Path | None = None,
@@ -259,10 +261,10 @@ class Swarm:
     ) -> Attachment:
         """Keep a model in step with the swarm while the returned context is open.
 
-        Raises `ConfigError` for parameters that no outer step can carry: complex ones, parts, and those without values;
-        and for the models and optimizers of DeepSpeed and FSDP1. Raises `CheckpointError` for a checkpoint that cannot
-        be used. Values are exchanged as fp32, so those of fp64 parameters are rounded. The optimizer must train the
-        parameters themselves: one that keeps wider copies of them (masters) undoes every outer step with its next one.
+        Raises `ConfigError` for parameters that no outer step can carry: complex ones, parts, those without values and
+        those that are not finite; for an optimizer of other parameters, and one that goes back to a copy that it keeps,
+        which is tried out; and for the models and optimizers of DeepSpeed and FSDP1. Raises `CheckpointError` for a
+        checkpoint that cannot be used. Values are exchanged as fp32, so those of fp64 parameters are rounded.
 
         On entry the parameters become the swarm's. After every `sync_every`-th `optimizer.step()` the pseudo-gradient
         is exchanged, gradients are freed to make room, and the parameters become the new anchor. On exit the peer
@@ -270,8 +272,10 @@ class Swarm:
 
         Args:
             model, optimizer: as in any loop, or as DistributedDataParallel, torch.compile or Accelerate have wrapped
-                them. Parameters that require no gradient are left alone, and must be equal on all peers. Buffers are
-                left alone, too: each peer has its own running statistics, and a joiner begins with those of its model.
+                them. Several are lists, in the same order at all peers; a step of the swarm ends when each optimizer
+                has taken one, and some may take more. Parameters that require no gradient are left alone, and must be
+                equal on all peers. Buffers are left alone, too: each peer has its own running statistics, and a joiner
+                begins with those of its model.
             schedulers: learning rate schedulers of the optimizer that are stepped once per optimizer step. Before each
                 step they are brought to the inner step that the swarm is at, so a peer that joins late, or that was
                 away, has the learning rate of the others. Stepping them in the loop as well does no harm.
@@ -289,7 +293,7 @@ class Swarm:
             self._checkpoints.close()
         if is_attached(optimizer):
             raise ConfigError(
-                f"optimizer={type(optimizer).__name__} is attached to a swarm already; use one callback, or one "
+                f"optimizer={kind_of(optimizer)} is attached to a swarm already; use one callback, or one "
                 "attach, for one optimizer"
             )
         runtime = self.runtime or NodeThread()
@@ -303,8 +307,9 @@ class Swarm:
                 self._checkpoints = Checkpoints(Path(checkpoints), model, optimizer, island)
                 stack.callback(self._checkpoints.close)
                 saved = self._go_on(self._checkpoints, schedules)
+            parameters.check_start(optimizer, self._heard)
             if island.leads:
-                shown = "" if self.runtime is not None else type(model).__name__  # nobody watches a simulation
+                shown = "" if self.runtime is not None else class_name(model)  # nobody watches a simulation
                 own = () if self.manifest is not None else (shown, frozen_digest(model))
                 swarm = saved.saved if isinstance(saved, PeerState) else saved
                 with as_typed(self._typed):
@@ -337,6 +342,7 @@ class Swarm:
         self._saved_version = state.saved.steps
         return state
 
+    @devices.usual
     def save(self, **state: Any) -> Path | None:
         """All ranks: write a checkpoint, with whatever the loop adds as JSON; returns where, on rank 0.
 

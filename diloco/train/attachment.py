@@ -26,6 +26,7 @@ from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.malloc import give_back
+from diloco.train.devices import usual
 from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
 from diloco.train.leases import IslandLeases
@@ -112,6 +113,7 @@ class Attachment:
             return self.abandon()
         self.__exit__(kind, None, None)
 
+    @usual
     def __enter__(self) -> Attachment:
         if self._hook is not None and not self._left:  # opened already
             return self
@@ -128,6 +130,7 @@ class Attachment:
         self._end_loop()
         return self
 
+    @usual
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._left:  # closed already
             return
@@ -181,6 +184,7 @@ class Attachment:
         self._go_along(begun)
         if begun.fetched:
             self._inner_start.take_over_(state)
+        self.parameters.remember()
         self._progress.begin_run(self.steps)
 
     def _go_along(self, begun: Begun) -> None:
@@ -201,6 +205,7 @@ class Attachment:
             self.close_opened()
             leave(self.ended_by)
 
+    @usual
     def finish(self) -> None:
         """Adopt the updates that are still under way, for which the other peers wait, too. No inner step may follow.
 
@@ -282,6 +287,7 @@ class Attachment:
         own.loss = loss
         self._link.call_soon(lambda node: node.protocol.measured, loss, own.rounds, own.seconds, self.discarded_tokens)
 
+    @usual
     def _before_step(self) -> None:
         self.schedules.bring_(swarm_steps(self, self.outer.sync_every))
 
@@ -289,6 +295,7 @@ class Attachment:
         self._after_step()
         self._end_loop()
 
+    @usual
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
         due = Due((), ()) if self._cold else self._schedule.advance()
@@ -343,7 +350,7 @@ class Attachment:
     def _exchange(self, due: Due) -> None:
         """Send and adopt the fragments that are due."""
         self.parameters.check(self._listener.on_event)
-        self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
+        self._hook.free_gradients()  # their memory is what the exchange needs at its peak
         counts = self._unsent.send(due.send, self.steps, self.tokens)
         with self.phases.during("comm"):
             if due.send:
@@ -360,7 +367,7 @@ class Attachment:
             return
         self._cold = False
         self._schedule.begin()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._hook.free_gradients()
         tokens = self.unsent_tokens
         self._unsent.mark_sent(range(self.outer.fragments), self.steps, self.tokens)
         with self.phases.during("comm"):

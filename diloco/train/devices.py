@@ -11,8 +11,8 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from diloco.errors import ConfigError
 __all__ = [
     "Precision", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes", "name_of",
     "native_precision", "peak_flops", "peak_memory", "place", "random_states", "restore_random", "seed_random",
-    "shares_device", "synchronize",
+    "shares_device", "synchronize", "usual",
 ]  # fmt: skip
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -38,6 +38,16 @@ PEAKS = {
     "RTX A6000": 154.8, "RTX 5090$": 209.5, "RTX 4090$": 165.2, "RTX 3090$": 71, "MI300X": 1307.4, "MI325X": 1307.4,
 }  # fmt: skip
 REFUSED_S = 30.0  # rank 0 says why, and torchrun then ends the others
+
+
+@contextmanager
+def _usual() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        yield
+
+
+usual = _usual()
+"""Decorates what a training loop calls: the modes and the default device of its thread mean nothing inside."""
 
 
 def place(kind: str, index: int) -> str:

@@ -21,7 +21,7 @@ from diloco.protocol.messages.heads import Record
 from diloco.protocol.shares import Share
 from diloco.swarm.node.saved import Saved
 from diloco.train.devices import random_states, restore_random
-from diloco.train.inner import Pair
+from diloco.train.inner import Together, kind_of
 from diloco.train.rows import sharded_like, whole
 
 __all__ = [
@@ -94,7 +94,7 @@ def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
     """
     tensors: dict[str, Tensor] = {}
     encoded = to_json(optimizer.state_dict(), "", tensors)
-    return tensors, {"type": type(optimizer).__name__, "shapes": _shapes(optimizer), "state_dict": encoded}
+    return tensors, {"type": kind_of(optimizer), "shapes": _shapes(optimizer), "state_dict": encoded}
 
 
 def restore_optimizer(
@@ -106,7 +106,7 @@ def restore_optimizer(
     `CheckpointError` if the state belongs to another optimizer class or to parameters of other shapes; `key` is what
     chose the checkpoint.
     """
-    here, there = (type(optimizer).__name__, _shapes(optimizer)), (saved["type"], saved["shapes"])
+    here, there = (kind_of(optimizer), _shapes(optimizer)), (saved["type"], saved["shapes"])
     if here != there:
         raise CheckpointError(
             f"{key}: its checkpoint holds the state of {there[0]} for {_numel(there[1])} parameters, "
@@ -120,7 +120,7 @@ def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """The same state, cut like the optimizer's parameters, however many ranks have written it, and for the kernels that
     compute here: the checkpoint may come from another device.
     """
-    if isinstance(optimizer, Pair):
+    if isinstance(optimizer, Together):
         return {"parts": [_sharded(*both) for both in zip(optimizer.parts, state["parts"], strict=True)]}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):

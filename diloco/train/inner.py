@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.config import InnerConfig
+from diloco.errors import ConfigError
 from diloco.swarm.conversations.inner_state import InnerState, Layout
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
@@ -23,8 +24,8 @@ from diloco.train.muon import Muon
 from diloco.train.rows import is_sharded, load_rows_
 
 __all__ = [
-    "InnerStart", "Pair", "bound_moments_", "inner_optimizer", "layout_of", "load_moments_", "moment_numel",
-    "snapshot",
+    "InnerStart", "Together", "bound_moments_", "inner_optimizer", "kind_of", "layout_of", "load_moments_",
+    "moment_numel", "parts_of", "snapshot",
 ]  # fmt: skip
 
 TORN = 2.0  # A donor's moments are copied while it trains, so a first moment may be a step ahead of its second one.
@@ -39,7 +40,7 @@ def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimiz
     if inner.optimizer == "muon" and hidden:
         ids = {id(p) for p in hidden}
         muon = Muon(hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay)
-        return Pair(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
+        return Together(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
     return _adamw([p for _, p in named], inner)
 
 
@@ -65,15 +66,19 @@ def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=inner.peak_lr, betas=inner.betas, fused=fused)
 
 
-class Pair(torch.optim.Optimizer):
-    """Two optimizers that step together as one; it has the groups and the state of both.
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one, which has the groups and the state of all. Its step is one of each.
 
-    `load_state_dict` raises what the two raise for a state that does not fit them.
+    Raises `ConfigError` for a parameter that two of them have. `load_state_dict` raises what they raise for a state
+    that does not fit them.
     """
 
-    def __init__(self, one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-        super().__init__([{"params": group["params"]} for part in (one, other) for group in part.param_groups], {})
-        self.parts = (one, other)
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        try:
+            super().__init__([{"params": group["params"]} for part in parts for group in part.param_groups], {})
+        except ValueError as error:
+            raise ConfigError(f"optimizer: {error}; give each parameter to one of them") from None
+        self.parts = parts
         self.param_groups = [group for part in self.parts for group in part.param_groups]  # shared, not copies
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -108,7 +113,7 @@ class InnerStart:
     @property
     def has_state(self) -> bool:
         """Whether the optimizer has taken steps, or was restored."""
-        return any(part.state for part in _parts(self._optimizer))
+        return any(part.state for part in parts_of(self._optimizer))
 
     def fetch(self, node: Node, runtime: Runtime, stopping: Callable[[], bool]) -> tuple[InnerState | None, bool]:
         """A donor's state, if this peer comes late and somebody has one, and whether the peer starts cold."""
@@ -122,7 +127,7 @@ class InnerStart:
             state = None if layout is None else runtime.call(node.fetch_inner(layout))
             if state is not None or stopping():
                 return state, False
-            why = "no donor has any" if layout else f"{type(self._optimizer).__name__} keeps what is not known here"
+            why = "no donor has any" if layout else f"{kind_of(self._optimizer)} keeps what is not known here"
         self._on_event("cold_start", {"why": why})
         return None, True
 
@@ -130,7 +135,9 @@ class InnerStart:
         """All ranks: the optimizer goes on from a donor's state, which rank 0 has."""
         layout = layout_of(self._optimizer)
         assert layout is not None, "ranks have different optimizers"
-        state = state or InnerState(layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels)))
+        state = state or InnerState(
+            layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels), dtype=torch.float32)
+        )
         steps = tuple(int(step) for step in self._island.agree(state.steps))
         self._island.share_([state.values])
         bound_moments_(self._optimizer, state)
@@ -151,7 +158,7 @@ class _Slot(NamedTuple):
 def layout_of(optimizer: torch.optim.Optimizer) -> Layout | None:
     """The shape of its state once every parameter has had a gradient; None for classes that are not known here."""
     slots = list(_slots(optimizer))
-    if not all(type(part) in _KEYS for part in _parts(optimizer)):
+    if not all(type(part) in _KEYS for part in parts_of(optimizer)):
         return None
     named = [(f"{slot.name}.{key}", slot.parameter.numel()) for slot in slots for key in slot.keys]
     return Layout(
@@ -166,7 +173,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
     layout = layout_of(optimizer)
     if layout is None or not layout.names or any(is_sharded(slot.parameter) for slot in _slots(optimizer)):
         return None
-    values, at, steps = torch.empty(sum(layout.numels)), 0, []
+    values, at, steps = torch.empty(sum(layout.numels), dtype=torch.float32), 0, []
     for slot in _slots(optimizer):
         state = slot.part.state.get(slot.parameter, {})  # not by index: the defaultdict would grow
         for key in slot.keys:
@@ -214,12 +221,18 @@ def bound_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
             kept["exp_avg"].copy_(torch.clamp(kept["exp_avg"], -most, most))
 
 
-def _parts(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    return optimizer.parts if isinstance(optimizer, Pair) else (optimizer,)
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its class, or those of its parts."""
+    return " + ".join(type(part).__name__ for part in parts_of(optimizer))
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of which one is made."""
+    return optimizer.parts if isinstance(optimizer, Together) else (optimizer,)
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
-    for number, part in enumerate(_parts(optimizer)):
+    for number, part in enumerate(parts_of(optimizer)):
         parameters = [(group, p) for group in part.param_groups for p in group["params"] if p.requires_grad]
         for index, (group, parameter) in enumerate(parameters):
             keys = () if group.get("momentum") == 0 else _KEYS.get(type(part), ())

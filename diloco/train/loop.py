@@ -192,7 +192,7 @@ class Trainer:
 
     def _accumulate(self, rows: Tensor, micro_batch: int) -> Tensor:
         """Mean loss of the rows, computed in parts of `micro_batch` rows; gradients add up to those of the whole."""
-        total = torch.zeros((), device=self.island.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.island.device)
         *parts, last = torch.split(rows, micro_batch)  # (b, T) each
         with self.island.accumulating(self.wrapped) if parts else nullcontext():
             for part in parts:

@@ -5,26 +5,33 @@ trained parameters      synchronised. They are read where they are now, so `mode
 frozen parameters       must be equal on all peers: their digest is part of the manifest
 buffers                 each peer's own, such as the running statistics of BatchNorm. A peer says which ones its
                         training changes.
+
+Names do not depend on what libraries wrap around a model or its parts, so peers may wrap it differently.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from diloco.errors import ConfigError
 from diloco.outer.digest import fragment_digest, part_digest, part_ranges
 from diloco.outer.fragments import gather_, partition
 from diloco.swarm.node.node import OnEvent
-from diloco.train.rows import is_rows, is_sharded
+from diloco.train.inner import kind_of
+from diloco.train.rows import is_rows, is_sharded, own_rows
+from diloco.train.wrapped import named, plain_name
 
-__all__ = ["OwnBuffers", "Trained", "frozen_digest", "values_digest"]
+__all__ = ["OwnBuffers", "Trained", "check_finite", "frozen_digest", "values_digest"]
 
 AGAIN = "make such changes before attach, or attach the model again"
+SHOWN = 3  # names or shapes in one line
 
 
 class Trained(dict[str, Tensor]):
@@ -34,25 +41,65 @@ class Trained(dict[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        for name, one in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(one):
+                raise ConfigError(f"{name} has no shape yet; run one batch through the model before attach")
         super().__init__(_trained(model))
         for name, parameter in self.items():
             _check(name, parameter)
         self._model = model
         self._shapes = {name: parameter.shape for name, parameter in self.items()}
         self._buffers = OwnBuffers(model)
+        self._before: dict[str, str | None] = {}  # digests of values before the first exchange
 
     @property
     def numels(self) -> dict[str, int]:
         """Elements of each parameter."""
         return {name: parameter.numel() for name, parameter in self.items()}
 
+    def check_start(self, optimizer: torch.optim.Optimizer, on_event: OnEvent) -> None:
+        """`ConfigError` for an optimizer of other parameters than these, and for values that are not finite.
+
+        The event `in_no_group` names parameters that the optimizer leaves alone.
+        """
+        name, grouped = kind_of(optimizer), [one for group in optimizer.param_groups for one in group["params"]]
+        own, ids = {id(one) for one in self._model.parameters()}, {id(one) for one in grouped}
+        strange = [list(one.shape) for one in grouped if id(one) not in own]
+        missing = [key for key, one in self.items() if id(one) not in ids]
+        if self and len(missing) == len(self):
+            raise ConfigError(
+                f"optimizer={name} has none of the model's {len(self)} trained parameters; make it of "
+                "model.parameters(), after the model is built, moved and wrapped"
+            )
+        if strange:
+            raise ConfigError(
+                f"optimizer={name} has {len(strange)} parameters that are in no attached model "
+                f"({_some(strange)}), so peers would not share them; attach them, too: attach([model, head], "
+                "optimizer), or make them part of the model"
+            )
+        for key, one in self.items():
+            check_finite(key, own_rows(one.detach()))
+        if missing:
+            on_event("in_no_group", {"parameters": len(missing), "of": len(self), "names": _some(missing)})
+
+    def remember(self) -> None:
+        """These values are where the first round begins; the event `unmoved` is about them."""
+        self._before = {name: values_digest({name: one.detach()}) for name, one in self.items() if not is_sharded(one)}
+
     def check(self, on_event: OnEvent) -> None:
         """`ConfigError` when the model trains other parameters now than when it was attached.
 
-        The event `own_buffers` says, after the first round, that training changes buffers.
+        After the first round the event `own_buffers` says that training changes buffers, and `unmoved` that it leaves
+        parameters exactly as they were.
         """
         if changed := self._buffers.changed():
             on_event("own_buffers", changed)
+        before, self._before = self._before, {}
+        still = [
+            name for name, digest in before.items() if digest and digest == values_digest({name: self[name].detach()})
+        ]
+        if still:
+            on_event("unmoved", {"parameters": len(still), "of": len(self), "names": _some(still)})
         for name, parameter in _trained(self._model):
             if name not in self:
                 raise ConfigError(f"{name} is trained since attach, but the swarm does not know it; {AGAIN}")
@@ -65,7 +112,20 @@ class Trained(dict[str, Tensor]):
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return ((name, parameter) for name, parameter in named(model) if parameter.requires_grad)
+
+
+def _some(things: Sequence[object]) -> str:
+    return ", ".join(map(str, things[:SHOWN])) + (", ..." if len(things) > SHOWN else "")
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """`ConfigError` with the name of a tensor of which some value is not finite."""
+    ends = values.aminmax() if values.numel() else ()
+    if not all(math.isfinite(end) for end in ends):
+        raise ConfigError(
+            f"{name} has values that are not finite before anything is trained; load or initialise the model again"
+        )
 
 
 def _check(name: str, parameter: Tensor) -> None:
@@ -97,7 +157,7 @@ def frozen_digest(model: nn.Module) -> str | None:
 
     It costs about 2 s per 10^9 of them. A base model that was rounded or quantised differently is another one.
     """
-    return values_digest({name: p.detach() for name, p in model.named_parameters() if not p.requires_grad})
+    return values_digest({name: p.detach() for name, p in named(model) if not p.requires_grad})
 
 
 class OwnBuffers:
@@ -117,8 +177,9 @@ class OwnBuffers:
         return {"buffers": len(changed), "first": changed[0], "why": why} if changed else None
 
     def _digests(self) -> dict[str, str | None]:
-        kept = self._model.state_dict().keys()
-        return {name: values_digest({name: one}) for name, one in self._model.named_buffers() if name in kept}
+        kept = {plain_name(self._model, name) for name in self._model.state_dict()}
+        named = ((plain_name(self._model, name), one) for name, one in self._model.named_buffers())
+        return {name: values_digest({name: one}) for name, one in named if name in kept}
 
 
 def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
@@ -133,7 +194,7 @@ def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
     [whole] = partition(numels, 1)
     parts = []
     for start, stop in part_ranges(whole.numel):
-        part = torch.empty(stop - start)
+        part = torch.empty(stop - start, dtype=torch.float32)
         gather_(part, whole, start, stop, real)
         parts.append(part_digest(part))
     shapes = json.dumps({name: list(one.shape) for name, one in real.items()})

@@ -170,7 +170,7 @@ class Rows(Local):
             self._say(RELEASE, 0, 0, 0)
 
     def _say(self, *words: int) -> None:
-        dist.broadcast(torch.tensor(words), src=0, group=self._words)
+        dist.broadcast(torch.tensor(words, device="cpu"), src=0, group=self._words)
 
     # -- the other ranks ----------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Rows(Local):
             if what == RELEASE:
                 return
             if what == SCATTER:
-                values = torch.empty(stop - start, device=self._island.device)
+                values = torch.empty(stop - start, dtype=torch.float32, device=self._island.device)
                 dist.broadcast(values, src=0, group=self._values)
                 self._write(values, self._fragments[index], start, stop)
                 continue
@@ -210,7 +210,9 @@ class Rows(Local):
         return found
 
     def _empty(self, parts: Sequence[_Part]) -> Tensor:
-        return torch.empty(sum(part.stop - part.start for part in parts), device=self._island.device)
+        return torch.empty(
+            sum(part.stop - part.start for part in parts), dtype=torch.float32, device=self._island.device
+        )
 
     # -- this rank's rows ---------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ that the swarm is at; where the loop has stepped it once per step of the optimiz
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 from diloco.train.flat import from_json, to_json
+from diloco.train.inner import parts_of
 
 __all__ = ["Paced", "Schedules", "StepHooks", "is_attached", "swarm_steps"]
 
 MOVED = ("lr", "momentum", "betas")  # what torch's schedulers move in the groups of an optimizer
+MOST_ALONE = 100  # steps that an optimizer takes while another one takes none
 MOST_TOO_FAR = 8  # steps of the optimizer in a row before which a schedule was too far
 
 
@@ -114,29 +117,75 @@ class Schedules:
 class StepHooks:
     """Calls before and after each step of an optimizer that is none of those which a GradScaler skips.
 
+    Of several optimizers a step begins with the first, and ends when each has taken one; some may take more. Raises
+    `ConfigError` where one takes none for long.
+
     A scaler leaves `step()` out when gradients overflow, but for optimizers with fused kernels: it calls them with
     `found_inf`, and they leave everything as it is.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
-        def then(*_: object) -> None:
-            found_inf = getattr(optimizer, "found_inf", None)
-            if found_inf is None or not bool(found_inf):
-                after()
-
         before()
-        self._optimizer = optimizer
-        _attached.add(optimizer)
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: before()),
-            optimizer.register_step_post_hook(then),
-        ]
+        self._parts, self._before, self._after = parts_of(optimizer), before, after
+        self._steps = dict.fromkeys(self._parts, 0)  # since the last step of all
+        self._used: dict[torch.optim.Optimizer, tuple[Tensor | None, int]] = {}  # a gradient of the last step of each
+        self._hooks = []
+        for part in self._parts:
+            _attached.add(part)
+            self._hooks += [part.register_step_pre_hook(self._begin), part.register_step_post_hook(self._end)]
+
+    def _begin(self, part: torch.optim.Optimizer, *_: object) -> None:
+        if not any(self._steps.values()) and not _within(part):
+            self._before()
+
+    def _end(self, part: torch.optim.Optimizer, *_: object) -> None:
+        found_inf = getattr(part, "found_inf", None)
+        if _within(part) or (found_inf is not None and bool(found_inf)):
+            return
+        self._steps[part] += 1
+        if len(self._parts) > 1:
+            self._used[part] = _gradient(part)
+        if all(self._steps.values()):
+            self._steps = dict.fromkeys(self._parts, 0)
+            self._after()
+        elif self._steps[part] > MOST_ALONE:
+            idle = next(type(one).__name__ for one, steps in self._steps.items() if not steps)
+            raise ConfigError(
+                f"optimizer: {type(part).__name__} has taken {self._steps[part]} steps, and {idle} none; a step of the "
+                "swarm is one of each, so attach those that take steps"
+            )
+
+    def free_gradients(self) -> None:
+        """Free all gradients but those with which an optimizer has yet to take its step."""
+        for part in self._parts:
+            (then, version), (now, newer) = self._used.pop(part, (None, 0)), _gradient(part)
+            if len(self._parts) == 1 or (then is now and version == newer):
+                part.zero_grad(set_to_none=True)
 
     def remove(self) -> None:
         """Call nothing any more."""
         for hook in self._hooks:
             hook.remove()
-        _attached.discard(self._optimizer)
+        _attached.difference_update(self._parts)
+
+
+def _within(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step that calls this is part of another of the same optimizer, as in a class that calls `super()`."""
+    found, frame = 0, inspect.currentframe()
+    while frame is not None:
+        found += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return found > 1
+
+
+_STEP = torch.optim.Optimizer.profile_hook_step(print).__code__  # of the function that calls the hooks
+
+
+def _gradient(optimizer: torch.optim.Optimizer) -> tuple[Tensor | None, int]:
+    """The smallest gradient that there is, and how often it was written to."""
+    found = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    smallest = min(found, key=Tensor.numel, default=None)
+    return smallest, 0 if smallest is None else smallest._version
 
 
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -144,7 +193,7 @@ _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 def is_attached(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something is called after its steps already."""
-    return optimizer in _attached
+    return any(part in _attached for part in parts_of(optimizer))
 
 
 def _check(scheduler: Any) -> None:

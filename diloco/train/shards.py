@@ -32,13 +32,13 @@ class Living:
     """
 
     def __init__(self) -> None:
-        self._numbers = torch.zeros(2 + MOST, dtype=torch.int64)  # how many, this peer, all peers
+        self._numbers = torch.zeros(2 + MOST, dtype=torch.int64, device="cpu")  # how many, this peer, all peers
         self._numbers.share_memory_()  # type: ignore[no-untyped-call]
 
     def are(self, me: str, peers: Iterable[str]) -> None:
         """These are there, this one included."""
         numbers = sorted(map(_number, peers))[:MOST]
-        self._numbers[2 : 2 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+        self._numbers[2 : 2 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._numbers[1] = _number(me)
         self._numbers[0] = len(numbers)
 
@@ -106,7 +106,7 @@ def shard(
             return dataset.shuffle(seed=seed()) if part is None else dataset.shard(part.of, part.index)
         if part is not None:
             return Subset(dataset, range(part.index, len(dataset), part.of))
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed()))
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed()), device="cpu")
         return Subset(dataset, array("q", order.numpy().tobytes()))
     if not hasattr(dataset, "__iter__"):
         raise ConfigError(

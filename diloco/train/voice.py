@@ -104,6 +104,16 @@ class Voice:
                 )
             case "other_data":
                 self.say(other_data(fields))
+            case "in_no_group":
+                self.say(
+                    f"{fields['parameters']} of {fields['of']} trained parameters are in no group of the optimizer "
+                    f"({fields['names']}), so this peer does not train them"
+                )
+            case "unmoved":
+                self.say(
+                    f"{fields['parameters']} of {fields['of']} trained parameters did not move in the first round "
+                    f"({fields['names']}); give them a gradient and a learning rate, or freeze them"
+                )
             case "alone_again":
                 self.say("nobody of the checkpoint's swarm answers; this peer goes on alone, and others join it")
             case "rounds_over":

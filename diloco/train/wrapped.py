@@ -2,51 +2,108 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from diloco.errors import ConfigError
+from diloco.train.inner import Together
+from diloco.train.rehearsal import refuse_undoing
 from diloco.train.schedules import Paced
 
-__all__ = ["paced", "plain_model", "plain_optimizer"]
+__all__ = ["class_name", "named", "paced", "plain_model", "plain_name", "plain_optimizer"]
 
-# Of DataParallel and DistributedDataParallel, and of torch.compile.
-INSIDE = ("module", "_orig_mod")
+# Of torch.compile, of activation checkpoints, and of Lightning's Fabric.
+INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+LIBRARIES = (
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+)  # whose wrappers leave parameters alone
 TORCHRUN = "share the model among processes with DistributedDataParallel (torchrun), or with FSDP2 (fully_shard)"
 
 
-def plain_model(model: nn.Module) -> nn.Module:
-    """The model that others know by the same names of parameters, whatever is around it.
+def plain_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The model inside what is around it; of several, one that has them as "0", "1" and so on.
 
     Raises `ConfigError` for models whose parameters are parts of flat ones: those of FSDP1 and DeepSpeed.
     """
+    if isinstance(model, list | tuple):
+        return nn.ModuleList(map(plain_model, model))
     while True:
         name = type(model).__name__
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model={name} is no torch.nn.Module; attach one, or several in a list")
         if "deepspeed" in type(model).__module__:
             raise ConfigError(f"model={name}: DeepSpeed keeps the parameters to itself; {TORCHRUN}")
         if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
             raise ConfigError(f"model={name}: FSDP1 makes flat parameters of it; {TORCHRUN}")
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(model, "_orig_mod"):
-            model = next(inside for at in INSIDE if (inside := getattr(model, at, None)) is not None)
-        else:
+        inside = _inside(model)
+        if inside is None or inside in ("base_model", "model"):  # beside them adapters may have parameters of their own
             return model
+        model = getattr(model, inside)
+
+
+def _inside(module: Any) -> str | None:
+    """The submodule around which a module is wrapped, whose parameters others know by names without it."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    library = type(module).__module__
+    if library.startswith("peft."):
+        return next((at for at in ("base_model", "model") if at in module._modules and ".layer" not in library), None)
+    return next((at for at in INSIDE if at in getattr(module, "_modules", ())), None)
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """The name of a parameter or buffer as if nothing in the model were wrapped."""
+    at: Any = model
+    parts = []
+    for part in name.split("."):
+        if part != _inside(at):
+            parts.append(part)
+        at = getattr(at, part, None)
+    return ".".join(parts)
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a model, by names that do not depend on wrappers."""
+    return ((plain_name(model, name), parameter) for name, parameter in model.named_parameters())
+
+
+def class_name(model: nn.Module) -> str:
+    """The class of a plain model, or of each of several. FSDP2 derives one of its own from it."""
+    if isinstance(model, nn.ModuleList):
+        return " + ".join(map(class_name, model))
+    while (inside := _inside(model)) is not None:
+        model = getattr(model, inside)
+    return next(kind.__name__ for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed"))
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer whose `step()` trains, inside what Accelerate and Lightning put around it.
+    """The optimizer whose `step()` trains, inside what Accelerate and Lightning put around it; several as one.
 
-    Raises `ConfigError` for DeepSpeed's, for those of Apex with masters, and for what is none of torch.
+    Raises `ConfigError` for DeepSpeed's, for those of Apex with masters, for what is none of torch, and for those that
+    undo what is adopted.
     """
+    if isinstance(optimizer, list | tuple):
+        parts = [plain_optimizer(one) for one in optimizer]
+        return parts[0] if len(parts) == 1 else Together(*parts)
     while True:
-        name = type(optimizer).__name__
-        if "deepspeed" in type(optimizer).__module__:
+        name, library = type(optimizer).__name__, type(optimizer).__module__
+        if "deepspeed" in library:
             raise ConfigError(f"optimizer={name}: DeepSpeed trains flat copies of the parameters; {TORCHRUN}")
         inside = getattr(optimizer, "optimizer", None)
         if not isinstance(inside, torch.optim.Optimizer):
             break
+        if library.partition(".")[0] not in LIBRARIES:
+            refuse_undoing(optimizer)
+            if "_optimizer_step_post_hooks" in vars(optimizer):  # it says itself when a step is over
+                break
         optimizer = inside
+    refuse_undoing(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer={name} is no torch.optim.Optimizer; attach one of those, after the model is made")
     if getattr(optimizer, "master_weights", False):  # of Apex and Transformer Engine

@@ -79,6 +79,34 @@ def test_who_goes_on_after_the_planned_rounds_is_told_once() -> None:
     assert not any(loop.told("rounds_over") for loop in loops.values())
 
 
+@pytest.mark.parametrize("state", ["float64", "bfloat16", "meta", "deterministic"])
+def test_what_torch_is_set_to_means_nothing_inside(state: str) -> None:
+    def work(loop: Loop) -> None:
+        loop.step(9)
+
+    def change(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        torch.set_grad_enabled(False)
+        if state == "meta":
+            torch.set_default_device("meta")  # in this thread
+        elif state == "deterministic":
+            torch.use_deterministic_algorithms(True)
+        else:
+            torch.set_default_dtype(getattr(torch, state))
+        return {}
+
+    def anchors(**more: Any) -> set[str]:
+        torch.manual_seed(0)
+        loops = train("ab", work, sync_every=4, codec_down="int8", **more)
+        return {loop.sync.anchor_digest() for loop in loops.values()}
+
+    expected = anchors()
+    try:
+        assert anchors(attach=change) == expected and len(expected) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
 # -- between two rounds -----------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 from diloco.errors import ConfigError
+from diloco.train.inner import Together
 from diloco.train.schedules import Paced, Schedules, StepHooks, swarm_steps
 from tests.support.loops import Loop, train
 
@@ -168,3 +169,61 @@ def test_every_step_has_the_learning_rate_of_the_swarm(outer: dict[str, Any]) ->
     train("abc", work, sync_every=40, attach=attach, **outer)
     jumps = [later - before for before, later in itertools.pairwise(places)]
     assert max(jumps) > 10, "it went on where the others were"
+
+
+class Twice(torch.optim.SGD):
+    """A step within a step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pytest.mark.parametrize(("order", "ends"), [("aba", 1), ("ababab", 3), ("aabaab", 2), ("baabaa", 2), ("bbbabba", 2)])
+def test_a_step_of_several_optimizers_is_one_of_each(order: str, ends: int) -> None:
+    """In any order, also where one takes more steps. Gradients that wait for a step stay."""
+    parameters = {name: nn.Parameter(torch.ones(2)) for name in "ab"}
+    torch.optim.SGD(parameters.values(), lr=0.1)  # whose class then calls hooks, too
+    optimizers = {name: Twice([one], lr=0.1) for name, one in parameters.items()}
+    calls: list[str] = []
+
+    def after() -> None:
+        calls.append("after")
+        hooks.free_gradients()
+
+    hooks = StepHooks(Together(*optimizers.values()), lambda: calls.append("before"), after)
+    for name in order:
+        parameters[name].grad = torch.ones(2)
+    waiting = parameters["a"].grad
+    for number, name in enumerate(order):
+        optimizers[name].step()
+        if calls[-1] == "after":
+            assert parameters[name].grad is None, "it is used up"
+            parameters[name].grad = torch.ones(2)
+        if number == 0 and name == "b":
+            assert parameters["a"].grad is waiting
+    assert (calls.count("after"), calls.count("before")) == (ends, ends + 1 + (calls[-1] == "before"))
+    hooks.remove()
+    optimizers["a"].step()
+    assert calls.count("after") == ends
+
+
+def test_gradients_of_the_next_step_are_not_freed() -> None:
+    a, b = (nn.Parameter(torch.ones(2)) for _ in "ab")
+    one, other = torch.optim.SGD([a], lr=0.1), torch.optim.SGD([b], lr=0.1)
+    hooks = StepHooks(Together(one, other), lambda: None, lambda: hooks.free_gradients())
+    for _ in range(3):
+        (a + b).sum().backward()
+        one.step()
+        a.grad.add_(1.0)  # type: ignore[union-attr]
+        other.step()
+        assert a.grad is not None and b.grad is None
+
+
+def test_an_optimizer_that_takes_no_steps_is_named() -> None:
+    one, other = torch.optim.SGD([nn.Parameter(torch.ones(2))]), torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    StepHooks(Together(one, other), lambda: None, lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"^optimizer: SGD has taken 101 steps, and Adam none; a step of the swarm is one"
+    ):
+        for _ in range(200):
+            one.step()

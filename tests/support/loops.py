@@ -79,7 +79,7 @@ def train(
                 seeds = [other for other in loops if other != name]
                 return network.join(name, seeds, Link(latency_s=0.01))
 
-            model = nn.Linear(width, 1)
+            model = nn.Linear(width, 1, dtype=torch.float32)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             swarm = Swarm(
                 run_id="run", name=name, identity=Path(name), min_peers=len(names),

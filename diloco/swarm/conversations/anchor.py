@@ -115,7 +115,7 @@ class AnchorFetcher:
             return unfinished
         here = context.protocol.fragments[fragment]
         if here.version != listed.version and here.digest != listed.digest:
-            return PartialAnchor(torch.empty(context.replica.fragments[fragment].numel), [])
+            return PartialAnchor(torch.empty(context.replica.fragments[fragment].numel, dtype=torch.float32), [])
         async with context.locks[fragment].reading():
             anchor = await in_thread(context.replica.anchors[fragment].clone)
         return PartialAnchor(anchor, list(await in_thread(part_digests, anchor)))

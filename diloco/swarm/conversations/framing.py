@@ -124,7 +124,7 @@ async def receive_state(
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
     check(header)
-    anchor = torch.empty(replica.fragments[fragment].numel)
+    anchor = torch.empty(replica.fragments[fragment].numel, dtype=torch.float32)
     await receive_vector(stream, anchor, codec=anchor_codec(replica, header.version))
     if await in_thread(digest_of, anchor) != header.digest:
         raise WrongDigestError(f"the state of fragment {fragment} has another digest than its header")

@@ -86,7 +86,7 @@ async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
         )
     if len(header.steps) != layout.num_steps:
         raise PayloadError(f"the inner state there has {len(header.steps)} step counters; expected {layout.num_steps}")
-    state = InnerState(layout, tuple(header.steps), torch.empty(sum(layout.numels)))
+    state = InnerState(layout, tuple(header.steps), torch.empty(sum(layout.numels), dtype=torch.float32))
     await receive_vector(stream, state.values)
     await in_thread(_check_values, state)
     return state

@@ -13,7 +13,7 @@ from torch import nn
 from diloco.config import compose
 from diloco.train import inner, muon
 from diloco.train.flat import flatten_optimizer, restore_optimizer
-from diloco.train.inner import Pair, inner_optimizer, load_moments_, snapshot
+from diloco.train.inner import Together, inner_optimizer, load_moments_, snapshot
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ def step(net: Net, optimizer: torch.optim.Optimizer) -> float:
 def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     """A learning rate that is set counts for both."""
     net, optimizer = made()
-    assert isinstance(optimizer, Pair)
+    assert isinstance(optimizer, Together)
     muon, adamw = optimizer.parts
     assert [p for group in muon.param_groups for p in group["params"]] == [net.layer.weight]
     rest = {id(p) for group in adamw.param_groups for p in group["params"]}

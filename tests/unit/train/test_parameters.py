@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from diloco.outer.replica import Replica
 from diloco.swarm.node.options import RunSpec
 from diloco.train.api import Swarm
 from diloco.train.parameters import OwnBuffers, Trained, frozen_digest, values_digest
+from diloco.train.wrapped import class_name, named, plain_model
 
 
 class Net(nn.Module):
@@ -58,11 +61,120 @@ def parameter(values: Tensor) -> nn.Module:
         (parameter(torch.zeros(3, dtype=torch.complex64)), "w is complex64, .*; keep .*view_as_real.*, or freeze it$"),
         (nn.Linear(2, 2, device="meta"), r"weight has no values yet \(device=meta\); load the model before attach$"),
         (parameter(torch.zeros(3).as_subclass(Part)), "w is a Part, and .*; share the model .*DistributedDataParallel"),
+        (parameter(torch.tensor([0.0, math.nan])), "w has values that are not finite before anything is trained; load"),
+        (parameter(torch.tensor([-math.inf], dtype=torch.bfloat16)), "w has values that are not finite before"),
+        (nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet; run one batch through the model before attach$"),
+        (nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False)), "1.running_mean has no shape yet; run one"),
     ],
 )
 def test_parameters_that_no_swarm_can_keep_are_refused(model: nn.Module, why: str) -> None:
     with pytest.raises(ConfigError, match=f"^{why}"):
         swarm().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_has_parameters_of_what_is_attached_and_no_others() -> None:
+    """Of which kind and size ever: one that is alone in a group, empty, or shared by two models."""
+    model, head, copied = nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(4, 3)
+    model.empty = nn.Parameter(torch.zeros(0))  # type: ignore[assignment]
+    for attached, trained, why in (
+        (
+            model,
+            [*model.parameters(), *head.parameters()],
+            r"SGD has 2 parameters that are in no .* \(\[2, 3\], \[2\]\), .*h",
+        ),
+        (model, copied.parameters(), "SGD has none of the model's 3 trained parameters; make it of model.parameters"),
+        ([model, head], copied.parameters(), "SGD has none of the model's 5 trained parameters; make it of model.par"),
+    ):
+        with pytest.raises(ConfigError, match=f"^optimizer={why}"):
+            swarm().attach(attached, torch.optim.SGD(trained, lr=0.1))
+    head.weight = model.weight  # type: ignore[assignment]
+    together = torch.optim.SGD({*model.parameters(), *head.parameters()}, lr=0.1)
+    assert set(swarm().attach([model, head], together).parameters) == {"0.weight", "0.bias", "0.empty", "1.bias"}
+
+
+def test_parameters_that_stay_are_named() -> None:
+    """Those in no group at once, those without a change after the first round, each once; by values, not gradients."""
+    told: list[tuple[str, object, object]] = []
+
+    def tell(kind: str, fields: dict[str, object]) -> None:
+        told.append((kind, fields["parameters"], fields["names"]))
+
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.ones(300)) for name in ("a", "decayed", "rows", "still", "zero")}
+    )
+    trained = Trained(model)
+    groups = [
+        {"params": [one], "weight_decay": 0.1 * (name == "decayed")} for name, one in model.items() if name != "still"
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    trained.check_start(optimizer, tell)
+    trained.remember()
+    for name, one in model.items():
+        one.grad = torch.ones(300) if name == "a" else torch.zeros(300)
+    model["rows"].grad[7] = 1.0
+    optimizer.step()
+    trained.check(tell)
+    trained.check(tell)
+    assert told == [("in_no_group", 1, "still"), ("unmoved", 2, "still, zero")]
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return nn.DataParallel(model)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """What torch.compile returns, without the seconds that its import takes."""
+    made = nn.Module()
+    made._orig_mod = model
+    return made
+
+
+def inside(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    """Only a part of the model is wrapped."""
+
+    def change(model: nn.Module) -> nn.Module:
+        model.head = wrap(model.head)  # type: ignore[arg-type, assignment]
+        return model
+
+    return change
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    """Which changes the class, in a module of torch."""
+    base = type("FSDPModule", (), {"__module__": "torch.distributed.fsdp"})
+    model.__class__ = type("FSDPNet", (base, type(model)), {"__module__": "torch.distributed.fsdp"})
+    return model
+
+
+@pytest.mark.parametrize(
+    "wraps", [*itertools.permutations((ddp, compiled)), (inside(compiled), inside(ddp)), (fsdp2, ddp)]
+)
+def test_wrappers_change_no_name(wraps: Sequence[Callable[[nn.Module], nn.Module]]) -> None:
+    """Whichever, in which order, around the model or a part: its peers have the same run and the same checkpoints."""
+    plain, model = Net(), Net()
+    wrapped: nn.Module = model
+    for wrap in wraps:
+        wrapped = wrap(wrapped)
+    one, other = (plain_model(net) for net in (plain, wrapped))
+    specs = [
+        swarm().options(Trained(net), None, model=(class_name(net), frozen_digest(net))).run for net in (one, other)
+    ]
+    assert specs[0] == specs[1]
+    assert OwnBuffers(one)._before == OwnBuffers(other)._before
+    assert [name for name, _ in named(plain_model([wrapped, nn.Linear(1, 1)]))][-3:] == [
+        "0.head.bias",
+        "1.weight",
+        "1.bias",
+    ]
+
+
+def test_adapters_have_the_names_of_injected_ones() -> None:
+    from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+
+    settings = LoraConfig(target_modules=["head"])
+    injected = inject_adapter_in_model(settings, Net())
+    around = plain_model(nn.DataParallel(get_peft_model(Net(), settings)))  # type: ignore[arg-type]
+    assert list(Trained(around)) == list(Trained(injected)) and class_name(around) == "Net"
 
 
 def cast(model: nn.Linear) -> None:

@@ -164,8 +164,7 @@ def _cut(tokens: NDArray[Any], length: int) -> NDArray[Any]:
 
 
 def _tokens(settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_progress: OnProgress) -> TokenList:
-    """The tokens of a source. Errors name `data.path`, or what it is called in a mixture."""
-
+    """The tokens of a source. Errors name `data.path` and `data.field`, or what they are called in a mixture."""
     try:
         files = files_of(settings)
 
@@ -181,6 +180,8 @@ def _tokens(settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_pro
             return in_memory(parts(processes), tokenizer)
         return mapped(settings, files, tokenizer, lambda: parts(processes), on_progress)
     except DataError as error:
-        if name is None or not str(error).startswith("data.path:"):
+        key, _, rest = str(error).partition(":")
+        own = {"data.path": f"data.paths.{name}", "data.field": f"data.mixture, field of {name}"}.get(key)
+        if name is None or own is None:
             raise
-        raise DataError(f"data.paths.{name}:{str(error).removeprefix('data.path:')}") from error
+        raise DataError(f"{own}:{rest}") from error

@@ -50,7 +50,8 @@ def documents(settings: DataConfig, files: Sequence[Path] | None = None) -> Iter
                     rows, rows_without = rows + 1, rows_without + (not text)
                     yield from [text] if settings.source == "text" else documents_of(text)
     if rows_without:
-        logger.warning("data.field: %s of %s rows have no %r, and are left out", rows_without, rows, settings.field)
+        where = ", ".join(settings.path or ())
+        logger.warning("%d of %d rows of %s have no %r, and are left out", rows_without, rows, where, settings.field)
 
 
 def files_of(settings: DataConfig) -> list[Path]:
@@ -81,10 +82,8 @@ def files_of(settings: DataConfig) -> list[Path]:
             else:
                 raise DataError(f"data.path: {given} does not exist; give a file or a directory")
     if odd:
-        logger.warning(
-            "data.path: %s left out, which cannot be read as %s, such as %s",
-            counted(len(odd), "file"), settings.source, odd[0],
-        )  # fmt: skip
+        what = f"{counted(len(odd), 'file')} left out, which cannot be read as {settings.source}"
+        logger.warning("%s, such as %s", what, odd[0])
     return found
 
 

@@ -163,7 +163,7 @@ def test_what_is_left_out_of_a_folder_is_counted(tmp_path: Path, caplog: pytest.
     written(tmp_path, files)
     (tmp_path / "nowhere").symlink_to("gone")
     assert list(documents(config("text", tmp_path))) == [b"good", b"good"]
-    text = f"data.path: 6 files left out, which cannot be read as text, such as {tmp_path}/cut.gz"
+    text = f"6 files left out, which cannot be read as text, such as {tmp_path}/cut.gz"
     assert [record.getMessage() for record in caplog.records] == [text]
     for name in files.keys() - {"a.txt", "b.md", ".hidden", "cut.gz"}:
         text = error_text(DataError, lambda name=name: list(documents(config("text", tmp_path / name))))
@@ -173,8 +173,8 @@ def test_what_is_left_out_of_a_folder_is_counted(tmp_path: Path, caplog: pytest.
     written(tmp_path, {"rows.jsonl": rows, "a.jsonl.br": "?", "dataset_info.json": "{}"})
     assert list(documents(config("json", tmp_path))) == [b"a"]
     assert [record.getMessage().partition(", such")[0] for record in caplog.records] == [
-        "data.path: 10 files left out, which cannot be read as json",
-        "data.field: 2 of 3 rows have no 'text', and are left out",
+        "10 files left out, which cannot be read as json",
+        f"2 of 3 rows of {tmp_path} have no 'text', and are left out",
     ]
     assert not any(record.levelno > logging.WARNING for record in caplog.records)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,12 +109,16 @@ def test_a_mixture_of_files_is_read_by_weight(files: dict[str, tuple[str, ...]])
     assert len(set(map(tuple, everything.tolist()))) > 0.5 * len(everything)
 
 
-def test_errors_name_the_source(files: dict[str, tuple[str, ...]]) -> None:
+def test_errors_name_the_source(files: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
     empty, missing = (files["notes"][0].replace("notes", name) for name in ("none", "no"))
     said = f"^data.paths.notes: {missing} does not exist; give a file or a directory$"
     for place, text in ((missing, said), (empty, r"^notes of data\.mixture \(text in ")):
         with pytest.raises(DataError, match=text):
             opened({**files, "notes": (place,)})
+    (tmp_path / "rows.jsonl").write_text('{"content": "text"}')
+    rows = {"name": "rows", "source": "json", "weight": 1}
+    with pytest.raises(DataError, match=r"^data\.mixture, field of rows: 'text' is no field of .*content; "):
+        data.load(config("mixture", mixture=[rows], paths={"rows": [str(tmp_path)]}), 0)
 
 
 A, B = "{name:a,source:stdlib,weight:1}", "{name:b,source:text,weight:3}"

@@ -154,6 +154,9 @@ class CheckpointConfig(PeerLocal):
 class EvalConfig(PeerLocal):
     every: int = Field(1, ge=0, description="Outer steps between evaluations on held-out text; 0 is only at the end.")
     sequences: int = Field(64, ge=1, description="Held-out sequences of one evaluation.")
+    prompts: Annotated[tuple[str, ...], Tuple, Field(max_length=16), Expected("a list of texts, at most 16")] = ()
+    """After each of these the model writes its likeliest tokens at an evaluation (events `sample`, page, wandb)."""
+    prompt_tokens: int = Field(64, ge=1, le=1024, description="Most tokens that it writes after each of eval.prompts.")
 
 
 class WandbConfig(PeerLocal):

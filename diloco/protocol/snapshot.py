@@ -40,6 +40,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 # Neither the answering peer nor the peers that it names can put anything but printable text into a terminal or a page.
 Name = Annotated[str, Field(max_length=128), AfterValidator(plain)]
 Text = Annotated[str, Field(max_length=512), AfterValidator(plain)]
+Lines = Annotated[str, Field(max_length=4096), AfterValidator(lambda text: "\n".join(map(plain, text.split("\n"))))]
 
 
 class _Part(BaseModel):
@@ -146,7 +147,8 @@ class Snapshot(_Part):
     """The swarm as one of its peers sees it.
 
     `components` are the disjoint groups of peers: first that of the answering peer, then those that the DHT still names
-    and nobody here can reach. Histories go from old to new.
+    and nobody here can reach. Histories go from old to new. `samples` are a version, a prompt, and what its model wrote
+    after it when the answering peer evaluated last.
     """
 
     run: RunInfo
@@ -160,6 +162,9 @@ class Snapshot(_Part):
         list[Annotated[list[Name], Field(max_length=MAX_PEERS), FailFast()]], Field(max_length=64), FailFast()
     ]
     left_out: Count = 0
+    samples: Annotated[list[tuple[Version, Lines, Lines]], Field(max_length=16), FailFast()] = Field(
+        default_factory=list
+    )
 
     def names(self) -> dict[str, str]:
         """A display name for each peer, also of those that are gone; equal names are followed by the end of the id."""

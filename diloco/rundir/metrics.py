@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,6 +54,13 @@ class RunLog:
         self._write(self._metrics, {"time": self._clock(), "peer": self.peer, **record})
         if self._wandb is not None:
             self._wandb.log(record)
+
+    def samples(self, version: int, written: Sequence[tuple[str, str]]) -> None:
+        """Prompts, and what the model of this version wrote after them: an event `sample` each."""
+        for prompt, text in written:
+            self.event("sample", version=version, prompt=prompt, text=text)
+        if self._wandb is not None:
+            self._wandb.samples([[version, *one] for one in written])
 
     def event(self, kind: str, **fields: Any) -> None:
         assert not fields.keys() & {"time", "peer"}, f"{kind}: the line has its own time and peer: {sorted(fields)}"
@@ -136,6 +143,16 @@ class WandbLog:
                 self._run.log(dict(record))
         except Exception as error:
             self._give_up("wandb: cannot log", error)
+
+    def samples(self, rows: list[list[Any]]) -> None:
+        """Logs a table of versions, prompts and texts."""
+        if self._run is not None:
+            try:
+                import wandb
+
+                self._run.log({"samples": wandb.Table(["outer step", "prompt", "text"], rows)})
+            except Exception as error:
+                self._give_up("wandb: cannot log", error)
 
     def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The swarm's figures, if they are due. As anchors are equal, this peer's held-out loss is the swarm's."""

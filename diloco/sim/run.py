@@ -243,7 +243,7 @@ class _Simulation:
             trainer = SimTrainer(
                 config, self.island, model, model, optimizer, paced, self.holdout,
                 sync, Session(config), phases, log, lambda message: self.listen(self._message(peer, message)),
-                evaluated=self.evaluated,
+                self.dataset.tokenizer, evaluated=self.evaluated,
             )  # fmt: skip
             with sync:
                 trainer.train()

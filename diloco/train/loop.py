@@ -6,6 +6,7 @@ therefore has the learning rate of the others from its first step, and all end t
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -23,10 +24,10 @@ from diloco.config.manifest import raised
 from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
-from diloco.rundir.reporting import Message, Status
+from diloco.rundir.reporting import Message, Notice, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
 from diloco.train.devices import empty_cache, forked_random, peak_memory
-from diloco.train.evaluate import evaluate
+from diloco.train.evaluate import evaluate, fitting, generate
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast
 from diloco.train.schedules import swarm_steps
@@ -59,6 +60,7 @@ class Trainer:
     phases: PhaseTimer
     log: RunLog
     tell: Callable[[Message], None]
+    tokenizer: Any = None  # a `Tokenizer`, for `eval.prompts`
     eval_loss: float | None = None
     _losses: list[Tensor] = field(default_factory=list)
     _loss: float | None = None
@@ -80,6 +82,9 @@ class Trainer:
         # In data parallel only rank 0 is told to lead, and all evaluate with it.
         [lead] = self.island.agree([self.config.run.lead])
         self.lead = bool(lead)
+        prompts = self.config.eval.prompts if self.lead and self.island.leads else ()
+        # All ranks write, because a sharded layer is gathered from all of them.
+        self._prompts = self.island.share(fitting(self.model, self.tokenizer, prompts, self.config.eval.prompt_tokens))
         self._scale = LossScale(self.config, self.island)
         self._ranks = 1 if self.config.outer.method == "data_parallel" else self.island.size
         self._token_share = token_share(self.model, self.config.data.sequence_length, self.island.device)
@@ -260,15 +265,37 @@ class Trainer:
         self.log.metric(version=sync.version, inner_step=sync.steps, tokens=sync.applied_tokens, **figures)
 
     def evaluate(self) -> None:
-        """All ranks: held-out loss of the anchor; nothing where no text is held out."""
-        if not len(self.holdout):
+        """All ranks: held-out loss of the anchor, where text is held out, and what it writes after `eval.prompts`."""
+        if not len(self.holdout) and not self._prompts:
             return
         rows = max(1, self.config.inner.batch_size // self.island.size)
         rows = min(rows, self._micro_batch or self.config.train.micro_batch or rows)
         with self.sync.anchored(), autocast(self.config, self.island.device):
-            self.eval_loss = evaluate(self.model, self.holdout, rows, self.island.device, island=self.island).loss
-        if self.island.leads:
+            if len(self.holdout):
+                self.eval_loss = evaluate(self.model, self.holdout, rows, self.island.device, island=self.island).loss
+            written = self._write()
+        if self.island.leads and len(self.holdout):
             self._log(eval_loss=self.eval_loss)
+        if self.island.leads and written:
+            self._show(written)
+
+    def _write(self) -> list[tuple[str, str]]:
+        """Prompts, and what the model writes after them."""
+        # Each token makes the sequence longer, and would have layers compiled for another length.
+        with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
+            return [
+                (prompt, generate(self.model, self.tokenizer, prompt, max_new_tokens=most, temperature=0.0))
+                for prompt, most in self._prompts
+            ]
+
+    def _show(self, written: list[tuple[str, str]]) -> None:
+        """All of it goes into the log and to watchers of the swarm, a line to whoever started this peer."""
+        version, view = self.sync.version, self.sync.view
+        self.log.samples(version, written)
+        shown = (written[0][0][-24:] + written[0][1])[:64]
+        self.tell(Notice(text=f"v{version} writes {json.dumps(shown, ensure_ascii=False)}"))
+        if view is not None:
+            view.look(lambda node: node.context.recorder.wrote(version, written))
 
     def save(self, background: bool = False) -> None:
         """All ranks: write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises

@@ -117,7 +117,9 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
         if wandb is not None:
             wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
         session.restore(sync, model, optimizer, stream)
-        trainer = Trainer(config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell)
+        trainer = Trainer(
+            config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell, tokenizer
+        )
         if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
             if not config.run.report:  # a supervisor writes its own, which names all of its peers
                 write_atomic(config.run.dir / "config.yaml", config.to_yaml())

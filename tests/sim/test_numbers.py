@@ -73,6 +73,18 @@ def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
     assert unpack(b"".join(pack(snapshot))) == snapshot
 
 
+@given(prompt=st.text(max_size=5000), text=st.text(max_size=5000))
+def test_what_a_model_writes_reaches_watchers_as_lines_of_printable_text(prompt: str, text: str) -> None:
+    """As much of it as has room."""
+    recorder = Recorder(peer_of(), "{}")
+    recorder.wrote(3, [(prompt, text)] * 16)
+    snapshot = recorder.snapshot(0.0)
+    assert snapshot is not None and unpack(b"".join(pack(snapshot))) == snapshot and len(snapshot.samples) == 16
+    version, *said = snapshot.samples[0]
+    assert version == 3 and all(character.isprintable() or character == "\n" for one in said for character in one)
+    assert [len(one) for one in said] == [min(len(prompt), 4096), min(len(text), 4096)]
+
+
 def test_a_bug_in_what_watchers_need_is_just_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         host = StubHost(OTHER)

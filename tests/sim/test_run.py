@@ -12,6 +12,7 @@ import pytest
 
 from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.view import View
+from diloco.swarm.conversations.recorder import Recorder
 from diloco.swarm.node import node
 from tests.support.peers import events, json_lines
 from tests.support.simulated import digests, simulated
@@ -29,6 +30,19 @@ def test_four_peers_end_with_one_anchor_and_a_run_directory(tmp_path: Path) -> N
     assert {path.name for path in tmp_path.iterdir()} >= {"config.yaml", "manifest.json", "loss.png"}
     held_out = [line for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line]
     assert [(line["version"], line["time"]) for line in held_out] == [(0, 0.0), (1, 12.0), (2, 24.0)]
+
+
+def test_what_the_model_writes_is_told_once_per_version_and_changes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    told: list[tuple[int, list[tuple[str, str]]]] = []
+    monkeypatch.setattr(Recorder, "wrote", lambda self, version, written: told.append((version, written)))
+    plain, writing = (
+        simulated(tmp_path / name, *typed)
+        for name, typed in {"plain": (), "writing": ("eval.prompts=['def ',x]", "eval.prompt_tokens=5")}.items()
+    )
+    assert digests(plain) == digests(writing) and plain.virtual_s == writing.virtual_s
+    samples = [(one["version"], one["prompt"], one["text"]) for one in events(tmp_path / "writing", "sample")]
+    assert [one[:2] for one in samples] == [(version, prompt) for version in range(3) for prompt in ("def ", "x")]
+    assert samples == [(version, *one) for version, written in told for one in written]
 
 
 def test_the_same_seed_gives_the_same_run_to_the_last_event(tmp_path: Path) -> None:

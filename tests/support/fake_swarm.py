@@ -101,6 +101,7 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
             for index in range(40, 0, -1)
         ],
         components=[[peer_id(index) for index in range(peers)]],
+        samples=[(version, "def read(path):\n", "    with open(path) as file:\n        return file.read()<script>")],
     )  # fmt: skip
 
 

@@ -62,6 +62,7 @@ def test_a_browser_shows_the_swarm_live_and_asks_nobody_else(
         for table in ("peers", "given"):
             assert tab.locator(f"#{table} tr").count() == 1 + PEERS
         assert tab.locator("#peers").get_by_text("worker-03", exact=True).count() == 1
+        assert "def read(path):\n    with open(path)" in tab.locator("#samples").inner_text()
         assert len(tab.locator("#loss .mean").get_attribute("points").split()) > 300
         assert [one for one in requested if not one.startswith((url, "data:"))] == []
         assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
@@ -49,6 +49,7 @@ class Recorder:
         self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
         self._seconds: dict[int, tuple[float, ...]] = {}  # by version: rounds that peers told, and their sums by phase
         self._events: deque[schema.Event] = deque(maxlen=schema.MAX_HISTORY)
+        self._samples: list[tuple[int, str, str]] = []
         self._loss: list[schema.LossPoint] = []
         self._loss_every_s = LOSS_EVERY_S
         self._told_rounds: dict[str, int] = {}  # by peer
@@ -64,6 +65,10 @@ class Recorder:
         with self._harmless():
             text = " ".join(f"{key}={value}" for key, value in fields.items())
             self._events.append(schema.Event(at=now, kind=kind[:128], text=text[:512]))
+
+    def wrote(self, version: int, written: Sequence[tuple[str, str]]) -> None:
+        """This peer has evaluated a version: prompts, and what the model writes after them."""
+        self._samples = [(version, prompt[-4096:], text[:4096]) for prompt, text in written]
 
     def heard(self, peer: str, message: Message, now: float) -> None:
         """A member, or this peer itself, said something. The protocol has taken it in already."""
@@ -178,6 +183,7 @@ class Recorder:
             ],
             ledger=self._ledger(everybody),
             loss=[point.model_copy(update={"at": since + point.at}) for point in self._loss],
+            samples=self._samples,
             events=[event.model_copy(update={"at": since + event.at}) for event in self._events],
             components=[[member.peer for member in everybody[: schema.MAX_PEERS]], *([elsewhere] if elsewhere else [])],
             left_out=max(0, len(everybody) - schema.MAX_PEERS),

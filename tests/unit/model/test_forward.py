@@ -13,16 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco import model as models
 from diloco.config import ModelConfig, compose
+from diloco.data import load_tokenizer
 from diloco.errors import ConfigError
 from diloco.model.forward import choose_attention_, compile_layers_, layers_of, recompute_layers_
 from diloco.rundir.summary import PhaseTimer
 from diloco.train.baseline import DataParallel
+from diloco.train.evaluate import generate
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.precision import prepare_
 from tests.support.models import small_model
 
-ALONE = Island(torch.device("cpu"))
+ALONE, BYTES = Island(torch.device("cpu")), load_tokenizer("bytes")
 TOKENS = torch.randint(256, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -106,6 +108,21 @@ def test_an_inner_step_reads_no_value_from_the_device(precision: str, monkeypatc
     assert sync.steps == 2
     with pytest.raises(AssertionError, match="a value is read"), NoReading():
         trainer._check_losses()
+
+
+def test_what_the_model_writes_has_nothing_compiled_and_leaves_everything_as_it_was() -> None:
+    """Each token makes its sequence longer, so layers would be compiled again and again."""
+    config = compose(["experiment=smoke", "train.compile=true", "eval.prompts=['def ','']", "eval.prompt_tokens=3"])
+    model, random_state = small(), torch.random.get_rng_state()
+    for layer in layers_of(model):
+        layer.compile(backend=lambda *_: pytest.fail("compiled"))
+    others: Any = [None] * 7
+    optimizer = torch.optim.SGD(model.parameters())
+    trainer = Trainer(config, ALONE, model, model, optimizer, *others, tokenizer=BYTES)
+    for _ in range(2):
+        written = trainer._write()
+    assert written == [(p, generate(small(), BYTES, p, max_new_tokens=3, temperature=0.0)) for p in ("def ", "")]
+    assert torch.equal(torch.random.get_rng_state(), random_state) and all(one.training for one in model.modules())
 
 
 def test_rows_of_several_sequences_are_found_without_a_loss() -> None:

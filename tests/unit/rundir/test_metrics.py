@@ -256,7 +256,7 @@ class FakeWandb:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: str = "") -> None:
         self.fail, self.arguments, self.logged, self.finished = fail, dict[str, Any](), list[dict[str, Any]](), False
         module = types.ModuleType("wandb")
-        vars(module).update(init=self.init, Settings=lambda **options: options)
+        vars(module).update(init=self.init, Settings=lambda **options: options, Table=self.table)
         monkeypatch.setitem(sys.modules, "wandb", module)
 
     def init(self, **given: Any) -> FakeWandb:
@@ -267,6 +267,10 @@ class FakeWandb:
     def log(self, record: dict[str, Any]) -> None:
         self._may_fail("log")
         self.logged.append(record)
+
+    def table(self, columns: list[str], rows: list[list[Any]]) -> dict[str, Any]:
+        self._may_fail("table")
+        return {"columns": columns, "rows": rows}
 
     def finish(self) -> None:
         self._may_fail("finish")
@@ -286,7 +290,10 @@ def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run = FakeWandb(monkeypatch)
     with RunLog(tmp_path, "p0", wandb_log(tmp_path)) as log:
         log.metric(version=1, inner_step=2, tokens=3, loss=4.0)
-    assert run.logged == [{"version": 1, "inner_step": 2, "tokens": 3, "loss": 4.0}] and run.finished
+        log.samples(1, [("def ", "main"), ("", "x")])
+    assert run.logged[0] == {"version": 1, "inner_step": 2, "tokens": 3, "loss": 4.0} and run.finished
+    table = {"columns": ["outer step", "prompt", "text"], "rows": [[1, "def ", "main"], [1, "", "x"]]}
+    assert run.logged[1:] == [{"samples": table}]
     told = {"group": "my.run", "id": "my-run-p0", "resume": "allow", "mode": "offline"}
     assert run.arguments.items() >= told.items()
     assert run.arguments["settings"]["console"] == "off"  # stdout belongs to the supervisor's lines
@@ -315,7 +322,7 @@ def test_the_aggregated_form_logs_the_swarm(tmp_path: Path, monkeypatch: pytest.
     assert len(read_json_lines(tmp_path / "metrics.jsonl")) == 6  # the peer's own file is as ever
 
 
-@pytest.mark.parametrize("fail", ["init", "log", "finish", "figures", "import"])
+@pytest.mark.parametrize("fail", ["init", "log", "finish", "figures", "import", "table"])
 def test_wandb_that_fails_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fail: str
 ) -> None:
@@ -330,6 +337,7 @@ def test_wandb_that_fails_is_one_warning(
         wandb.figures = gone
         for version in range(3):
             log.metric(version=version, inner_step=0, tokens=0)
+        log.samples(2, [("def ", "main")])
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "the run goes on" in record.message and "\n" not in record.message

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.data import load_tokenizer
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import ConfigError, DivergedError
-from diloco.train.evaluate import evaluate, generate
+from diloco.train.evaluate import evaluate, fitting, generate
 from tests.support.errors import error_text
 from tests.support.models import small_model
 
@@ -154,3 +156,24 @@ def test_arguments_that_cannot_be_used_are_one_line(small: nn.Module, values: di
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         generate(small, BYTES, "0123456789", **{"max_new_tokens": 200, "temperature": 0.8, **values})
     assert "\n" not in str(caught.value)
+
+
+@given(prompts=st.lists(st.text(max_size=70), max_size=5), most=st.integers(1, 80))
+def test_any_prompt_has_room_for_what_follows_it_or_is_refused_at_once(
+    small: nn.Module, prompts: list[str], most: int
+) -> None:
+    sizes = [max(1, len(prompt.encode(errors="replace"))) for prompt in prompts]
+    too_long = next((size for size in sizes if size >= 64), None)
+    if too_long is None:
+        found = fitting(small, BYTES, prompts, most)
+        assert found == [(prompt, min(most, 64 - size)) for prompt, size in zip(prompts, sizes, strict=True)]
+    else:
+        with pytest.raises(ConfigError, match=rf"^eval\.prompts: .* {too_long} tokens, .* 64 positions; shorten it$"):
+            fitting(small, BYTES, prompts, most)
+
+
+def test_a_prompt_may_leave_room_for_one_token_and_needs_those_that_the_model_knows(small: nn.Module) -> None:
+    [(prompt, room)] = fitting(small, BYTES, ["x" * 63], 80)
+    assert room == 1 and isinstance(generate(small, BYTES, prompt, max_new_tokens=room, temperature=0), str)
+    with pytest.raises(ConfigError, match=r"^eval\.prompts: the tokenizer makes the id 101 of 'e', and the model's"):
+        fitting(small_model(vocab_size=100), BYTES, ["abc", "e"], 4)

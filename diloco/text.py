@@ -19,9 +19,9 @@ __all__ = [
 
 BARS = "▁▂▃▄▅▆▇█"
 _ASCII = dict(zip(BARS, "_.-~=+*#", strict=True)) | {"±": "+-"}
-# A word that may hold a secret; what stands after `token=`; a private key.
+# A word that may hold a secret; what stands after `token=` and is no path; a private key.
 _WORD = re.compile(r"[^\s'\"`=.,:;/@?]{20,}")
-_TOKEN = re.compile(r"(?i)(\btoken=['\"]?)(?!@)[^\s'\"]{8,}|-----BEGIN.*?(?:END[ A-Z]*-----|\Z)", re.DOTALL)
+_TOKEN = re.compile(r"(?i)(\btoken=['\"]?)(?!@|[^\s'\"]*/)[^\s'\"]{8,}|-----BEGIN.*?(?:END[ A-Z]*-----|\Z)", re.DOTALL)
 
 
 def speak_plainly() -> None:

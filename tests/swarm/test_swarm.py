@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,23 @@ def test_an_identity_of_a_running_peer_is_refused(crowds: Any) -> None:
     with pytest.raises(SwarmError, match=said) as caught:
         crowd.peer(first.address, identity_path=own_key).start()
     assert caught.value.exit_code == 3
+
+
+def test_a_copy_of_a_running_peer_is_refused_until_that_has_ended(crowds: Any, tmp_path: Path) -> None:
+    """As with a copied run directory or machine image. Its old address, where nobody is, stands in nobody's way."""
+    crowd, key = crowds(), tmp_path / "copy.key"
+    first, second = crowd.start(2)
+    shutil.copy(second.node._options.identity_path, key)
+    with pytest.raises(SwarmError, match=r"refused this peer: its identity is in use by a running peer; give"):
+        crowd.peer(first.address, identity_path=key).start()
+    train(crowd, [first, second], range(2))
+    assert first.digest == second.digest and first.node.protocol.versions == [2] * 4
+    second.close()  # without a goodbye
+    assert (
+        crowd.peer(second.address, first.address, identity_path=key)
+        .start()
+        .node.protocol.members.get(first.node.protocol.me)
+    )
 
 
 def test_a_libp2p_node_that_is_no_peer_of_the_run_is_told_from_one(crowds: Any) -> None:

@@ -47,6 +47,9 @@ MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # room for a credential, or for a refus
 Versions = Annotated[list[Version], Field(max_length=2**20), FailFast()]
 
 
+Instance = Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
+
+
 class Revocations(Message, kind="revocations", place=Place.CONTROL):
     """The newest list of what the run's owner has revoked, under its growing number; see `diloco.admission`."""
 
@@ -62,11 +65,13 @@ class Greeting(Message, kind="greeting", place=Place.GREETING, roles=EVERYBODY):
     """Each side shows its credential, if it has one, so that both know why the other may be there.
 
     `revoked` is the number of the newest `Revocations` that the sender has. These lists may be long, so a side sends
-    its list only after both are admitted, and only to a side whose number is lower.
+    its list only after both are admitted, and only to a side whose number is lower. `instance` is as in a hello; a peer
+    that only asks has none.
     """
 
     credential: Annotated[str, Field(max_length=MAX_CHARACTERS)] = ""
     revoked: Count = 0
+    instance: Instance = ""
 
 
 MARK_BYTES = 16
@@ -206,6 +211,7 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
 
     `seal` is the run key's signature of the manifest's hash, which every peer shows to newcomers. `sequences` names
     those that leased numbers stand for here, as DIGEST-NxT; it is empty where the peer trains on none of them.
+    `instance` is a random number of the process: two at once under one identity are told from one that calls again.
     """
 
     wire_version: Count
@@ -220,6 +226,7 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
     status: Status
     seal: Seal = ""
     sequences: Annotated[str, Field(pattern=r"^([0-9a-f]{16}-[0-9]{1,15}x[0-9]{1,7})?$")] = ""
+    instance: Instance = ""
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
     votes: Annotated[list[Vote], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
 

@@ -26,6 +26,7 @@ from diloco.swarm.node.dht import RECORD_PERIOD_S, read, store
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dht_records import PEERS
+from diloco.swarm.wire.gate import IN_USE
 from diloco.swarm.wire.streams import BROKEN, CONTROL, Stream
 from diloco.swarm.wire.transport import Reader, Refused, Writer
 
@@ -37,6 +38,7 @@ DIAL_TIMEOUT_S = 10.0
 CLOSE_S = 2.0
 DIALS_EVERY_S = 0.25
 FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
+ALIVE_S = 6.0  # in which a process speaks or its stream ends; shorter than DIAL_TIMEOUT_S
 SHOWN = 5  # settings that differ between two manifests
 
 
@@ -55,6 +57,7 @@ class ControlMesh:
         self._protocol = context.protocol
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, Stream] = {}
+        context.gate.twin = self._twin
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._dials = Dials()  # peers that others have named
         fragments = len(context.protocol.fragments)
@@ -151,7 +154,11 @@ class ControlMesh:
         try:
             reader, writer = await within(DIAL_TIMEOUT_S, self._context.transport.open(peer, CONTROL))
             stream = Stream(peer, reader, writer, self._context.traffic)
-            await stream.send(self._protocol.hello().model_copy(update={"seal": self._context.gate.memory.seal}))
+            await stream.send(
+                self._protocol.hello().model_copy(
+                    update={"seal": self._context.gate.memory.seal, "instance": self._context.gate.instance}
+                )
+            )
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
@@ -237,7 +244,7 @@ class ControlMesh:
                 return
             with offences():
                 hello = expect(await stream.receive(limit=self._hello_bytes), Hello)
-            objection = self._objection(peer, hello)
+            objection = self._objection(peer, hello) or await self._twin(peer, hello.instance)
             if objection is not None:
                 await stream.refuse(objection, discard=0)
                 return
@@ -272,10 +279,23 @@ class ControlMesh:
             return "this peer is leaving"
         return self._protocol.objection(hello)
 
+    async def _twin(self, peer: str, instance: str) -> str | None:
+        """Why a process may not connect whose identity another one has that lives: it still speaks. The stream of one
+        that was killed ends, or is silent.
+        """
+        older, member = self._incoming.get(peer), self._protocol.members.get(peer)
+        if older is None or member is None or older.instance == instance:
+            return None
+        spoke, until = older.received, self._context.now() + ALIVE_S
+        while older.received == spoke and self._incoming.get(peer) is older and self._context.now() < until:
+            await asyncio.sleep(ALIVE_S / 60)
+        silent = older.received == spoke and 0.0 < 3 * member.interval_s < ALIVE_S
+        return None if silent or self._incoming.get(peer) is not older else IN_USE
+
     def _greet(self, peer: str, hello: Hello, stream: Stream) -> None:
         if self._context.tasks.closed:
             raise ConnectionError("this node is closed")  # since the hello was read
-        self._incoming[peer] = stream
+        self._incoming[peer], stream.instance = stream, hello.instance
         self._context.gate.learn_seal(self._run.manifest_hash, hello.seal)
         self._context.do(self._protocol.connected(peer, hello, self._context.now()))
         self._context.tasks.spawn(self._call_back(peer))

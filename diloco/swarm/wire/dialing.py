@@ -11,6 +11,7 @@ import socket
 from asyncio.subprocess import Process
 from collections.abc import Sequence
 from contextlib import suppress
+from tempfile import gettempdir
 from typing import Any
 
 from hivemind.p2p.p2p_daemon import P2P
@@ -21,7 +22,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.config.address import host_of, scope
 
-__all__ = ["best_first", "call_each", "mute", "start_daemon"]
+__all__ = ["LOCAL", "best_first", "call_apart", "call_each", "mute", "start_daemon"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,15 @@ START_TIMEOUT_S = 30.0
 CALL_S = 10.0
 DESCRIPTORS = 2**14
 LATECOMERS_S = 1.0  # for the other addresses, once one has answered
+_NO_NETWORK, _NO_NAME = "there is no way to that network", "that host name is unknown"
+LOCAL = {_NO_NETWORK, _NO_NAME}  # what a machine without a network has of all others
 _REASONS = {  # libp2p's words, and what they mean; the first that is found counts
     "connection refused": "nobody listens on that port",
     "peer id mismatch": "another peer answers there",
     "no route to host": "there is no way to that machine",
-    "network is unreachable": "there is no way to that network",
-    "no such host": "that host name is unknown",
-    "no addresses": "that host name is unknown",
+    "network is unreachable": _NO_NETWORK,
+    "no such host": _NO_NAME,
+    "no addresses": _NO_NAME,
     "gater disallows": "it is not an address to call",
     "failed to negotiate": "what answers there is no peer",
     "deadline exceeded": "no answer",
@@ -81,6 +84,15 @@ async def mute(identity_path: str | None = None, kind: type[P2P] = P2P) -> P2P:
     return await start_daemon(kind, dht_mode="client", no_listen=True, identity_path=identity_path)
 
 
+async def call_apart(addresses: Sequence[str]) -> dict[str, str]:
+    """As `call_each`, by a daemon of its own, which has another identity and no open connections."""
+    visitor = await mute()
+    try:
+        return await call_each(visitor, addresses)
+    finally:
+        await visitor.shutdown()
+
+
 async def start_daemon(kind: type[P2P] = P2P, **options: Any) -> P2P:
     """`P2P.create`, but the daemon has a session of its own, and nothing about its end is printed.
 
@@ -88,9 +100,12 @@ async def start_daemon(kind: type[P2P] = P2P, **options: Any) -> P2P:
     daemon must outlive both for a clean leave. It does not ignore SIGINT reliably, and it unblocks a blocked SIGINT.
 
     hivemind leaves two errors to the garbage collector, which prints them to stderr: a daemon that did not start, and
-    the failed tasks that talked with a daemon that was killed (see `Libp2p.failed`).
+    the failed tasks that talked with a daemon that was killed (see `Libp2p.failed`). It would also put the sockets into
+    /tmp, which may be read-only or full; only a short path can be one of a socket.
     """
     _allow_descriptors()
+    place = gettempdir()
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{place if len(place) < 64 else '/tmp'}/hivemind-"
     loop, started = asyncio.get_running_loop(), list[Process]()
 
     async def subprocess_exec(*arguments: Any, **options: Any) -> tuple[Any, Any]:

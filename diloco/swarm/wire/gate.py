@@ -48,7 +48,7 @@ from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
 
-__all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "revoked_of", "watching"]
+__all__ = ["GREETING", "IN_USE", "Gate", "GuardedP2P", "gate_for", "revoked_of", "watching"]
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
@@ -56,9 +56,14 @@ QUIET_S = 60.0
 OWN_LIFE_S = 366 * 86400  # life of the invitation that the run's owner gives itself at each start
 VISIT_LIFE_S = 86400
 _CONTRIBUTES = "who was not invited to this run contributes and makes no versions; ask its owner for a link"
+IN_USE = "its identity is in use by a running peer; give this one another swarm.identity_path"
 WORDS = 3  # of a reason, that say what kind it is; the rest may name a peer or a run
 
 Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
+
+
+async def _no_twin(peer: str, instance: str) -> None:
+    """Nobody else has the identity of a peer."""
 
 
 class Gate:
@@ -67,7 +72,8 @@ class Gate:
     It shows itself in a role, by default that of its token; a visitor is an observer.
 
     `on_refused` is called with peer and reason, seldom enough for a log, and `on_revoked` with a newer list, once it
-    counts. `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` the other way round.
+    counts. `twin` is asked, with peer and instance, why another living process of that identity forbids this one.
+    `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` the other way round.
     """
 
     def __init__(
@@ -75,7 +81,8 @@ class Gate:
     ) -> None:
         self.admission = admission
         self.memory = admission.memory if admission is not None else memory or Memory()
-        self.me = ""  # the transport sets it
+        self.me = self.instance = ""  # the transport sets them
+        self.twin: Callable[[str, str], Awaitable[str | None]] = _no_twin
         self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
         self.on_revoked: Callable[[Revocations], None] = lambda revoked: None
         self._role = role
@@ -136,7 +143,8 @@ class Gate:
             if not self.believes(peer):
                 self._make_room(peer, writer)
             theirs = expect(await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES), Greeting)
-            mine, reason = self._greeting(), self._take(peer, theirs)
+            reason = self._take(peer, theirs) or (theirs.instance and await self.twin(peer, theirs.instance)) or None
+            mine = self._greeting()
             if reason is None:
                 await stream.send(mine)
                 await self._compare(stream, mine, theirs)
@@ -293,9 +301,8 @@ class Gate:
         self.on_refused(peer, f"{reason} ({suppressed} more were not noted)" if suppressed else reason)
 
     def _greeting(self) -> Greeting:
-        if self.admission is None:
-            return Greeting()
-        return Greeting(credential="".join(self.evidence()), revoked=self.admission.revoked.number)
+        revoked = 0 if self.admission is None else self.admission.revoked.number
+        return Greeting(credential="".join(self.evidence()), revoked=revoked, instance=self.instance)
 
     def _take(self, peer: str, greeting: Greeting) -> str | None:
         if self.admission is None:

@@ -10,8 +10,10 @@ import asyncio
 import hashlib
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +29,12 @@ from diloco.config import SwarmConfig
 from diloco.config.address import addresses_in, problem, same_subnet, scope
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.wire.deadline import within
-from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
-from diloco.swarm.wire.gate import GREETING, Gate, GuardedP2P
+from diloco.swarm.wire.dialing import LOCAL, best_first, call_apart, call_each, mute, start_daemon
+from diloco.swarm.wire.gate import GREETING, IN_USE, Gate, GuardedP2P
 from diloco.swarm.wire.identity import Identity, read_key, verify
 from diloco.swarm.wire.streams import BROKEN, CONTROL
 from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Transport, Writer
+from diloco.text import one_line
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -100,16 +103,20 @@ def identity_number(path: Path) -> int:
     return int.from_bytes(hashlib.sha256(own_id(path).encode()).digest()[:6], "big")
 
 
-def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[str]) -> Exception:
-    text = str(error)
+async def _explain(error: Exception, seeds: Sequence[str], listen: Sequence[str]) -> SwarmError:
+    """What failed when a peer joined: its address, the others, the network, or something else of this machine."""
+    text = one_line(error)
     if "failed to listen" in text:
         return SwarmError(f"swarm.listen={','.join(listen)} cannot be listened on; choose another address or port")
-    if initial_peers:
-        return SwarmError(
-            f"swarm.initial_peers={','.join(initial_peers)} cannot be reached; "
-            "check that a peer is running there and that its port is open"
-        )
-    return SwarmError(f"the libp2p daemon did not start: {' '.join(text.split())[:300]}")
+    outcome = dict[str, str]()
+    with suppress(P2PDaemonError, OSError):  # if it cannot call either, the others are not to blame
+        outcome = await call_apart(seeds) if seeds else outcome
+    if not outcome or "" in outcome.values():
+        return SwarmError(f"libp2p failed on this machine: {text}; mend what it names, or reinstall hivemind")
+    remedy = "check that a peer is running there and that its port is open"
+    if set(outcome.values()) <= LOCAL:
+        remedy = f"{'; '.join(dict.fromkeys(outcome.values()))}: check the network and the name server of this machine"
+    return SwarmError(f"swarm.initial_peers={','.join(seeds)} cannot be reached; {remedy}")
 
 
 def _check_free(listen: Sequence[str]) -> None:
@@ -146,7 +153,7 @@ async def _start_daemon(seeds: Sequence[str], network: SwarmConfig, identity_pat
             identity_path=str(identity_path),
         )
     except (P2PDaemonError, OSError, ValueError) as error:
-        raise _explain(error, seeds, network.listen) from error
+        raise await _explain(error, seeds, network.listen) from error
 
 
 def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
@@ -197,13 +204,18 @@ class Libp2p:
         """
         seeds = await read_addresses(network.initial_peers, ADDRESS_WAIT_S)
         own = own_id(identity_path)
-        if any(peer_id_of(address) == own for address in seeds):
+        mine = [address for address in seeds if peer_id_of(address) == own]
+        if mine and "" in (await call_apart(mine)).values():
             raise SwarmError(
                 f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
             )
+        if mine and not (seeds := [address for address in seeds if address not in mine]):
+            raise SwarmError(
+                f"swarm.initial_peers={','.join(mine)} is this peer itself; give an address of another one"
+            )
         p2p = await _start_daemon(seeds, network, identity_path)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
-        self._identity = Identity(read_key(identity_path))
+        self._identity, gate.instance = Identity(read_key(identity_path)), secrets.token_hex(8)
         self._ranges |= {scope(seed) for seed in seeds}
         try:
             await p2p.add_binary_stream_handler(GREETING, self._welcome)
@@ -226,7 +238,7 @@ class Libp2p:
                 raise SwarmError(
                     "the swarm refused this peer: its invitation allows to watch only; ask for another one"
                 ) from error
-            raise _explain(error, seeds, network.listen) from error
+            raise await _explain(error, seeds, network.listen) from error
         logger.debug("daemon of %s started by process %d", own, os.getpid())
         return self
 
@@ -257,7 +269,7 @@ class Libp2p:
         try:
             p2p = await mute(None if identity_path is None else str(identity_path), GuardedP2P)
         except (P2PDaemonError, OSError) as error:
-            raise _explain(error, (), ()) from error
+            raise await _explain(error, (), ()) from error
         try:
             outcome = await call_each(p2p, seeds)
             answered = list(dict.fromkeys(peer_id_of(address) for address, why in outcome.items() if not why))
@@ -279,7 +291,8 @@ class Libp2p:
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
                 raise answer
-        if any(answer is None for answer in answers):
+        in_use = any(isinstance(answer, Refused) and str(answer) == IN_USE for answer in answers)
+        if any(answer is None for answer in answers) and not in_use:
             return
         for answer in answers:
             if isinstance(answer, Refused):

@@ -65,6 +65,8 @@ class Stream:
         self._reader = reader
         self._writer = writer
         self._traffic = traffic
+        self.received = 0  # messages
+        self.instance = ""  # of the process at its other end, as it said
         self._chunk_s = 0.0
         self._filled = 0  # bytes of the payload under way
 
@@ -93,6 +95,7 @@ class Stream:
                 raise PayloadError(f"a frame of {length} bytes is over the limit of {limit}")
             frame = await self._reader.readexactly(length)
         self._traffic.bytes_received += _LENGTH_BYTES + length
+        self.received += 1
         return decode(frame)
 
     async def send_payload(self, payload: Tensor) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 from asyncio.subprocess import Process
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hivemind.p2p.p2p_daemon import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
+from diloco.config import SwarmConfig
+from diloco.errors import SwarmError
+from diloco.swarm.wire import libp2p
 from diloco.swarm.wire.dialing import start_daemon
+from diloco.swarm.wire.gate import Gate
+from tests.support.errors import error_text
 from tests.support.printing import printed_of
 
 
@@ -64,3 +71,56 @@ def test_a_broken_connection_with_a_daemon_is_no_unheard_error() -> None:
         await asyncio.wait([p2p._client.control._read_task, p2p._client.control._write_task])
 
     assert printed_of(scene) == []
+
+
+@pytest.mark.parametrize(
+    ("fails", "outcome", "said"),
+    [
+        (
+            "failed to connect to bootstrap peers",
+            "nobody listens on that port",
+            "initial_peers=A cannot be reached; check",
+        ),
+        (
+            "failed to connect to bootstrap peers",
+            "that host name is unknown",
+            "unknown: check the network and the name",
+        ),
+        (
+            "[Errno 13] Permission denied: '/x/p2pd'",
+            "",
+            "libp2p failed on this machine: [Errno 13] Permission denied: ",
+        ),
+        ("exec format error", P2PDaemonError("exec format error"), "libp2p failed on this machine: exec format error"),
+        ("failed to listen on any addresses", "", "listen=/ip4/127.0.0.1/tcp/0 cannot be listened on"),
+    ],
+)
+def test_others_are_blamed_only_when_nobody_answers_a_daemon_that_runs(
+    fails: str, outcome: str | Exception, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    address = "/ip4/203.0.113.7/tcp/4100/p2p/QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
+
+    async def fail(*_: Any, **options: Any) -> Any:
+        raise P2PDaemonError(fails)
+
+    async def call(addresses: Any) -> dict[str, str]:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return dict.fromkeys(addresses, outcome)
+
+    monkeypatch.setattr(libp2p, "start_daemon", fail)
+    monkeypatch.setattr(libp2p, "call_apart", call)
+    network = SwarmConfig(initial_peers=(address,))
+    text = error_text(SwarmError, asyncio.run, libp2p.Libp2p.connect(network, tmp_path / "key", Gate()))
+    assert said in text.replace(address, "A")
+
+
+def test_sockets_are_where_temporary_files_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """/tmp may be read-only or full."""
+
+    async def starts(child: Process) -> Any:
+        raise P2PDaemonError(P2P._UNIX_SOCKET_PREFIX)
+
+    for place, used in (("/var/tmp", "/var/tmp"), (f"/{'deep/' * 20}", "/tmp")):
+        monkeypatch.setattr("tempfile.tempdir", place)
+        assert error_text(P2PDaemonError, asyncio.run, start_daemon(Daemon(starts))) == f"/unix{used}/hivemind-"  # type: ignore[arg-type]

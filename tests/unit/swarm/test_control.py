@@ -14,7 +14,7 @@ from diloco.protocol.messages.bulk import Receipt
 from diloco.protocol.messages.control import Claim, Published, Revocations, Status
 from diloco.protocol.penalties import Penalties
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.node.mesh import DIAL_TIMEOUT_S, FLUSH_BYTES, _Outgoing
+from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S, FLUSH_BYTES, _Outgoing
 from diloco.swarm.wire.streams import Stream, Traffic
 from tests.support.listener import DIGEST, OTHER, Listener, hello, status
 from tests.support.stub_wire import Pipe, contribution, framed
@@ -153,3 +153,31 @@ async def test_what_an_honest_peer_says_late_or_wrong_is_no_offence(message: Mes
     assert listener.said("penalty") == []
     why = "said goodbye" if message == status("leaving") else "connection reset"
     assert [event["why"] for event in listener.said("lost") + listener.said("leave")] == [why]
+
+
+@pytest.mark.parametrize(
+    ("first", "refused", "waited_s"),
+    [("speaks", True, 1), ("ends", False, 1), ("is silent", False, ALIVE_S), ("calls again", False, 0)],
+)
+async def test_of_two_processes_with_one_identity_the_first_goes_on(
+    first: str, refused: bool, waited_s: float, loop: VirtualLoop
+) -> None:
+    """One that was killed has no stream any more, or says nothing on it."""
+    listener, older = Listener(), Pipe(b"")
+    older.reader = asyncio.StreamReader()
+    older.reader.feed_data(framed(hello(instance="1" * 16)))
+    serving = asyncio.ensure_future(listener.mesh._serve(OTHER, older.reader, older))
+    await asyncio.sleep(1)
+    current = listener.mesh._incoming[OTHER]
+    listener.protocol.members.join(OTHER, hello(), loop.seconds)
+    listener.protocol.members._members[OTHER].interval_s = 1.0
+    happens = {"speaks": lambda: older.reader.feed_data(framed(status())), "ends": older.reader.feed_eof}
+    asyncio.get_running_loop().call_later(0.9, happens.get(first, lambda: None))
+    begun_at = loop.seconds
+    [answer] = await listener.hear(framed(hello(instance=("1" if first == "calls again" else "2") * 16)))
+    assert loop.seconds - begun_at == pytest.approx(waited_s, abs=0.2)
+    assert isinstance(answer, Refusal if refused else Status)
+    if isinstance(answer, Refusal):
+        assert answer.reason.startswith("its identity is in use by a running peer; ")
+        assert listener.mesh._incoming[OTHER] is current and not older.closed
+    serving.cancel()

@@ -103,11 +103,6 @@ class DataConfig(DataPlace, DataRecipe):
     """Which text is trained on, and where this peer finds its part."""
 
     @property
-    def of_lines(self) -> bool:
-        """Whether documents are text files, or pieces of them."""
-        return self.source in ("stdlib", "text")
-
-    @property
     def tokenizer_place(self) -> tuple[str, str | None]:
         """Name and commit of the tokenizer, or the directory where this peer has its files."""
         if self.tokenizer_directory is not None:

@@ -143,7 +143,7 @@ def _remedy(settings: DataConfig, tokenizer: Tokenizer) -> str:
     sizes: Counter[int] = Counter()
     for document in documents(settings):
         tokens = len(tokenizer.encode([document])[0]) + (tokenizer.end is not None)
-        sizes[number_of(document, settings.of_lines)] += tokens
+        sizes[number_of(document, settings.source)] += tokens
     numbers = sorted(sizes)
     *held, total = accumulate((sizes[number] for number in numbers), initial=0)  # if those below a number are held out
     asked = settings.sequence_length

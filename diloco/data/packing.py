@@ -16,19 +16,19 @@ __all__ = ["Packer", "is_held_out", "number_of", "permuted", "with_plain_line_en
 _FEISTEL_ROUNDS = 6
 
 
-def is_held_out(document: bytes, fraction: float, lines: bool = False) -> bool:
+def is_held_out(document: bytes, fraction: float, source: str = "") -> bool:
     """Whether a document is kept for evaluation: its `number_of`, read as one in [0, 1), is below `fraction`."""
-    return number_of(document, lines) < fraction * 2.0**64
+    return number_of(document, source) < fraction * 2.0**64
 
 
-def number_of(document: bytes, lines: bool = False) -> int:
+def number_of(document: bytes, source: str = "") -> int:
     """The hash of a document, below 2**64, whatever its line ends are, and the white space behind it.
 
     The seed has no influence, so that runs with different seeds are evaluated on the same text. Equal documents are on
-    the same side: no copy of a held-out document is trained on by any peer, but a near copy may be. `lines`: it is of a
-    text file, and counts as whole lines even if the last one has no end.
+    the same side: no copy of a held-out document is trained on by any peer, but a near copy may be. Of a text file it
+    counts as whole lines even if the last one has no end.
     """
-    content = with_plain_line_ends(document).rstrip() + (b"\n" if lines else b"")
+    content = with_plain_line_ends(document).rstrip() + (b"\n" if source in ("stdlib", "text") else b"")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 

@@ -55,7 +55,7 @@ def tokenised(
 ) -> Iterator[Part]:
     """Yields the tokens of documents, group by group, in their order. Raises DataError if a process dies."""
     groups = _groups(documents)
-    held = partial(is_held_out, fraction=settings.holdout, lines=settings.of_lines)
+    held = partial(is_held_out, fraction=settings.holdout, source=settings.source)
     if processes == 1:
         yield from (_encode(group, tokenizer, held) for group in groups)
         return

@@ -94,7 +94,7 @@ class Peer(Elector):
         return actions + self.tick(now)
 
     def _compare_data(self, peer: str, hello: Hello) -> list[Action]:
-        """Name a peer where leased numbers stand for other text, once."""
+        """Name a peer where numbers of sequences stand for other text, once."""
         here, there = self.data, hello.sequences
         if not (here and there) or here == there or peer in self.other_data:
             return []

@@ -44,7 +44,7 @@ class View:
         outer: when versions close, and how far behind a contribution may be.
         tokens_per_step: tokens of any peer's inner step, from the manifest; None where the manifest does not say it.
         device: what it trains on, for watchers.
-        data: names the sequences that leased numbers stand for here (see `Hello`).
+        data: names the sequences that numbers stand for here (see `Hello`).
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
         planned: how long the run is by the settings here (see `Status`); others may raise it.
 

@@ -165,6 +165,7 @@ class Swarm:
         self._memory_path: Path | None = None
         self._files: Mapping[str, Path] = {}
         self._blank = False
+        self.sequences = ""  # names those that have numbers which all peers share (see `Hello`)
         self._typed = runtime is None  # errors name these arguments; no simulation takes a `SystemExit`
         self.on_event: Callable[[str, dict[str, object]], None] = on_event or self._voice.event
         self.on_ready: Callable[[str], None] = on_ready or self._voice.address
@@ -385,6 +386,7 @@ class Swarm:
         )
         return NodeOptions(
             spec, network, identity, self.name, saved, gate, trains, device, blank=self._blank, files=self._files,
+            data=self.sequences,
             planned=[0, 0, self.outer.rounds or 0] if self.manifest is None else planned(self.manifest),
         )  # fmt: skip
 

@@ -257,16 +257,13 @@ class Attachment:
         """Tokens of inner steps that are in no contribution yet."""
         return self._unsent.counts([CONTROL_FRAGMENT], self.steps, self.tokens)[CONTROL_FRAGMENT][1]
 
-    def lease_units(self, sequences_per_round: int, batches_ahead: int = 0, data: str = "") -> IslandLeases:
+    def lease_units(self, sequences_per_round: int, batches_ahead: int = 0) -> IslandLeases:
         """Take part in the run's common list of sequences, so many in a round; call it before entering.
 
         Returns what gives the next ranges of that list to train on, or None while there are not enough (`take`, which
         all ranks call), and says what comes after them, for so many batches. Every sequence is leased to one peer at a
-        time; other peers get those of a peer that dies, or whose contribution is discarded. `data` names the list, as
-        DIGEST-NxT, so that peers with another one are told of (`other_data`).
+        time; other peers get those of a peer that dies, or whose contribution is discarded.
         """
-        if self._options is not None:
-            self._options = replace(self._options, data=data)
         self._sequences_per_round = sequences_per_round
         return IslandLeases(self.island, lambda: None if self.node is None else self.node.leased, batches_ahead)
 

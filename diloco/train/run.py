@@ -23,7 +23,7 @@ from diloco.errors import CheckpointError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Finished, Listener, Message, Notice, Ready, Stage, swarm_figures
+from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train import devices, origin
@@ -112,7 +112,8 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
             if session.saved_version >= 0:
                 log.event("resume", version=session.saved_version, skipped=session.skipped)
         phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, island.device))
-        sync = _sync(config, island, model, optimizer, session, phases, log, tell)
+        sequences = "" if config.data.shards == 1 else dataset.digest  # a single shard is data of this peer's own
+        sync = _sync(config, island, model, optimizer, session, phases, log, tell, sequences)
         stream = _stream(config, dataset, shard, island, sync)
         if wandb is not None:
             wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
@@ -169,6 +170,7 @@ def _sync(
     phases: PhaseTimer,
     log: RunLog,
     tell: Tell,
+    sequences: str,
 ) -> Sync:
     """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
     outer, name = config.outer, config.run.name or "peer"
@@ -186,9 +188,10 @@ def _sync(
     def on_event(kind: str, fields: dict[str, object]) -> None:
         log.swarm_event(kind, fields)
         if kind == "other_data":
-            tell(Notice(text=other_data(fields)))
+            logger.warning("%s", other_data(fields))
 
     swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, on_event, ready)
+    swarm.sequences = sequences
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 
 
@@ -284,6 +287,6 @@ def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, s
     elif settings.shard is not None or settings.source == "hub":
         stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=island.rows)
     else:
-        leases = sync.lease_units(batch_size * config.outer.sync_every, data.AHEAD, dataset.digest)
+        leases = sync.lease_units(batch_size * config.outer.sync_every, data.AHEAD)
         stream = dataset.leased(batch_size, leases, shard=shard, rows=island.rows)
     return data.Prefetched(stream, island.device)

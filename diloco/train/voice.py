@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.swarm.node.node import OnEvent
-from diloco.text import human_bytes, plain
+from diloco.text import counted, human_bytes, plain
 from diloco.train.island import Island
 from diloco.train.swarm_link import NodeView
 
@@ -37,10 +37,6 @@ class Listener:
     joining: Callable[[], AbstractContextManager[None]] = nullcontext
     on_leave: Callable[[type[BaseException] | None], None] = lambda kind: None
     ends_loop: bool = False
-
-
-def _peers(count: object) -> str:
-    return "1 peer" if count == 1 else f"{count} peers"
 
 
 def _name(fields: Mapping[str, Any]) -> str:
@@ -80,7 +76,7 @@ class Voice:
 
     def _count(self, live: int) -> None:
         if live < self._needed:
-            self.say(f"waiting for {self._needed - live} of {_peers(self._needed)}")
+            self.say(f"waiting for {self._needed - live} of {counted(self._needed, 'peer')}")
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Something has happened in the swarm; most of it goes into the log only."""
@@ -89,12 +85,12 @@ class Voice:
         match kind:
             case "join":
                 self.met = True
-                self.say(f"{_name(fields)} joined, {_peers(live)} now")
+                self.say(f"{_name(fields)} joined, {counted(live, 'peer')} now")
                 self._count(live)
             case "leave":
-                self.say(f"{_name(fields)} left, {_peers(live)} now")
+                self.say(f"{_name(fields)} left, {counted(live, 'peer')} now")
             case "lost":
-                self.say(f"{_name(fields)} vanished ({plain(fields.get('why', ''))}), {_peers(live)} now")
+                self.say(f"{_name(fields)} vanished ({plain(fields.get('why', ''))}), {counted(live, 'peer')} now")
             case "same_data":
                 both = (_name({"name": n, "peer": p}) for n, p in zip(fields["names"], fields["peers"], strict=True))
                 self.say(
@@ -102,8 +98,6 @@ class Voice:
                     f"{fields['cosine']:.4f}), so together they learn what one learns; give each peer other data: "
                     "swarm.shard(dataset), or a seed of its own (swarm.seed)"
                 )
-            case "other_data":
-                self.say(other_data(fields))
             case "in_no_group":
                 self.say(
                     f"{fields['parameters']} of {fields['of']} trained parameters are in no group of the optimizer "

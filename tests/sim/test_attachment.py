@@ -64,10 +64,9 @@ def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times:
         assert fields["cosine"] > 0.9999  # type: ignore[operator]
 
 
-def test_peers_whose_leased_numbers_stand_for_other_text_are_told_of_each_other() -> None:
+def test_peers_whose_numbers_stand_for_other_text_are_told_of_each_other() -> None:
     data = {"a": f"{1:016x}-24x16", "b": f"{2:016x}-25x16", "c": f"{1:016x}-24x16", "d": ""}
-    begin = lambda name, sync: sync.lease_units(8, data=data[name])  # noqa: E731
-    loops = train("abcd", lambda loop: loop.step(5), sync_every=4, before=begin)
+    loops = train("abcd", lambda loop: loop.step(5), sync_every=4, data=data)
     told = {name: sorted(fields["peer"] for fields in loop.told("other_data")) for name, loop in loops.items()}
     assert told == {"a": ["b"], "b": ["a", "c"], "c": ["b"], "d": []}
 

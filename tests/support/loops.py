@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,11 +64,11 @@ class Loop:
 def train(
     names: str, work: Callable[[Loop], None], *, saved: Saved | None = None, width: int = 4,
     attach: Callable[[str, torch.optim.Optimizer], dict[str, Any]] = lambda name, optimizer: {},
-    before: Callable[[str, Attachment], object] = lambda name, sync: None, **outer: Any,
+    data: Mapping[str, str] | None = None, **outer: Any,
 ) -> dict[str, Loop]:  # fmt: skip
     """Peers of these names, all there before the first inner step, each in a loop of its own; they leave at the end.
 
-    `attach` gives what else `Swarm.attach` is told, and `before` sees the peer before it joins.
+    `attach` gives what else `Swarm.attach` is told, and `data` what its numbers of sequences stand for.
     """
     loops: dict[str, Loop] = {}
     with virtual_time() as loop:
@@ -86,8 +86,8 @@ def train(
                 runtime=SimRuntime(loop, lockstep, connect), on_ready=lambda address: None,
                 on_event=lambda kind, fields: loops[name].events.append((kind, fields)), **outer,
             )  # fmt: skip
+            swarm.sequences = (data or {}).get(name, "")
             attached = swarm.attach(model, optimizer, saved=saved, **attach(name, optimizer))
-            before(name, attached)
             mine = loops[name] = Loop(name, attached, optimizer, lockstep)
             mine.swarm = swarm
             with swarm, mine.sync:

@@ -210,7 +210,7 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
     """First message on a control stream: which run this peer is in, what it can do, and where the others are.
 
     `seal` is the run key's signature of the manifest's hash, which every peer shows to newcomers. `sequences` names
-    those that leased numbers stand for here, as DIGEST-NxT; it is empty where the peer trains on none of them.
+    those that numbers stand for here, as DIGEST-NxT; it is empty where it has none that others take a part of.
     `instance` is a random number of the process: two at once under one identity are told from one that calls again.
     """
 

@@ -79,7 +79,7 @@ class NodeOptions:
     gate: Gate = field(default_factory=Gate)  # decides who is let in; the default lets everybody in
     trains: bool = True  # False: this peer only holds fragments
     device: str = ""  # shown to watchers
-    data: str = ""  # names the sequences that leased numbers stand for here (see `Hello`)
+    data: str = ""  # names the sequences that numbers stand for here (see `Hello`)
     inner_state: Snapshot = lambda: None  # what a joiner gets of the inner optimizer; called in other threads
     blank: bool = False  # it has not got what the run starts from
     files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest

@@ -76,7 +76,7 @@ def test_the_hold_out_takes_its_part_and_grows_with_it() -> None:
     assert 0.09 < len(large) / 5000 < 0.11
     assert small < large
     assert [number for number in range(40) if is_held_out(b"%d" % number, 0.1)] == [18, 29], "forever"
-    assert [number for number in range(60) if is_held_out(b"%d\n" % number, 0.1, lines=True)] == [30, 36, 43]
+    assert [number for number in range(60) if is_held_out(b"%d\n" % number, 0.1, "text")] == [30, 36, 43]
 
 
 @given(
@@ -113,7 +113,7 @@ def test_copies_of_a_text_with_other_line_ends_are_cut_and_held_out_alike(
         return list(documents_of(text) if as_row else pieces(io.BytesIO(text)))
 
     def numbers(text: bytes) -> list[int]:
-        return [number_of(piece, lines=not as_row) for piece in cut(text) if piece.strip()]
+        return [number_of(piece, "json" if as_row else "text") for piece in cut(text) if piece.strip()]
 
     assert numbers(plain) == numbers(copy)
     assert b"".join(cut(copy)) == copy, "it is trained on as it is"
@@ -175,7 +175,7 @@ def test_held_out_text_is_not_trained_on_and_the_same_for_all(tmp_path: Path) ->
     training, held_out = opened.training.rows.tobytes(), opened.held_out[0].tobytes()  # type: ignore[attr-defined]
     for text in documents(config("text", book)):
         assert (text in held_out, text in training) == (
-            (True, False) if is_held_out(text, 0.2, lines=True) else (False, True)
+            (True, False) if is_held_out(text, 0.2, "text") else (False, True)
         )
     first, second = data.load(config("text", book), seed=0), data.load(config("text", book), seed=9)
     assert torch.equal(first.holdout(5), second.holdout(5))

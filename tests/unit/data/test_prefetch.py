@@ -203,7 +203,7 @@ def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[tuple[st
 @pytest.mark.parametrize(
     ("overrides", "rank", "size", "expected"),
     [
-        ([], 0, 1, [call.lease_units(8, AHEAD, ANY), call.leased(ANY, ANY, shard=7, rows=(0, 1))]),
+        ([], 0, 1, [call.lease_units(8, AHEAD), call.leased(ANY, ANY, shard=7, rows=(0, 1))]),
         (["data.shard=1", "data.shards=3"], 1, 2, [call.batches(ANY, shard=7, shards=3, rows=(1, 2))]),
         (["data.source=hub", "data.name=a/b"], 0, 2, [call.batches(ANY, shard=7, shards=None, rows=(0, 2))]),
     ],

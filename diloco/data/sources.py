@@ -178,10 +178,11 @@ def reading(what: str, remedy: str) -> Iterator[None]:
     except Exception as error:  # OSError; pyarrow, fsspec and datasets each have their own exception tree
         text = " ".join(str(error).split())
         if isinstance(error, OSError) and error.strerror:
-            text = error.strerror
-            if error.filename is not None and os.fspath(error.filename) not in what:  # a cache, a folder for copies
-                what = f"{what.partition(':')[0]}: {os.fsdecode(error.filename)}"
-                remedy = "make that path usable, the data are not at fault"
+            text, place = error.strerror, str(error.filename or "")
+            if place not in what:  # a cache, a folder for copies
+                what, remedy = f"{what.partition(':')[0]}: {place}", "make that path usable, the data are not at fault"
+        elif isinstance(error, MemoryError):
+            text, remedy = "this machine is out of memory", "free some"
         raise DataError(f"{what}: {text[:300].rstrip('.') or type(error).__name__}; {remedy}") from error
 
 

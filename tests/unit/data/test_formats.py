@@ -268,6 +268,9 @@ def test_a_fault_of_the_machine_names_the_path_that_failed(tmp_path: Path, monke
 
     text = error_text(DataError, fail)
     assert text == "data.path: /dev/null/cache: Not a directory; make that path usable, the data are not at fault"
+    with pytest.raises(DataError, match=r"^data\.path: x: this machine is out of memory; free some$"):
+        with reading("data.path: x", "repair the file"):
+            raise MemoryError
     for name in ("HOME", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "TMPDIR"):
         monkeypatch.setenv(name, "/dev/null/x")
     written(tmp_path, {"rows.jsonl": '{"text": "a"}'})

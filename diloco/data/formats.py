@@ -260,7 +260,7 @@ def _arrow(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]
 def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[bytes]:
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(handle, buffer_size=8 * _BLOCK)
+    file = parquet.ParquetFile(handle, buffer_size=8 * _BLOCK, pre_buffer=False)  # else a whole group is in memory
     groups = list(range(file.num_row_groups))
     while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
         start -= rows

@@ -20,6 +20,7 @@ __all__ = [
     "check_reachable",
     "commit_of",
     "files_at",
+    "opened",
     "push",
 ]
 
@@ -82,6 +83,13 @@ def files_at(key: str, name: str, revision: str, files: Sequence[str], most_byte
                 "without that, or set HF_HOME to a directory that has it"
             ) from error
         raise _refusal(key, "model", name, revision, error) from error
+
+
+def opened(path: str, mode: str) -> Any:
+    """A file on the hub as a seekable one; `path` is datasets/OWNER/NAME@COMMIT/FILE, with or without hf://."""
+    import huggingface_hub
+
+    return huggingface_hub.HfFileSystem().open(path, mode)
 
 
 def check_push(key: str, name: str) -> None:

@@ -36,7 +36,7 @@ from diloco.data.packing import with_plain_line_ends
 from diloco.errors import DataError
 from diloco.text import counted
 
-__all__ = ["FORMATS", "SUFFIXES", "documents_of", "format_of", "is_hidden", "pieces", "texts"]
+__all__ = ["FORMATS", "SUFFIXES", "documents_of", "format_of", "is_hidden", "num_rows", "pieces", "texts"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,13 @@ def texts(handle: BinaryIO, path: str, format: str, field: str, start: int = 0) 
         return
     rows = (_READERS[format](content, path, field) for content in _contents(handle, path, format))
     yield from islice(chain.from_iterable(rows), start, None)
+
+
+def num_rows(handle: Any) -> int:
+    """How many rows a Parquet file says that it has."""
+    from pyarrow import parquet
+
+    return int(parquet.ParquetFile(handle).metadata.num_rows)
 
 
 def format_of(name: str) -> str | None:

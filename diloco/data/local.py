@@ -73,13 +73,14 @@ class LocalDataset:
         """
         return NumberedStream(self.training, batch_size, self._seed, shard, shards, rows)
 
+    def units(self, sequences: int) -> int:
+        """How many of the units that the swarm leases hold about so many sequences: here they are sequences."""
+        return sequences
+
     def leased(
         self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)
     ) -> LeasedStream:
-        """Training batches of the ranges that are leased, from the numbered list that all peers of the run share.
-
-        A hub stream, which has no numbered sequences, behaves like `batches` with `shards=None`.
-        """
+        """Training batches of the ranges that are leased, from the numbered list that all peers of the run share."""
         return LeasedStream(self.training, batch_size, self._seed, shard, leases, rows)
 
     def holdout(self, sequences: int) -> Tensor:

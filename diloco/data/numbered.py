@@ -19,7 +19,7 @@ from torch import Tensor
 from diloco.data.packing import permuted
 from diloco.errors import CheckpointError
 
-__all__ = ["EndlessList", "LeasedStream", "Leases", "NumberedStream", "Ranges", "Rows"]
+__all__ = ["EndlessList", "LeasedStream", "Leases", "NumberedStream", "Ranges", "Rows", "no_position"]
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges (start, stop) of sequences of the run's list."""
@@ -64,6 +64,13 @@ class Rows:
             chosen[here] = permuted(positions[here], len(self.rows), f"{order}/{epoch}")
         found: NDArray[Any] = np.asarray(self.rows[chosen])
         return found
+
+
+def no_position() -> CheckpointError:
+    return CheckpointError(
+        "data: the checkpoint holds no position for this data.source, or one of another version of diloco; use those "
+        "that it was made with, or another run.dir"
+    )
 
 
 class Plan(NamedTuple):
@@ -133,9 +140,7 @@ class NumberedStream:
         try:
             taken, stride, digest = int(state["taken"]), int(state["stride"]), state["digest"]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                "data: the checkpoint holds no position for this data.source; use the source it was made with"
-            ) from error
+            raise no_position() from error
         if digest != self._source.digest:
             logger.warning("the training data changed since the checkpoint: continuing at the same position in it")
         # If the number of shards has changed, continue after everything that all shards together have taken.

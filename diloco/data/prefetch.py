@@ -56,8 +56,11 @@ class Planned(Stream, Protocol):
     def ahead(self, batches: int) -> list[Any]:
         """The plans of the next batches, as it looks now."""
 
-    def make(self, plan: Any) -> Tensor:
-        """The batch of a plan: (B, T) int64. The worker makes them in the order of the plans."""
+    def make(self, plan: Any) -> Tensor | None:
+        """The batch of a plan: (B, T) int64. The worker makes them in the order of the plans.
+
+        None: it could not be foreseen yet, nor those after it.
+        """
 
 
 class Prefetched:
@@ -72,8 +75,8 @@ class Prefetched:
         self._stream = stream
         self._device = device if device is not None and device.type == "cuda" else None
         self._depth = depth
-        self._foreseen: deque[tuple[Hashable, Future[Tensor]]] = deque()
-        self._jobs: queue.SimpleQueue[tuple[Hashable, Future[Tensor]] | None] = queue.SimpleQueue()
+        self._foreseen: deque[tuple[Hashable, Future[Tensor | None]]] = deque()
+        self._jobs: queue.SimpleQueue[tuple[Hashable, Future[Tensor | None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
 
     def __iter__(self) -> Prefetched:
@@ -94,7 +97,13 @@ class Prefetched:
         self._drop(right)
         for one in coming[right:]:
             self._order(one)
-        return batch.result()
+        if (made := batch.result()) is None:
+            self._drop(0)
+            for one in (plan, *coming):
+                self._order(one)
+            made = self._foreseen.popleft()[1].result()
+            assert made is not None, "it is planned now"
+        return made
 
     def state(self) -> dict[str, Any]:
         return self._stream.state()
@@ -120,7 +129,7 @@ class Prefetched:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="diloco-data", daemon=True)
             self._worker.start()
-        job = plan, Future[Tensor]()
+        job = plan, Future[Tensor | None]()
         self._foreseen.append(job)
         self._jobs.put(job)
 
@@ -137,7 +146,7 @@ class Prefetched:
                 continue
             try:
                 made = self._stream.make(plan)
-                batch.set_result(made if self._device is None else made.pin_memory())
+                batch.set_result(made if self._device is None or made is None else made.pin_memory())
             except BaseException as error:  # it is the training thread's
                 batch.set_exception(error)
             del job, batch

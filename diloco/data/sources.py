@@ -11,18 +11,21 @@ import collections
 import contextlib
 import logging
 import os
+import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from diloco.config import DataConfig
 from diloco.config.explain import show
 from diloco.data.formats import FORMATS, SUFFIXES, documents_of, format_of, is_hidden, texts
 from diloco.errors import DataError, DilocoError
+from diloco.hub import check_reachable, commit_of, opened
 from diloco.text import counted
 
-__all__ = ["documents", "files_of", "open_pinned", "open_stream", "reading", "text_of"]
+__all__ = ["documents", "files_of", "hub_files", "reading"]
 
 # Generated tables and machine-specific constants, tests, and packages that are not part of the library.
 _STDLIB_SKIPPED = frozenset(
@@ -122,50 +125,54 @@ def _fits(file: Path, source: str) -> bool:
             return False
 
 
-def open_stream(builder: str, **options: Any) -> Any:
-    """`datasets.load_dataset(builder, ..., streaming=True)`, silent: an `IterableDataset`. Use inside `reading`."""
+def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str], Any]]:
+    """Format and files of a split of a dataset of the hub, or of a local directory, and what opens them.
+
+    The description of a dataset, which its publisher writes, names its data files and may name any file: one of this
+    machine, or of another server. Only files of the dataset itself are read, and only formats that hold plain text.
+    Raises DataError if it names others, or there is no such split. Use it inside `reading`.
+    """
     import datasets as module  # type: ignore[import-untyped, unused-ignore]  # late, because it takes a second
 
     module.logging.set_verbosity(module.logging.CRITICAL)
     module.disable_progress_bars()
-    return module.load_dataset(builder, streaming=True, **options)
-
-
-def open_pinned(settings: DataConfig) -> Any:
-    """A dataset of the hub at the commit `data.revision`: an `IterableDataset`. Use inside `reading`.
-
-    The description of a dataset, which its publisher writes, names its data files and may name any file: one of this
-    machine, or of another server. Only files of the dataset itself are read, and only formats that hold plain text.
-    Raises DataError if it names others.
-    """
-    import datasets as module
-
-    module.logging.set_verbosity(module.logging.CRITICAL)
-    module.disable_progress_bars()
-    name, revision = settings.name, settings.revision
-    builder = module.load_dataset_builder(f"hf://datasets/{name}", name=settings.subset, revision=revision)
-    kind = type(builder).__module__.rpartition(".")[2]
+    name, revision, folder = settings.name or "", settings.revision, Path(settings.name or "").expanduser()
+    with TemporaryDirectory(prefix="diloco-") as place:
+        links: dict[str, Path] = {}
+        if revision is None and folder.is_dir():
+            links = _links(folder, Path(place).resolve() / "data")
+            where, start = f"{Path(place).resolve()}/data", f"{Path(place).resolve()}/data/"
+        else:
+            check_reachable("data.name", "dataset", name, revision)
+            revision = revision or commit_of("dataset", name)
+            where, start = f"hf://datasets/{name}", f"hf://datasets/{name}@{revision}/"
+        options = {"revision": revision} if not links else {}
+        builder = module.load_dataset_builder(where, name=settings.subset, cache_dir=place, **options)
+        kind = type(builder).__module__.rpartition(".")[2]
     if kind not in FORMATS:
         raise DataError(f"data.name: {name} is of the format {kind}; expected one of {', '.join(FORMATS)}")
-    start = f"hf://datasets/{name}@{revision}/"
-    files = [str(file) for files in (builder.config.data_files or {}).values() for file in files]
+    splits = {str(split): [str(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
+    files = [file for split in splits.values() for file in split]
     strange = [file for file in files if not file.startswith(start) or "::" in file or "/../" in file]
-    if strange or not files:
+    if strange or not splits:
         said = f"reads {show(strange[0])}" if strange else "names no files"
         raise DataError(f"data.name: {name} {said}, and not files of its own; choose another dataset")
-    return builder.as_streaming_dataset(split=settings.split)
+    if settings.split not in splits:
+        raise DataError(f"data.split: {name} has no {settings.split}; its splits are {', '.join(splits)}")
+    if links:
+        return kind, [str(links[file]) for file in splits[settings.split]], open
+    return kind, splits[settings.split], opened
 
 
-def text_of(row: Mapping[str, Any], field: str) -> bytes:
-    """The text of one row as UTF-8; empty for a null. Raises DataError if there is no such field with text."""
-    if field not in row:
-        raise DataError(f"data.field: {field!r} is no field of the data; its fields are {', '.join(sorted(row))}")
-    value = row[field]
-    if value is not None and not isinstance(value, str):
-        texts = [name for name in sorted(row) if isinstance(row[name], str)]
-        kind = type(value).__name__
-        raise DataError(f"data.field: {field!r} holds {kind}, not text; fields with text: {', '.join(texts) or 'none'}")
-    return (value or "").encode("utf-8", errors="replace")
+def _links(folder: Path, place: Path) -> dict[str, Path]:
+    """Makes links to the files of a folder, with the same names, but none that `datasets` takes for a pattern."""
+    links = {}
+    for number, file in enumerate(_below(folder)):
+        link = place / re.sub(r"[][*?:]+", f"_{number}_", str(file.relative_to(folder)))
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.absolute())
+        links[str(link)] = file
+    return links
 
 
 @contextlib.contextmanager

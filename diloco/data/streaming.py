@@ -1,100 +1,117 @@
-"""Data too large for this machine: a streaming dataset of the Hugging Face hub, tokenised as it arrives.
+"""Data too large for this machine: a dataset of the Hugging Face hub, read and tokenised as it is needed.
 
-1. The files of the dataset are visited in a seeded order, a new one in each epoch.
-2. With at least as many files as shards, shard s of S visits every S-th file, starting at s. With fewer files, every
-   shard reads all files and takes every S-th document.
-3. Held-out documents are left out; the others are tokenised, packed and yielded in the order of the stream.
+1. The run has one endless list of *units* 0, 1, 2, ... The files of the dataset are in a seeded order, a new one in
+   each epoch, and a unit is a row of them, in this order. From `MANY_FILES` files on, a unit is a whole file.
+2. Units are dealt out, so that no two peers have the same: the swarm leases them (`Leases`), or shard s of S has
+   s, s + S, s + 2S, ...
+3. A peer reads forward, passing over what others have. Held-out documents are left out; the others are tokenised,
+   packed and yielded in this order.
 
-Documents are not shuffled inside a file: the shuffle buffer of `datasets` loses its content at a resume, and our resume
-is exact. The state is the position in the current file (`IterableDataset.state_dict`) and the tokens that wait in the
-packer.
+Rows are not shuffled inside a file, and each rank of an island reads and tokenises the peer's whole batch and keeps its
+own rows: which text a sequence is made of is known only after everything before it was read.
 
-The sequences of a stream have no numbers, so no work units of it are leased: which text a number stands for is known
-only after everything before it was read and tokenised, and a whole file is too large for a unit. For the same reason
-each rank of an island reads and tokenises the peer's whole batch, and keeps its own rows.
+The state is the units that were taken and not read to their end, and the tokens that wait in the packer.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import logging
-from collections.abc import Iterator
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from blake3 import blake3
+from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.data.numbered import Leases
+from diloco.data.formats import documents_of, num_rows, texts
+from diloco.data.numbered import Leases, no_position
 from diloco.data.packing import Packer, is_held_out, permuted
-from diloco.data.sources import open_pinned, open_stream, reading, text_of
-from diloco.data.tokenizers import Tokenizer
-from diloco.errors import CheckpointError, DataError
-from diloco.hub import check_reachable
+from diloco.data.prefetch import AHEAD
+from diloco.data.sources import hub_files, reading
+from diloco.data.tokenizers import Tokenizer, Tokens
+from diloco.errors import DataError, DilocoError
+from diloco.protocol.ledger import intersection
+from diloco.text import one_line
 
 __all__ = ["HubDataset", "HubStream"]
 
 logger = logging.getLogger(__name__)
 
-_DOCUMENTS_AT_ONCE = 256  # per call of the tokenizer, at most
+T = TypeVar("T")
+
+MANY_FILES = 64
+RETRIES_S = (1, 2, 5, 10, 20, 40)  # waits before a file is opened again whose connection broke
+LEASE_TRIES, LEASE_RETRY_S = 100, 0.1  # before a peer that has no units goes on without a lease, ...
+UNLEASED_ROWS = 64  # ... so many at a time
+JUMP_ROWS = 10_000  # farther on in a Parquet file, to open it again is cheaper than to decode what is between
+_ROWS_AT_ONCE = 256  # per call of the tokenizer, at most
 
 
 class HubDataset:
-    """A streaming dataset of the hub, or without `data.revision` a local directory with the same layout.
+    """A split of a dataset of the hub, or without `data.revision` of a local directory with the same layout.
 
-    `datasets` retries a connection that breaks while streaming. When it gives up, a DataError ends the run, which can
-    be resumed from its checkpoint.
+    With fewer than `MANY_FILES` files every peer reads all of them once in an epoch: N peers fetch N times the data,
+    and a newcomer passes over what was read before it came. (Of Parquet, only the row groups that it needs.) With more
+    files each peer fetches its own. Then a peer that leaves for good takes the rest of a file with it until the next
+    epoch, and more peers than files read files of the epochs to come.
+
+    A connection that breaks is made again, for more than a minute. Then a DataError ends the run, which can be resumed
+    from its checkpoint.
     """
 
-    digest = ""  # its sequences have no numbers
-
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
-        assert settings.name is not None
         self.tokenizer = tokenizer
         self.sequence_length = settings.sequence_length
         self.settings = settings
         self.seed = seed
-        pinned = settings.revision is not None
-        if pinned or not Path(settings.name).exists():
-            check_reachable("data.name", "dataset", settings.name, settings.revision)
-        with _reading_hub(settings):
-            # An IterableDataset; its "shards" are files.
-            self.rows = (
-                open_pinned(settings)
-                if pinned
-                else open_stream(settings.name, name=settings.subset, split=settings.split)
-            )
-            first = next(iter(self.rows), None)
-        if first is None:
+        with self.reading():
+            self.format, self.files, self.open = hub_files(settings)
+        self.by_file = len(self.files) >= MANY_FILES
+        # The names of files on the hub hold the commit; a folder may be at another place on each machine.
+        names = [f if self.open is not open else f"{os.path.basename(f)} {os.path.getsize(f)}" for f in self.files]
+        digest = blake3("\n".join(names).encode()).hexdigest()[:16]
+        self.digest = f"{digest}-{len(names)}x{self.sequence_length}"
+        some = list(islice(filter(None, self._all_texts()), 100))
+        if not some:
             raise DataError(f"data.split: {settings.split} of {settings.name} is empty; choose another split")
-        text_of(first, settings.field)
-        self.rows = self.rows.select_columns([settings.field])
-        files = self.rows.num_shards
+        self._bytes_per_row = sum(map(len, some)) / len(some)
         self.description = (
-            f"hub {settings.name}: {files:,} files, streamed in sequences of {self.sequence_length} tokens"
+            f"hub {settings.name}: {len(self.files):,} files, streamed in sequences of {self.sequence_length} tokens"
         )
 
     def batches(
         self, batch_size: int, *, shard: int = 0, shards: int | None = 1, rows: tuple[int, int] = (0, 1)
     ) -> HubStream:
-        return HubStream(self, batch_size, shard, shards, rows)
+        assert shards is not None, "the number of peers is unknown; units are leased then"
+        return HubStream(self, batch_size, Stripe(shard, shards), rows)
+
+    def units(self, sequences: int) -> int:
+        # A row has fewer tokens than bytes, so these may be too few; more are leased when they are used up.
+        return 1 if self.by_file else math.ceil(sequences * self.sequence_length / self._bytes_per_row)
 
     def leased(self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)) -> HubStream:
-        return self.batches(batch_size, shard=shard, shards=None, rows=rows)
+        return HubStream(self, batch_size, leases, rows)
 
     def holdout(self, sequences: int) -> Tensor:
         # Reads 1 / data.holdout times the text that it returns, once per run.
         packer = Packer(self.sequence_length, self.tokenizer)
-        with _reading_hub(self.settings):
-            for row in self.rows if self.settings.holdout else ():
-                document = text_of(row, self.settings.field)
-                if document and is_held_out(document, self.settings.holdout):
-                    packer.add(self.tokenizer.encode([document])[0])
-                    if len(packer) >= sequences:
-                        break
+        for document in chain.from_iterable(map(documents_of, self._all_texts() if self.settings.holdout else ())):
+            if is_held_out(document, self.settings.holdout):
+                packer.add(self.tokenizer.encode([document])[0])
+                if len(packer) >= sequences:
+                    break
         if self.settings.holdout and not len(packer):
             raise DataError(
                 f"data.holdout: {self.settings.holdout} of the documents of {self.settings.name} leaves no held-out "
@@ -102,157 +119,325 @@ class HubDataset:
             )
         return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
 
+    def reading(self) -> AbstractContextManager[None]:
+        remedy = "check data.name, data.subset, data.split and the network"
+        return reading(f"data.name: {self.settings.name}", remedy)
+
+    def texts(self, file: int, start: int = 0) -> Iterator[bytes]:
+        """The texts of the rows of a file, from a row on."""
+        with self.open(self.files[file], "rb") as handle:
+            yield from texts(handle, self.files[file], self.format, self.settings.field, start)
+
+    def num_rows(self, file: int) -> int:
+        """How many rows a Parquet file says that it has."""
+        with self.open(self.files[file], "rb") as handle:
+            return num_rows(handle)
+
+    def _all_texts(self) -> Iterator[bytes]:
+        reader = Reader(self)
+        for file in range(len(self.files)):
+            yield from reader.rows(file)
+
+
+class Stripe:
+    """The units of shard s of S, dealt out as a swarm leases them."""
+
+    def __init__(self, shard: int, shards: int) -> None:
+        assert 0 <= shard < shards, (shard, shards)
+        self.shard, self.shards, self.next = shard, shards, shard
+
+    def take(self, number: int) -> Sequence[tuple[int, int, int]]:
+        start, self.next = self.next, self.next + self.shards * number
+        return [(start, self.next, self.shards)]
+
+    def skip_to(self, unit: int) -> None:
+        """Go on with the first of its units that is not before this one."""
+        self.next = unit + (self.shard - unit) % self.shards
+
+
+class Reader:
+    """Reads units; forward is cheap.
+
+    Attributes:
+        lengths: rows of the files that were read to their end, or that say it themselves, by index.
+    """
+
+    def __init__(self, dataset: HubDataset) -> None:
+        self.lengths: dict[int, int] = {}
+        self._dataset = dataset
+        self._place = (-1, -1)  # file that is open, and the epoch
+        self._row = 0  # of that file, the next one
+        self._texts: Iterator[bytes] | None = None
+
+    def unit(self, number: int, start: int = 0) -> Iterator[bytes]:
+        """The texts of its rows, from one of them on."""
+        files = len(self._dataset.files)
+        if self._dataset.by_file:
+            yield from self.rows(_order(files, f"{self._dataset.seed}/{number // files}")[number % files], 0, start)
+        while not self._dataset.by_file and start == 0:
+            text = next(self.rows(*self._find(number)), None)
+            if text is not None:  # else the file has ended, and its length is known now
+                yield text
+                return
+
+    def rows(self, file: int, epoch: int = 0, start: int = 0) -> Iterator[bytes]:
+        """The texts of a file, from a row on."""
+        jumps = self._dataset.format == "parquet" and start > self._row + JUMP_ROWS
+        if (file, epoch) != self._place or start < self._row or jumps:
+            self._place, self._texts, self._row = (file, epoch), None, start if file in self.lengths else 0
+        while (text := self._next()) is not None:
+            if self._row > start:
+                yield text
+
+    def _find(self, number: int) -> tuple[int, int, int]:
+        """File, epoch and row of a number; in a file whose length is unknown, the row may be behind its end."""
+        dataset, files = self._dataset, len(self._dataset.files)
+        epoch, row = divmod(number, sum(self.lengths.values())) if len(self.lengths) == files else (0, number)
+        for file in _order(files, f"{dataset.seed}/{epoch}"):
+            if file not in self.lengths and dataset.format == "parquet":
+                self.lengths[file] = self._patiently(functools.partial(dataset.num_rows, file))
+            if file not in self.lengths or row < self.lengths[file]:
+                return file, epoch, row
+            row -= self.lengths[file]
+        return self._find(number)  # all lengths are known now
+
+    def _next(self) -> bytes | None:
+        """The next row of the open file; None at its end."""
+
+        def read() -> bytes | None:
+            self._texts = self._texts or self._dataset.texts(self._place[0], self._row)
+            return next(self._texts, None)
+
+        if (text := self._patiently(read)) is None:
+            self.lengths[self._place[0]] = self._row
+        else:
+            self._row += 1
+        return text
+
+    def _patiently(self, read: Callable[[], T]) -> T:
+        """What `read` returns; once more, where a connection breaks."""
+        with self._dataset.reading():
+            for wait_s in RETRIES_S if self._dataset.open is not open else ():
+                try:
+                    return read()
+                except (DilocoError, ImportError, ValueError):
+                    raise
+                except Exception as error:  # each library has its own
+                    logger.warning("data.name: %s; trying again in %d s", one_line(error), wait_s)
+                    self._texts = None
+                    time.sleep(wait_s)
+            return read()
+
+
+@functools.lru_cache(maxsize=4)
+def _order(files: int, key: str) -> list[int]:
+    return [int(file) for file in permuted(np.arange(files), files, key)]
+
+
+class Position(NamedTuple):
+    """Where a stream is: units read to their end, rows read of the next one, and tokens that wait."""
+
+    done: int
+    row: int
+    waiting: NDArray[Any]
+
 
 class HubStream:
-    """One shard's endless batches of a streaming dataset.
+    """One peer's endless batches of a streaming dataset.
 
     The plan of a batch is its number since the start. A position is kept with every batch that was made, because that
-    of the batch that was handed out last is the stream's (see `prefetch`).
+    of the batch that was handed out last is the stream's (see `prefetch`). All ranks of an island take the same units
+    at the same time, in `plan`.
+
+    Units are taken some batches before they are trained on. A peer that resumes goes on with those of them that are in
+    the model, because nobody else gets these; the others went back to the swarm.
     """
 
     def __init__(
-        self, dataset: HubDataset, batch_size: int, shard: int, shards: int | None, rows: tuple[int, int] = (0, 1)
+        self, dataset: HubDataset, batch_size: int, leases: Leases | Stripe, rows: tuple[int, int] = (0, 1)
     ) -> None:
-        assert batch_size > 0 and shard >= 0 and (shards is None or shard < shards), (batch_size, shard, shards)
-        self._rows = dataset.rows
-        self._settings = settings = dataset.settings
-        self._tokenizer = dataset.tokenizer
-        self._batch_size = batch_size
+        assert batch_size > 0, batch_size
+        self._dataset, self._batch_size, self._leases = dataset, batch_size, leases
+        self._shard = [leases.shard, leases.shards] if isinstance(leases, Stripe) else None
         self._rank, self._size = rows
-        self._packer = Packer(settings.sequence_length, self._tokenizer)
-        self._files: int = self._rows.num_shards
-        self._shard, self._shards = shard, shards
-        self._order = f"{dataset.seed}" if shards is not None else f"{dataset.seed}/{shard}"
-        by_file = shards is not None and self._files >= shards
-        self._first, self._stride = (shard, shards) if by_file and shards is not None else (0, 1)
-        # With too few files every shard takes each `_document_stride`-th document; 1: it takes whole files.
-        self._document_stride = 1 if by_file or shards is None else shards
-        if shards is None and self._files == 1:
-            logger.warning("data.name: %s is one file, so all peers read it in the same order", settings.name)
-        self._epoch = 0
-        self._visit = 0  # files read in this epoch
-        self._document = 0  # rows read of the current file
-        self._documents_in_epoch = 0
-        self._file: Any = None
-        self._iterator: Iterator[dict[str, Any]] | None = None
+        self._reader = Reader(dataset)
         self._bytes_per_token = 1.0  # of the last documents
-        self._begin()
+        self._lock = threading.Lock()  # held by who reads
+        self._newest = 0  # behind all units that were taken
+        self._begin([], 0, [])
 
-    def _begin(self) -> None:
+    def _begin(self, units: Iterable[range], row: int, waiting: list[int]) -> None:
+        self._packer = Packer(self._dataset.sequence_length, self._dataset.tokenizer)
+        self._packer.restore(waiting)
+        self._taken: deque[range] = deque()  # for who reads
+        self._pending: deque[range] = deque()  # not read to their end when the last batch was handed out
+        self._num_taken = self._num_forgotten = self._failures = self._done = self._barren = 0
+        self._add(units)
+        self._numbers = self._dealt()
+        self._row, self._unit = row, None if not row else self._reader.unit(next(self._numbers) or 0, row)
+        self._encoded: deque[tuple[int, int, list[Tokens]]] = deque()  # rows, and the position after each
+        self._packed = 0, row  # the position after what is in the packer
         self._planned = self._made = 0
-        self._positions = {0: self._position()}  # by batch: where the stream is after it
+        self._positions = {0: Position(0, row, self._packer.waiting())}  # by batch
 
     def __iter__(self) -> HubStream:
         return self
 
     def __next__(self) -> Tensor:
-        return self.make(self.plan())
+        made = self.make(self.plan())
+        assert made is not None, "its units are taken"
+        return made
+
+    # -- the training thread ------------------------------------------------------------------------------------------
 
     def plan(self) -> int:
-        """The number of the next batch."""
-        self._positions.pop(self._planned - 1, None)
-        self._planned += 1
-        return self._planned
+        """The number of the next batch; enough units for it are taken."""
+        done, plan = self._forget(), self._planned + 1
+        one = math.ceil(done / self._planned) if done else self._dataset.units(self._batch_size)  # batch, in units
+        missing = (1 if self._dataset.by_file else one * (AHEAD + 2)) - (self._num_taken - done)
+        if missing > 0 and not self._take(missing):
+            self._take(one)
+        while not self._suffices(plan):
+            if self._take(max(1, one >> self._failures)):
+                self._failures = 0
+            elif self._failures < LEASE_TRIES:
+                self._failures += 1
+                time.sleep(LEASE_RETRY_S)
+            else:
+                logger.warning("the swarm leases no data to this peer, so it reads rows that another may have")
+                self._add([range(self._newest, self._newest + (1 if self._dataset.by_file else UNLEASED_ROWS))])
+        self._positions.pop(self._planned, None)
+        self._planned = plan
+        return plan
 
     def ahead(self, batches: int) -> list[int]:
         """The numbers of those after it."""
         return list(range(self._planned + 1, self._planned + 1 + batches))
 
-    def make(self, plan: int) -> Tensor:
-        """The next batch: (B / size, T) int64. They are made in order, each once."""
-        assert plan == self._made + 1, (plan, self._made)
-        while (rows := self._batch_size - len(self._packer)) > 0:
-            # About as many as are missing: the tokenizer is faster with several, and nobody is to wait for more.
-            wanted = rows * self._settings.sequence_length * self._bytes_per_token
-            documents, num_bytes = [self._next_document()], 0
-            while (num_bytes := num_bytes + len(documents[-1])) < wanted and len(documents) < _DOCUMENTS_AT_ONCE:
-                documents.append(self._next_document())
-            encoded = self._tokenizer.encode(documents)
-            self._bytes_per_token = num_bytes / max(1, sum(map(len, encoded)))
-            for one in encoded:
-                self._packer.add(one)
-        batch = self._packer.take(self._batch_size)[self._rank :: self._size]
-        self._made = plan
-        self._positions[plan] = self._position()
-        return torch.from_numpy(batch.astype(np.int64))
+    def _take(self, number: int) -> bool:
+        units = self._leases.take(number)
+        self._add(range(*one) for one in units or ())
+        return units is not None
+
+    def _add(self, units: Iterable[range]) -> None:
+        for one in units:
+            self._pending.append(one)
+            self._taken.append(one)
+            self._num_taken += len(one)
+            self._newest = max(self._newest, one.stop)
+
+    def _forget(self) -> int:
+        """Leave out of `_pending` what was read when the last batch was handed out; returns how many units it was."""
+        done = self._positions[self._planned].done
+        while (more := done - self._num_forgotten) > 0:
+            head = self._pending.popleft()
+            if len(head) > more:
+                self._pending.appendleft(head[more:])
+            self._num_forgotten += min(more, len(head))
+        return done
 
     def state(self) -> dict[str, Any]:
+        self._forget()
         position = self._positions[self._planned]
-        return {**position, "waiting": position["waiting"].tolist()}
-
-    def _position(self) -> dict[str, Any]:
         return {
-            "kind": "hub", "epoch": self._epoch, "visit": self._visit, "document": self._document,
-            "documents_in_epoch": self._documents_in_epoch,
-            "stride": self._stride, "shard": self._shard, "shards": self._shards,
-            "file": None if self._file is None else copy.deepcopy(self._file.state_dict()),
-            "waiting": self._packer.waiting(),
+            "kind": "rows", "files": self._dataset.digest, "lengths": sorted(self._reader.lengths.items()),
+            "units": [[one.start, one.stop, one.step] for one in self._pending], "newest": self._newest,
+            "shard": self._shard, "row": position.row, "waiting": position.waiting.tolist(),
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
         try:
-            self._epoch = int(state["epoch"])
-            self._visit = int(state["visit"]) * int(state["stride"]) // self._stride
-            self._documents_in_epoch = int(state["documents_in_epoch"])
-            file, waiting, document = state["file"], list(state["waiting"]), int(state["document"])
-            same_shard = (state["shard"], state["shards"]) == (self._shard, self._shards)
+            lengths, newest = {int(file): int(rows) for file, rows in state["lengths"]}, int(state["newest"])
+            units, row, waiting = [range(*map(int, one)) for one in state["units"]], int(state["row"]), state["waiting"]
+            (cursor, open_), shard, files = state.get("cursor") or (0, []), state["shard"], state["files"]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                "data: the checkpoint holds no position for this data.source; use the source it was made with"
-            ) from error
-        self._file = self._iterator = None
-        self._document = 0
-        self._packer = Packer(self._settings.sequence_length, self._tokenizer)
-        if not same_shard:
-            logger.warning("data.shards changed since the checkpoint: reading the current file from its beginning")
+            raise no_position() from error
+        self._newest, goes_on = newest, shard == self._shard
+        if files == self._dataset.digest:
+            self._reader.lengths = lengths
         else:
-            self._packer.restore(waiting)
-            self._document = document
-            if file is not None:
-                self._open(file)
-        self._begin()
+            logger.warning("the training data changed since the checkpoint: continuing at the same position in it")
+        if not isinstance(self._leases, Stripe):
+            # What is not in the model went back to the swarm, and may be another peer's now.
+            held = [(one.start, one.stop) for one in units]
+            goes_on = goes_on and bool(held) and not intersection(held, [*open_, (cursor, sys.maxsize)])
+        elif goes_on:
+            self._leases.next = newest
+        else:
+            logger.warning("data.shards changed since the checkpoint: continuing behind what all shards have read")
+            first, shards = units[0].start if units else newest, shard[1] if shard else 1
+            self._leases.skip_to((first // shards + 1) * shards)
+        self._begin(*((units, row, waiting) if goes_on else ([], 0, [])))
 
-    def _next_document(self) -> bytes:
-        """The next training document of this shard."""
-        while True:
-            with _reading_hub(self._settings):
-                if self._iterator is None:
-                    self._open(None)
-                assert self._iterator is not None
-                row = next(self._iterator, None)
-            if row is None:
-                self._next_file()
-                continue
-            number, self._document = self._document, self._document + 1
-            if number % self._document_stride != self._shard % self._document_stride:
-                continue
-            document = text_of(row, self._settings.field)
-            if document and not is_held_out(document, self._settings.holdout):
-                self._documents_in_epoch += 1
-                return document
+    # -- who reads: the worker, or the training thread ----------------------------------------------------------------
 
-    def _open(self, position: dict[str, Any] | None) -> None:
-        """Opens the file of the current visit, at its beginning or at a position from `IterableDataset.state_dict`."""
-        place = np.array([(self._first + self._stride * self._visit) % self._files])
-        number = int(permuted(place, self._files, f"{self._order}/{self._epoch}")[0])
-        self._file = self._rows.shard(num_shards=self._files, index=number)
-        if position is not None:
-            self._file.load_state_dict(copy.deepcopy(position))
-        self._iterator = iter(self._file)
+    def make(self, plan: int) -> Tensor | None:
+        """The next batch: (B / size, T). They are made in order, each once; None before its units are taken."""
+        with self._lock:
+            if plan != self._made + 1 or not self._fill():
+                return None
+            batch = self._packer.take(self._batch_size)[self._rank :: self._size]
+            self._positions[plan] = Position(*self._packed, self._packer.waiting())
+            self._made = plan
+        return torch.from_numpy(batch.astype(np.int64))
 
-    def _next_file(self) -> None:
-        self._file = self._iterator = None
-        self._document = 0
-        self._visit += 1
-        if self._first + self._stride * self._visit < self._files:
-            return
-        if not self._documents_in_epoch:
+    def _suffices(self, plan: int) -> bool:
+        """Whether the batch is made, or can be made of the units that are taken: alike on all ranks."""
+        if self._made >= plan:
+            return True
+        with self._lock:
+            return self._made >= plan or self._fill()
+
+    def _fill(self) -> bool:
+        """Pack rows until there is a batch, and no more. False: more units are needed."""
+        while (missing := self._batch_size - len(self._packer)) > 0:
+            if not self._encoded and not self._encode(missing * self._dataset.sequence_length):
+                return False
+            done, at, row = self._encoded.popleft()
+            self._packed = done, at
+            for document in row:
+                self._packer.add(document)
+        return True
+
+    def _encode(self, tokens: int) -> bool:
+        """Read about so many: the tokenizer is faster with several rows, and nobody is to wait for more."""
+        rows, num_bytes = list[tuple[int, int, list[bytes]]](), 0
+        while num_bytes < tokens * self._bytes_per_token and len(rows) < _ROWS_AT_ONCE:
+            if (row := self._next_row()) is None:
+                break
+            rows.append((self._done, self._row, row))
+            num_bytes += sum(map(len, row))
+        encoded = self._dataset.tokenizer.encode([document for *_, row in rows for document in row])
+        self._bytes_per_token = max(0.1, num_bytes / max(1, sum(map(len, encoded))))
+        ready = iter(encoded)
+        self._encoded += [(done, at, list(islice(ready, len(row)))) for done, at, row in rows]
+        return bool(rows)
+
+    def _next_row(self) -> list[bytes] | None:
+        """The training documents of the next row, none if all are held out; None while no unit is there."""
+        text = None
+        while text is None:
+            if self._unit is None:
+                if (number := next(self._numbers)) is None:
+                    return None
+                self._unit = self._reader.unit(number)
+            if (text := next(self._unit, None)) is None:
+                self._unit, self._row, self._done = None, 0, self._done + 1
+        self._row += 1
+        settings, lengths = self._dataset.settings, self._reader.lengths
+        documents = [one for one in documents_of(text) if not is_held_out(one, settings.holdout)]
+        self._barren = 0 if documents else self._barren + 1
+        if len(lengths) == len(self._dataset.files) and self._barren > sum(lengths.values()):
             raise DataError(
-                f"data.name: {self._settings.name} has no training document for shard {self._shard} of {self._shards}; "
-                f"use fewer peers or more data"
+                f"data.name: all documents of {settings.name} that this peer reads are held out; use more data, or "
+                "fewer peers"
             )
-        self._epoch, self._visit, self._documents_in_epoch = self._epoch + 1, 0, 0
+        return documents
 
-
-def _reading_hub(settings: DataConfig) -> AbstractContextManager[None]:
-    return reading(f"data.name: {settings.name}", "check data.name, data.subset, data.split and the network")
+    def _dealt(self) -> Iterator[int | None]:
+        """The units that are taken, in order; None while there is none."""
+        while True:
+            if self._taken:
+                yield from self._taken.popleft()
+            else:
+                yield None

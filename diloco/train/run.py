@@ -277,16 +277,16 @@ def _shard(config: Config, island: Island) -> int:
 
 
 def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, sync: Sync) -> data.Prefetched:
-    """Leased units, where several peers share one list of sequences and nobody has cut it into shards.
+    """Leased units, where several peers share one list of them and nobody has cut it into shards.
 
-    A hub stream has no numbered sequences. Each rank of an island reads its own rows of the peer's batch.
+    Each rank of an island reads its own rows of the peer's batch.
     """
     batch_size, settings = config.inner.batch_size, config.data
     if isinstance(sync, DataParallel):
         stream = dataset.batches(batch_size, shard=island.rank, shards=island.size)
-    elif settings.shard is not None or settings.source == "hub":
+    elif settings.shard is not None:
         stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=island.rows)
     else:
-        leases = sync.lease_units(batch_size * config.outer.sync_every, data.AHEAD)
+        leases = sync.lease_units(dataset.units(batch_size * config.outer.sync_every), data.AHEAD)
         stream = dataset.leased(batch_size, leases, shard=shard, rows=island.rows)
     return data.Prefetched(stream, island.device)

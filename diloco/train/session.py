@@ -108,7 +108,7 @@ class Session:
         state, tensors = self._checkpoint.state, self._checkpoint.tensors
         self._checkpoint = None
         sync.steps, sync.tokens, sync.discarded_tokens = state["counters"]
-        stream.restore(state["stream"])
+        stream.restore({**state["stream"], "cursor": state.get("units")})  # which data is in the model
         restore_optimizer(optimizer, tensors["inner"], state["inner"])
         restore_rng(tensors["rng"], state["rng"])
         if isinstance(sync, DataParallel):

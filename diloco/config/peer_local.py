@@ -5,9 +5,10 @@ The settings of the run are in `groups.py`, which says where presets and further
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import AfterValidator, Field, field_serializer, model_validator
 
 from diloco.config.base import Bare, Directory, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
 from diloco.config.explain import Expected
@@ -17,6 +18,13 @@ __all__ = [
     "TrainConfig", "WandbConfig",
 ]  # fmt: skip
 
+
+def _without_secret(url: str) -> str:
+    if re.search(r"://([^/]*:[^/]*@|.*\?)", url):
+        raise ValueError("checkpoint.push has a password or key in it, which logs would show; use the environment")
+    return url
+
+
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 TokenText = Annotated[
     str, Bare, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), Expected("the token of an invitation, or @FILE with it")
@@ -24,6 +32,7 @@ TokenText = Annotated[
 Device = Annotated[
     str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d{1,3})?)$"), Expected("auto, cpu, cuda[:N], xpu[:N] or mps")
 ]
+PushPlace = Annotated[str, Field(min_length=1), AfterValidator(_without_secret)]
 SimEvent = Annotated[
     str, Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"), Expected("crash:PEER@SECOND, leave:... or join:...")
 ]
@@ -149,6 +158,8 @@ class CheckpointConfig(PeerLocal):
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are deleted.")
     background: bool = True
     """Written from copies while training goes on; false needs no memory for copies, and training waits."""
+    push: PushPlace | None = None
+    """Directory or URL (s3://, gs://, az://, hf://) that gets each checkpoint's model; credentials: environment."""
 
 
 class EvalConfig(PeerLocal):

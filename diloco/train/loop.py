@@ -23,13 +23,16 @@ from diloco.config import BudgetConfig, Config, InnerConfig
 from diloco.config.manifest import raised
 from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
+from diloco.rundir.checkpoint import copied
 from diloco.rundir.metrics import RunLog
+from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Message, Notice, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
 from diloco.train.devices import empty_cache, forked_random, peak_memory
 from diloco.train.evaluate import evaluate, fitting, generate
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast
+from diloco.train.rows import whole
 from diloco.train.schedules import swarm_steps
 from diloco.train.session import Session, Sync
 from diloco.train.speed import token_share
@@ -61,6 +64,7 @@ class Trainer:
     log: RunLog
     tell: Callable[[Message], None]
     tokenizer: Any = None  # a `Tokenizer`, for `eval.prompts`
+    pusher: Pusher | None = None
     eval_loss: float | None = None
     _losses: list[Tensor] = field(default_factory=list)
     _loss: float | None = None
@@ -239,6 +243,7 @@ class Trainer:
                 self.save(config.checkpoint.background and not over)
             except ConfigError as error:  # the swarm has the model, and the next boundary is another chance
                 self._not_saved(sync.version, error)
+            self.push()
         self._boundary_version = sync.version
 
     def _passed(self, every: int, since: int) -> bool:
@@ -327,6 +332,14 @@ class Trainer:
             self._unsaved = 0
         if self.config.run.lead and self.sync.view is not None:
             write_contributions(self.config.run.dir / "contributions.csv", self.sync.view.contributions())
+
+    def push(self, final: bool = False) -> None:
+        """All ranks: push the anchor, from a copy, while training goes on."""
+        if self.lead and self.config.checkpoint.push is not None:
+            with self.sync.anchored():
+                state = {name: whole(value.detach()) for name, value in self.model.state_dict().items()}
+                if self.pusher is not None:
+                    self.pusher.begin(self.sync.version, copied({"": state})[""], final)
 
     def _not_saved(self, version: int, error: ConfigError) -> None:
         self._unsaved += 1

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diloco import data
 from diloco import model as models
@@ -23,6 +24,7 @@ from diloco.errors import CheckpointError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
+from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
 from diloco.swarm.wire.libp2p import identity_number
@@ -121,16 +123,24 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
         trainer = Trainer(
             config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell, tokenizer
         )
-        if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
-            if not config.run.report:  # a supervisor writes its own, which names all of its peers
-                write_atomic(config.run.dir / "config.yaml", config.to_yaml())
-            write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
+        if island.leads and config.run.lead:
+            _prepare_files(trainer)
         tell(trainer.status("waiting"))
         with ExitStack() as stack:
             stack.enter_context(closing(stream))
             stack.callback(_watch(sync, island))
             _take_part(trainer)
             return _finish(trainer, build, tokenizer, began_at)
+
+
+def _prepare_files(trainer: Trainer) -> None:
+    """Of the peer that leads: where its models go, and, as nothing else can be wrong with them, its settings."""
+    config = trainer.config
+    if config.checkpoint.push is not None:
+        trainer.pusher = Pusher(config.checkpoint.push, partial(_write, config, trainer.tokenizer))
+    if not config.run.report:  # a supervisor writes its own, which names all of its peers
+        write_atomic(config.run.dir / "config.yaml", config.to_yaml())
+    write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
 
 
 def _take_part(trainer: Trainer) -> None:
@@ -237,6 +247,7 @@ def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, be
         # In the middle of a round the parameters are no anchor, and before the first there is nothing to show.
         if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
+            trainer.push(final=True)
             final = _whole(trainer.model, build, leads) if trainer.island.sharded else trainer.model
             if leads:
                 models.save(final, config.run.dir / "model", tokenizer)
@@ -254,8 +265,19 @@ def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, be
         write_summary(config.run.dir / "summary.json", summary)
         if summary.contributions:
             write_contributions(config.run.dir / "contributions.csv", summary.contributions)
+    if trainer.pusher is not None:
+        trainer.pusher.wait()
     tell(trainer.status("left" if sync.interrupted else "done"))
     return summary
+
+
+def _write(config: Config, tokenizer: Any, state: dict[str, Tensor], place: Path) -> None:
+    """Write a model with these parameters and buffers, as `diloco export` does. No random number is drawn."""
+    with torch.device("meta"):
+        model: Any = models.outline(config.model)
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    models.save(model, place, tokenizer)
 
 
 def _whole(model: nn.Module, build: Callable[[], nn.Module], leads: bool) -> nn.Module:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from diloco.config import SwarmConfig
+from diloco.config.manifest import hash_of
 from diloco.errors import SwarmError
 from diloco.swarm.visit.look import look
 from diloco.swarm.wire.gate import watching
@@ -31,5 +31,5 @@ def seeds_again(
             found = thread.submit(look, known, identity, gate=gate).result()
     except SwarmError:
         return ()
-    same = hashlib.sha256(found.manifest_text.encode()).hexdigest() == manifest_hash
+    same = hash_of(found.manifest_text) == manifest_hash
     return tuple(found.addresses) if same else ()

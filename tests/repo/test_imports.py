@@ -51,6 +51,7 @@ HOMES = {
     "huggingface_hub": {"hub"},
     "datasets": {"data"},
     "pyarrow": {"data"},
+    "fsspec": {"rundir"},
     "wandb": {"rundir"},
     "matplotlib": {"rundir"},
     "torch.distributed": {"train"},

@@ -250,13 +250,9 @@ def _fragments(protocol: Peer) -> list[schema.FragmentRow]:
     return rows
 
 
-def _budget(number: int | None, planned: int, *limit: int) -> int | None:
-    return None if number is None else at_most(max(number, planned), *limit)
-
-
 def _run(protocol: Peer, manifest_text: str, at: float) -> schema.RunInfo:
     manifest: dict[str, Any] = json.loads(manifest_text)
-    budget, model = manifest.get("budget") or {}, manifest.get("model") or {}
+    model = manifest.get("model") or {}
     mode = "synchronous" if protocol.lockstep else "streaming" if protocol.outer.quorum is None else "asynchronous"
     version, applied = protocol.swarm_clock()
     return schema.RunInfo(
@@ -265,8 +261,8 @@ def _run(protocol: Peer, manifest_text: str, at: float) -> schema.RunInfo:
         wire_version=WIRE_VERSION,
         mode=mode,
         model=str(model.get("name") or ""),
-        outer_steps=_budget(budget.get("outer_steps"), protocol.planned[0]),
-        tokens=_budget(budget.get("tokens"), protocol.planned[1], MAX_TOKENS),
+        outer_steps=at_most(protocol.planned[0]) or None,
+        tokens=protocol.planned[1] or None,
         version=version,
         applied_tokens=applied,
         at=at,

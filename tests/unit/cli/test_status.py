@@ -31,12 +31,12 @@ from tests.support.fake_swarm import peer_id, snapshot
 from tests.support.statuses import status
 
 MANIFEST = "0" * 64
-TEXT = '{"model": {"name": "tiny"}, "budget": {"outer_steps": 9, "tokens": null}}'
+TEXT = '{"model": {"name": "tiny"}}'
 ME, OTHER = "a" * 46, "b" * 46
 
 
 def node() -> Peer:
-    return Peer(ME, "me", "run", MANIFEST, ["1" * 64] * 2, Nobody(), device="cpu")
+    return Peer(ME, "me", "run", MANIFEST, ["1" * 64] * 2, Nobody(), device="cpu", planned=[9, 0, 9])
 
 
 def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -> Peer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +10,13 @@ from typing import Any
 import pytest
 
 from diloco.config import SwarmConfig
+from diloco.config.manifest import hash_of
 from diloco.errors import SwarmError
 from diloco.swarm.visit.look import Found
 from diloco.train.seeds import seeds_again
 
-TEXT = '{"run": {"id": "mine"}}'
-OURS = hashlib.sha256(TEXT.encode()).hexdigest()
+TEXT = '{"budget": {"tokens": 5}, "run": {"id": "mine"}}'
+OURS = hash_of(TEXT.replace("5", "7"))  # a longer run is the same one
 GIVEN, *KNOWN = (f"/ip4/203.0.113.{n}/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg" for n in "789")
 
 

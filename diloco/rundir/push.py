@@ -1,0 +1,117 @@
+"""Models of checkpoints, where others find them while training goes on: `URL/step-00000012/`, as transformers reads it.
+
+The URL is a directory, or whatever fsspec writes to: an object store, or the hub. Of several peers that push, the first
+claims a version by a file, and the others leave it to that one. `complete.json` comes last: what lacks it is not whole.
+Two that push one version at once write the same: a model is the anchor, which is equal on all peers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, Queue
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from diloco.errors import ConfigError
+from diloco.text import one_line
+
+__all__ = ["COMPLETE", "Pusher"]
+
+CLAIM, COMPLETE = "claim", "complete.json"
+PATIENCE_S = 600.0
+
+logger = logging.getLogger(__name__)
+
+
+class Pusher:
+    """Pushes one version at a time, in a thread that training never waits for; a version that waits replaces an older
+    one that does. `write` puts a model into a directory. What fails is tried again after `retry_s`, then left to the
+    next version, with a warning the first time, and one when it works again.
+
+    Raises `ConfigError` if nothing can be written there.
+    """
+
+    def __init__(
+        self, url: str, write: Callable[[Any, Path], None], retry_s: Sequence[float] = (2.0, 10.0, 60.0)
+    ) -> None:
+        self._url, self._write, self._retry_s, self._me = url, write, retry_s, secrets.token_hex(8)
+        self._queue: Queue[tuple[int, Any, bool]] = Queue()
+        self._fails = False
+        try:
+            self._files, self._root = fsspec.url_to_fs(url)
+            self._is_local = isinstance(self._files, LocalFileSystem)
+            if self._is_local:
+                self._files.auto_mkdir = True
+            self._files.pipe_file(probe := f"{self._root}/probe-{self._me}", b"diloco")
+            self._files.rm_file(probe)
+        except Exception as error:  # each store has its own exceptions
+            raise ConfigError(
+                f"checkpoint.push={url} cannot be written ({one_line(error)}); name a directory, or a URL "
+                "whose library is installed and to which the environment gives access"
+            ) from error
+        threading.Thread(target=self._work, name="push", daemon=True).start()
+
+    def begin(self, version: int, model: Any, final: bool = False) -> None:
+        """Push a model. A `final` version that another peer has claimed is waited for, and then pushed all the same."""
+        with suppress(Empty):
+            self._queue.get_nowait()
+            self._queue.task_done()
+        self._queue.put((version, model, final))
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> None:
+        """Until all is pushed that was begun, or so long; a warning if it is not."""
+        with self._queue.all_tasks_done:
+            if not self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s):
+                logger.warning("checkpoint.push: the last model is not at %s after %.0f s", self._url, timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            self._push(*self._queue.get())
+            self._queue.task_done()
+
+    def _push(self, version: int, model: Any, final: bool) -> None:
+        for wait_s in (*self._retry_s, None):
+            try:
+                with TemporaryDirectory(prefix="diloco-") as scratch:
+                    self._upload(version, model, Path(scratch) / "model", final, wait_s is None)
+                if self._fails:
+                    logger.warning("checkpoint.push: %s takes models again, from outer step %d on", self._url, version)
+                self._fails = False
+                return
+            except Exception as error:  # of the store, or of this machine's disk
+                if wait_s is not None:
+                    time.sleep(wait_s)
+                elif not self._fails:
+                    self._fails = True
+                    why = f"outer step {version} is not at {self._url} ({one_line(error)})"
+                    logger.warning("checkpoint.push: %s; training goes on, and later ones are tried", why)
+
+    def _upload(self, version: int, model: Any, place: Path, final: bool, last_try: bool) -> None:
+        files, target = self._files, f"{self._root}/step-{version:08d}"
+        claim, me = f"{target}/{CLAIM}", self._me.encode()
+        files.invalidate_cache()
+        if files.exists(f"{target}/{COMPLETE}"):
+            return
+        if files.exists(claim) and files.cat_file(claim) != me and not (final and last_try):
+            if final:
+                raise ConfigError("another peer is at it")
+            return
+        files.pipe_file(claim, me)
+        self._write(model, place)
+        sizes = {one.relative_to(place).as_posix(): one.stat().st_size for one in place.rglob("*") if one.is_file()}
+        for name in sizes:
+            part = f"{target}/{name}" + f".{self._me}" * self._is_local  # in a store it appears as a whole
+            files.put_file(str(place / name), part)
+            if self._is_local:
+                files.mv(part, f"{target}/{name}")
+        files.pipe_file(f"{target}/{COMPLETE}", json.dumps({"version": version, "bytes": sizes}).encode())

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_serializer
 from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import SerializerFunctionWrapHandler
 
 from diloco.config.address import unquoted
 from diloco.config.explain import Expected, explain
@@ -55,7 +56,18 @@ class Settings(BaseModel):
 
 
 class RunOwned(Settings):
-    """Settings that define the run: equal on all peers, part of the manifest and of its hash."""
+    """Settings that define the run: equal on all peers, part of the manifest and of its hash.
+
+    A run in which those that came `later` have their defaults has the hash that it had before there were such settings.
+    """
+
+    later: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _without_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        unsaid = {key for key in self.later if getattr(self, key) == fields[key].get_default(call_default_factory=True)}
+        return {key: value for key, value in handler(self).items() if key not in unsaid}
 
 
 class PeerLocal(Settings):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from diloco.config.base import Digest, Name, Revision, RunOwned, Tuple
 from diloco.config.explain import Expected
@@ -31,6 +31,7 @@ class MixedSource(RunOwned):
 
 
 class DataRecipe(RunOwned):
+    later = ("mixture", "tokenizer_files")
     source: Literal[LocalSource, "hub", "mixture"]
     """stdlib: Python's own standard library; text, json, parquet: files; hub: a streaming dataset; mixture: several."""
     sequence_length: int = Field(128, ge=2, le=1 << 20, description="Tokens of one packed sequence.")
@@ -57,12 +58,6 @@ class DataRecipe(RunOwned):
         Expected("a list, each {name: NAME, source: stdlib, text, json or parquet, weight: A NUMBER, field: COLUMN}"),
     ] = ()
     """Sources and how much of each: weights of sequences, of any sum (mixture). Their files are in data.paths."""
-
-    @model_serializer(mode="wrap", when_used="json")
-    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # A run without them has the hash that it had before there were such settings.
-        content: dict[str, Any] = handler(self)
-        return {key: value for key, value in content.items() if value or key not in ("mixture", "tokenizer_files")}
 
     @model_validator(mode="after")
     def _fits_source(self) -> DataRecipe:

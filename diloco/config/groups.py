@@ -10,15 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    PlainSerializer,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)  # fmt: skip
+from pydantic import AfterValidator, Field, PlainSerializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from diloco.config.base import Name, RunOwned, Tuple
@@ -100,6 +92,7 @@ class BudgetConfig(RunOwned):
 class InnerConfig(RunOwned):
     """The optimizer that every peer runs on its own batches."""
 
+    later = ("decay_ratio",)
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The inner optimizer; its state is never averaged. muon: on matrices inside the model."""
     lr: float = Field(gt=0, le=10, description="Peak learning rate of AdamW.")
@@ -121,11 +114,6 @@ class InnerConfig(RunOwned):
     @property
     def peak_lr(self) -> float:
         return self.lr * (self.muon_lr_ratio if self.optimizer == "muon" else 1.0)
-
-    @model_serializer(mode="wrap", when_used="json")
-    def _of_the_schedule(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # A run with another schedule has the hash that it had before there was wsd.
-        return {key: value for key, value in handler(self).items() if key != "decay_ratio" or self.schedule == "wsd"}
 
 
 class OuterConfig(RunOwned):

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from diloco.config.base import Digest, Name, PeerLocal, Revision, RunOwned
 
 __all__ = ["MAX_FROZEN", "ModelConfig", "ModelRecipe"]
 
 MAX_FROZEN = 256  # digests of tensors that a manifest has room for
-DERIVED = ("weights", "frozen", "generation")
 
 
 class ModelPlace(PeerLocal):
@@ -28,6 +27,7 @@ class ModelPlace(PeerLocal):
 class ModelRecipe(RunOwned):
     """A causal LM that transformers builds from a config (random weights) or loads from a directory or the hub."""
 
+    later = ("weights", "frozen", "generation")
     name: Name = Field(description="Name of the model in logs and summaries.")
     model_type: Name = Field("llama", description="transformers model type that model.config belongs to.")
     path: str | None = Field(None, min_length=1)
@@ -42,12 +42,6 @@ class ModelRecipe(RunOwned):
     """Digests of parameters that are not trained, and of buffers; filled in from model.path."""
     generation: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of generation_config.json; filled in from model.path."""
-
-    @model_serializer(mode="wrap", when_used="json")
-    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # A run that starts from no checkpoint has the hash that it had before there were such fields.
-        content: dict[str, Any] = handler(self)
-        return {key: value for key, value in content.items() if value or key not in DERIVED}
 
     @field_validator("config", "generation", mode="before")
     @classmethod

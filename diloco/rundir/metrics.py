@@ -117,6 +117,7 @@ class WandbLog:
 
             # wandb's console capture would swallow the lines for the supervisor, and wandb must never ask for a key.
             options = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=10)
+            self._table = wandb.Table
             self._run = wandb.init(
                 mode=settings.mode,
                 project=settings.project,
@@ -134,25 +135,25 @@ class WandbLog:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Logs a line of `metrics.jsonl`."""
-        if self._run is None:
-            return
-        try:
-            if self._aggregate:
-                record = self._swarm(record)
-            if record:
-                self._run.log(dict(record))
-        except Exception as error:
-            self._give_up("wandb: cannot log", error)
+
+        def send() -> None:
+            content = self._swarm(record) if self._aggregate else dict(record)
+            if content:
+                self._run.log(content)
+
+        self._try("log", send)
 
     def samples(self, rows: list[list[Any]]) -> None:
         """Logs a table of versions, prompts and texts."""
+        self._try("log", lambda: self._run.log({"samples": self._table(["outer step", "prompt", "text"], rows)}))
+
+    def _try(self, what: str, work: Callable[[], None]) -> None:
+        """The first failure is the last call."""
         if self._run is not None:
             try:
-                import wandb
-
-                self._run.log({"samples": wandb.Table(["outer step", "prompt", "text"], rows)})
+                work()
             except Exception as error:
-                self._give_up("wandb: cannot log", error)
+                self._give_up(f"wandb: cannot {what}", error)
 
     def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The swarm's figures, if they are due. As anchors are equal, this peer's held-out loss is the swarm's."""
@@ -164,12 +165,8 @@ class WandbLog:
         return {**self.figures(), **shared}
 
     def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            try:
-                run.finish()
-            except Exception as error:
-                self._give_up("wandb: cannot finish", error)
+        self._try("finish", lambda: self._run.finish())
+        self._run = None
 
     def _give_up(self, what: str, error: Exception) -> None:
         self._run = None

@@ -158,14 +158,11 @@ def free_bytes(device: torch.device) -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """The most bytes that were in use at a time: of this process, and of its tensors on an accelerator that counts
-    them. Nothing waits for the device.
-    """
+    """Most bytes in use at a time: of this process, and of its tensors where the accelerator counts them."""
     unit = 1 if sys.platform == "darwin" else 1024
     found = {"peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type in ("cuda", "xpu"):
-        module: Any = torch.get_device_module(device)
-        found["peak_device_bytes"] = module.max_memory_allocated(device)
+        found["peak_device_bytes"] = torch.get_device_module(device).max_memory_allocated(device)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from diloco import model as models
-from diloco.config.explain import show
 from diloco.data import Tokenizer
 from diloco.errors import ConfigError, DivergedError
 from diloco.train.devices import forked_random, seed_random
 from diloco.train.island import Island
 
-__all__ = ["EvalResult", "evaluate", "fitting", "generate"]
+__all__ = ["EvalResult", "evaluate", "generate", "prompt_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +84,15 @@ def generate(
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature: {temperature} is out of range; expected 0 (likeliest token) or more")
     model_any: Any = model  # a PreTrainedModel
-    tokens, room = _fit(model, tokenizer, prompt, "prompt")
-    if max_new_tokens > room:
-        raise ConfigError(
-            f"max_new_tokens: {max_new_tokens} and {len(tokens)} tokens of prompt exceed the model's "
-            f"{len(tokens) + room} positions; expected at most {max(room, 0)}, or shorten the prompt"
-        )
+    tokens = prompt_tokens(model, tokenizer, prompt, max_new_tokens)
     device = next(model.parameters()).device
-    prompt_tokens = torch.tensor([tokens], device=device)  # (1, P)
+    given = torch.tensor([tokens], device=device)  # (1, P)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with models.evaluating(model), forked_random(device):
         seed_random(device, seed)
         output = model_any.generate(
-            prompt_tokens,
-            attention_mask=torch.ones_like(prompt_tokens),
+            given,
+            attention_mask=torch.ones_like(given),
             max_new_tokens=max_new_tokens,
             eos_token_id=tokenizer.end,
             pad_token_id=tokenizer.end,
@@ -108,28 +101,23 @@ def generate(
     return tokenizer.decode(output[0, len(tokens) :].tolist())
 
 
-def fitting(model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], most: int) -> list[tuple[str, int]]:
-    """Each of `eval.prompts` with how many tokens to write after it: as many as the model has positions for, at most
-    `most`. Raises `ConfigError` for a prompt that leaves no room, or that has a token which the model lacks.
+def prompt_tokens(
+    model: Any, tokenizer: Tokenizer, prompt: str, more: int, keys: tuple[str, str] = ("prompt", "max_new_tokens")
+) -> list[int]:
+    """The tokens of a prompt. Raises `ConfigError`, with `keys` for it and for the `more` tokens that are to follow, if
+    the model lacks one of them, or positions for all.
     """
-    found = []
-    for prompt in prompts:
-        tokens, room = _fit(model, tokenizer, prompt, "eval.prompts")
-        if room < 1:
-            here = f"{len(tokens)} tokens, and the model has {len(tokens) + room} positions"
-            raise ConfigError(f"eval.prompts: {show(prompt, 40)} has {here}; shorten it")
-        found.append((prompt, int(min(room, most))))
-    return found
-
-
-def _fit(model: Any, tokenizer: Tokenizer, prompt: str, key: str) -> tuple[list[int], float]:
-    """The tokens of a prompt, and for how many more the model has positions; without a limit infinitely many."""
     tokens = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0].tolist() or [tokenizer.end or 0]
     config = model.config.get_text_config()
     if max(tokens) >= config.vocab_size:
         raise ConfigError(
-            f"{key}: the tokenizer makes the id {max(tokens)} of {tokenizer.decode([max(tokens)])!r}, and the model's "
-            f"vocabulary has {config.vocab_size}; leave it out, or use the model's own tokenizer"
+            f"{keys[0]}: the tokenizer makes the id {max(tokens)} of {tokenizer.decode([max(tokens)])!r}, and the "
+            f"model's vocabulary has {config.vocab_size}; leave it out, or use the model's own tokenizer"
         )
     positions = getattr(config, "max_position_embeddings", None)
-    return tokens, positions - len(tokens) if isinstance(positions, int) else math.inf
+    if isinstance(positions, int) and len(tokens) + more > positions:
+        raise ConfigError(
+            f"{keys[1]}: {more} and {len(tokens)} tokens of prompt exceed the model's {positions} positions; expected "
+            f"at most {max(positions - len(tokens), 0)}, or shorten the prompt"
+        )
+    return tokens

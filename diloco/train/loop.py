@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Message, Notice, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
 from diloco.train.devices import empty_cache, forked_random, peak_memory
-from diloco.train.evaluate import evaluate, fitting, generate
+from diloco.train.evaluate import evaluate, generate, prompt_tokens
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast
 from diloco.train.rows import whole
@@ -86,9 +87,9 @@ class Trainer:
         # In data parallel only rank 0 is told to lead, and all evaluate with it.
         [lead] = self.island.agree([self.config.run.lead])
         self.lead = bool(lead)
-        prompts = self.config.eval.prompts if self.lead and self.island.leads else ()
-        # All ranks write, because a sharded layer is gathered from all of them.
-        self._prompts = self.island.share(fitting(self.model, self.tokenizer, prompts, self.config.eval.prompt_tokens))
+        keys = ("eval.prompts", "eval.prompt_tokens")
+        for prompt in self.config.eval.prompts if self.island.leads else ():
+            prompt_tokens(self.model, self.tokenizer, prompt, self.config.eval.prompt_tokens, keys)
         self._scale = LossScale(self.config, self.island)
         self._ranks = 1 if self.config.outer.method == "data_parallel" else self.island.size
         self._token_share = token_share(self.model, self.config.data.sequence_length, self.island.device)
@@ -271,7 +272,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """All ranks: held-out loss of the anchor, where text is held out, and what it writes after `eval.prompts`."""
-        if not len(self.holdout) and not self._prompts:
+        if not len(self.holdout) and not self.config.eval.prompts:
             return
         rows = max(1, self.config.inner.batch_size // self.island.size)
         rows = min(rows, self._micro_batch or self.config.train.micro_batch or rows)
@@ -285,13 +286,12 @@ class Trainer:
             self._show(written)
 
     def _write(self) -> list[tuple[str, str]]:
-        """Prompts, and what the model writes after them."""
+        """All ranks, as sharded layers are gathered from them: prompts, and what the model writes after them."""
+        prompts, most = self.config.eval.prompts, self.config.eval.prompt_tokens
         # Each token makes the sequence longer, and would have layers compiled for another length.
-        with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
-            return [
-                (prompt, generate(self.model, self.tokenizer, prompt, max_new_tokens=most, temperature=0.0))
-                for prompt, most in self._prompts
-            ]
+        with torch.compiler.set_stance("force_eager") if self.config.train.compile and prompts else nullcontext():
+            write = partial(generate, self.model, self.tokenizer, max_new_tokens=most, temperature=0.0)
+            return [(prompt, write(prompt)) for prompt in prompts]
 
     def _show(self, written: list[tuple[str, str]]) -> None:
         """All of it goes into the log and to watchers of the swarm, a line to whoever started this peer."""

@@ -19,7 +19,7 @@ from diloco import model as models
 from diloco.data import load_tokenizer
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import ConfigError, DivergedError
-from diloco.train.evaluate import evaluate, fitting, generate
+from diloco.train.evaluate import evaluate, generate, prompt_tokens
 from tests.support.errors import error_text
 from tests.support.models import small_model
 
@@ -158,22 +158,11 @@ def test_arguments_that_cannot_be_used_are_one_line(small: nn.Module, values: di
     assert "\n" not in str(caught.value)
 
 
-@given(prompts=st.lists(st.text(max_size=70), max_size=5), most=st.integers(1, 80))
-def test_any_prompt_has_room_for_what_follows_it_or_is_refused_at_once(
-    small: nn.Module, prompts: list[str], most: int
-) -> None:
-    sizes = [max(1, len(prompt.encode(errors="replace"))) for prompt in prompts]
-    too_long = next((size for size in sizes if size >= 64), None)
-    if too_long is None:
-        found = fitting(small, BYTES, prompts, most)
-        assert found == [(prompt, min(most, 64 - size)) for prompt, size in zip(prompts, sizes, strict=True)]
+@given(prompt=st.text(max_size=70), more=st.integers(1, 80))
+def test_any_prompt_is_refused_that_leaves_no_room(small: nn.Module, prompt: str, more: int) -> None:
+    tokens, keys = list(prompt.encode(errors="replace")) or [0], ("eval.prompts", "eval.prompt_tokens")
+    if len(tokens) + more <= 64:
+        assert prompt_tokens(small, BYTES, prompt, more, keys) == tokens
     else:
-        with pytest.raises(ConfigError, match=rf"^eval\.prompts: .* {too_long} tokens, .* 64 positions; shorten it$"):
-            fitting(small, BYTES, prompts, most)
-
-
-def test_a_prompt_may_leave_room_for_one_token_and_needs_those_that_the_model_knows(small: nn.Module) -> None:
-    [(prompt, room)] = fitting(small, BYTES, ["x" * 63], 80)
-    assert room == 1 and isinstance(generate(small, BYTES, prompt, max_new_tokens=room, temperature=0), str)
-    with pytest.raises(ConfigError, match=r"^eval\.prompts: the tokenizer makes the id 101 of 'e', and the model's"):
-        fitting(small_model(vocab_size=100), BYTES, ["abc", "e"], 4)
+        with pytest.raises(ConfigError, match=rf"^eval\.prompt_tokens: {more} and {len(tokens)} tokens of prompt exc"):
+            prompt_tokens(small, BYTES, prompt, more, keys)

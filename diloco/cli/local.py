@@ -75,17 +75,19 @@ def _run(config: Config) -> int:
                 children[-1].stop()
                 break
         with LiveView(console, names, config.budget.outer_steps, title) as view:
-            _follow(children, words, view)
-        return _conclude(config, children, bool(stop), time.monotonic() - began_at, console)
+            culprit = _follow(children, words, view, stop)
+        return _conclude(config, children, culprit, bool(stop), time.monotonic() - began_at, console)
 
 
-def _conclude(config: Config, children: list[Child], stopped: bool, wall_s: float, console: Console) -> int:
+def _conclude(
+    config: Config, children: list[Child], culprit: Child | None, stopped: bool, wall_s: float, console: Console
+) -> int:
     run_dir = config.run.dir
     summaries = [child.summary for child in children if child.summary is not None]
     # Ctrl+C while a peer still starts has nothing to lose.
     failed = [c for c in children if c.exit > 0 and not (stopped and not c.ready)]
-    complaint = next((child for child in failed if child.summary is None), None)
-    code = 0 if complaint is None else complaint.exit
+    complaint = culprit or next((child for child in failed if child.summary is None), None)
+    code = 0 if complaint is None else complaint.error().exit_code
     if not summaries and complaint is None and not stopped:
         raise SwarmError(f"every peer was killed; run the same command again to go on from {run_dir}/checkpoints")
     if any(summary.outer_steps for summary in summaries):
@@ -180,13 +182,10 @@ class Child:
         """The exit code of a process that has ended; negative for the signal that ended it."""
         return self.process.returncode
 
-    def stop(self, number: int = signal.SIGINT) -> None:
-        """Make it leave, or end it at once if it is not ready: then it may wait for others, and hears no signal.
-
-        A second SIGINT ends a peer at once; another signal may come several times.
-        """
+    def stop(self) -> None:
+        """Make it leave, or end it at once if it is not ready: then it may wait for others, and hears no signal."""
         if self.process.poll() is None:
-            self.process.send_signal(number if self.ready or self.begun else signal.SIGKILL)
+            self.process.send_signal(signal.SIGINT if self.ready or self.begun else signal.SIGKILL)
 
     def complaint(self) -> str | None:
         """The one-line error that the peer ended with."""
@@ -195,7 +194,10 @@ class Child:
         return found[-1].removeprefix("diloco: error: ") if found else (lines[-1] if lines else None)
 
     def error(self) -> DilocoError:
-        """That error, with the exit code."""
+        """That error, with the exit code; of one that was killed, which says nothing itself, what happened."""
+        if self.exit < 0:
+            name = signal.Signals(-self.exit).name
+            return SwarmError(f"{self.name} was killed ({name}) before training began; out of memory? local.peers=N")
         error = DilocoError(f"{self.name}: {self.complaint()} (log: {self.log})")
         error.exit_code = self.exit
         return error
@@ -252,9 +254,12 @@ def _wait(child: Child, listening: threading.Thread, words: Words) -> None:
     words.put((child, None))
 
 
-def _follow(children: list[Child], words: Words, view: LiveView) -> None:
-    """Show what the peers say until all have ended; a peer that fails before it is ready ends the others."""
-    running = {child.name for child in children}
+def _follow(children: list[Child], words: Words, view: LiveView, stop: Sequence[int]) -> Child | None:
+    """Show what the peers say until all have ended.
+
+    A peer that fails or is killed before any trains ends the others, which would wait for it; it is returned.
+    """
+    running, culprit = {child.name for child in children}, None
     while running:
         child, message = words.get()
         if message is not None:
@@ -274,9 +279,11 @@ def _follow(children: list[Child], words: Words, view: LiveView) -> None:
         state = "killed" if code < 0 else "failed"
         view.update(Status(child.name, state=state))
         view.note(f"{child.name} {state}: {child.complaint() if code > 0 else signal.Signals(-code).name}")
-        if code > 0 and not child.ready:
+        if not (child.begun or culprit or stop):
+            culprit = child
             for other in children:
-                other.stop(signal.SIGTERM)
+                other.stop()
+    return culprit
 
 
 @contextlib.contextmanager

@@ -1,0 +1,55 @@
+"""`diloco local` with peers that are no peers: what it does when one of them ends before any trains."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli import local
+from diloco.config import compose
+from diloco.errors import DilocoError
+
+
+@pytest.mark.parametrize("last", [0, 2])
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", 3, "was killed (SIGKILL) before training began; out of memory?"),
+        (
+            "import sys; sys.exit('diloco: error: data.path: /none does not exist')",
+            1,
+            ": data.path: /none does not exist",
+        ),
+        ("import nothing_of_that_name", 1, ": ModuleNotFoundError: No module named 'nothing_of_that_name' (log: "),
+        ('print(\'{"t": "ready"}\', flush=True); raise SystemExit(4)', 4, ": None (log: "),
+    ],
+    ids=["killed", "refused", "broken", "ready"],
+)
+def test_a_peer_that_ends_before_any_trains_is_named_at_once(
+    ends: str, code: int, said: str, last: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others would wait for it."""
+
+    def peer(config: Any, base: Path, index: int, names: list[str]) -> tuple[list[str], dict[str, str]]:
+        return ["-c", ends if index == last else "import time; time.sleep(1000)"], {}
+
+    started: list[Any] = []
+
+    class Kept(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(local, "_peer", peer)
+    monkeypatch.setattr(subprocess, "Popen", Kept)
+    with pytest.raises(DilocoError) as raised:
+        local.run(compose(["experiment=smoke", "local.peers=3", f"run.dir={tmp_path}/run"]))
+    assert str(raised.value).startswith(f"p{last}") and said in str(raised.value)
+    assert raised.value.exit_code == code
+    assert len(started) == 3 and all(process.poll() is not None for process in started)
+    for process in started:
+        process.stdin.close()
+        process.stdout.close()

@@ -5,11 +5,15 @@ The private half signs invitations to a run, the public half verifies them. Any 
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from cryptography.exceptions import InvalidSignature
@@ -23,6 +27,8 @@ __all__ = [
     "KEY_BYTES", "MAX_REVOKED", "SIGNATURE_BYTES", "Revoked", "RunKey", "check_private", "is_sealed", "new_key",
     "verify",
 ]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -95,12 +101,31 @@ def new_key() -> Ed25519PrivateKey:
 
 
 def check_private(file: IO[Any], path: Path, setting: str) -> None:
-    """Raises ConfigError if an open file of ours with a secret can be read by others, as ssh does."""
+    """Raises ConfigError if an open file of ours with a secret can be read by others, as ssh does. Where nobody can
+    change that, as on FAT or a drive of Windows, it is a warning.
+    """
     status = os.fstat(file.fileno())
-    if status.st_uid == os.getuid() and status.st_mode & 0o077:
+    if status.st_uid == os.getuid() and status.st_mode & 0o077 and _keeps_modes(path.parent):
         raise ConfigError(
             f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}"
         )
+
+
+@functools.cache
+def _keeps_modes(directory: Path) -> bool:
+    """Whether `chmod` has an effect there; warns once if not."""
+    try:
+        with TemporaryDirectory(prefix=".diloco-", dir=directory) as place:
+            probe = Path(place, "probe")
+            probe.touch(0o644)
+            with suppress(PermissionError):
+                os.chmod(probe, 0o600)
+            if not probe.stat().st_mode & 0o077:
+                return True
+    except OSError:
+        return True  # as far as anybody knows
+    logger.warning("%s is on a file system without modes: others may read the secrets there", directory)
+    return False
 
 
 def is_sealed(run_key: bytes, run_id: str, manifest_hash: str, seal: str) -> bool:

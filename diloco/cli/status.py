@@ -48,11 +48,15 @@ def _address_here() -> Address:
 
     Raises `ConfigError` if there is none, or if there are several.
     """
-    files = [file for place in (Path("runs"), *data_home().glob("peer-*/runs")) for file in place.glob("*/address")]
+    places, names = [Path("runs")], "./runs"
+    with suppress(ConfigError):  # nobody without a home has joined a run
+        names += f" or {data_home()}"
+        places += data_home().glob("peer-*/runs")
+    files = [file for place in places for file in place.glob("*/address")]
     living = [file for file in files if any(map(in_use, file.parent.glob("checkpoints/*")))]
     if len({file.parent.name for file in living}) == 1:
         return Address.read(f"@{living[0]}")
-    found = ", ".join(f"@{file}" for file in living) or f"of no run in ./runs or {data_home()} a peer runs here"
+    found = ", ".join(f"@{file}" for file in living) or f"of no run in {names} a peer runs here"
     raise ConfigError(f"give the ADDRESS of a peer, as it prints it: {found}")
 
 

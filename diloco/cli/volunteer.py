@@ -76,6 +76,8 @@ def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
                 stack.enter_context(exclusive(directory))
             except ConfigError:  # this peer is running
                 continue
+            except OSError as error:
+                raise ConfigError(f"{directory}: {error.strerror}; set XDG_DATA_HOME=DIRECTORY") from None
             yield PeerDirectory(number, directory, directory / "identity.key" if identity is None else Path(identity))
             return
     raise ConfigError(f"{PEERS_PER_MACHINE} of your peers are running on this machine; end one, or set XDG_DATA_HOME")

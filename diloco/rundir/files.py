@@ -41,9 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 def data_home() -> Path:
-    """Where this user's peers keep their keys and the runs that they joined."""
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "diloco"
+    """Where this user's peers keep their keys and the runs that they joined; `ConfigError` for one without a home."""
+    try:
+        return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share", "diloco")
+    except RuntimeError:
+        raise ConfigError("this user has no home directory; set XDG_DATA_HOME=DIRECTORY for keys and runs") from None
 
 
 def prepare_run_directory(path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +44,8 @@ def read_key(path: Path) -> bytes:
 def _make_identity(path: Path) -> None:
     """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment before its `chmod`."""
     with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
-        P2P.generate_identity(str(Path(private, "key")))
+        with suppress(PermissionError):  # of its `chmod`, on a file system without modes
+            P2P.generate_identity(str(Path(private, "key")))
         os.replace(Path(private, "key"), path)
 
 

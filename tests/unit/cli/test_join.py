@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from diloco.admission.keys import RunKey
+from diloco.cli.status import run as run_status
 from diloco.cli.table import invitation
 from diloco.cli.volunteer import (
     known_addresses,
@@ -32,6 +33,7 @@ from diloco.swarm.wire.dialing import best_first
 from diloco.train.loop import Trainer
 from diloco.train.machine import GIB, Machine
 from diloco.train.memory import MemoryNeed, fit_micro_batch
+from tests.support.errors import error_text
 from tests.support.joining import OTHER, found
 
 pytestmark = pytest.mark.usefixtures("own_home")
@@ -54,6 +56,22 @@ def test_joins_at_once_have_identities_of_their_own(own_home: Path, tmp_path: Pa
         assert directory.identity == key
         with pytest.raises(ConfigError):
             lock_peer_directory(str(key)).__enter__()
+
+
+@pytest.mark.parametrize("home", ["/dev/null", None])
+def test_without_a_home_one_line_names_the_setting(
+    home: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A container may run as a user that nobody knows, or whose home cannot be made. What needs none still works."""
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", home) if home else monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    said = error_text(ConfigError, lock_peer_directory().__enter__)
+    assert "/peer-0: Not a directory; " in said if home else said.startswith("this user has no home directory; ")
+    assert "; set XDG_DATA_HOME=DIRECTORY" in said
+    assert "of no run in ./runs" in error_text(ConfigError, run_status, None, False, False, None)
+    assert known_addresses([PLACE]) == []
 
 
 def test_peers_of_a_run_are_remembered(own_home: Path) -> None:

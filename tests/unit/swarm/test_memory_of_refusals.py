@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from diloco.admission.keys import is_sealed, new_key
 from diloco.errors import ConfigError
 from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.wire.gate import Gate, gate_for, watching
+from diloco.swarm.wire.libp2p import own_id
 from diloco.swarm.wire.transport import Disbelieved
 from tests.support.gates import gate, meet
 
@@ -112,3 +115,27 @@ def test_a_key_or_token_that_others_can_read_is_refused(tmp_path: Path, mode: in
         why = f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}$"
         with pytest.raises(ConfigError, match=why):
             gate_for("run", None, *given)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_where_chmod_has_no_effect_a_secret_is_used_with_one_warning(
+    refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on FAT, or on a drive of Windows. Some of them refuse the call."""
+
+    def chmod(*arguments: object, **options: object) -> None:
+        if refuses:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    RunKey.create(tmp_path / "run.key")
+    (tmp_path / "token").write_text(invitation().to_text())
+    for name in ("run.key", "token"):
+        (tmp_path / name).chmod(0o777)
+    monkeypatch.setattr(os, "chmod", chmod)
+    for _ in range(2):
+        gate_for("run", None, None, f"{tmp_path}/run.key")
+        gate_for("run", None, f"@{tmp_path}/token", None)
+        own_id(tmp_path / "identity.key")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path} is on a file system without modes: others may read the secrets there"
+    ]

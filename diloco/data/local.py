@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diloco.config import DataConfig
+from diloco.config import MIXTURE_BLOCK, DataConfig
 from diloco.data.mixture import Mixture, counts_of, places
 from diloco.data.numbered import LeasedStream, Leases, NumberedStream, Rows
 from diloco.data.packing import number_of, permuted
@@ -88,22 +88,14 @@ class LocalDataset:
 
         With `data.holdout=0` there are none.
         """
-        if not any(map(len, self.held_out)):  # data.holdout=0
-            return torch.empty((0, self.sequence_length), dtype=torch.int64)
         # In file order they would come from one or two documents. The order does not depend on the seed.
-        if len(self.held_out) == 1:
-            [rows] = self.held_out
-            return _as_tensor(rows[permuted(np.arange(min(sequences, len(rows))), len(rows), "holdout")])
+        sequences = min(sequences, MIXTURE_BLOCK * max(map(len, self.held_out)))
         found: list[NDArray[Any]] = []
         for source, rank in zip(*places(np.arange(sequences), "holdout", self._counts), strict=True):
             rows = self.held_out[source]
             if rank < len(rows):
                 found.append(rows[permuted(np.array([rank]), len(rows), "holdout")])
-        return _as_tensor(np.concatenate(found))
-
-
-def _as_tensor(rows: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.asarray(rows).astype(np.int64))
+        return torch.from_numpy(np.array(found, np.int64).reshape(-1, self.sequence_length))
 
 
 def _parts(settings: DataConfig) -> Iterator[tuple[str | None, DataConfig]]:
@@ -147,16 +139,13 @@ def _remedy(settings: DataConfig, tokenizer: Tokenizer) -> str:
         sizes[number_of(document, settings.source)] += tokens
     numbers = sorted(sizes)
     *held, total = accumulate((sizes[number] for number in numbers), initial=0)  # if those below a number are held out
-    asked = settings.sequence_length
-    length = asked if asked <= total else max(2, total // 8)
+    length = settings.sequence_length
     fitting = [index for index, tokens in enumerate(held) if length <= tokens <= total - length]
-    length = length if fitting else min(asked, total)
-    shorter = "" if length == asked else f"data.sequence_length={length} "
     if not fitting:
-        return f"{shorter}data.holdout=0 (no held-out loss)"
+        return f"data.sequence_length={min(length, total)} data.holdout=0 (no held-out loss)"
     least, most = numbers[fitting[0] - 1], numbers[fitting[-1]]
     parts = ((least * 10**digits // 2**64 + 1) / 10**digits for digits in range(2, 20))
-    return f"{shorter}data.holdout={next((part for part in parts if least < part * 2.0**64 <= most), 0)}"
+    return f"data.holdout={next((part for part in parts if least < part * 2.0**64 <= most), 0)}"
 
 
 def _cut(tokens: NDArray[Any], length: int) -> NDArray[Any]:

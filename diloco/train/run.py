@@ -40,7 +40,6 @@ from diloco.train.precision import precision_of, prepare_
 from diloco.train.rows import whole
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path, write_address
 from diloco.train.signals import watch
-from diloco.train.voice import other_data
 
 __all__ = ["run"]
 
@@ -195,12 +194,7 @@ def _sync(
         if config.run.lead:
             write_address(config, address)
 
-    def on_event(kind: str, fields: dict[str, object]) -> None:
-        log.swarm_event(kind, fields)
-        if kind == "other_data":
-            logger.warning("%s", other_data(fields))
-
-    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, on_event, ready)
+    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
     swarm.sequences = sequences
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 

@@ -18,7 +18,7 @@ from diloco.text import counted, human_bytes, plain
 from diloco.train.island import Island
 from diloco.train.swarm_link import NodeView
 
-__all__ = ["Listener", "Voice", "other_data"]
+__all__ = ["Listener", "Voice"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,6 @@ def _name(fields: Mapping[str, Any]) -> str:
     """How a peer is called: many have no name of their own."""
     name, peer = plain(fields.get("name", "peer")), plain(fields.get("peer", ""))
     return f"{name} ...{peer[-6:]}" if name == "peer" else name
-
-
-def other_data(fields: Mapping[str, Any]) -> str:
-    """The event of that kind as a line."""
-    return f"{_name(fields)} has other data ({fields['there']}; here {fields['here']}): {fields['so']}"
 
 
 class Voice:

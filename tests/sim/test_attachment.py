@@ -64,11 +64,14 @@ def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times:
         assert fields["cosine"] > 0.9999  # type: ignore[operator]
 
 
-def test_peers_whose_numbers_stand_for_other_text_are_told_of_each_other() -> None:
+def test_peers_whose_numbers_stand_for_other_text_are_told_of_each_other(caplog: pytest.LogCaptureFixture) -> None:
     data = {"a": f"{1:016x}-24x16", "b": f"{2:016x}-25x16", "c": f"{1:016x}-24x16", "d": ""}
     loops = train("abcd", lambda loop: loop.step(5), sync_every=4, data=data)
     told = {name: sorted(fields["peer"] for fields in loop.told("other_data")) for name, loop in loops.items()}
     assert told == {"a": ["b"], "b": ["a", "c"], "c": ["b"], "d": []}
+    lines = [record.getMessage() for record in caplog.records if "other data" in record.getMessage()]
+    line = "b ...b has other data (25 sequences, 00000000; here 24 sequences, 00000000): peers share sequences out by "
+    assert len(lines) == 4 and sum(one.startswith(line) for one in lines) == 2
 
 
 def test_who_goes_on_after_the_planned_rounds_is_told_once() -> None:

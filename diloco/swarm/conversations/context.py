@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -20,8 +21,11 @@ from diloco.swarm.conversations.tasks import FragmentLock, Tasks
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
+from diloco.text import plain
 
 __all__ = ["Context", "OnEvent"]
+
+logger = logging.getLogger(__name__)
 
 OnEvent = Callable[[str, dict[str, object]], None]
 """Called with the kind and the fields of everything that happens in the swarm."""
@@ -71,6 +75,9 @@ class Context:
             fields |= {"suppressed": suppressed} if suppressed else {}
         self.recorder.note(kind, fields, self.now())
         self.on_event(kind, fields)
+        if kind == "other_data":  # nobody would look for that in a log of events
+            who = f"{plain(str(fields['name']))} ...{str(fields['peer'])[-6:]}"
+            logger.warning("%s has other data (%s; here %s): %s", who, fields["there"], fields["here"], fields["so"])
 
     def _recorder_failed(self, why: str) -> None:
         if self.lines.suppressed("recorder_failed", "", self.now()) is not None:  # the recorder itself cannot keep it

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.fragments import Fragment, partition
@@ -86,6 +87,8 @@ class Attachment:
         self._progress = Progress(phases, runtime.clock)
         self._inner_start = InnerStart(optimizer, island, listener.on_event)
         self._counted_tokens = self._sequences_per_round = 0
+        self._given: tuple[Tensor, Tensor] | None = None  # a sample of the parameters, before and after an exchange
+        self._is_kept = False  # whether training was seen to go on from what an exchange gave
         self._cold = False  # in a first round that is left out
         self._left = self._is_opened = False
         self._is_paused = False
@@ -286,6 +289,8 @@ class Attachment:
 
     @usual
     def _before_step(self) -> None:
+        if self._given and not self._is_kept:
+            self._is_kept = self.parameters.check_kept(*self._given)
         self.schedules.bring_(swarm_steps(self, self.outer.sync_every))
 
     def _stepped(self) -> None:
@@ -373,11 +378,12 @@ class Attachment:
 
     def _adopt(self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> None:
         """Let rank 0 exchange, and have all ranks go on from the anchor that it has then."""
-        own, outer = self._progress, self.outer
+        own, outer, before = self._progress, self.outer, None if self._is_kept else self.parameters.sample
         adopted = self._link.adopt(exchange, lambda node: own.cycle_steps(outer, node.protocol.fastest_steps_per_s))
         if not adopted.done:
             self.interrupted = True
             return
+        self._given = None if before is None else (before, self.parameters.sample)
         self.discarded_tokens += adopted.discarded_tokens
         self.exchanged |= adopted.version > self.version or not outer.barrier
         # Both are less than before when another history won.

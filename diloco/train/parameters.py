@@ -28,10 +28,11 @@ from diloco.train.inner import kind_of
 from diloco.train.rows import is_rows, is_sharded, own_rows
 from diloco.train.wrapped import named, plain_name
 
-__all__ = ["OwnBuffers", "Trained", "check_finite", "frozen_digest", "values_digest"]
+__all__ = ["OwnBuffers", "Trained", "frozen_digest", "values_digest"]
 
 AGAIN = "make such changes before attach, or attach the model again"
 SHOWN = 3  # names or shapes in one line
+SAMPLED = 64  # values of each parameter
 
 
 class Trained(dict[str, Tensor]):
@@ -60,12 +61,12 @@ class Trained(dict[str, Tensor]):
     def check_start(self, optimizer: torch.optim.Optimizer, on_event: OnEvent) -> None:
         """`ConfigError` for an optimizer of other parameters than these, and for values that are not finite.
 
-        The event `in_no_group` names parameters that the optimizer leaves alone.
+        The event `untrained` names parameters that it leaves alone.
         """
-        name, grouped = kind_of(optimizer), [one for group in optimizer.param_groups for one in group["params"]]
-        own, ids = {id(one) for one in self._model.parameters()}, {id(one) for one in grouped}
-        strange = [list(one.shape) for one in grouped if id(one) not in own]
-        missing = [key for key, one in self.items() if id(one) not in ids]
+        name, own = kind_of(optimizer), set(self._model.parameters())
+        grouped = dict.fromkeys(one for group in optimizer.param_groups for one in group["params"])
+        strange = [list(one.shape) for one in grouped if one not in own]
+        missing = [key for key, one in self.items() if one not in grouped]
         if self and len(missing) == len(self):
             raise ConfigError(
                 f"optimizer={name} has none of the model's {len(self)} trained parameters; make it of "
@@ -73,33 +74,49 @@ class Trained(dict[str, Tensor]):
             )
         if strange:
             raise ConfigError(
-                f"optimizer={name} has {len(strange)} parameters that are in no attached model "
-                f"({_some(strange)}), so peers would not share them; attach them, too: attach([model, head], "
-                "optimizer), or make them part of the model"
+                f"optimizer={name} has {len(strange)} parameters that are in no attached model ({_some(strange)}); "
+                "make them part of the model, or attach both: attach([model, head], optimizer)"
             )
         for key, one in self.items():
-            check_finite(key, own_rows(one.detach()))
-        if missing:
-            on_event("in_no_group", {"parameters": len(missing), "of": len(self), "names": _some(missing)})
+            values = own_rows(one.detach())
+            if values.numel() and not all(math.isfinite(end) for end in values.aminmax()):
+                raise ConfigError(f"{key} has NaN or infinite values at attach; load or initialise the model again")
+        self._tell(on_event, missing, "are in no group of the optimizer, so this peer does not train them")
+
+    def _tell(self, on_event: OnEvent, names: Sequence[str], why: str) -> None:
+        if names:
+            on_event("untrained", {"parameters": len(names), "of": len(self), "names": _some(names), "why": why})
 
     def remember(self) -> None:
-        """These values are where the first round begins; the event `unmoved` is about them."""
+        """These values are where the first round begins."""
         self._before = {name: values_digest({name: one.detach()}) for name, one in self.items() if not is_sharded(one)}
+
+    @property
+    def sample(self) -> Tensor:
+        """A copy of a few values of each parameter."""
+        return torch.cat([own_rows(one.detach()).reshape(-1)[:SAMPLED].float().cpu() for one in self.values()])
+
+    def check_kept(self, before: Tensor, given: Tensor) -> bool:
+        """`ConfigError` when they went back most of the way that an exchange moved them; False if it moved nothing."""
+        way = given - before
+        if float((given - self.sample) @ way) > 0.5 * float(way @ way):
+            raise ConfigError(
+                "model: between two steps, something went back to the parameters of before the exchange; write no copy "
+                "or average into the model while it is attached"
+            )
+        return bool(way.any())
 
     def check(self, on_event: OnEvent) -> None:
         """`ConfigError` when the model trains other parameters now than when it was attached.
 
-        After the first round the event `own_buffers` says that training changes buffers, and `unmoved` that it leaves
+        After the first round the event `own_buffers` says that training changes buffers, and `untrained` that it left
         parameters exactly as they were.
         """
         if changed := self._buffers.changed():
             on_event("own_buffers", changed)
         before, self._before = self._before, {}
-        still = [
-            name for name, digest in before.items() if digest and digest == values_digest({name: self[name].detach()})
-        ]
-        if still:
-            on_event("unmoved", {"parameters": len(still), "of": len(self), "names": _some(still)})
+        still = [name for name, one in before.items() if one and one == values_digest({name: self[name].detach()})]
+        self._tell(on_event, still, "did not move before the first exchange (no gradient, or too small a rate)")
         for name, parameter in _trained(self._model):
             if name not in self:
                 raise ConfigError(f"{name} is trained since attach, but the swarm does not know it; {AGAIN}")
@@ -117,15 +134,6 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _some(things: Sequence[object]) -> str:
     return ", ".join(map(str, things[:SHOWN])) + (", ..." if len(things) > SHOWN else "")
-
-
-def check_finite(name: str, values: Tensor) -> None:
-    """`ConfigError` with the name of a tensor of which some value is not finite."""
-    ends = values.aminmax() if values.numel() else ()
-    if not all(math.isfinite(end) for end in ends):
-        raise ConfigError(
-            f"{name} has values that are not finite before anything is trained; load or initialise the model again"
-        )
 
 
 def _check(name: str, parameter: Tensor) -> None:

@@ -8,9 +8,9 @@ that the swarm is at; where the loop has stepped it once per step of the optimiz
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from traceback import walk_stack
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -150,10 +150,8 @@ class StepHooks:
             self._after()
         elif self._steps[part] > MOST_ALONE:
             idle = next(type(one).__name__ for one, steps in self._steps.items() if not steps)
-            raise ConfigError(
-                f"optimizer: {type(part).__name__} has taken {self._steps[part]} steps, and {idle} none; a step of the "
-                "swarm is one of each, so attach those that take steps"
-            )
+            done = f"{type(part).__name__} has taken {self._steps[part]} steps, and {idle} none"
+            raise ConfigError(f"optimizer: {done}; a step of the swarm is one of each, so attach those that take steps")
 
     def free_gradients(self) -> None:
         """Free all gradients but those with which an optimizer has yet to take its step."""
@@ -171,11 +169,8 @@ class StepHooks:
 
 def _within(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step that calls this is part of another of the same optimizer, as in a class that calls `super()`."""
-    found, frame = 0, inspect.currentframe()
-    while frame is not None:
-        found += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return found > 1
+    frames = (frame for frame, _ in walk_stack(None))
+    return sum(frame.f_code is _STEP and frame.f_locals.get("self") is optimizer for frame in frames) > 1
 
 
 _STEP = torch.optim.Optimizer.profile_hook_step(print).__code__  # of the function that calls the hooks

@@ -93,15 +93,9 @@ class Voice:
                     f"{fields['cosine']:.4f}), so together they learn what one learns; give each peer other data: "
                     "swarm.shard(dataset), or a seed of its own (swarm.seed)"
                 )
-            case "in_no_group":
+            case "untrained":
                 self.say(
-                    f"{fields['parameters']} of {fields['of']} trained parameters are in no group of the optimizer "
-                    f"({fields['names']}), so this peer does not train them"
-                )
-            case "unmoved":
-                self.say(
-                    f"{fields['parameters']} of {fields['of']} trained parameters did not move in the first round "
-                    f"({fields['names']}); give them a gradient and a learning rate, or freeze them"
+                    f"{fields['parameters']} of {fields['of']} trained parameters {fields['why']}: {fields['names']}"
                 )
             case "alone_again":
                 self.say("nobody of the checkpoint's swarm answers; this peer goes on alone, and others join it")

@@ -17,12 +17,7 @@ __all__ = ["class_name", "named", "paced", "plain_model", "plain_name", "plain_o
 
 # Of torch.compile, of activation checkpoints, and of Lightning's Fabric.
 INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
-LIBRARIES = (
-    "accelerate",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
-)  # whose wrappers leave parameters alone
+LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")  # wrap, and change no parameter
 TORCHRUN = "share the model among processes with DistributedDataParallel (torchrun), or with FSDP2 (fully_shard)"
 
 
@@ -32,7 +27,7 @@ def plain_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     Raises `ConfigError` for models whose parameters are parts of flat ones: those of FSDP1 and DeepSpeed.
     """
     if isinstance(model, list | tuple):
-        return nn.ModuleList(map(plain_model, model))
+        return plain_model(model[0]) if len(model) == 1 else nn.ModuleList(map(plain_model, model))
     while True:
         name = type(model).__name__
         if not isinstance(model, nn.Module):

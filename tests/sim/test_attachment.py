@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.errors import ConfigError
 from diloco.rundir.summary import PhaseTimer
 from diloco.train.api import Attachment, Swarm
 from tests.support.loops import Direct, LastFlight, Loop, train
@@ -107,6 +109,23 @@ def test_what_torch_is_set_to_means_nothing_inside(state: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_what_is_written_back_beside_the_optimizer_is_an_error(share: float) -> None:
+    """Such as an average of the parameters; a part of what was given may go: weights are clipped, or decay."""
+
+    def work(loop: Loop) -> None:
+        for _ in range(12):
+            before = [one.clone() for one in loop.sync.parameters.values()]
+            loop.step()
+            if loop.sync.exchanged:
+                for one, kept in zip(loop.sync.parameters.values(), before, strict=True):
+                    one.detach().copy_(kept.lerp(one, share))
+
+    error = pytest.raises(ConfigError, match=r"^model: between two steps, something went back to the parameters of be")
+    with error if share < 0.5 else nullcontext():
+        train("ab", work, sync_every=4, lr=0.1, momentum=0.0)
 
 
 # -- between two rounds -----------------------------------------------------------------------------------------------

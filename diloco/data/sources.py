@@ -134,41 +134,52 @@ def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str]
     """
     import datasets as module  # type: ignore[import-untyped, unused-ignore]  # late, because it takes a second
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     module.logging.set_verbosity(module.logging.CRITICAL)
     module.disable_progress_bars()
-    name, revision, folder = settings.name or "", settings.revision, Path(settings.name or "").expanduser()
+    name, revision, links = settings.name or "", settings.revision, dict[str, Path]()
+    folder = Path(os.path.expanduser(name))
     with TemporaryDirectory(prefix="diloco-") as place:
-        links: dict[str, Path] = {}
+        if revision is None and folder.is_file():
+            raise DataError(f"data.name: {name} is a file; give its folder, or use data=json data.path=FILE")
         if revision is None and folder.is_dir():
-            links = _links(folder, Path(place).resolve() / "data")
-            where, start = f"{Path(place).resolve()}/data", f"{Path(place).resolve()}/data/"
+            where = os.path.join(os.path.realpath(place), "data")
+            start, links = f"{where}/", _links(folder, Path(where))
         else:
             check_reachable("data.name", "dataset", name, revision)
             revision = revision or commit_of("dataset", name)
             where, start = f"hf://datasets/{name}", f"hf://datasets/{name}@{revision}/"
-        options = {"revision": revision} if not links else {}
-        builder = module.load_dataset_builder(where, name=settings.subset, cache_dir=place, **options)
-        kind = type(builder).__module__.rpartition(".")[2]
+        try:
+            builder = module.load_dataset_builder(where, name=settings.subset, revision=revision, cache_dir=place)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise ValueError(str(error).replace(where, name)) from error
+    kind = type(builder).__module__.rpartition(".")[2]
     if kind not in FORMATS:
         raise DataError(f"data.name: {name} is of the format {kind}; expected one of {', '.join(FORMATS)}")
     splits = {str(split): [str(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
     files = [file for split in splits.values() for file in split]
     strange = [file for file in files if not file.startswith(start) or "::" in file or "/../" in file]
-    if strange or not splits:
+    if strange or not files:
         said = f"reads {show(strange[0])}" if strange else "names no files"
         raise DataError(f"data.name: {name} {said}, and not files of its own; choose another dataset")
     if settings.split not in splits:
         raise DataError(f"data.split: {name} has no {settings.split}; its splits are {', '.join(splits)}")
-    if links:
-        return kind, [str(links[file]) for file in splits[settings.split]], open
-    return kind, splits[settings.split], opened
+    if odd := [file for file in links.values() if format_of(file.name) != kind and file.suffix not in (".md", ".zip")]:
+        logger.warning("%s left out, which cannot be read as %s, such as %s", counted(len(odd), "file"), kind, odd[0])
+    chosen = splits[settings.split]
+    return (kind, [str(links[file]) for file in chosen], open) if links else (kind, chosen, opened)
 
 
 def _links(folder: Path, place: Path) -> dict[str, Path]:
-    """Makes links to the files of a folder, with the same names, but none that `datasets` takes for a pattern."""
+    """Makes links to the files of a folder, of the same names, but without what `datasets` takes for a pattern."""
     links = {}
     for number, file in enumerate(_below(folder)):
         link = place / re.sub(r"[][*?:]+", f"_{number}_", str(file.relative_to(folder)))
+        stem, _, suffix = link.name.partition(".")
+        if format_of(file.name) and suffix != suffix.lower():
+            link = link.with_name(f"{stem}-{number}.{suffix.lower()}")
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(file.absolute())
         links[str(link)] = file

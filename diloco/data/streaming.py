@@ -119,9 +119,9 @@ class HubDataset:
             )
         return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
 
-    def reading(self) -> AbstractContextManager[None]:
-        remedy = "check data.name, data.subset, data.split and the network"
-        return reading(f"data.name: {self.settings.name}", remedy)
+    def reading(self, file: int | None = None) -> AbstractContextManager[None]:
+        what = self.settings.name if file is None else self.files[file]
+        return reading(f"data.name: {what}", "check it, data.subset, data.split and the network")
 
     def texts(self, file: int, start: int = 0) -> Iterator[bytes]:
         """The texts of the rows of a file, from a row on."""
@@ -195,6 +195,7 @@ class Reader:
         epoch, row = divmod(number, sum(self.lengths.values())) if len(self.lengths) == files else (0, number)
         for file in _order(files, f"{dataset.seed}/{epoch}"):
             if file not in self.lengths and dataset.format == "parquet":
+                self._place = (file, -1)
                 self.lengths[file] = self._patiently(functools.partial(dataset.num_rows, file))
             if file not in self.lengths or row < self.lengths[file]:
                 return file, epoch, row
@@ -216,7 +217,7 @@ class Reader:
 
     def _patiently(self, read: Callable[[], T]) -> T:
         """What `read` returns; once more, where a connection breaks."""
-        with self._dataset.reading():
+        with self._dataset.reading(self._place[0]):
             for wait_s in RETRIES_S if self._dataset.open is not open else ():
                 try:
                     return read()

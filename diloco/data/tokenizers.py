@@ -188,16 +188,12 @@ class HubTokenizer:
         try:
             ids = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
             rows = [np.asarray(row, dtype=np.int64) for row in ids["input_ids"]]
+            if not all(0 <= row.min(initial=0) <= row.max(initial=0) < self.vocab_size for row in rows):
+                raise ValueError(f"it makes ids that are not below {self.vocab_size}, or negative ones")
         except Exception as error:  # no token for a character, and none for unknown ones; or None in place of an id
             raise DataError(
                 f"data.tokenizer: {self._name} cannot encode this text: {one_line(error)}; choose another"
             ) from error
-        for row in rows:
-            if len(row) and not 0 <= row.min() <= row.max() < self.vocab_size:
-                raise DataError(
-                    f"data.tokenizer: {self._name} makes ids from {row.min()} to {row.max()}, and its own vocabulary "
-                    f"ends at {self.vocab_size - 1}; choose another"
-                )
         return [row.astype(self._dtype) for row in rows]
 
     def decode(self, tokens: Sequence[int]) -> str:

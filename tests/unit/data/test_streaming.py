@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import lzma
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -271,7 +272,7 @@ def test_a_connection_that_stays_broken_is_one_line(tmp_path: Path) -> None:
     table(tmp_path / "a.jsonl", ["some text"] * 9, "json")
     opened: Any = data.load(config("hub", name=str(tmp_path)), seed=3)
     opened.open = Mock(side_effect=ConnectionError("no route to host"))
-    message = f"data.name: {tmp_path}: no route to host; check data.name, data.subset, data.split and the network"
+    message = f"data.name: {tmp_path}/a.jsonl: no route to host; check it, data.subset, data.split and the network"
     assert error_text(DataError, next, opened.batches(1)) == message
     assert opened.open.call_count == 7
 
@@ -308,6 +309,16 @@ def test_every_name_in_a_local_directory_is_a_name(names: list[str], folder: str
         assert texts_in(data.load(config("hub", name=f"{place}/{folder}"), seed=0)) == {*names}
 
 
+def test_suffixes_in_a_local_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Compressed, in capital letters; what is of another kind is counted in a line."""
+    row = json.dumps({"text": "a"}).encode()
+    files = {"a.jsonl": row, "A.JSONL": row, "b.jsonl.gz": gzip.compress(row), "c.jsonl.xz": lzma.compress(row)}
+    written(tmp_path, {**files, "README.md": "about", "picture.png": "", "rows.csv": "text,n\na,1\n"})
+    opened: Any = data.load(config("hub", name=str(tmp_path)), seed=0)
+    assert list(opened._all_texts()) == [b"a"] * 4
+    assert "2 files left out, which cannot be read as json, such as " in caplog.text
+
+
 def test_columns_that_nobody_asked_for_do_not_end_a_stream(tmp_path: Path) -> None:
     rows: list[list[dict[str, Any]]] = [
         [{"text": f"a {row}"} for row in range(9)],
@@ -324,9 +335,14 @@ def test_columns_that_nobody_asked_for_do_not_end_a_stream(tmp_path: Path) -> No
 def test_splits_of_a_local_directory(tmp_path: Path) -> None:
     row = {name: json.dumps({"text": name}) for name in ("train", "test")}
     written(tmp_path, {"data/train-1.jsonl": row["train"], "data/test-1.jsonl": row["test"], "README.md": "text"})
+    (tmp_path / "empty").mkdir()
     assert texts_in(data.load(config("hub", name=str(tmp_path), split="test"), seed=0)) == {"test"}
-    message = f"data.split: {tmp_path} has no dev; its splits are train, test"
-    assert error_text(DataError, data.load, config("hub", name=str(tmp_path), split="dev"), seed=0) == message
+    for values, message in (
+        ({"split": "dev"}, f"data.split: {tmp_path} has no dev; its splits are train, test"),
+        ({"name": f"{tmp_path}/README.md"}, f"data.name: {tmp_path}/README.md is a file; give its folder, or use "),
+        ({"name": f"{tmp_path}/empty"}, f"data.name: {tmp_path}/empty: Couldn't find any data file at {tmp_path}/e"),
+    ):
+        assert message in error_text(DataError, data.load, config("hub", **{"name": str(tmp_path), **values}), seed=0)
 
 
 COMMIT = "a1" * 20

@@ -190,24 +190,21 @@ def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
 
 
 def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
-    missed, number, fields = True, 0, set[str]()
+    fields: set[str] | None = set()  # of the rows so far, while none has the field
     for number, row in enumerate(_json_rows(content), 1):
-        if isinstance(row, str):
-            row = {"text": row}  # a list of strings
+        row = {"text": row} if isinstance(row, str) else row  # a list of strings
         if not isinstance(row, dict):
             raise ValueError(f"row {number} is no object")
-        if missed and field not in row:
-            fields |= row.keys()
-            if number == _ROWS_WITHOUT:
+        if fields is not None:
+            fields = None if field in row else fields | row.keys()
+            if fields and number == _ROWS_WITHOUT:
                 break
-        else:
-            missed = False
         value = row.get(field)
         if not isinstance(value, str | None):
             names = [name for name, other in row.items() if isinstance(other, str)]
             raise _holds_no_text(path, field, type(value).__name__, names, f"row {number} of ")
         yield (value or "").encode("utf-8", errors="replace")  # half of a surrogate pair is possible in JSON
-    if missed and number:
+    if fields:
         raise _no_field(path, field, fields)
 
 
@@ -215,33 +212,33 @@ def _json_rows(content: io.BufferedReader) -> Iterator[object]:
     """The rows of JSON lines, or else of the one list, or the one object, over several lines that the file is."""
     # Numbers are not looked at: they may have more digits than Python converts.
     decoder, number, line = json.JSONDecoder(strict=False, parse_int=lambda digits: 0), 0, b""
+
+    def decoded(value: bytes, what: str) -> object:
+        try:
+            return decoder.decode(value.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "valid JSON"
+            raise ValueError(f"{what} is no {kind} ({error})") from error
+
     if not content.peek(_BLOCK).lstrip().startswith(b"["):
         for line in iter(lambda: content.readline(_LONGEST), b""):
             if line.isspace():
                 continue
             number += 1
             try:
-                row = decoder.decode(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                if number == 1 and getattr(error, "pos", -1) >= len(line.decode(errors="replace").rstrip()):
-                    break  # it goes on in the next line
-                raise _invalid(f"row {number}", error) from None
+                row = decoded(line, f"row {number}")
+            except ValueError as error:
+                if number > 1 or getattr(error.__cause__, "pos", -1) < len(line.decode(errors="replace").rstrip()):
+                    raise
+                break  # it goes on in the next line
             yield row
         else:
             return
     whole = line + content.read(_LONGEST)
     if len(whole) >= _LONGEST:
         raise ValueError("it is one value of more than 1 GB; make it JSON lines")
-    try:
-        rows = decoder.decode(whole.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise _invalid("it", error) from None
+    rows = decoded(whole, "it")
     yield from rows if isinstance(rows, list) else [rows]
-
-
-def _invalid(what: str, error: Exception) -> ValueError:
-    text = "UTF-8" if isinstance(error, UnicodeDecodeError) else "valid JSON"
-    return ValueError(f"{what} is no {text} ({error})")
 
 
 def _csv(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:

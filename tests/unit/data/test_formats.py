@@ -75,7 +75,7 @@ def compressed(content: bytes, suffix: str) -> bytes:
 def test_only_the_asked_column_of_json_matters(rows: list[dict[str, Any]], form: str, start: int, mark: bool) -> None:
     content = ("\ufeff" if mark else "").encode() + JSON[form](rows).encode("utf-8", "surrogatepass")
     expected = [(row.get("body") or "").encode("utf-8", "replace") for row in rows]
-    if rows and not any("body" in row for row in rows):
+    if any(rows) and not any("body" in row for row in rows):
         with pytest.raises(DataError, match=r"^data\.field: 'body' is no field of some file, which has "):
             read(content, "json")
     else:

@@ -26,6 +26,7 @@ from diloco.errors import DataError
 from tests.support.data import config, written
 from tests.support.errors import error_text
 
+CATEGORIES = pyarrow.dictionary(pyarrow.int8(), pyarrow.string())
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -90,14 +91,15 @@ def test_only_the_asked_column_of_json_matters(rows: list[dict[str, Any]], form:
     ),
     text=st.lists(st.none() | st.text(max_size=9), min_size=3, max_size=3),
     field=st.sampled_from(["body", "a", "a.b", "é"]),
+    kind=st.sampled_from([pyarrow.string(), pyarrow.large_string(), CATEGORIES]),
     group=st.integers(1, 3),
     start=st.integers(0, 4),
 )  # fmt: skip
 @settings(max_examples=25)
 def test_only_the_asked_column_of_a_table_matters(
-    columns: dict[str, list[Any]], text: list[str | None], field: str, group: int, start: int
+    columns: dict[str, list[Any]], text: list[str | None], field: str, kind: Any, group: int, start: int
 ) -> None:
-    table = Table.from_pydict({**columns, field: text})
+    table = Table.from_pydict({**columns, field: pyarrow.array(text, kind)})
     sinks = {name: io.BytesIO() for name in ("parquet", "stream", "file")}
     parquet.write_table(table, sinks["parquet"], row_group_size=group)
     for name, writer in (("stream", pyarrow.ipc.new_stream), ("file", pyarrow.ipc.new_file)):
@@ -106,6 +108,16 @@ def test_only_the_asked_column_of_a_table_matters(
     expected = [(one or "").encode() for one in text][start:]
     for name, sink in sinks.items():
         assert read(sink.getvalue(), "parquet" if name == "parquet" else "arrow", field, start) == expected
+
+
+def test_a_table_without_such_text_says_what_it_has() -> None:
+    sink = io.BytesIO()
+    parquet.write_table(Table.from_pylist([{"id": 1, "content": "text"}]), sink)
+    for field, message in (
+        ("body", "'body' is no field of some file, which has content, id; take one, or leave the file out"),
+        ("id", "'id' holds int64, not text, in some file; fields with text: content"),
+    ):
+        assert error_text(DataError, read, sink.getvalue(), "parquet", field) == f"data.field: {message}"
 
 
 def test_csv_is_read_by_its_header() -> None:

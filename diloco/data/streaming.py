@@ -82,7 +82,7 @@ class HubDataset:
         # The names of files on the hub hold the commit; a folder may be at another place on each machine.
         names = [f if self.open is not open else f"{os.path.basename(f)} {os.path.getsize(f)}" for f in self.files]
         digest = blake3("\n".join(names).encode()).hexdigest()[:16]
-        self.digest = f"{digest}-{len(names)}x{self.sequence_length}"
+        self.digest = f"{digest}-0x{self.sequence_length}"  # 0: how many sequences there are is not known
         some = list(islice(filter(None, self._all_texts()), 100))
         if not some:
             raise DataError(f"data.split: {settings.split} of {settings.name} is empty; choose another split")

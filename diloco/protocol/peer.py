@@ -54,7 +54,8 @@ OTHER_DATA = (
 
 def _short(data: str) -> str:
     digest, _, shape = data.partition("-")
-    return f"{int(shape.partition('x')[0]):,} sequences, {digest[:8]}"
+    count = int(shape.partition("x")[0])
+    return (f"{count:,} sequences, " if count else "") + digest[:8]
 
 
 class Peer(Elector):

@@ -78,7 +78,7 @@ def test_a_hello_that_does_not_fit_is_objected_to(fields: dict[str, object], obj
 
 def test_a_peer_with_other_data_is_named_once_whatever_it_says_later() -> None:
     """Not one that has none of its own to be leased, or the same; and those that were named are forgotten some day."""
-    data = [f"{number:016x}-{number}x16" for number in (1234, 1240, 7)]
+    data = [f"{number:016x}-{number}x16" for number in (1234, 1240, 0)]
     peer = make(data=data[0])
     for other, said_, told in (("a", [data[0]], 0), ("b", [""], 0), ("c", data[1:], 1), ("d", [data[0], data[1]], 1)):
         found = [note for one in said_ for note in of_type(Note, peer.connected(other, hello_of(sequences=one), 1.0))]
@@ -87,6 +87,8 @@ def test_a_peer_with_other_data_is_named_once_whatever_it_says_later() -> None:
         {"peer": "d", "name": "other", "there": "1,240 sequences, 00000000", "here": "1,234 sequences, 00000000"}
         | {"so": OTHER_DATA}
     ]
+    hub = of_type(Note, peer.connected("e", hello_of(sequences=data[2]), 1.0))
+    assert [note.fields["there"] for note in hub if note.kind == "other_data"] == ["00000000"], "nobody has counted"
     assert "other_data" not in notes(make().connected("c", hello_of(sequences=data[1]), 1.0)), "nothing is leased here"
     for number in range(2 * MAX_PEERS):
         peer._compare_data(str(number), hello_of(sequences=data[1]))

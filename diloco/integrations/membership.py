@@ -72,13 +72,11 @@ class Membership:
         self._tokens.clear()
         check_processes(processes)
         with ExitStack() as stack:
-            settings = self._settings
-            if "identity" not in settings:
-                place = directory / FOLDER
-                if Island.place()[0] == 0:
-                    stack.enter_context(exclusive(place, KEY))
-                settings = {**settings, "identity": place / "identity.key"}
-            swarm = stack.enter_context(Swarm(**settings))
+            place = directory / FOLDER
+            swarm = stack.enter_context(Swarm(**{"identity": place / "identity.key", **self._settings}))
+            swarm._take_over()
+            if "identity" not in self._settings and Island.place()[0] == 0:
+                swarm._held.enter_context(exclusive(place, KEY))
             swarm._ends_loop, swarm._over = False, self.over
             swarm._living = self._living  # of a share of a stream that was taken before there was a swarm
             attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)

@@ -60,7 +60,6 @@ class DilocoCallback(TrainerCallback):
     def __init__(self, *, resume_from: str | Path | None = None, **settings: Any) -> None:
         self._membership = Membership(settings)
         self._resume_from = resume_from
-        self._state: TrainerState | None = None
         self._trainers: WeakSet[Trainer] = WeakSet()  # whose batches are seen
 
     @property
@@ -117,9 +116,9 @@ class DilocoCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trainer: Any
     ) -> None:
-        if state is self._state:
-            raise ConfigError("callbacks: one DilocoCallback is there twice; name it once")
-        self._state = state
+        known = self._find_trainer().callback_handler.callbacks
+        if sum(isinstance(one, DilocoCallback) for one in known) > 1:
+            raise ConfigError("callbacks: a DilocoCallback is there twice; name one")
         schedulers = [] if args.lr_scheduler_type in FOLLOWS_A_METRIC else [trainer["lr_scheduler"]]
         sync = self._membership.open(
             trainer["model"],
@@ -135,7 +134,6 @@ class DilocoCallback(TrainerCallback):
                 "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody",
                 state.max_steps, sync.outer.sync_every, rest,
             )  # fmt: skip
-        self._find_trainer()
         self._membership.order([trainer["train_dataloader"]], int(state.epoch or 0))
         if args.eval_on_start:
             self._membership.pause()

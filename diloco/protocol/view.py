@@ -168,6 +168,11 @@ class View:
             votes=self.votes(),
         )  # fmt: skip
 
+    def others_at(self) -> list[str]:
+        """One address of each other peer that is there."""
+        named = self.address_book.all(member.peer for member in self.members.all())
+        return [addresses[0] for addresses in named.values()]
+
     def votes(self) -> list[Vote]:
         """Whom this peer believes to hold which fragment, if it holds any itself."""
         return [vote for fragment in self.fragments for vote in self.vote(fragment)]

@@ -11,24 +11,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import inspect
 import os
 import signal
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from diloco import model as models
-from diloco.config import Config, Manifest, OuterConfig
+from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.config.manifest import planned
 from diloco.errors import CheckpointError, ConfigError
 from diloco.rundir.files import files_of
@@ -48,13 +54,17 @@ from diloco.train.island import Island
 from diloco.train.parameters import Trained, frozen_digest
 from diloco.train.peer_state import PeerState
 from diloco.train.schedules import Schedules, is_attached, swarm_steps
-from diloco.train.seeds import seeds_again
+from diloco.train.seeds import known_by, ports_again, remember, seeds_again
 from diloco.train.shards import Living, shard
 from diloco.train.signals import watch
 from diloco.train.voice import Listener, Voice
 from diloco.train.wrapped import class_name, paced, plain_model, plain_optimizer
 
 __all__ = ["Attachment", "Saved", "Swarm"]
+
+COME_BACK_S = 30.0  # in which the peer at the given address may come back, too
+_attached: WeakValueDictionary[tuple[str, int], Swarm] = WeakValueDictionary()  # by run and thread
+_scratch: defaultdict[str, list[Path]] = defaultdict(list)  # with keys that nobody uses, by run
 
 
 class Swarm:
@@ -72,7 +82,8 @@ class Swarm:
             by its name. `sync_every` is required without a preset: inner steps from one exchange to the next.
         rounds: exchanges that are planned, such as max_steps / sync_every, over which the outer momentum rises; equal
             on all peers. Without it the momentum rises with the age of the run.
-        identity: file with this peer's private key, made when it is missing; none is a new identity each time.
+        identity: file with this peer's private key, made when it is missing, and a file beside it with the
+            addresses by which the peer comes back; None is a new identity in each process.
         name: how this peer is called in tables and logs.
         key: public key of a closed or public run (64 hexadecimal digits; see `admit`); None is that of `token` or
             `key_path`, and without either everybody who reaches this peer can join.
@@ -174,7 +185,11 @@ class Swarm:
         self._ends_loop = True  # without this it looks at `interrupted`
         self._over: Sequence[int] = ()
         self._unwatch: Callable[[], None] = lambda: None
-        self._scratch: TemporaryDirectory[str] | None = None
+        self._scratch: Path | None = None
+        self._held = ExitStack()  # what `close` gives back
+        self._given: SwarmConfig | None = None  # `network`, before addresses were added
+        self._patience_s = 0.0  # in which others may come back who can be called
+        self._alone_s = 0.0  # after which it trains though fewer than `min_peers` came back
         self._checkpoints: Checkpoints | None = None
         self.run: RunSpec | None = None  # what the run is on the wire, on rank 0, once a model is attached
         self.state: dict[str, Any] = {}
@@ -223,13 +238,22 @@ class Swarm:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with ExitStack() as stack:
-            if self._scratch is not None:
-                stack.callback(self._scratch.cleanup)
+        with self._held.pop_all() as stack:
             if self._checkpoints is not None:
                 stack.callback(self._checkpoints.close)
             if self.attachment is not None:
                 stack.callback(self.attachment.close, kind)
+
+    def _take_over(self) -> None:
+        """The peer of this run that this thread has left attached leaves: a cell of a notebook runs again, a program
+        has caught an error. Not if this one was told to join at it.
+        """
+        before = _attached.get(place := (self.run_id, threading.get_ident()))
+        if before is not None and before.attachment is not None and self._watches:
+            view = before.attachment.view
+            if before is self or view is None or view.address not in self.network.initial_peers:
+                before.__exit__(RuntimeError, None, None)
+        _attached[place] = self
 
     @property
     def address(self) -> str:
@@ -289,6 +313,7 @@ class Swarm:
                 there when it was written still train, this one joins them.
             phases: where wall time is accounted.
         """
+        self._take_over()
         model, optimizer = plain_model(model), plain_optimizer(optimizer)
         if self._checkpoints is not None:
             self._checkpoints.close()
@@ -324,6 +349,7 @@ class Swarm:
         self.attachment = Attachment(
             parameters, optimizer, self.outer, options, island, phases, runtime, listener, schedules
         )
+        self.attachment.patience_s = self._patience_s
         if isinstance(saved, PeerState):
             saved.apply(self.attachment)
         return self.attachment
@@ -374,11 +400,8 @@ class Swarm:
             spec = RunSpec(self.run_id, self.manifest.hash(), self.manifest.to_json(), tokens_per_step)
         else:
             spec = loop_spec(self.run_id, self.key, self.network.admit, self.outer, parameters, *model)
-        if saved is not None and self.runtime is None:  # in a simulation, wires are in memory
-            seeds = seeds_again(self.network, saved.addresses, identity, self.run_id, spec.manifest_hash)
-            self.network = self.network.model_copy(update={"initial_peers": seeds})
-            if saved.addresses and not seeds:
-                self.on_event("alone_again", {"called": list(saved.addresses)})
+        if self.runtime is None:  # in a simulation, wires are in memory
+            self._come_back(identity, spec.manifest_hash, saved)
         network, made_by = self.network, spec.manifest_hash
         public = (self.network if self.manifest is None else self.manifest.swarm).admit == "anyone"
         gate = gate_for(
@@ -390,13 +413,40 @@ class Swarm:
             planned=[0, 0, self.outer.rounds or 0] if self.manifest is None else planned(self.manifest),
         )  # fmt: skip
 
+    def _come_back(self, identity: Path, run: str, saved: Saved | None) -> None:
+        """Call those whom this peer knew in the run, and listen where it did."""
+        network = self._given = self._given or self.network
+        known = known_by(identity, run)
+        called = list(dict.fromkeys((*known.others, *(saved.addresses if saved else ()))))
+        seeds = seeds_again(network, called, identity, self.run_id, run)
+        self._patience_s = COME_BACK_S if called and network.initial_peers else 0.0
+        places = {"initial_peers": seeds, "listen": ports_again(network.listen, known.own)}
+        self.network = network.model_copy(update=places)
+        self._alone_s = 0.0
+        if called and not seeds:
+            self._alone_s = COME_BACK_S if self._watches and network.min_peers > 1 else 0.0
+            said = {"called": called, "version": saved.steps if saved else 0, "wait_s": self._alone_s}
+            self.on_event("alone_again", said)
+
     def _key_file(self) -> Path:
-        """Where this peer's private key is, or will be."""
+        """Where this peer's private key is, or will be. Without a place of its own it stays as long as the process: the
+        next `Swarm` of the run has it when this one is closed.
+        """
         if self._identity is not None:
             return self._identity
         if self._scratch is None:
-            self._scratch = TemporaryDirectory(prefix="diloco-")
-        return Path(self._scratch.name) / "identity.key"
+            free = _scratch[self.run_id] if self.runtime is None else []
+            if not free:
+                free.append(Path(mkdtemp(prefix="diloco-")))
+                atexit.register(rmtree, free[0], ignore_errors=True)
+            self._scratch = free.pop()
+            self._held.callback(self._give_back, free)
+        return self._scratch / "identity.key"
+
+    def _give_back(self, free: list[Path]) -> None:
+        assert self._scratch is not None
+        free.append(self._scratch)
+        self._scratch = None
 
     # -- what a training loop asks besides: its data and figures ------------------------------------------------------
 
@@ -478,17 +528,27 @@ class Swarm:
     def _heard(self, kind: str, fields: dict[str, object]) -> None:
         if kind in ("join", "leave", "lost") and self.attachment is not None and self.attachment.node is not None:
             self._share(self.attachment.node)
+            if kind == "join":
+                self._remember(self.attachment.node)
         self.on_event(kind, fields)
 
     def _share(self, node: Node) -> None:
         if self._living is not None:
             self._living.are(node.protocol.me, _trainers(node))
 
+    def _remember(self, node: Node) -> None:
+        if self.runtime is None and self.run is not None:
+            remember(self._key_file(), self.run.manifest_hash, node.addresses, node.protocol.others_at())
+
     def _ready(self, address: str) -> None:
+        if self.attachment is not None and self.attachment.view is not None:
+            self.attachment.view.look(self._remember)
         self.on_ready(address)
         if self.attachment is not None and self.attachment.view is not None:
             self.attachment.view.look(self._share)
             self._voice.waits(self.attachment.view, self.network.min_peers)
+            if self._alone_s:
+                self.attachment.view.look(partial(_wait_no_longer, self._alone_s))
 
     @contextmanager
     def _joining(self) -> Iterator[None]:
@@ -528,6 +588,11 @@ class Swarm:
         if sync is not None and sync.view is not None:
             sent, founder = sync.view.node.traffic.bytes_sent, not self.network.initial_peers
             self._voice.ended(finished, sync.steps, sync.version, sent, founder)
+
+
+def _wait_no_longer(after_s: float, node: Node) -> None:
+    """In the node's loop: so many seconds from now, nobody has to be there any more."""
+    asyncio.get_running_loop().call_later(after_s, setattr, node.protocol, "min_peers", 1)
 
 
 def _trainers(node: Node) -> list[str]:

@@ -6,6 +6,7 @@ Rank 0 of an island talks to the node; the other ranks learn by broadcast what c
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
+from diloco.errors import SwarmError
 from diloco.outer.fragments import Fragment, partition
 from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT
@@ -40,6 +42,8 @@ from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 from diloco.train.voice import Listener
 
 __all__ = ["Attachment"]
+
+AGAIN_S = 1.0
 
 
 class Attachment:
@@ -91,6 +95,7 @@ class Attachment:
         self._is_kept = False  # whether training was seen to go on from what an exchange gave
         self._cold = False  # in a first round that is left out
         self._left = self._is_opened = False
+        self.patience_s = 0.0  # in which somebody may come who can be called
         self._is_paused = False
         self._left_behind = False  # the swarm went on in a pause
         self._settled = False  # the parameters are the last anchor, for good
@@ -172,11 +177,26 @@ class Attachment:
         replica = Replica(self._link.rows or self.parameters, fragments, self.outer)
         # For a joiner, called in other threads; before the first step there is none.
         options = replace(options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None)
-        self.view = view = self._link.open(options, replica, self._listener.on_event)
+        self.view = view = self._call(options, replica)
         view.node.leased.expect(self._sequences_per_round)
         if self._asked_to_stop:
             self.interrupt(self.asked_by)
         self._listener.on_ready(view.address)
+
+    def _call(self, options: NodeOptions, replica: Replica) -> NodeView:
+        """Connect; a peer that comes back calls again for a while, because others may come back, too."""
+        until, waits = time.monotonic() + self.patience_s, False
+        while True:
+            try:
+                return self._link.open(options, replica, self._listener.on_event)
+            except SwarmError as error:
+                if time.monotonic() >= until or "cannot be reached" not in str(error) or self._asked_to_stop:
+                    raise
+            if not waits:
+                self._listener.on_event("calls_again", {"patience_s": self.patience_s})
+            waits = True
+            self._link.close()
+            time.sleep(AGAIN_S)
 
     def _begin(self) -> None:
         """All ranks: wait for the swarm and adopt its anchor."""

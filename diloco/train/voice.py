@@ -98,7 +98,12 @@ class Voice:
                     f"{fields['parameters']} of {fields['of']} trained parameters {fields['why']}: {fields['names']}"
                 )
             case "alone_again":
-                self.say("nobody of the checkpoint's swarm answers; this peer goes on alone, and others join it")
+                wait = f" in {fields['wait_s']:.0f} s, unless somebody comes" if fields["wait_s"] else ""
+                self.say(
+                    f"nobody whom this peer knew answers; it goes on alone from outer step {fields['version']}{wait}"
+                )
+            case "calls_again":
+                self.say(f"nobody answers yet; this peer calls its swarm for {fields['patience_s']:.0f} s")
             case "rounds_over":
                 self.say(
                     f"rounds={fields['rounds']} are over, and training goes on with the last outer momentum; plan as "

@@ -114,7 +114,7 @@ class LastFlight:
     def __init__(self) -> None:
         self.protocol = SimpleNamespace(
             versions=[3], steps=3, applied_tokens=30, measured=None, progress=None, members=Membership(), me="me",
-            fastest_steps_per_s=lambda mine: mine, planned=[0, 0, 0],
+            fastest_steps_per_s=lambda mine: mine, planned=[0, 0, 0], others_at=list[str],
         )  # fmt: skip
         self.traffic = Traffic()
         self.leased = SimpleNamespace(expect=lambda sequences: None)

@@ -124,8 +124,7 @@ class Anchors:
         if copies:
             residuals = dict(zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True))
         applied = self.own_tokens.applied
-        named = protocol.address_book.all(member.peer for member in protocol.members.all())
-        others = [addresses[0] for addresses in named.values()][:NAMED]
+        others = protocol.others_at()[:NAMED]
         return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, applied, records, others)
 
     def end_snapshot(self) -> None:

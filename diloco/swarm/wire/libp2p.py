@@ -39,7 +39,7 @@ from diloco.text import one_line
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
 
-__all__ = ["Ask", "Libp2p", "identity_number", "own_id", "peer_id_of", "read_addresses"]
+__all__ = ["Ask", "Libp2p", "check_free", "identity_number", "own_id", "peer_id_of", "read_addresses"]
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ async def _explain(error: Exception, seeds: Sequence[str], listen: Sequence[str]
     return SwarmError(f"swarm.initial_peers={','.join(seeds)} cannot be reached; {remedy}")
 
 
-def _check_free(listen: Sequence[str]) -> None:
+def check_free(listen: Sequence[str]) -> None:
     """`SwarmError` when another program has one of these ports. The daemon would share it: libp2p reuses ports."""
     for address in listen:
         _, family, host, transport, port, *_ = address.split("/")
@@ -141,7 +141,7 @@ async def _start_daemon(seeds: Sequence[str], network: SwarmConfig, identity_pat
     """A daemon that knows the seeds; raises as `Libp2p.connect`."""
     listens = network.reachable != "no"
     if listens:
-        _check_free(network.listen)
+        check_free(network.listen)
     try:
         return await start_daemon(
             GuardedP2P,

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 import diloco
 from diloco.errors import ConfigError, DilocoError, JoinError
-from diloco.integrations.membership import Membership
+from diloco.integrations.membership import FOLDER
+from diloco.rundir.files import exclusive
 from diloco.swarm.node.rounds import Exchanged
 from diloco.train.wrapped import paced, plain_model, plain_optimizer
 from tests.support.loops import Direct, LastFlight
@@ -128,14 +129,10 @@ def test_the_others_are_told_while_a_trainer_evaluates(tmp_path: Path) -> None:
 def test_a_trainer_that_cannot_join_is_refused(tmp_path: Path) -> None:
     """One whose callback is there twice, whose directory is in use, or whose run is over."""
     own, *two = (callback(Going(), identity=tmp_path / name) for name in "abc")
-    refused(trainer(tmp_path, own, own).train, "callbacks: one DilocoCallback is there twice; name it once")
-    refused(trainer(tmp_path, *two).train, "optimizer=AdamW is attached to a swarm already; use one callback")
-    first, second = Membership({"run_id": "run", "sync_every": 4}), callback(Going())
-    first._settings["runtime"] = Direct(Going())
-    layer = nn.Linear(2, 1)
-    first.open(layer, torch.optim.SGD(layer.parameters()), [], tmp_path, 1, 100)
-    refused(trainer(tmp_path, second).train, "output directory: .* is in use by another process")
-    first.close()
+    for several in ([own, own], two):
+        refused(trainer(tmp_path, *several).train, "callbacks: a DilocoCallback is there twice; name one")
+    with exclusive(tmp_path / FOLDER, "it"):
+        refused(trainer(tmp_path, callback(Going())).train, "output directory: .* is in use by another process")
     node = Going()
     said = "max_steps=12, and the swarm has made so many inner"
     refused(trainer(tmp_path, callback(node), max_steps=12).train, said, JoinError)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +15,10 @@ from diloco.config import SwarmConfig
 from diloco.config.manifest import hash_of
 from diloco.errors import SwarmError
 from diloco.swarm.visit.look import Found
-from diloco.train.seeds import seeds_again
+from diloco.train.seeds import Known, known_by, ports_again, remember, seeds_again
 
-TEXT = '{"budget": {"tokens": 5}, "run": {"id": "mine"}}'
-OURS = hash_of(TEXT.replace("5", "7"))  # a longer run is the same one
+TEXT = '{"outer": {"rounds": 7}, "run": {"id": "mine"}}'
+OURS = hash_of(TEXT.replace("7", "9"))  # a longer run is the same one
 GIVEN, *KNOWN = (f"/ip4/203.0.113.{n}/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg" for n in "789")
 
 
@@ -47,3 +49,29 @@ def test_who_comes_back_joins_at_those_that_answer(monkeypatch: pytest.MonkeyPat
     again(monkeypatch)
     monkeypatch.setattr("diloco.train.seeds.look", nobody)
     assert seeds_again(SwarmConfig.parse({}), KNOWN, Path("identity"), "mine", OURS) == ()
+
+
+def test_a_peer_remembers_whom_it_knew_in_a_run(tmp_path: Path) -> None:
+    """The newest first, and of no other run; half a file, or none, is nothing."""
+    key = tmp_path / "identity.key"
+    assert known_by(key, OURS) == Known()
+    remember(key, OURS, [GIVEN], KNOWN[:1])
+    remember(key, OURS, [GIVEN], KNOWN[1:])
+    assert known_by(key, OURS) == ([GIVEN], KNOWN[::-1]) and known_by(key, "0" * 64) == Known()
+    [file] = tmp_path.iterdir()
+    for torn in (file.read_text()[:9], "[]", '{"run": "x"}', json.dumps({"run": OURS, "own": 3, "others": []})):
+        file.write_text(torn)
+        assert known_by(key, OURS) == Known()
+    file.write_text(json.dumps({"run": OURS, "own": [], "others": ["/ip4/1.2.3.4/tcp/1", KNOWN[0]]}))
+    assert known_by(key, OURS).others == KNOWN[:1]
+    remember(tmp_path / "no" / "such" / "place", OURS, [], [])
+
+
+def test_a_peer_listens_where_it_did_if_it_can() -> None:
+    """Where any port would do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = [f"/ip4/127.0.0.1/tcp/{port}/p2p/me"]
+        for listen in ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/tcp/4100", "/ip4/127.0.0.1/udp/0/quic"):
+            assert ports_again([listen], own) == (listen,)
+    assert ports_again(["/ip4/127.0.0.1/tcp/0"], own) == (f"/ip4/127.0.0.1/tcp/{port}",)

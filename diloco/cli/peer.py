@@ -35,11 +35,9 @@ def train(config: Config) -> int:
 
         summary = run(config, show)
     loss = summary.eval.loss
-    console.print(
-        f"{config.run.dir}: outer step {summary.outer_steps}"
-        + (f", held-out loss {loss:.3f} nats per token" if loss is not None else ""),
-        highlight=False,
-    )
+    held_out = f", held-out loss {loss:.3f} nats per token" if loss is not None else ""
+    if summary.peers:  # rank 0 speaks for an island
+        console.print(f"{config.run.dir}: outer step {summary.outer_steps}{held_out}", highlight=False)
     return summary.exit
 
 

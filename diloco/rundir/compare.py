@@ -26,7 +26,9 @@ __all__ = [
 ]  # fmt: skip
 
 LONGEST_NAME = 80
-NOT_A_DIFFERENCE = ("run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard")
+NOT_A_DIFFERENCE = (
+    "run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard", "eval.prompt",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

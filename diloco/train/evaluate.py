@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.data import Tokenizer
-from diloco.errors import ConfigError, DivergedError
+from diloco.errors import ConfigError, DataError, DivergedError
 from diloco.train.devices import forked_random, seed_random
 from diloco.train.island import Island
 
@@ -98,6 +98,9 @@ def generate(
             pad_token_id=tokenizer.end,
             **(sampling if temperature > 0 else {"do_sample": False}),
         )
+    before, whole = tokenizer.decode(tokens), tokenizer.decode(output[0].tolist())
+    if whole.startswith(before):  # a space that begins a text may be lost where it is decoded alone
+        return whole[len(before) :]
     return tokenizer.decode(output[0, len(tokens) :].tolist())
 
 
@@ -105,9 +108,12 @@ def prompt_tokens(
     model: Any, tokenizer: Tokenizer, prompt: str, more: int, keys: tuple[str, str] = ("prompt", "max_new_tokens")
 ) -> list[int]:
     """The tokens of a prompt. Raises `ConfigError`, with `keys` for it and for the `more` tokens that are to follow, if
-    the model lacks one of them, or positions for all.
+    the tokenizer cannot encode it, or the model lacks a token, or positions for all.
     """
-    tokens = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0].tolist() or [tokenizer.end or 0]
+    try:
+        tokens = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0].tolist() or [tokenizer.end or 0]
+    except DataError as error:
+        raise ConfigError(f"{keys[0]}: {error}") from error
     config = model.config.get_text_config()
     if max(tokens) >= config.vocab_size:
         raise ConfigError(

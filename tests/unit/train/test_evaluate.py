@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from diloco import model as models
 from diloco.data import load_tokenizer
 from diloco.data.tokenizers import ByteTokenizer
-from diloco.errors import ConfigError, DivergedError
+from diloco.errors import ConfigError, DataError, DivergedError
 from diloco.train.evaluate import evaluate, generate, prompt_tokens
 from tests.support.errors import error_text
 from tests.support.models import small_model
@@ -156,6 +156,24 @@ def test_arguments_that_cannot_be_used_are_one_line(small: nn.Module, values: di
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         generate(small, BYTES, "0123456789", **{"max_new_tokens": 200, "temperature": 0.8, **values})
     assert "\n" not in str(caught.value)
+
+
+def test_the_space_before_a_word_is_kept_where_a_tokenizer_has_it_between_words_only(small: nn.Module) -> None:
+    class Words(ByteTokenizer):
+        def decode(self, tokens: Sequence[int]) -> str:
+            return " ".join(map(str, tokens))
+
+    written = generate(small, Words(), "ab", max_new_tokens=3, temperature=0)
+    assert re.fullmatch(r"( \d+){3}", written)
+
+
+def test_a_prompt_that_cannot_be_encoded_is_refused_by_its_key(small: nn.Module) -> None:
+    class Narrow(ByteTokenizer):
+        def encode(self, documents: Sequence[bytes]) -> list[Any]:
+            raise DataError("data.tokenizer: x cannot encode this text")
+
+    with pytest.raises(ConfigError, match=r"^eval\.prompts: data\.tokenizer: x cannot encode"):
+        prompt_tokens(small, Narrow(), "ab", 3, ("eval.prompts", "eval.prompt_tokens"))
 
 
 @given(prompt=st.text(max_size=70), more=st.integers(1, 80))

@@ -1,6 +1,7 @@
 """From text to batches of packed token sequences.
 
-1. A source yields documents, UTF-8 bytes in a fixed order (`sources`): the standard library, files, or a hub stream.
+1. A source yields documents, UTF-8 bytes in a fixed order (`sources`, `formats`): the standard library, files, or a hub
+   stream.
 2. The hash of a document decides whether it is training text or held-out text, equally on every peer (`packing`).
 3. A tokenizer turns the document into integers and adds its end token (`tokenizers`, `tokenise`), for large files of
    this machine once (`token_files`).

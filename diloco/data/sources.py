@@ -14,6 +14,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,6 +34,7 @@ _STDLIB_SKIPPED = frozenset(
 )
 # Which data sets on the hub have beside their data.
 _ABOUT_DATA = frozenset({"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"})
+_LOOKED_AT = 1 << 14  # pieces of a file, 64 MiB, in which it has to be text; what comes later is an error
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ def _fits(file: Path, source: str) -> bool:
         return format_of(file.name) == source and file.name not in _ABOUT_DATA
     with reading(f"data.path: {file}", "make it readable, or leave it out"), file.open("rb") as handle:
         try:
-            collections.deque(texts(handle, str(file), "text", ""), maxlen=0)
+            collections.deque(islice(texts(handle, str(file), "text", ""), _LOOKED_AT), maxlen=0)
             return True
         except Exception as error:  # each kind of compression has its own
             if isinstance(error, OSError) and error.errno is not None:

@@ -84,10 +84,7 @@ class LocalDataset:
         return LeasedStream(self.training, batch_size, self._seed, shard, leases, rows)
 
     def holdout(self, sequences: int) -> Tensor:
-        """The first `sequences` held-out sequences (or all, if there are fewer): (N, T) int64, equal on every peer.
-
-        With `data.holdout=0` there are none.
-        """
+        """The first `sequences` held-out sequences, or all, if there are fewer: (N, T) int64, equal on every peer."""
         # In file order they would come from one or two documents. The order does not depend on the seed.
         sequences = min(sequences, MIXTURE_BLOCK * max(map(len, self.held_out)))
         found: list[NDArray[Any]] = []

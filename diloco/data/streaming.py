@@ -115,7 +115,8 @@ class HubDataset:
         if self.settings.holdout and not len(packer):
             raise DataError(
                 f"data.holdout: {self.settings.holdout} of the documents of {self.settings.name} leaves no held-out "
-                f"sequence of {self.sequence_length} tokens; raise it, or set it to 0 (no held-out loss)"
+                f"sequence of {self.sequence_length} tokens; start the run with data.holdout=0 (no held-out "
+                f"loss), or a larger one"
             )
         return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
 

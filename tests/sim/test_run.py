@@ -36,7 +36,7 @@ def test_what_the_model_writes_is_told_once_per_version_and_changes_nothing(tmp_
     told: list[tuple[int, list[tuple[str, str]]]] = []
     monkeypatch.setattr(Recorder, "wrote", lambda self, version, written: told.append((version, written)))
     plain, writing = (
-        simulated(tmp_path / name, *typed)
+        simulated(tmp_path / name, "local.peers=2", *typed)
         for name, typed in {"plain": (), "writing": ("eval.prompts=['def ',x]", "eval.prompt_tokens=5")}.items()
     )
     assert digests(plain) == digests(writing) and plain.virtual_s == writing.virtual_s

@@ -24,6 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import NoReturn
 
 from diloco.text import masked, plain, speak_plainly
@@ -63,14 +64,8 @@ class SwarmError(DilocoError):
     exit_code = 3
 
 
-class JoinError(SwarmError, SystemExit):
-    """A program of somebody else's could not join. If it does not catch that, it ends with this line and no traceback:
-    Python prints the text of a `SystemExit`, whatever else the exception is.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.code = f"diloco: error: {' '.join(plain(self).split())}"
+class JoinError(SwarmError):
+    """A program of somebody else's could not join."""
 
 
 class DivergedError(DilocoError):
@@ -88,6 +83,18 @@ class UnsavedError(DilocoError):
 class PayloadError(DilocoError):
     """Bytes or a header from another peer are invalid; the receiver refuses them."""
 
+
+_shown = sys.excepthook
+
+
+def _show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    """Shows what ends a program of somebody's own: one line, if it can be mended there."""
+    if isinstance(error, DilocoError) and error.exit_code != DilocoError.exit_code:
+        return _complain(str(error))
+    _shown(kind, error, at)
+
+
+sys.excepthook = _show
 
 # The machine refused, which is no bug: the user frees space or chooses another directory.
 _DIRECTORY_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})

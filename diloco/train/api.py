@@ -108,7 +108,7 @@ class Swarm:
         runtime: where the swarm node runs (default: a thread of its own); the simulator's lets virtual time pass.
 
     Raises `ConfigError` for settings that cannot be. `attach` raises `JoinError`, a `SwarmError`, when nobody is at the
-    address, or the run there is another one; a program that does not catch it ends with one line of text. Peers that
+    address, or the run there is another one. A program that does not catch these ends with one line of text. Peers that
     vanish later are no error: the exchange goes on without them.
 
     Attributes:

@@ -86,9 +86,7 @@ def network_of(**values: Any) -> SwarmConfig:
 
 @contextmanager
 def as_typed(typed: bool = True) -> Iterator[None]:
-    """Errors inside name the arguments of `Swarm`, if these were `typed`, and a swarm that cannot be joined is one line
-    of text: `JoinError`.
-    """
+    """Errors inside name the arguments of `Swarm`, if these were `typed`, and who cannot join gets a `JoinError`."""
     try:
         yield
     except SwarmError as error:

@@ -72,7 +72,7 @@ def _copy(optimizer: Any) -> tuple[Any, list[Tensor]]:
         memo[id(one.state)] = defaultdict(dict, {memo.get(id(key), key): deepcopy(used[key], memo) for key in used})
     for one in nested:
         for leaf in _pytree.tree_leaves({key: value for key, value in vars(one).items() if key != "state"}):
-            if isinstance(leaf, Tensor) and leaf.numel() > MOST:
+            if isinstance(leaf, Tensor) and leaf.numel() > MOST:  # such as a master
                 memo.setdefault(id(leaf), leaf.new_empty(0))
         for key, value in vars(one).items():
             if key != "step":  # a scheduler puts one there that steps the optimizer itself

@@ -93,10 +93,15 @@ def test_errors_of_the_swarm_name_the_arguments() -> None:
         raise SwarmError("swarm.listen=x")
 
 
-def test_who_cannot_join_gets_one_line_and_no_traceback() -> None:
-    code = "from diloco.errors import JoinError\ndef join():\n    raise JoinError('nobody is\\nthere')\njoin()"
+@pytest.mark.parametrize("kind", ["ConfigError", "JoinError", "DivergedError"])
+def test_an_error_that_ends_a_program_is_one_line(kind: str) -> None:
+    """Whoever made the program; a bug has a traceback."""
+    code = f"from diloco.errors import *\ntry:\n    1 / 0\nfinally:\n    raise {kind}('nobody is\\nthere')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, "diloco: error: nobody is there\n")
+    code = f"from diloco.errors import *\ntry:\n    raise {kind}('x')\nexcept {kind}:\n    raise PayloadError('y')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and ended.stderr.count("Traceback") == 2
 
 
 def test_another_model_is_one_line() -> None:

@@ -2,20 +2,21 @@
 
 The URL is a directory, or whatever fsspec writes to: an object store, or the hub. Of several peers that push, the first
 claims a version by a file, and the others leave it to that one. `complete.json` comes last: what lacks it is not whole.
-Two that push one version at once write the same: a model is the anchor, which is equal on all peers.
+Two that push one version at once write the same: a model is the anchor, which is equal on all peers. What an earlier
+training left there, and where anchors move in parts what is not the end of the run, gives way to other values.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
+from secrets import token_hex
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,7 +28,7 @@ from diloco.text import one_line
 
 __all__ = ["COMPLETE", "Pusher"]
 
-CLAIM, COMPLETE = "claim", "complete.json"
+COMPLETE = "complete.json"
 PATIENCE_S = 600.0
 
 logger = logging.getLogger(__name__)
@@ -35,24 +36,28 @@ logger = logging.getLogger(__name__)
 
 class Pusher:
     """Pushes one version at a time, in a thread that training never waits for; a version that waits replaces an older
-    one that does. `write` puts a model into a directory. What fails is tried again after `retry_s`, then left to the
-    next version, with a warning the first time, and one when it works again.
+    one that does. `digest` tells a model from others, and `write` puts it into a directory. What fails is tried again
+    after `retry_s`, then left to the next version, with a warning the first time, and one when it works again.
 
     Raises `ConfigError` if nothing can be written there.
     """
 
     def __init__(
-        self, url: str, write: Callable[[Any, Path], None], retry_s: Sequence[float] = (2.0, 10.0, 60.0)
+        self,
+        url: str,
+        digest: Callable[[Any], str | None],
+        write: Callable[[Any, Path], None],
+        retry_s: Sequence[float] = (2.0, 10.0, 60.0),
     ) -> None:
-        self._url, self._write, self._retry_s, self._me = url, write, retry_s, secrets.token_hex(8)
+        self._url, self._digest, self._write, self._retry_s, self._me = url, digest, write, retry_s, token_hex(8)
         self._queue: Queue[tuple[int, Any, bool]] = Queue()
         self._fails = False
         try:
             self._files, self._root = fsspec.url_to_fs(url)
             self._is_local = isinstance(self._files, LocalFileSystem)
-            if self._is_local:
-                self._files.auto_mkdir = True
+            self._files.auto_mkdir = self._is_local
             self._files.pipe_file(probe := f"{self._root}/probe-{self._me}", b"diloco")
+            self._old = {name.rpartition("/")[2] for name in self._files.ls(self._root, detail=False)}
             self._files.rm_file(probe)
         except Exception as error:  # each store has its own exceptions
             raise ConfigError(
@@ -91,27 +96,33 @@ class Pusher:
             except Exception as error:  # of the store, or of this machine's disk
                 if wait_s is not None:
                     time.sleep(wait_s)
-                elif not self._fails:
-                    self._fails = True
-                    why = f"outer step {version} is not at {self._url} ({one_line(error)})"
-                    logger.warning("checkpoint.push: %s; training goes on, and later ones are tried", why)
+                    continue
+                if not self._fails:
+                    where = f"outer step {version} is not at {self._url} ({one_line(error)})"
+                    logger.warning("checkpoint.push: %s; training goes on, and later ones are tried", where)
+                self._fails = True
 
     def _upload(self, version: int, model: Any, place: Path, final: bool, last_try: bool) -> None:
-        files, target = self._files, f"{self._root}/step-{version:08d}"
-        claim, me = f"{target}/{CLAIM}", self._me.encode()
+        files, name, digest = self._files, f"step-{version:08d}", str(self._digest(model))
+        target, anew = f"{self._root}/{name}", final or name in self._old
+        complete, claim, mine = f"{target}/{COMPLETE}", f"{target}/claim", f"{digest} {self._me}".encode()
+        whole = json.dumps({"version": version, "values": digest}).encode()
         files.invalidate_cache()
-        if files.exists(f"{target}/{COMPLETE}"):
+        there, claimed = (files.cat_file(one) if files.exists(one) else b"" for one in (complete, claim))
+        if there == whole or (there and not anew):
             return
-        if files.exists(claim) and files.cat_file(claim) != me and not (final and last_try):
+        taken = claimed not in (b"", mine) and (claimed.startswith(digest.encode()) or not anew)
+        if taken and not (final and last_try):
             if final:
                 raise ConfigError("another peer is at it")
             return
-        files.pipe_file(claim, me)
+        files.pipe_file(claim, mine)
+        if there:
+            files.rm_file(complete)
         self._write(model, place)
-        sizes = {one.relative_to(place).as_posix(): one.stat().st_size for one in place.rglob("*") if one.is_file()}
-        for name in sizes:
+        for name in (one.relative_to(place).as_posix() for one in place.rglob("*") if one.is_file()):
             part = f"{target}/{name}" + f".{self._me}" * self._is_local  # in a store it appears as a whole
             files.put_file(str(place / name), part)
             if self._is_local:
                 files.mv(part, f"{target}/{name}")
-        files.pipe_file(f"{target}/{COMPLETE}", json.dumps({"version": version, "bytes": sizes}).encode())
+        files.pipe_file(complete, whole)

@@ -24,7 +24,6 @@ from diloco.config import BudgetConfig, Config, InnerConfig
 from diloco.config.manifest import raised
 from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
-from diloco.rundir.checkpoint import copied
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Message, Notice, Status
@@ -337,9 +336,10 @@ class Trainer:
         """All ranks: push the anchor, from a copy, while training goes on."""
         if self.lead and self.config.checkpoint.push is not None:
             with self.sync.anchored():
-                state = {name: whole(value.detach()) for name, value in self.model.state_dict().items()}
-                if self.pusher is not None:
-                    self.pusher.begin(self.sync.version, copied({"": state})[""], final)
+                place, values = "cpu" if self.pusher is not None else "meta", self.model.state_dict().items()
+                state = {name: whole(value.detach()).to(place, copy=True) for name, value in values}
+            if self.pusher is not None:
+                self.pusher.begin(self.sync.version, state, final)
 
     def _not_saved(self, version: int, error: ConfigError) -> None:
         self._unsaved += 1

@@ -36,6 +36,7 @@ from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.memory import fitted
 from diloco.train.outcome import summary_of
+from diloco.train.parameters import values_digest
 from diloco.train.precision import precision_of, prepare_
 from diloco.train.rows import whole
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path, write_address
@@ -136,7 +137,7 @@ def _prepare_files(trainer: Trainer) -> None:
     """Of the peer that leads: where its models go, and, as nothing else can be wrong with them, its settings."""
     config = trainer.config
     if config.checkpoint.push is not None:
-        trainer.pusher = Pusher(config.checkpoint.push, partial(_write, config, trainer.tokenizer))
+        trainer.pusher = Pusher(config.checkpoint.push, values_digest, partial(_write, config, trainer.tokenizer))
     if not config.run.report:  # a supervisor writes its own, which names all of its peers
         write_atomic(config.run.dir / "config.yaml", config.to_yaml())
     write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")

@@ -54,7 +54,7 @@ def pushed(pusher: Pusher, *versions: int, final: bool = False) -> None:
 
 
 def test_what_is_there_is_the_model_and_the_mark_comes_last(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pusher = Pusher(url, Writes())
+    pusher = Pusher(url, str, Writes())
     assert content(url) == {}, "the probe is gone"
     order: list[str] = []
     pipe = pusher._files.pipe_file
@@ -75,7 +75,7 @@ def test_what_is_there_is_the_model_and_the_mark_comes_last(url: str, monkeypatc
 
 def test_of_several_peers_one_pushes_a_version_and_a_claim_without_a_model_is_passed_at_the_end(url: str) -> None:
     writes = Writes()
-    first, second, third = (Pusher(url, writes, retry_s=[0.0]) for _ in range(3))
+    first, second, third = (Pusher(url, str, writes, retry_s=[0.0]) for _ in range(3))
     writes.go_on.clear()
     first.begin(1, 1)
     assert writes.begun.wait(30)
@@ -94,11 +94,31 @@ def test_of_several_peers_one_pushes_a_version_and_a_claim_without_a_model_is_pa
     assert writes.versions == [1, 2, 2] and f"step-00000002/{COMPLETE}" in content(url)
 
 
+def test_a_number_that_another_training_had_is_pushed_anew(url: str) -> None:
+    writes = Writes()
+    pushed(Pusher(url, str, writes), 1)
+    before = content(url)
+    pusher = Pusher(url, str, writes)
+    pusher.begin(1, 7)
+    pusher.wait(30)
+    assert writes.versions == [1, 7] and content(url).keys() == before.keys() and content(url) != before
+    files, root = fsspec.url_to_fs(url)
+    files.rm_file(f"{root}/step-00000001/{COMPLETE}")
+    pushed(pusher, 1)
+    assert writes.versions == [1, 7, 1], "a claim to other values is none"
+    for model, final in ((8, False), (9, True), (9, True)):
+        later = Pusher(url, str, writes) if final else pusher
+        later._old.clear()  # what was pushed since it began
+        later.begin(1, model, final)
+        later.wait(30)
+    assert writes.versions == [1, 7, 1, 9], "other peers' anchors may be between two versions; those at the end are not"
+
+
 def test_training_waits_for_nothing_and_of_what_waits_the_newest_is_pushed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writes = Writes()
-    pusher = Pusher(str(tmp_path), writes)
+    pusher = Pusher(str(tmp_path), str, writes)
     writes.go_on.clear()
     for version in range(1, 6):
         pusher.begin(version, version)
@@ -111,7 +131,7 @@ def test_training_waits_for_nothing_and_of_what_waits_the_newest_is_pushed(
 
 
 def test_a_store_that_fails_is_tried_again_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pusher = Pusher(str(tmp_path / "models"), Writes(), retry_s=[0.0, 0.0])
+    pusher = Pusher(str(tmp_path / "models"), str, Writes(), retry_s=[0.0, 0.0])
     put, fails, tries = pusher._files.put_file, True, 0
 
     def put_file(here: str, there: str) -> None:
@@ -148,7 +168,7 @@ def test_a_place_that_cannot_be_written_is_one_line_before_training(url: str, sa
         url = str(tmp_path / "file")
         Path(url).write_text("a file")
         said = "exists"
-    text = error_text(ConfigError, Pusher, url, Writes())
+    text = error_text(ConfigError, Pusher, url, str, Writes())
     assert text.startswith(f"checkpoint.push={url} cannot be written (") and said in text
 
 

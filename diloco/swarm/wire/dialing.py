@@ -75,6 +75,8 @@ async def _call(p2p: P2P, address: str) -> str:
     except (ControlFailure, P2PDaemonError, OSError, ValueError) as error:
         # The daemon writes one line for each address that it knows of the peer; only this one matters.
         lines = [line for line in str(error).splitlines() if f"[{place}]" in line] or [str(error)]
+        if place.startswith("/dns") and "no good addresses" in lines[-1]:
+            return _NO_NAME
         return next((why for said, why in _REASONS.items() if said in lines[-1].lower()), "no peer answers there")
     return ""
 

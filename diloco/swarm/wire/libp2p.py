@@ -113,10 +113,15 @@ async def _explain(error: Exception, seeds: Sequence[str], listen: Sequence[str]
         outcome = await call_apart(seeds) if seeds else outcome
     if not outcome or "" in outcome.values():
         return SwarmError(f"libp2p failed on this machine: {text}; mend what it names, or reinstall hivemind")
-    remedy = "check that a peer is running there and that its port is open"
+    why = f": {', '.join(set(outcome.values()))}" if set(outcome.values()) <= LOCAL else ""
+    return SwarmError(f"swarm.initial_peers={','.join(seeds)} cannot be reached{why}; {_remedy(outcome)}")
+
+
+def _remedy(outcome: Mapping[str, str]) -> str:
+    """What to do when nobody can be reached, given the reason by address."""
     if set(outcome.values()) <= LOCAL:
-        remedy = f"{'; '.join(dict.fromkeys(outcome.values()))}: check the network and the name server of this machine"
-    return SwarmError(f"swarm.initial_peers={','.join(seeds)} cannot be reached; {remedy}")
+        return "check the name and the network of this machine"
+    return "check that a peer is running there and that its port is open"
 
 
 def check_free(listen: Sequence[str]) -> None:
@@ -126,15 +131,15 @@ def check_free(listen: Sequence[str]) -> None:
         if family not in ("ip4", "ip6") or port == "0":
             continue
         kind = socket.SOCK_STREAM if transport == "tcp" else socket.SOCK_DGRAM
-        with socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6, kind) as probe:
-            if transport == "tcp":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended connections do not keep it
-            try:
+        try:
+            with socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6, kind) as probe:
+                if transport == "tcp":
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended connections do not keep it
                 probe.bind((host, int(port)))
-            except OSError as error:
-                raise SwarmError(
-                    f"swarm.listen={address} cannot be listened on: {error.strerror}; choose another port, or 0 for any"
-                ) from None
+        except OSError as error:
+            raise SwarmError(
+                f"swarm.listen={address} cannot be listened on: {error.strerror}; choose another port, or 0 for any"
+            ) from None
 
 
 async def _start_daemon(seeds: Sequence[str], network: SwarmConfig, identity_path: Path) -> P2P:
@@ -163,7 +168,7 @@ def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
 def _nobody(outcome: Mapping[str, str]) -> str:
     if len(outcome) == 1:
         [(address, why)] = outcome.items()
-        return f"{address} cannot be reached: {why}; check that a peer is running there and that its port is open"
+        return f"{address} cannot be reached: {why}; {_remedy(outcome)}"
     reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
     return f"none of {len(outcome)} addresses can be reached ({reasons}); ask for one of a peer that is running"
 

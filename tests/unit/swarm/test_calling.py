@@ -84,7 +84,7 @@ def test_a_broken_connection_with_a_daemon_is_no_unheard_error() -> None:
         (
             "failed to connect to bootstrap peers",
             "that host name is unknown",
-            "unknown: check the network and the name",
+            "unknown; check the name and the network",
         ),
         (
             "[Errno 13] Permission denied: '/x/p2pd'",

@@ -21,8 +21,7 @@ from rich.text import Text
 
 from diloco.config import Config
 from diloco.config.address import scope
-from diloco.rundir.reporting import Finished, Message, Notice, Ready, Status, who_can_join
-from diloco.rundir.summary import Summary
+from diloco.rundir.reporting import Message, Notice, Ready, Status, who_can_join
 from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
 __all__ = ["STATE_STYLES", "LiveView", "hear_warnings", "invitation", "say_who_can_join"]
@@ -88,22 +87,19 @@ class LiveView:
             self._live.stop()
 
     def update(self, message: Message) -> None:
-        """Shows a message: `Ready`, `Notice`, `Status` or `Finished`; others are ignored."""
+        """Shows a message: `Ready`, `Notice` or `Status`; others are ignored."""
         if isinstance(message, Ready):
             self._show_ready(message)
         elif isinstance(message, Notice):
             if message.text not in self._told:  # peers with the same files say the same of them
                 self.note(f"{message.peer}: {message.text}")
             self._told.add(message.text)
-        elif isinstance(message, Status | Finished):
+        elif isinstance(message, Status):
             peer = plain(message.peer)
             row = self._rows.setdefault(peer, _Row(peer, self._clock()))
-            if isinstance(message, Status):
-                self._fill(row, message)
-            else:
-                self._finish(row, message.summary)
+            self._fill(row, message)
             if self._live is None:
-                self._line(row, always=isinstance(message, Finished))
+                self._line(row, always=message.state in ("done", "left"))
 
     def _show_ready(self, message: Ready) -> None:
         peer, address = plain(message.peer), plain(message.address)
@@ -132,18 +128,6 @@ class LiveView:
         self._total = status.outer_steps or self._total
         if self._first is None and row.status.version is not None and row.status.state == "training":
             self._first = (self._clock(), row.status.version)
-
-    def _finish(self, row: _Row, summary: Summary) -> None:
-        [peer] = summary.peers
-        row.status = replace(
-            row.status,
-            state="done" if summary.exit == 0 else "failed",
-            version=summary.outer_steps,
-            inner_step=peer.steps,
-            eval_loss=row.status.eval_loss if summary.eval.loss is None else summary.eval.loss,
-            bytes_sent=peer.bytes_sent or row.status.bytes_sent,
-            bytes_received=peer.bytes_received or row.status.bytes_received,
-        )
 
     def _line(self, row: _Row, always: bool) -> None:
         now = self._clock()

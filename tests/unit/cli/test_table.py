@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from diloco.cli.table import LiveView, _Stderr
-from diloco.protocol.phase_seconds import PhaseSeconds
-from diloco.rundir.reporting import Finished, Message, Notice, Ready, Status
-from diloco.rundir.summary import Evaluation, PeerSummary, Summary
+from diloco.rundir.reporting import Message, Notice, Ready, Status
 from diloco.text import human_bytes, human_count, human_seconds
 
 
@@ -81,16 +79,15 @@ def test_a_long_outer_step_gives_a_line_every_ten_seconds() -> None:
     assert [line[:8] for line in file.getvalue().splitlines()] == [f"[{t:5.1f}s]" for t in range(10, 60, 10)]
 
 
-def test_a_summary_ends_a_peer_with_a_line() -> None:
+def test_a_peer_ends_with_a_line() -> None:
     """Even within the same step."""
     view, file, _ = make(terminal=False)
     view.update(status(version=16))
-    mine = PeerSummary("", None, 480, 0, None, 0, 0, PhaseSeconds())
-    view.update(Finished("p0", summary=Summary(outer_steps=16, eval=Evaluation(2.4), peers=[mine])))
-    view.update(Finished("p1", summary=Summary(outer_steps=4, exit=4, peers=[mine])))
+    view.update(status(state="done", version=16, eval_loss=2.4))
+    view.update(Status("p1", state="left", version=4))
     assert file.getvalue().splitlines()[1:] == [
         "[  0.0s] p0 v16/16 loss 2.61 held-out 2.40 4.1k tok/s 1.2 MB sent done",
-        "[  0.0s] p1 v4/16 loss - held-out - - tok/s - sent failed",
+        "[  0.0s] p1 v4/16 loss - held-out - - tok/s - sent left",
     ]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from diloco.errors import ConfigError
 from diloco.integrations.membership import FOLDER, check_processes, load_beside, save_beside
-from diloco.integrations.orders import ORDERED, order_by_, remedy
+from diloco.integrations.orders import ORDERED, check_has_batches, order_by_, remedy
 from diloco.train.api import Attachment, Swarm
 from diloco.train.peer_state import PeerState
 
@@ -57,6 +57,8 @@ class AccelerateSwarm(Swarm):
         order of this peer's own; where there is none, a line says what to do.
         """
         check_processes(self._accelerator.num_processes)
+        for loader in self._accelerator._dataloaders:
+            check_has_batches(loader)
         saved, self._loaded = self._loaded, None
         attached = super().attach(model, optimizer, schedulers=schedulers, saved=saved, **more)
         loaders = list(self._accelerator._dataloaders)  # that were prepared; those that evaluate are in no random order

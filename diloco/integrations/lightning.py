@@ -54,6 +54,7 @@ class DilocoLightningCallback(Callback):
 
     def __init__(self, **settings: Any) -> None:
         self._membership = Membership(settings)
+        self._membership.remedy = "lower the optimizer's learning rate, or gradient_clip_val"
         self._membership.over = (signal.SIGTERM, signal.SIGUSR1)  # Lightning's handlers wait for the end of a batch
         self._saved: PeerState | None = None
         self._steps = math.inf

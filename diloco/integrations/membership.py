@@ -37,10 +37,12 @@ FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it 
 class Membership:
     """A peer that takes part while a trainer trains.
 
-    Raises `ConfigError` for settings that cannot be. `over` are the signals whose handlers the trainer itself sets.
+    Raises `ConfigError` for settings that cannot be. `over` are the signals whose handlers the trainer itself sets,
+    and `remedy` is what helps in it when training diverges.
     """
 
     over: Sequence[int] = ()
+    remedy = "lower learning_rate, or max_grad_norm"
 
     def __init__(self, settings: dict[str, Any]) -> None:
         if "run_id" not in settings:
@@ -77,7 +79,7 @@ class Membership:
             swarm._take_over()
             if "identity" not in self._settings and Island.place()[0] == 0:
                 swarm._held.enter_context(exclusive(place, KEY))
-            swarm._ends_loop, swarm._over = False, self.over
+            swarm._ends_loop, swarm._over, swarm._remedy = False, self.over, {"remedy": self.remedy}
             swarm._living = self._living  # of a share of a stream that was taken before there was a swarm
             attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
             self.attachment = stack.enter_context(attached)

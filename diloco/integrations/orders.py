@@ -6,12 +6,15 @@ what one of them learns.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler
 
-__all__ = ["ORDERED", "order_by_", "remedy"]
+from diloco.errors import DataError
+
+__all__ = ["ORDERED", "check_has_batches", "order_by_", "remedy"]
 
 ORDERED = "this peer reads its data in an order of its own"
 
@@ -32,6 +35,16 @@ def order_by_(loader: Any, seed: int, epoch: int = 0) -> bool:
     else:
         return False
     return True
+
+
+def check_has_batches(loader: Any) -> None:
+    """Raise `DataError` for a loader that gives no batch, before anybody waits for this peer."""
+    with suppress(TypeError):  # a stream has no length
+        if len(loader) == 0:
+            raise DataError(
+                f"the training data makes no batch of its {len(loader.dataset)} rows; give more rows, a smaller batch, "
+                "or keep the last batch (drop_last)"
+            )
 
 
 def remedy(loader: Any, owner: str) -> str:

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from diloco.errors import CheckpointError, ConfigError
 from diloco.integrations.membership import Membership, load_beside, save_beside
+from diloco.integrations.orders import check_has_batches
 from diloco.train.api import Attachment
 from diloco.train.peer_state import PeerState
 
@@ -119,6 +120,7 @@ class DilocoCallback(TrainerCallback):
         known = self._find_trainer().callback_handler.callbacks
         if sum(isinstance(one, DilocoCallback) for one in known) > 1:
             raise ConfigError("callbacks: a DilocoCallback is there twice; name one")
+        check_has_batches(trainer["train_dataloader"])
         schedulers = [] if args.lr_scheduler_type in FOLLOWS_A_METRIC else [trainer["lr_scheduler"]]
         sync = self._membership.open(
             trainer["model"],

@@ -184,6 +184,7 @@ class Swarm:
         self._watches = runtime is None  # for signals
         self._ends_loop = True  # without this it looks at `interrupted`
         self._over: Sequence[int] = ()
+        self._remedy: dict[str, str] = {}  # when training diverges, in the words of a trainer
         self._unwatch: Callable[[], None] = lambda: None
         self._scratch: Path | None = None
         self._held = ExitStack()  # what `close` gives back
@@ -345,7 +346,8 @@ class Swarm:
                     saved.check_same_run(self.run, "the checkpoint" if checkpoints is None else f"{checkpoints=!s}")
             stack.pop_all()
         phases = phases or PhaseTimer(clock=runtime.clock, settle=partial(devices.synchronize, device))
-        listener = Listener(self._heard, self._ready, self._ended, self._joining, self._leaves, self._ends_loop)
+        words = partial(as_typed, self._typed, **self._remedy)
+        listener = Listener(self._heard, self._ready, self._ended, self._joining, words, self._leaves, self._ends_loop)
         self.attachment = Attachment(
             parameters, optimizer, self.outer, options, island, phases, runtime, listener, schedules
         )

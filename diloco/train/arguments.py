@@ -22,7 +22,7 @@ from diloco.config.compose import outer_preset
 from diloco.config.explain import nearest
 from diloco.config.manifest import hash_of
 from diloco.config.sizes import fragments_of
-from diloco.errors import ConfigError, JoinError, SwarmError
+from diloco.errors import ConfigError, DivergedError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec
 
 __all__ = ["OuterSettings", "as_typed", "check_names", "loop_spec", "network_of", "outer_of", "several"]
@@ -85,8 +85,10 @@ def network_of(**values: Any) -> SwarmConfig:
 
 
 @contextmanager
-def as_typed(typed: bool = True) -> Iterator[None]:
-    """Errors inside name the arguments of `Swarm`, if these were `typed`, and who cannot join gets a `JoinError`."""
+def as_typed(typed: bool = True, remedy: str = "lower the optimizer's learning rate") -> Iterator[None]:
+    """Errors inside name the arguments of `Swarm`, if these were `typed`, and who cannot join gets a `JoinError`. The
+    `remedy` is for training that diverges.
+    """
     try:
         yield
     except SwarmError as error:
@@ -96,6 +98,10 @@ def as_typed(typed: bool = True) -> Iterator[None]:
         raise JoinError(
             text + _NOBODY if text.startswith("address=") and "cannot be reached" in text else text
         ) from None
+    except DivergedError as error:
+        if not typed:
+            raise
+        raise DivergedError(f"{str(error).partition(';')[0]}; {remedy}") from None
     except ConfigError as error:
         text = _renamed(str(error))
         if not typed or text == str(error):

@@ -237,7 +237,7 @@ class Attachment:
         """
         flying = self._schedule.flying
         if flying:
-            with self.phases.during("comm"):
+            with self._listener.exchanging(), self.phases.during("comm"):
                 if self.outer.staggered and self.outer.barrier:
                     rest = set(range(self.outer.fragments)) - set(flying)
                     counts = self._unsent.send(sorted(rest), self.steps, self.tokens)
@@ -314,7 +314,8 @@ class Attachment:
         self.schedules.bring_(swarm_steps(self, self.outer.sync_every))
 
     def _stepped(self) -> None:
-        self._after_step()
+        with self._listener.exchanging():
+            self._after_step()
         self._end_loop()
 
     @usual

@@ -27,14 +27,15 @@ logger = logging.getLogger(__name__)
 class Listener:
     """Who hears of an attached peer: of events, of its address, and of its end (whether it has finished).
 
-    `joining` is the context in which it joins. `on_leave` is told which error, if any, makes it leave. Without
-    `ends_loop` the loop looks at `interrupted` itself.
+    `joining` is the context in which it joins, and `exchanging` that of later calls. `on_leave` is told which error, if
+    any, makes it leave. Without `ends_loop` the loop looks at `interrupted` itself.
     """
 
     on_event: OnEvent
     on_ready: Callable[[str], None]
     on_end: Callable[[bool], None] = lambda finished: None
     joining: Callable[[], AbstractContextManager[None]] = nullcontext
+    exchanging: Callable[[], AbstractContextManager[None]] = nullcontext
     on_leave: Callable[[type[BaseException] | None], None] = lambda kind: None
     ends_loop: bool = False
 
@@ -116,5 +117,7 @@ class Voice:
         """This peer has left. A founder that has met nobody is told how not to end before others come."""
         done = "done" if finished else "dropped out"
         self.say(f"{done} after {steps} inner steps, at outer step {version}; {human_bytes(sent)} sent")
+        if finished and not steps:
+            self.say("it made no inner step; was there any data?")
         if founder and finished and not self.met:
             self.say("no other peer came; with min_peers=2 the first peer waits for a second one before it trains")

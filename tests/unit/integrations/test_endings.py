@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.errors import DataError, DivergedError
 from tests.support.loops import Direct
 from tests.unit.integrations.test_callbacks import Going, Regression, fit, pytestmark, trainer
 
@@ -93,3 +94,35 @@ def test_a_trainer_that_fails_says_goodbye_and_comes_back(node: Node, tmp_path: 
     one.train()
     said = [word for word in node.said if word in ("begin", "leave", "close")]
     assert said == ["leave", "close", "leave", "close"]
+
+
+class Diverging(Node):
+    """Its swarm refuses what is not finite."""
+
+    async def receive(self, fragments: tuple[int, ...]) -> Any:
+        raise DivergedError("training diverged: a value of nan cannot be sent, in outer step 2; lower inner.lr; more")
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("DilocoCallback", "lower learning_rate, or max_grad_norm"),
+        ("DilocoLightningCallback", "lower the optimizer's learning rate, or gradient_clip_val"),
+    ],
+)
+def test_divergence_is_one_line_in_the_trainers_words(
+    kind: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.train.api.NodeThread", lambda: Direct(Diverging()))
+    with pytest.raises(DivergedError) as caught:
+        trainer(tmp_path, real(kind)).train() if kind == "DilocoCallback" else fit(tmp_path, real(kind))
+    assert str(caught.value) == f"training diverged: a value of nan cannot be sent, in outer step 2; {remedy}"
+
+
+def test_an_empty_loader_is_refused_before_anybody_waits(node: Node, tmp_path: Path) -> None:
+    one = trainer(tmp_path, real(), data=[{"x": torch.ones(4)}] * 5, dataloader_drop_last=True)
+    one.args.per_device_train_batch_size = one._train_batch_size = 8
+    said = r"^the training data makes no batch of its 5 rows; give more rows, a smaller batch, or keep the last batch"
+    with pytest.raises(DataError, match=said):
+        one.train()
+    assert not node.said

@@ -86,7 +86,9 @@ class HubDataset:
         some = list(islice(filter(None, self._all_texts()), 100))
         if not some:
             raise DataError(f"data.split: {settings.split} of {settings.name} is empty; choose another split")
-        self._bytes_per_row = sum(map(len, some)) / len(some)
+        parts = [text[:4096] for text in some]
+        tokens = sum(map(len, tokenizer.encode(parts))) / sum(map(len, parts)) * sum(map(len, some))
+        self._tokens_per_row = max(1.0, tokens / len(some))
         self.description = (
             f"hub {settings.name}: {len(self.files):,} files, streamed in sequences of {self.sequence_length} tokens"
         )
@@ -98,8 +100,7 @@ class HubDataset:
         return HubStream(self, batch_size, Stripe(shard, shards), rows)
 
     def units(self, sequences: int) -> int:
-        # A row has fewer tokens than bytes, so these may be too few; more are leased when they are used up.
-        return 1 if self.by_file else math.ceil(sequences * self.sequence_length / self._bytes_per_row)
+        return 1 if self.by_file else math.ceil(sequences * self.sequence_length / self._tokens_per_row)
 
     def leased(self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)) -> HubStream:
         return HubStream(self, batch_size, leases, rows)
@@ -366,9 +367,8 @@ class HubStream:
         elif goes_on:
             self._leases.next = newest
         else:
-            logger.warning("data.shards changed since the checkpoint: continuing behind what all shards have read")
-            first, shards = units[0].start if units else newest, shard[1] if shard else 1
-            self._leases.skip_to((first // shards + 1) * shards)
+            logger.warning("data.shards changed since the checkpoint: continuing behind what was read")
+            self._leases.skip_to(newest)
         self._begin(*((units, row, waiting) if goes_on else ([], 0, [])))
 
     # -- who reads: the worker, or the training thread ----------------------------------------------------------------

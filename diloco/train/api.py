@@ -80,8 +80,8 @@ class Swarm:
         outer: settings of the outer step by their names in such a file, in a dictionary.
         sync_every, fragments, lr, momentum, codec_up, codec_down: the same, and so is every other setting that is given
             by its name. `sync_every` is required without a preset: inner steps from one exchange to the next.
-        rounds: exchanges that are planned, such as max_steps / sync_every, over which the outer momentum rises; equal
-            on all peers. Without it the momentum rises with the age of the run.
+        rounds: exchanges that are planned, such as max_steps / sync_every, over which the outer momentum rises; the
+            greatest of all peers counts. Without it the momentum rises with the age of the run.
         identity: file with this peer's private key, made when it is missing, and a file beside it with the
             addresses by which the peer comes back; None is a new identity in each process.
         name: how this peer is called in tables and logs.

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from diloco.errors import ConfigError
+from diloco.outer.optimizer import OuterOptimizer, OuterStep
 from diloco.rundir.summary import PhaseTimer
 from diloco.train.api import Attachment, Swarm
+from tests.support import loops as support
 from tests.support.loops import Direct, LastFlight, Loop, train
 
 
@@ -126,6 +128,19 @@ def test_what_is_written_back_beside_the_optimizer_is_an_error(share: float) -> 
     error = pytest.raises(ConfigError, match=r"^model: between two steps, something went back to the parameters of be")
     with error if share < 0.5 else nullcontext():
         train("ab", work, sync_every=4, lr=0.1, momentum=0.0)
+
+
+def test_of_different_plans_the_longest_counts_for_all_from_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, seen, rates = {"a": 2, "b": 6, "c": 4}, set(), OuterOptimizer.rates
+
+    def watched(optimizer: OuterOptimizer, step: OuterStep) -> tuple[float, float]:
+        seen.add((step.version, optimizer.settings.rounds))
+        return rates(optimizer, step)
+
+    monkeypatch.setattr(OuterOptimizer, "rates", watched)
+    monkeypatch.setattr(support, "Swarm", lambda **settings: Swarm(**settings, rounds=plans[settings["name"]]))
+    loops = train("abc", lambda loop: loop.step(12), sync_every=4)
+    assert seen == {(0, 6), (1, 6), (2, 6)} and not any(loop.told("rounds_over") for loop in loops.values())
 
 
 # -- between two rounds -----------------------------------------------------------------------------------------------

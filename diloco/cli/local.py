@@ -85,8 +85,8 @@ def _conclude(
     run_dir = config.run.dir
     summaries = [child.summary for child in children if child.summary is not None]
     # Ctrl+C while a peer still starts has nothing to lose.
-    failed = [c for c in children if c.exit > 0 and not (stopped and not c.ready)]
-    complaint = culprit or next((child for child in failed if child.summary is None), None)
+    failed = (c for c in children if c.exit > 0 and c.summary is None and (c.ready or not stopped))
+    complaint = culprit or next(failed, None)
     code = 0 if complaint is None else complaint.error().exit_code
     if not summaries and complaint is None and not stopped:
         raise SwarmError(f"every peer was killed; run the same command again to go on from {run_dir}/checkpoints")

@@ -69,15 +69,15 @@ def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
     """
     with contextlib.ExitStack() as stack:
         if identity is not None:  # two peers with one key would put each other out of the swarm
-            stack.enter_context(exclusive(Path(f"{identity}.lock")))
+            stack.enter_context(exclusive(Path(f"{identity}.lock"), "swarm.identity_path"))
         for number in range(PEERS_PER_MACHINE):
             directory = data_home() / f"peer-{number}"
             try:
-                stack.enter_context(exclusive(directory))
-            except ConfigError:  # this peer is running
-                continue
-            except OSError as error:
-                raise ConfigError(f"{directory}: {error.strerror}; set XDG_DATA_HOME=DIRECTORY") from None
+                stack.enter_context(exclusive(directory, "XDG_DATA_HOME"))
+            except ConfigError:
+                if not directory.is_dir():
+                    raise
+                continue  # this peer is running
             yield PeerDirectory(number, directory, directory / "identity.key" if identity is None else Path(identity))
             return
     raise ConfigError(f"{PEERS_PER_MACHINE} of your peers are running on this machine; end one, or set XDG_DATA_HOME")

@@ -83,12 +83,8 @@ class Address:
 
     def resolved(self) -> Address:
         """Replaces an `@FILE` by the addresses that the file holds now; `ConfigError` when it cannot be read."""
-        peers: list[str] = []
-        for peer in self.peers:
-            if not peer.startswith("@"):
-                peers.append(peer)
-                continue
-            peers += addresses_in(Path(peer[1:]))
+        found = (addresses_in(Path(peer[1:])) if peer.startswith("@") else [peer] for peer in self.peers)
+        peers = [address for addresses in found for address in addresses]
         if not peers:
             raise ConfigError(f"ADDRESS={','.join(self.peers)} holds no address yet; try again when its peer is ready")
         return Address(tuple(peers), self.token)

@@ -101,10 +101,13 @@ def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
     """Locks a directory for this process, and creates it if it is missing. The lock ends with the process.
 
     Two commands in one run directory would overwrite each other's checkpoints. Without effect on file systems that have
-    no locks. Raises `ConfigError` if another process holds it; `key` is the setting that chose the directory.
+    no locks. Raises `ConfigError` if another process holds it or it cannot be made; `key` is the setting that chose it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{key}: {directory}: {error.strerror}; choose another {key}") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

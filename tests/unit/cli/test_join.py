@@ -68,8 +68,11 @@ def test_without_a_home_one_line_names_the_setting(
     monkeypatch.setenv("HOME", home) if home else monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     said = error_text(ConfigError, lock_peer_directory().__enter__)
-    assert "/peer-0: Not a directory; " in said if home else said.startswith("this user has no home directory; ")
-    assert "; set XDG_DATA_HOME=DIRECTORY" in said
+    assert said.endswith(
+        "/peer-0: Not a directory; choose another XDG_DATA_HOME"
+        if home
+        else "this user has no home directory; set XDG_DATA_HOME=DIRECTORY for keys and runs"
+    )
     assert "of no run in ./runs" in error_text(ConfigError, run_status, None, False, False, None)
     assert known_addresses([PLACE]) == []
 

@@ -36,7 +36,17 @@ from diloco.data.packing import with_plain_line_ends
 from diloco.errors import DataError
 from diloco.text import counted
 
-__all__ = ["FORMATS", "SUFFIXES", "documents_of", "format_of", "is_hidden", "num_rows", "pieces", "texts"]
+__all__ = [
+    "FORMATS",
+    "SUFFIXES",
+    "NoFieldError",
+    "documents_of",
+    "format_of",
+    "is_hidden",
+    "num_rows",
+    "pieces",
+    "texts",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -291,9 +301,15 @@ def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes
             yield (value or "").encode()
 
 
+class NoFieldError(DataError):
+    """A file has no such column."""
+
+
 def _no_field(path: str, field: str, fields: Any) -> DataError:
     names = ", ".join(sorted(fields)[:20]) or "none"
-    return DataError(f"data.field: {field!r} is no field of {path}, which has {names}; take one, or leave the file out")
+    return NoFieldError(
+        f"data.field: {field!r} is no field of {path}, which has {names}; take one, or leave the file out"
+    )
 
 
 def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str = "") -> DataError:

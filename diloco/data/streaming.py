@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.data.formats import documents_of, num_rows, texts
+from diloco.data.formats import NoFieldError, documents_of, num_rows, texts
 from diloco.data.numbered import Leases, no_position
 from diloco.data.packing import Packer, is_held_out, permuted
 from diloco.data.prefetch import AHEAD
@@ -83,6 +83,8 @@ class HubDataset:
         names = [f if self.open is not open else f"{os.path.basename(f)} {os.path.getsize(f)}" for f in self.files]
         digest = blake3("\n".join(names).encode()).hexdigest()[:16]
         self.digest = f"{digest}-0x{self.sequence_length}"  # 0: how many sequences there are is not known
+        self._has_text = False
+        self._has_text = any(self._all_texts())  # now a file without the column does not end the run
         some = list(islice(filter(None, self._all_texts()), 100))
         if not some:
             raise DataError(f"data.split: {settings.split} of {settings.name} is empty; choose another split")
@@ -128,7 +130,14 @@ class HubDataset:
     def texts(self, file: int, start: int = 0) -> Iterator[bytes]:
         """The texts of the rows of a file, from a row on."""
         with self.open(self.files[file], "rb") as handle:
-            yield from texts(handle, self.files[file], self.format, self.settings.field, start)
+            try:
+                yield from texts(handle, self.files[file], self.format, self.settings.field, start)
+            except NoFieldError:
+                if not self._has_text:
+                    raise
+                logger.warning("%s has no %r, and its rows are left out", self.files[file], self.settings.field)
+                if self.format == "parquet":  # whose length others have from the file itself
+                    yield from repeat(b"", num_rows(handle) - start)
 
     def num_rows(self, file: int) -> int:
         """How many rows a Parquet file says that it has."""

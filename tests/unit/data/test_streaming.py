@@ -332,6 +332,26 @@ def test_columns_that_nobody_asked_for_do_not_end_a_stream(tmp_path: Path) -> No
     rows_of(opened.batches(1), 30)
 
 
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_later_file_without_the_column_does_not_end_a_stream(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line names it, and peers agree on the numbers of the rows behind it, wherever they begin to read."""
+    for file in range(3):
+        rows = [{"body" if file == 1 else "text": f"{file} {row}"} for row in range(5)]
+        place = tmp_path / f"{file}.{'parquet' if kind == 'parquet' else 'jsonl'}"
+        place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if kind == "parquet":
+            parquet.write_table(Table.from_pylist(rows), place, row_group_size=2)
+    opened: Any = data.load(config("hub", name=str(tmp_path)), seed=0)
+    whole = [text for unit in range(30) for text in Reader(opened).unit(unit)]
+    assert sorted(filter(None, whole[:15])) == [f"{file} {row}".encode() for file in (0, 2) for row in range(5)]
+    reader = Reader(opened)
+    assert [text for unit in range(30) for text in reader.unit(unit)] == whole
+    assert "1.json" in caplog.text or "1.parquet" in caplog.text
+    rows_of(opened.batches(1), 30)
+
+
 def test_splits_of_a_local_directory(tmp_path: Path) -> None:
     row = {name: json.dumps({"text": name}) for name in ("train", "test")}
     written(tmp_path, {"data/train-1.jsonl": row["train"], "data/test-1.jsonl": row["test"], "README.md": "text"})

@@ -149,9 +149,11 @@ class StepHooks:
             self._steps = dict.fromkeys(self._parts, 0)
             self._after()
         elif self._steps[part] > MOST_ALONE:
-            idle = next(type(one).__name__ for one, steps in self._steps.items() if not steps)
-            done = f"{type(part).__name__} has taken {self._steps[part]} steps, and {idle} none"
-            raise ConfigError(f"optimizer: {done}; a step of the swarm is one of each, so attach those that take steps")
+            idle = next(place for place, steps in enumerate(self._steps.values()) if not steps)
+            raise ConfigError(
+                f"optimizer[{idle}]={type(self._parts[idle]).__name__} has taken no step in {self._steps[part]} of "
+                "another; a step of the swarm is one of each, so attach those that take steps"
+            )
 
     def free_gradients(self) -> None:
         """Free all gradients but those with which an optimizer has yet to take its step."""

@@ -223,7 +223,7 @@ def test_an_optimizer_that_takes_no_steps_is_named() -> None:
     one, other = torch.optim.SGD([nn.Parameter(torch.ones(2))]), torch.optim.Adam([nn.Parameter(torch.ones(2))])
     StepHooks(Together(one, other), lambda: None, lambda: None)
     with pytest.raises(
-        ConfigError, match=r"^optimizer: SGD has taken 101 steps, and Adam none; a step of the swarm is one"
+        ConfigError, match=r"^optimizer\[1\]=Adam has taken no step in 101 of another; a step of the swarm is"
     ):
         for _ in range(200):
             one.step()

@@ -169,6 +169,8 @@ class log_lines:
     def __call__(self, message: Message) -> None:
         if isinstance(message, Ready):
             self._ready(message)
+        elif isinstance(message, Notice):
+            logger.info("%s", message.text)
         elif isinstance(message, Status):
             self._status(message)
         elif isinstance(message, Finished):

@@ -84,11 +84,13 @@ def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptu
     status(33, "training", 0, inner_step=22)
     status(40, "evaluating", 1)
     status(41, "training", 1, eval_loss=2.25, peers=1)
+    listen(Notice(text="v1 writes x"))
     (tmp_path / "model").mkdir()
     listen(Finished(summary=replace(SUMMARY, outer_steps=9, eval=Evaluation(2.0))))
     assert [record.getMessage() for record in caplog.records] == [
         "[   2.0s] outer step 0/9, loss 2.500, 4.1k tok/s, 12.0 MB sent, 2 peers",
         "[  33.0s] outer step 0/9, inner step 22 of 50, loss 2.500, 4.1k tok/s, 12.0 MB sent, 2 peers",
         "[  41.0s] outer step 1/9, loss 2.500, held-out 2.250, 4.1k tok/s, 12.0 MB sent, 1 peer",
+        "v1 writes x",
         f"{tmp_path}: outer step 9, held-out loss 2.000 nats per token; the model is in {tmp_path / 'model'}",
     ]

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -53,7 +52,6 @@ class Membership:
         self.swarm: Swarm | None = None
         self._living: Living | None = None
         self._tokens: list[Tensor | int] = []  # of the micro-batches of the coming step
-        self._open = ExitStack()
         self._pause = ExitStack()
 
     def open(
@@ -73,18 +71,18 @@ class Membership:
         self.leave()
         self._tokens.clear()
         check_processes(processes)
-        with ExitStack() as stack:
-            place = directory / FOLDER
-            swarm = stack.enter_context(Swarm(**{"identity": place / "identity.key", **self._settings}))
-            swarm._take_over()
-            if "identity" not in self._settings and Island.place()[0] == 0:
-                swarm._held.enter_context(exclusive(place, KEY))
-            swarm._ends_loop, swarm._over, swarm._remedy = False, self.over, {"remedy": self.remedy}
-            swarm._living = self._living  # of a share of a stream that was taken before there was a swarm
-            attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
-            self.attachment = stack.enter_context(attached)
-            self.swarm, self._open = swarm, stack.pop_all()
-        atexit.register(self.abandon)
+        place = directory / FOLDER
+        swarm = self.swarm = Swarm(**{"identity": place / "identity.key", **self._settings})
+        swarm._take_over()
+        if "identity" not in self._settings and Island.place()[0] == 0:
+            swarm._held.enter_context(exclusive(place, KEY))
+        swarm._ends_loop, swarm._over, swarm._remedy = False, self.over, {"remedy": self.remedy}
+        swarm._living = self._living  # of a share of a stream that was taken before there was a swarm
+        try:
+            self.attachment = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved).open()
+        except BaseException:
+            self.leave()
+            raise
         self.end_if_told()
         if self.is_over(steps) and not self.attachment.interrupted:
             self.leave()
@@ -157,37 +155,31 @@ class Membership:
 
     def close(self, keep_model: bool = False) -> None:
         """Leave the swarm. The model becomes its last anchor, unless `keep_model`: then it stays as it is."""
-        atexit.unregister(self.abandon)
         with ExitStack() as stack:
             if keep_model and self.attachment is not None:
                 stack.enter_context(kept(self.attachment.parameters))
             self.go_on()
-            self._open.pop_all().close()
+            if self.swarm is not None:
+                self.swarm.close()
         self.end_if_told()
 
     def leave(self, error: type[BaseException] = RuntimeError) -> None:
         """Leave the swarm, if the peer takes part: its training has failed, or is about to begin again."""
-        atexit.unregister(self.abandon)
         self._pause.pop_all()
         with suppress(Exception):
-            self._open.pop_all().__exit__(error, None, None)
-
-    def abandon(self) -> None:
-        """Drop out without a goodbye, if the peer takes part: the process ends."""
-        if self.attachment is not None:
-            self.attachment.abandon()
-        self.leave()
+            if self.swarm is not None:
+                self.swarm.__exit__(error, None, None)
 
     @property
-    def told_to_end(self) -> bool:
-        """Whether a signal ends the program, as all ranks know."""
-        return self.attachment is not None and self.attachment.ended_by > 0
+    def ended_by(self) -> int:
+        """The signal that ends the program, as all ranks know; 0 without one."""
+        return 0 if self.attachment is None else self.attachment.ended_by
 
     def end_if_told(self) -> None:
         """Leave and end the program, if a signal said so."""
-        if self.attachment is not None and self.attachment.ended_by:
+        if self.ended_by:
             self.leave()
-            raise SystemExit(128 + self.attachment.ended_by)
+            raise SystemExit(128 + self.ended_by)
 
 
 def check_processes(processes: int) -> None:

@@ -180,7 +180,7 @@ class DilocoCallback(TrainerCallback):
 
     def _end_if_told(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """A signal came: end with a checkpoint, and the process after that (`on_train_end`)."""
-        if self._membership.told_to_end:
+        if self._membership.ended_by:
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = args.save_strategy != "no" and state.global_step > 0
 

@@ -23,7 +23,7 @@ from diloco.errors import ConfigError
 from diloco.rundir.files import data_home, exclusive, write_atomic
 from diloco.swarm.wire.libp2p import own_id, peer_id_of
 from diloco.train.machine import Machine
-from diloco.train.memory import MemoryNeed, Split, fit_micro_batch, memory_need
+from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need
 from diloco.train.session import checkpoints_name
 
 __all__ = [
@@ -121,7 +121,7 @@ def fit_to_machine(
 
     Raises `ConfigError` if not even one sequence fits.
     """
-    need = memory_need(config, machine, peers, Split(ranks, config.train.parallel == "fsdp"))
+    need = memory_need(config, machine, peers, ranks, config.train.parallel == "fsdp")
     fitting = fit_micro_batch(need, machine, max(1, config.inner.batch_size // ranks))
     return need, config.train.micro_batch or fitting
 

@@ -117,7 +117,9 @@ def outline(settings: ModelConfig) -> nn.Module:
     """
     config = config_of(settings)
     with _refusals(settings):
-        return _from_config(config).train()
+        built = _from_config(config)
+    set_generation_(built, settings.generation)
+    return built.train()
 
 
 def num_parameters(model: nn.Module) -> int:

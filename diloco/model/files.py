@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,15 +125,14 @@ def _ends(config: Any) -> Sequence[int]:
 
 
 def _replace(target: Path, fresh: Path) -> None:
-    if not target.exists():
-        fresh.rename(target)
-        return
     old = _sibling(target)
-    target.rename(old)
+    if target.exists():
+        target.rename(old)
     try:
         fresh.rename(target)
     except OSError:
-        old.rename(target)
+        with suppress(OSError):
+            old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
 

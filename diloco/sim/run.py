@@ -37,7 +37,6 @@ from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment, Swarm
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
-from diloco.train.outcome import summary_of
 from diloco.train.session import Session
 
 __all__ = ["Simulated", "simulate", "simulate_in"]
@@ -250,7 +249,7 @@ class _Simulation:
             if sync.version > 0 and not sync.interrupted:
                 trainer.evaluate()
             trainer.tell(trainer.status("left" if sync.interrupted else "done"))
-            return summary_of(trainer, self.loop.time())
+            return trainer.summary(self.loop.time())
 
     def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> Swarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:

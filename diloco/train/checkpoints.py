@@ -56,12 +56,7 @@ class Checkpoints:
         when the newest is that of another model or optimizer, or is not the same for all ranks.
         """
         found = self._store.load_latest()
-        (newest,) = self._island.agree([-1 if found is None else found.step])
-        if newest != (-1 if found is None else found.step):
-            raise CheckpointError(
-                f"checkpoints={self.directory} differs between rank 0 and rank {self._island.rank}; put it where all "
-                "ranks see the same files"
-            )
+        self._island.check_newest(-1 if found is None else found.step, f"checkpoints={self.directory}")
         if found is None:
             return None
         state, tensors = found.state, found.tensors

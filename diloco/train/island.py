@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.errors import ConfigError, DilocoError, UnsavedError
+from diloco.errors import CheckpointError, ConfigError, DilocoError, UnsavedError
 from diloco.model.forward import layers_of
 from diloco.train import devices
 
@@ -142,6 +142,15 @@ class Island:
             self._refuse(
                 f"inner.batch_size={batch_size} cannot be shared evenly by {self.size} processes; "
                 f"use a multiple of {self.size}"
+            )
+
+    def check_newest(self, step: int, place: str) -> None:
+        """All ranks: raise `CheckpointError` where a rank finds another newest checkpoint than rank 0 in a place."""
+        (newest,) = self.agree([step])
+        if newest != step:
+            raise CheckpointError(
+                f"{place} holds outer step {newest:.0f} for rank 0 and {step} for rank {self.rank}; put it where all "
+                "ranks see the same files"
             )
 
     def check_none_complains(self, complaint: str) -> None:

@@ -27,7 +27,7 @@ from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Message, Notice, Status
-from diloco.rundir.summary import PhaseTimer, write_contributions
+from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary, Tokens, write_contributions
 from diloco.train.devices import empty_cache, forked_random, peak_memory
 from diloco.train.evaluate import evaluate, generate, prompt_tokens
 from diloco.train.island import Island
@@ -72,7 +72,7 @@ class Trainer:
     _told_at: float = 0.0
     _boundary_version: int = 0
     _saved_version: int = 0  # the newest boundary for which a checkpoint was begun
-    _behind: int = 0  # boundaries that got no checkpoint because another one was being written
+    _behind: bool = False  # whether a boundary got no checkpoint because another one was being written
     _unsaved: int = 0  # checkpoints in a row that could not be written
     _logged: tuple[int, float] = (0, 0.0)  # own tokens, and seconds, at the last line with a loss
     _accounted: tuple[int, float] = (0, 0.0)  # the swarm's, at the last outer step
@@ -310,10 +310,9 @@ class Trainer:
         session = self.session
         [behind] = self.island.agree([background and session.writing])
         if behind:
-            self._behind += 1
-            if self._behind.bit_count() == 1:  # 1, 2, 4, 8
-                count = f" ({self._behind} so far)" if self._behind > 1 else ""
-                logger.warning("the disk is behind: outer step %d gets no checkpoint%s", self.sync.version, count)
+            if not self._behind:  # a slow disk stays slow for long
+                logger.warning("the disk is behind: outer step %d gets no checkpoint", self.sync.version)
+            self._behind = True
             self.log.event("checkpoint_skipped", version=self.sync.version)
             return
         version, self._saved_version = session.saved_version, self.sync.version
@@ -343,10 +342,8 @@ class Trainer:
 
     def _not_saved(self, version: int, error: ConfigError) -> None:
         self._unsaved += 1
-        if self._unsaved == 1:
+        if self._unsaved == 1:  # a full disk stays full for long
             logger.warning("%s", error)
-        elif self._unsaved.bit_count() == 1:  # 2, 4, 8: a full disk stays full for long
-            logger.warning("still no checkpoint: %d in a row could not be written", self._unsaved)
         self.log.event("checkpoint_failed", version=version, why=str(error))
 
     def traffic(self) -> tuple[int, int]:
@@ -391,6 +388,34 @@ class Trainer:
             bytes_sent=sent,
             bytes_received=received,
             peers=self.island.size if sync.view is None else sync.view.num_peers,
+        )
+
+    def summary(self, wall_s: float, digest: str | None = None) -> Summary:
+        """One peer's summary; `digest` is that of its anchor, where it is known already."""
+        config, sync, view = self.config, self.sync, self.sync.view
+        sent, received = self.traffic()
+        mine = PeerSummary(
+            peer_id=view.node.protocol.me if view else f"rank{self.island.rank}",
+            name=config.run.name or "peer",
+            steps=sync.steps,
+            tokens=sync.tokens,
+            anchor_digest=sync.anchor_digest() if digest is None else digest,
+            bytes_sent=sent,
+            bytes_received=received,
+            seconds=self.phases.seconds(),
+        )
+        return Summary(
+            run_id=config.run.id,
+            manifest_hash=config.manifest().hash(),
+            mode=config.outer.method,
+            wall_s=wall_s,
+            outer_steps=sync.version,
+            tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
+            eval=Evaluation(self.eval_loss),
+            peers=[mine],
+            heals=view.node.protocol.heals if view else 0,
+            takeovers=view.node.protocol.takeovers if view else 0,
+            contributions=view.contributions() if view else (),
         )
 
 

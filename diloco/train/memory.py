@@ -32,7 +32,7 @@ from diloco.train.inner import moment_numel
 from diloco.train.island import Island
 from diloco.train.machine import GIB, Machine, machine_at
 
-__all__ = ["MemoryNeed", "Row", "Split", "fit_micro_batch", "fitted", "memory_need", "memory_rows", "parameters_of"]
+__all__ = ["MemoryNeed", "Row", "fit_micro_batch", "fitted", "memory_need", "memory_rows", "parameters_of"]
 
 FP32 = 4
 TOKEN_BYTES = 8  # of a batch, which lies in main memory whole
@@ -63,16 +63,6 @@ class Row(NamedTuple):
     per_parameter: float | None
 
 
-class Split(NamedTuple):
-    """How many processes are one peer, and whether each has rows of all parameters (fsdp), or all of them (ddp)."""
-
-    ranks: int = 1
-    sharded: bool = False
-
-
-ALONE = Split()
-
-
 @dataclass(frozen=True)
 class MemoryNeed:
     """Bytes that training a model needs: on each device without activations, in main memory, and per sequence; and
@@ -86,25 +76,16 @@ class MemoryNeed:
     spare_bytes: float = 0.0
 
 
-class _Sizes(NamedTuple):
-    """Numbers of a model: parameters, values of the inner optimizer's state, parameters of the largest layer, tokens
-    that it knows.
-    """
-
-    parameters: int
-    moments: int
-    layer: int
-    vocabulary: int
-
-
-def memory_rows(config: Config, peers: int, split: Split = ALONE, accelerator: bool | None = None) -> list[Row]:
+def memory_rows(
+    config: Config, peers: int, ranks: int = 1, sharded: bool = False, accelerator: bool | None = None
+) -> list[Row]:
     """The table for a peer of a swarm of so many, without activations, on an accelerator or the CPU; by default on what
-    this machine has. `train.precision=auto` is that of most accelerators. Raises `ConfigError` as `diloco.model.build`.
+    this machine has. Of its `ranks` each has all parameters, or rows of them if `sharded`. `train.precision=auto` is
+    that of most accelerators. Raises `ConfigError` as `diloco.model.build`.
     """
-    if accelerator is None:
-        accelerator = bool(devices.counted()[1])
+    accelerator = bool(devices.counted()[1]) if accelerator is None else accelerator
     config = _resolved(config, "bf16" if accelerator else "fp32")
-    return list(_rows(config, _sizes(config), peers, split, accelerator))
+    return list(_rows(config, peers, ranks, sharded, accelerator))
 
 
 def _resolved(config: Config, native: devices.Precision) -> Config:
@@ -113,38 +94,41 @@ def _resolved(config: Config, native: devices.Precision) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": native})})
 
 
-def _rows(config: Config, sizes: _Sizes, peers: int, split: Split, accelerator: bool) -> Iterator[Row]:
-    numel, outer = sizes.parameters, config.outer
-    part = 1 / split.ranks if split.sharded else 1.0
+def _rows(config: Config, peers: int, ranks: int, sharded: bool, accelerator: bool) -> Iterator[Row]:
+    model, outer, data = _outline(config.model), config.outer, config.data
+    numel = models.num_parameters(model)
+    moments = FP32 * moment_numel(model, config.inner) / max(numel, 1)
+    part = 1 / ranks if sharded else 1.0
 
     def row(what: str, where: str, per_parameter: float) -> Row:
         return Row(what, where, per_parameter * numel, per_parameter)
 
     yield row("weights", "device", FP32 * part)
     yield row("gradients", "device", FP32 * part)
-    yield row("inner optimizer", "device", FP32 * part * sizes.moments / max(numel, 1))
-    if split.sharded:
-        yield row("layers that are gathered", "device", 2 * FP32 * sizes.layer / max(numel, 1))
+    yield row("inner optimizer", "device", moments * part)
+    if sharded:
+        yield row("layers that are gathered", "device", 2 * FP32 * _largest_layer(model) / max(numel, 1))
     elif config.train.precision != "fp32":
         yield row(f"weights in {config.train.precision}", "device", 2)
-    logits = FP32 * config.inner.batch_size * config.data.sequence_length * sizes.vocabulary
+    vocabulary = int(models.config_of(config.model).get_text_config().vocab_size)
+    logits = FP32 * config.inner.batch_size * data.sequence_length * vocabulary
     if logits > CPU_CHUNK_BYTES:
         yield Row("logits of a chunk", "device", CHUNK_COPIES * min(logits, CHUNK_BYTES), None)
+    copied = float(FP32)
     if outer.method == "diloco":
-        yield from (row(what, "main", nbytes) for what, nbytes in _outer_rows(outer, peers) if nbytes)
+        shares = list(_outer_rows(outer, peers))
+        copied = sum(nbytes for what, nbytes in shares if what in COPIED)
+        yield from (row(what, "main", nbytes) for what, nbytes in shares if nbytes)
         streams = max(1, 2 * outer.fragments)
         yield Row("blocks of streams", "main", STREAM_BLOCKS * FP32 * CHUNK * streams, None)
         if accelerator:
             yield Row("staging buffers, pinned", "main", STAGING_BUFFERS * FP32 * CHUNK, None)
-        if accelerator and outer.overlap and not split.sharded:
+        if accelerator and outer.overlap and not sharded:
             yield row("a copy of the fragment that is sent", "device", FP32 / outer.fragments)
-    yield Row("batch", "main", TOKEN_BYTES * config.inner.batch_size * config.data.sequence_length, None)
-    yield Row("libraries", "main", LIBRARIES_BYTES * split.ranks, None)
+    yield Row("batch", "main", TOKEN_BYTES * config.inner.batch_size * data.sequence_length, None)
+    yield Row("libraries", "main", LIBRARIES_BYTES * ranks, None)
     if config.checkpoint.background:
-        copied = float(FP32)
-        if outer.method == "diloco":
-            copied = sum(nbytes for what, nbytes in _outer_rows(outer, peers) if what in COPIED)
-        yield row("a checkpoint, copied before it is written", "spare", copied + FP32 * sizes.moments / max(numel, 1))
+        yield row("a checkpoint, copied before it is written", "spare", copied + moments)
 
 
 def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
@@ -165,13 +149,11 @@ def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
     yield "momentum of fragments backed up", FP32 * vectors * held if peers > 1 else 0
 
 
-def _sizes(config: Config) -> _Sizes:
-    model = _outline(config.model)
+def _largest_layer(model: nn.Module) -> int:
+    """Parameters of the largest layer, or of all that is in none."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layers = [models.num_parameters(layer) for stack in stacks for layer in stack]
-    rest = models.num_parameters(model) - sum(layers)
-    vocabulary = int(models.config_of(config.model).get_text_config().vocab_size)
-    return _Sizes(models.num_parameters(model), moment_numel(model, config.inner), max([rest, *layers]), vocabulary)
+    return max([models.num_parameters(model) - sum(layers), *layers])
 
 
 def parameters_of(settings: ModelConfig) -> int:
@@ -184,17 +166,19 @@ def _outline(settings: ModelConfig) -> nn.Module:
         return models.outline(settings)
 
 
-def memory_need(config: Config, machine: Machine, peers: int | None = None, split: Split = ALONE) -> MemoryNeed:
+def memory_need(
+    config: Config, machine: Machine, peers: int | None = None, ranks: int = 1, sharded: bool = False
+) -> MemoryNeed:
     """Memory for training this configuration, with its precision. Without `peers` there is one for each fragment.
 
     Raises `ConfigError` as `diloco.model.build` does.
     """
-    config, sizes = _resolved(config, machine.precision), _sizes(config)
-    rows = list(_rows(config, sizes, peers or config.outer.fragments, split, machine.device.type != "cpu"))
+    config = _resolved(config, machine.precision)
+    rows = memory_rows(config, peers or config.outer.fragments, ranks, sharded, machine.device.type != "cpu")
     on_device, in_main, spare = (
         sum(row.nbytes for row in rows if row.where == where) for where in ("device", "main", "spare")
     )
-    return MemoryNeed(sizes.parameters, on_device, in_main, sequence_bytes(config), spare)
+    return MemoryNeed(parameters_of(config.model), on_device, in_main, sequence_bytes(config), spare)
 
 
 def sequence_bytes(config: Config) -> float:
@@ -247,8 +231,8 @@ def fitted(config: Config, island: Island) -> Config:
     founds = not config.swarm.initial_peers  # and then holds all fragments, until others come
     machine, complaint, micro_batch = machine_at(island.device, config.train.threads), "", rows
     try:
-        split, peers = Split(island.size, island.sharded), config.swarm.min_peers if founds else None
-        need = memory_need(config, machine, peers, split)
+        peers = config.swarm.min_peers if founds else None
+        need = memory_need(config, machine, peers, island.size, island.sharded)
         micro_batch = fit_micro_batch(need, machine, rows)
         used = need.main_bytes + (need.device_bytes + micro_batch * need.sequence_bytes if machine.shared else 0.0)
         if config.checkpoint.background and used + need.spare_bytes > machine.main_bytes:

@@ -150,26 +150,18 @@ def needed_sync_every(exchange: Exchange, link: Link, step_s: float, target: flo
 
 
 def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> list[tuple[str, str]]:
-    """The prediction as pairs of a name and a formula with its numbers."""
+    """The prediction as pairs of a name and a value, for the larger ones with the formula."""
     now = predict(exchange, link, step_s)
-    n, cycles = exchange.peers, exchange.per_cycle
+    compute, wait, exchange_s = (_seconds(one) for one in (now.compute_s, now.wait_s, now.exchange_s))
     both = f"({_bytes(exchange.bytes_up)} + {_bytes(exchange.bytes_back)})"
-    peak, width = _bytes(now.peak_bytes), _scaled(link.bits_per_s, "bit/s")
-    latency = f"{TRIPS} x {_seconds(link.latency_s)}"
-    compute, exchanged, wait = _seconds(now.compute_s), _seconds(now.exchange_s), _seconds(now.wait_s)
-    hidden = f"{exchange.overlap} x {_seconds(step_s)}"
-    times, share, part = (f"{cycles} x ", f" / {cycles}", f" / {cycles} fragments") if cycles > 1 else ("", "", "")
-    allowed = f"{hidden} + {(1 - target) / target:.4g} x {compute}{share}"
     needed = _scaled(needed_bits_per_s(exchange, link.latency_s, step_s, target), "bit/s")
-    busiest = f"{n - 1} x {exchange.held}/{exchange.at_once} x {both}{part} = {peak} per exchange"
     return [
-        ("sent per peer and outer step", f"(1 - 1/{n}) x {both} = {_bytes(now.bytes_sent)}"),
-        ("through the busiest syncer", busiest),
-        ("one exchange", f"8 x {peak} / {width} + {latency} = {exchanged}" if n > 1 else "none: one peer"),
-        ("compute", f"{exchange.sync_every} x {_seconds(step_s)} = {compute} per outer step"),
-        ("waiting", f"{times}max(0, {exchanged} - {hidden}) = {wait} per outer step"),
+        ("sent per peer and outer step", f"(1 - 1/{exchange.peers}) x {both} = {_bytes(now.bytes_sent)}"),
+        ("through the busiest syncer", f"{_bytes(now.peak_bytes)} per exchange"),
+        ("one exchange", exchange_s if exchange.peers > 1 else "none: one peer"),
+        ("compute, waiting", f"{compute} and {wait} per outer step"),
         ("utilization", f"{compute} / ({compute} + {wait}) = {now.utilization:.1%}"),
-        (f"peak bandwidth for {target:.4g}", f"8 x {peak} / ({allowed} - {latency}) = {needed}"),
+        (f"peak bandwidth for {target:.4g}", needed),
         (f"inner steps for {target:.4g}", f"{needed_sync_every(exchange, link, step_s, target)} between exchanges"),
     ]
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from diloco import data
 from diloco import model as models
 from diloco.config import Config, flatten
-from diloco.errors import CheckpointError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
@@ -35,7 +34,6 @@ from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.memory import fitted
-from diloco.train.outcome import summary_of
 from diloco.train.parameters import values_digest
 from diloco.train.precision import precision_of, prepare_
 from diloco.train.rows import whole
@@ -89,17 +87,16 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
     name = config.run.name or "peer"
     config = fitted(config, island)
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
-    session = _session(config, island)
+    session = Session(config)
+    island.check_newest(session.saved_version, f"run.dir={config.run.dir}")
     config = session.config
     tell(Stage(stage="data"))
     dataset = data.load(
         config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))
     )
     holdout, tokenizer = dataset.holdout(config.eval.sequences), dataset.tokenizer
-    build = partial(
-        models.build, config.model, config.run.seed, tokenizer=tokenizer, sequence_length=config.data.sequence_length
-    )
-    model = build()
+    length = config.data.sequence_length
+    model = models.build(config.model, config.run.seed, tokenizer=tokenizer, sequence_length=length)
     if island.leads:
         origin.keep(config, model)
     model = model.to(island.device)
@@ -130,7 +127,7 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
             stack.enter_context(closing(stream))
             stack.callback(_watch(sync, island))
             _take_part(trainer)
-            return _finish(trainer, build, tokenizer, began_at)
+            return _finish(trainer, began_at)
 
 
 def _prepare_files(trainer: Trainer) -> None:
@@ -157,18 +154,6 @@ def _take_part(trainer: Trainer) -> None:
             tell(trainer.status("leaving"))
         if sync.version > 0:
             trainer.save()
-
-
-def _session(config: Config, island: Island) -> Session:
-    """What the run directory holds; `CheckpointError` when that is not the same for all ranks."""
-    session = Session(config)
-    (newest,) = island.agree([session.saved_version])
-    if session.saved_version != newest:
-        raise CheckpointError(
-            f"run.dir={config.run.dir} holds outer step {newest:.0f} for rank 0 and {session.saved_version} for rank "
-            f"{island.rank}; put it where all ranks see the same files"
-        )
-    return session
 
 
 def _sync(
@@ -233,7 +218,7 @@ def _watch(sync: Sync, island: Island) -> Callable[[], None]:
     return watch(stop, over=(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 
 
-def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, began_at: float) -> Summary:
+def _finish(trainer: Trainer, began_at: float) -> Summary:
     """After the swarm, all ranks: evaluate the final anchor. Rank 0 writes the model, the picture and the summary."""
     config, sync, tell, leads = trainer.config, trainer.sync, trainer.tell, trainer.island.leads
     if trainer.lead:
@@ -243,13 +228,13 @@ def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, be
         if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
             trainer.push(final=True)
-            final = _whole(trainer.model, build, leads) if trainer.island.sharded else trainer.model
+            state = {name: whole(value.detach()) for name, value in trainer.model.state_dict().items()}
             if leads:
-                models.save(final, config.run.dir / "model", tokenizer)
+                _write(config, trainer.tokenizer, state, config.run.dir / "model")
     digest = sync.anchor_digest() if leads or isinstance(sync, DataParallel) else ""
     if not leads:  # rank 0 speaks for the island
         return Summary()
-    mine = summary_of(trainer, time.monotonic() - began_at, digest=digest)
+    mine = trainer.summary(time.monotonic() - began_at, digest)
     tell(Finished(summary=mine))
     summary = merge_peer_summaries(
         [mine], run_id=mine.run_id, manifest_hash=mine.manifest_hash, mode=mine.mode, wall_s=mine.wall_s, exit=mine.exit
@@ -273,16 +258,6 @@ def _write(config: Config, tokenizer: Any, state: dict[str, Tensor], place: Path
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     models.save(model, place, tokenizer)
-
-
-def _whole(model: nn.Module, build: Callable[[], nn.Module], leads: bool) -> nn.Module:
-    """All ranks: a sharded model as a plain one, on rank 0; the others get what they have."""
-    state = {name: whole(value.detach()) for name, value in model.state_dict().items()}
-    if not leads:
-        return model
-    plain = build()
-    plain.load_state_dict(state)
-    return plain
 
 
 def _shard(config: Config, island: Island) -> int:

@@ -19,7 +19,6 @@ from diloco.sim.virtual_time import virtual_time
 from diloco.train import loop
 from diloco.train.inner import inner_optimizer
 from diloco.train.loop import Trainer, learning_rate
-from diloco.train.outcome import summary_of
 from diloco.train.session import Session
 
 SETTINGS = ("experiment=smoke", "local.peers=3", "outer.sync_every=2", "eval.every=0")
@@ -60,7 +59,7 @@ class Again(_Simulation):
             with sync:
                 trainer.train()
                 trainer.save()
-            return summary_of(trainer, self.loop.time())
+            return trainer.summary(self.loop.time())
 
 
 def played(run_dir: Path, budgets: dict[int, Sequence[str]]) -> list[Summary]:

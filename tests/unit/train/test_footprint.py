@@ -14,14 +14,14 @@ from diloco.model.cross_entropy import CHUNK_BYTES
 from diloco.train.inner import inner_optimizer, moment_numel
 from diloco.train.island import Island
 from diloco.train.machine import GIB, Machine
-from diloco.train.memory import Row, Split, fitted, memory_need, memory_rows
+from diloco.train.memory import Row, fitted, memory_need, memory_rows
 
 PLAIN = ["outer.robust=none", "outer.codec_up=fp32", "outer.codec_down=fp32", "inner=adamw", "outer.fragments=4"]
 ROOMY = Machine(torch.device("cuda"), "GPU", 2, 80 * GIB, 80 * GIB, "fp32")
 
 
-def table(config: Config, peers: int = 4, split: Split | None = None) -> dict[str, float]:
-    rows = memory_rows(config, peers, split or Split())
+def table(config: Config, peers: int = 4, ranks: int = 1, sharded: bool = False) -> dict[str, float]:
+    rows = memory_rows(config, peers, ranks, sharded)
     return {row.what: row.per_parameter for row in rows if row.per_parameter is not None and row.where != "spare"}
 
 
@@ -54,11 +54,11 @@ def test_what_a_setting_adds() -> None:
 
 def test_fsdp_divides_what_is_trained_and_gathers_one_layer() -> None:
     config = compose(["model=60m", *PLAIN])
-    one, four = table(config), table(config, split=Split(4, sharded=True))
+    one, four = table(config), table(config, ranks=4, sharded=True)
     for what in ("weights", "gradients", "inner optimizer"):
         assert four[what] == one[what] / 4
     assert 0 < four["layers that are gathered"] < 8
-    assert table(config, split=Split(4)) == one, "each process of ddp has all of it"
+    assert table(config, ranks=4) == one, "each process of ddp has all of it"
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

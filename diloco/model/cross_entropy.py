@@ -180,8 +180,7 @@ class _Chunked(torch.autograd.Function):
                     d_bias += counts @ slope
             count = (targets != IGNORED).sum()
         ctx.save_for_backward(d_hidden, count)
-        # Not saved like the others: it belongs to the weights, not to the activations, of which `saved_tensors_hooks`
-        # tell.
+        # Not saved like the others: it belongs to the weights, not to the activations of `saved_tensors_hooks`.
         ctx.of_weight, ctx.dtypes = (d_weight, d_bias), (weight.dtype, None if bias is None else bias.dtype)
         return total / count
 

@@ -39,9 +39,8 @@ class Vocabulary(Protocol):
 def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabulary | None = None) -> None:
     """Writes `model` to `directory` and replaces an old one; `AutoModelForCausalLM.from_pretrained` loads it.
 
-    With a tokenizer, its files are written too, and generation stops at its end token; what else a checkpoint
-    says of generation stays. POSIX cannot exchange two
-    directories: between two renames, an existing `directory` is absent for a moment.
+    With a tokenizer, its files are written too, and generation stops at its end token; what else a checkpoint says of
+    generation stays. Between two renames, an existing `directory` is absent for a moment.
 
     Raises ConfigError: the directory cannot be written (permission, no space); its old content stays.
     """

@@ -15,7 +15,7 @@ from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
 from diloco.swarm.node.options import RunSpec
 from diloco.train.attachment import Attachment
-from diloco.train.flat import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from diloco.train.flat import flatten_own, restore_own
 from diloco.train.island import Island
 from diloco.train.peer_state import PeerState
 from diloco.train.rows import load_rows_, whole
@@ -61,8 +61,7 @@ class Checkpoints:
             return None
         state, tensors = found.state, found.tensors
         self._load_model_(tensors["model"])
-        restore_optimizer(self._optimizer, tensors["inner"], state["inner"], KEY)
-        restore_rng(tensors["rng"], state["rng"])
+        restore_own(self._optimizer, tensors, state, KEY)
         schedules.start_again_()
         return PeerState.restore(tensors, state["peer"]), state["loop"]
 
@@ -88,14 +87,13 @@ class Checkpoints:
         Raises `CheckpointError` when it cannot be written, and `TypeError` when JSON cannot hold what the loop adds.
         """
         model = {name: whole(tensor.detach()) for name, tensor in self._tensors().items()}
-        inner, inner_json = flatten_optimizer(self._optimizer)
+        own, own_json = flatten_own(self._optimizer)
         if run is None:
             return None
-        rng, rng_json = rng_state()
         with sync.checkpointing() as saved:
             tensors, peer = PeerState.of(sync, run, saved).flatten()
-            state = {"peer": peer, "inner": inner_json, "rng": rng_json, "loop": dict(loop)}
-            return self._store.save(sync.version, {**tensors, "model": model, "inner": inner, "rng": rng}, state)
+            state = {**own_json, "peer": peer, "loop": dict(loop)}
+            return self._store.save(sync.version, {**tensors, **own, "model": model}, state)
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> str:

@@ -23,7 +23,7 @@ from diloco.errors import ConfigError
 
 __all__ = [
     "Precision", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes", "name_of",
-    "native_precision", "peak_flops", "peak_memory", "place", "random_states", "restore_random", "seed_random",
+    "native_precision", "peak_flops", "peak_memory", "random_states", "restore_random", "seed_random",
     "shares_device", "synchronize", "usual",
 ]  # fmt: skip
 
@@ -50,11 +50,6 @@ usual = _usual()
 """Decorates what a training loop calls: the modes and the default device of its thread mean nothing inside."""
 
 
-def place(kind: str, index: int) -> str:
-    """The value of train.device that means a device."""
-    return f"{kind}:{index}" if kind in ("cuda", "xpu") else kind
-
-
 def counted() -> tuple[str, int]:
     """The kind of the accelerators that are here, and how many there are; `("cpu", 0)` without any."""
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -64,7 +59,7 @@ def counted() -> tuple[str, int]:
 
 
 def _device(kind: str, index: int) -> torch.device:
-    return torch.device(place(kind, index))
+    return torch.device(f"{kind}:{index}" if kind in ("cuda", "xpu") else kind)
 
 
 def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> torch.device:

@@ -25,8 +25,8 @@ from diloco.train.inner import Together, kind_of
 from diloco.train.rows import sharded_like, whole
 
 __all__ = [
-    "Groups", "Tensors", "flatten_optimizer", "flatten_swarm", "from_json", "restore_optimizer", "restore_rng",
-    "restore_swarm", "rng_state", "to_json",
+    "Groups", "Tensors", "flatten_optimizer", "flatten_own", "flatten_swarm", "from_json", "restore_optimizer",
+    "restore_own", "restore_rng", "restore_swarm", "rng_state", "to_json",
 ]  # fmt: skip
 
 KERNELS = ("fused", "foreach")  # how a torch optimizer computes a step, not what
@@ -84,6 +84,20 @@ def flatten_swarm(saved: Saved) -> tuple[Groups, dict[str, Any]]:
         "windows": windows,
         "addresses": list(saved.addresses),
     }
+
+
+def flatten_own(optimizer: Optimizer) -> tuple[Groups, dict[str, Any]]:
+    """All ranks: the state of a process, which are its optimizer and its random generators."""
+    (inner, inner_json), (rng, rng_json) = flatten_optimizer(optimizer), rng_state()
+    return {"inner": inner, "rng": rng}, {"inner": inner_json, "rng": rng_json}
+
+
+def restore_own(
+    optimizer: Optimizer, tensors: Mapping[str, Tensors], saved: Mapping[str, Any], key: str = "run.dir"
+) -> None:
+    """The inverse of `flatten_own`."""
+    restore_optimizer(optimizer, tensors["inner"], saved["inner"], key)
+    restore_rng(tensors["rng"], saved["rng"])
 
 
 def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -1,13 +1,7 @@
 """What training a model takes of the memory of a device and of the machine, before anything is allocated.
 
-Per parameter, with n peers that share F fragments, of which the busiest holds h = ceil(F/n) and backs up as many:
-
-    device   weights 4, gradients 4, AdamW's moments 8 (Muon's 4), a copy in bf16 2; with fsdp a part of each, and one
-             layer whole; on an accelerator that trains on while it exchanges, 4/F for a copy of what is sent
-    main     anchors 4; in h/F of the model: master 4, momentum 4, and what others contribute
-
-Each sequence that is computed at a time adds about 36 vectors per layer and token of activations. `memory_rows` is the
-table, `memory_need` its sum, `fit_micro_batch` what fits; where that was too much, the loop halves it.
+`memory_rows` is the table, `memory_need` its sum, `fit_micro_batch` what fits; where that was too much, the loop halves
+it. Each sequence that is computed at a time adds activations, about 36 vectors per layer and token.
 """
 
 from __future__ import annotations
@@ -50,11 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """A line of the table: bytes `where`, in all and for each parameter.
-
-    That is on the `device`, in `main` memory, or in main memory that is `spare`: without it training goes on, slower.
-
-    A line without `per_parameter` does not depend on the size of the model.
+    """A line of the table: bytes on the `device`, in `main` memory, or in main memory that is `spare`: without it
+    training goes on, slower. A line without `per_parameter` does not depend on the size of the model.
     """
 
     what: str
@@ -65,9 +56,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that training a model needs: on each device without activations, in main memory, and per sequence; and
-    those of main memory that it takes if there are as many.
-    """
+    """Bytes that training a model needs, on each device without activations, and those that it takes if there are."""
 
     parameters: int
     device_bytes: float

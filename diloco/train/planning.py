@@ -1,18 +1,14 @@
 """Predicts utilization, bytes and bandwidth of a run from its link, before it starts, by arithmetic alone.
 
-Streaming DiLoCo (arXiv 2501.18512) counts 2 N bits (1 - 1/n) per outer step for an all-reduce. Here every fragment has
-one syncer. F fragments are exchanged at once, and the busiest of n peers holds h = ceil(F/n) of them. Its link carries
-in each direction once
-
-    (n - 1) h/F U   contributions of the others        U, D: bytes of the exchanged fragments up and down
-    (n - 1) h/F D   updates to the others
-
-If n divides F, this is (1 - 1/n) (U + D), as in that paper. With a quorum K, n/K versions (rounded up) are made while a
-peer trains, unless a grace period lets several peers into one. D is then the updates of them all, or the state if that
-is smaller: 4 bytes per parameter, with codec_down=fp16 2. The updates follow the contributions. Before anything
-moves, streams are opened and the peers agree on who takes part. One exchange therefore takes
-T = 8 (n - 1) h/F (U + D) / W + 6 latency at bandwidth W. Overlap hides tau s of it, for tau inner steps of s seconds.
-The peer waits for the rest once per outer step, or once per fragment if fragments are staggered.
+F fragments, which have one syncer each, are exchanged at once, and the busiest of n peers holds h = ceil(F/n) of them.
+Its link carries in each direction once (n - 1) h/F (U + D): contributions of the others, U bytes of the exchanged
+fragments, and updates to them, D bytes. If n divides F, this is (1 - 1/n) (U + D), as Streaming DiLoCo counts for an
+all-reduce (arXiv 2501.18512). With a quorum K, n/K versions (rounded up) are made while a peer trains, unless a grace
+period lets several peers into one. D is then the updates of them all, or the state if that is smaller: 4 bytes per
+parameter, with codec_down=fp16 2. The updates follow the contributions. Before anything moves, streams are opened and
+the peers agree on who takes part. One exchange therefore takes T = 8 (n - 1) h/F (U + D) / W + 6 latency at bandwidth
+W. Overlap hides tau s of it, for tau inner steps of s seconds. The peer waits for the rest once per outer step, or once
+per fragment if fragments are staggered.
 
 Compared with `diloco simulate` (1.6M parameters, 4 peers, 1 MB/s, 50 ms), the predicted wait is up to a sixth too short
 if fragments go together, and a third too long if they are staggered. Models of a few chunks wait longer than predicted.

@@ -68,15 +68,13 @@ def _copy(optimizer: Any) -> tuple[Any, list[Tensor]]:
         memo[id(params)] = [copies[id(one)] for one in params if copies[id(one)].numel()]
     memo |= copies
     for one in inside:
-        used = {key: kept for key, kept in one.state.items() if not isinstance(key, Tensor) or memo[id(key)].numel()}
-        memo[id(one.state)] = defaultdict(dict, {memo.get(id(key), key): deepcopy(used[key], memo) for key in used})
+        memo |= {id(kept): {} for key, kept in one.state.items() if id(key) in copies and not copies[id(key)].numel()}
     for one in nested:
-        for leaf in _pytree.tree_leaves({key: value for key, value in vars(one).items() if key != "state"}):
-            if isinstance(leaf, Tensor) and leaf.numel() > MOST:  # such as a master
-                memo.setdefault(id(leaf), leaf.new_empty(0))
-        for key, value in vars(one).items():
-            if key != "step":  # a scheduler puts one there that steps the optimizer itself
-                vars(memo[id(one)])[key] = type(value)() if key.endswith("_hooks") else deepcopy(value, memo)
+        own = {key: value for key, value in vars(one).items() if key != "step"}  # put there by a scheduler
+        memo |= {id(value): type(value)() for key, value in own.items() if key.endswith("_hooks")}
+        large = (leaf for leaf in _pytree.tree_leaves(own) if isinstance(leaf, Tensor) and leaf.numel() > MOST)
+        memo = {id(leaf): leaf.new_empty(0) for leaf in large} | memo  # such as a master
+        vars(memo[id(one)]).update(deepcopy(own, memo))
     for group in (group for one in inside for group in memo[id(one)].param_groups):
         group |= {key: 1e-3 * group[key] for key in ("lr", "weight_decay") if group.get(key) is not None}
     return memo[id(optimizer)], [one for one in copies.values() if one.numel()]

@@ -24,15 +24,7 @@ from diloco.rundir.checkpoint import BackgroundWriter, CheckpointStore, copied
 from diloco.rundir.files import check_same_run, write_atomic
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
-from diloco.train.flat import (
-    Groups,
-    flatten_optimizer,
-    flatten_swarm,
-    restore_optimizer,
-    restore_rng,
-    restore_swarm,
-    rng_state,
-)
+from diloco.train.flat import Groups, flatten_own, flatten_swarm, restore_own, restore_swarm
 from diloco.train.rows import load_rows_, whole
 
 __all__ = ["Session", "checkpoints_name", "identity_path", "write_address"]
@@ -109,8 +101,7 @@ class Session:
         self._checkpoint = None
         sync.steps, sync.tokens, sync.discarded_tokens = state["counters"]
         stream.restore({**state["stream"], "cursor": state.get("units")})  # which data is in the model
-        restore_optimizer(optimizer, tensors["inner"], state["inner"])
-        restore_rng(tensors["rng"], state["rng"])
+        restore_own(optimizer, tensors, state)
         if isinstance(sync, DataParallel):
             sync.version, sync.applied_tokens = state["versions"][0], state["applied_tokens"]
             sync.inner_step = sync.steps - sync.version * sync.target_steps  # it may have ended within a cycle
@@ -144,22 +135,20 @@ class Session:
                 swarm_json = {"versions": [sync.version], "terms": [0], "applied_tokens": sync.applied_tokens}
             elif leads:
                 swarm, swarm_json = flatten_swarm(stack.enter_context(sync.checkpointing()))
-            inner, inner_json = flatten_optimizer(optimizer)
+            own, own_json = flatten_own(optimizer)
             if not leads:
                 return
-            rng, rng_json = rng_state()
             state: dict[str, Any] = {
                 "manifest": self.config.manifest().to_json(),
                 **swarm_json,
+                **own_json,
                 "counters": [sync.steps, sync.tokens, sync.discarded_tokens + sync.unsent_tokens],
                 "stream": stream.state(),
-                "inner": inner_json,
-                "rng": rng_json,
                 "seconds": asdict(seconds),
                 "traffic": list(traffic),
                 "loss_scale": list(self.loss_scale),
             }
-            tensors = {**swarm, "inner": inner, "rng": rng}
+            tensors = {**swarm, **own}
             if background:
                 self._writer.begin(sync.version, copied(tensors), state)
             else:

@@ -23,7 +23,7 @@ from diloco.errors import ConfigError
 
 __all__ = [
     "Precision", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes", "name_of",
-    "native_precision", "peak_flops", "peak_memory", "random_states", "restore_random", "seed_random",
+    "native_precision", "peak_flops", "peak_memory", "place", "random_states", "restore_random", "seed_random",
     "shares_device", "synchronize", "usual",
 ]  # fmt: skip
 
@@ -50,16 +50,17 @@ usual = _usual()
 """Decorates what a training loop calls: the modes and the default device of its thread mean nothing inside."""
 
 
+def place(kind: str, index: int) -> str:
+    """The value of train.device that means a device."""
+    return f"{kind}:{index}" if kind in ("cuda", "xpu") else kind
+
+
 def counted() -> tuple[str, int]:
     """The kind of the accelerators that are here, and how many there are; `("cpu", 0)` without any."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type not in KINDS:
         return "cpu", 0
     return found.type, torch.accelerator.device_count()
-
-
-def _device(kind: str, index: int) -> torch.device:
-    return torch.device(f"{kind}:{index}" if kind in ("cuda", "xpu") else kind)
 
 
 def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> torch.device:
@@ -81,13 +82,13 @@ def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> 
             f"train.device={setting} is not there: this machine has {_words(kind, count)}; use auto or cpu"
         )
     if number:
-        return _device(kind, int(number))
+        return torch.device(place(kind, int(number)))
     if local_size > count:
         raise ConfigError(
             f"train.device={setting}: {local_size} processes on this machine, which has {_words(kind, count)}; start "
             f"{count}, or use train.device=cpu"
         )
-    return _device(kind, local_rank or 0)
+    return torch.device(place(kind, local_rank or 0))
 
 
 def claim(setting: str) -> torch.device:
@@ -120,7 +121,7 @@ def claim(setting: str) -> torch.device:
 def _words(kind: str, count: int) -> str:
     if not count:
         return "no accelerator that torch can use"
-    names = [str(_device(kind, index)) for index in range(count)]
+    names = [place(kind, index) for index in range(count)]
     return names[0] if count == 1 else f"{names[0]} to {names[-1]}"
 
 
@@ -225,4 +226,4 @@ def restore_random(states: Mapping[str, Tensor]) -> None:
         its_kind, _, index = name.partition(".")
         if its_kind == kind and index.isdigit() and int(index) < count:
             module: Any = torch.get_device_module(kind)
-            module.set_rng_state(state, _device(kind, int(index)))
+            module.set_rng_state(state, torch.device(place(kind, int(index))))

@@ -74,7 +74,7 @@ def _copy(optimizer: Any) -> tuple[Any, list[Tensor]]:
         memo |= {id(value): type(value)() for key, value in own.items() if key.endswith("_hooks")}
         large = (leaf for leaf in _pytree.tree_leaves(own) if isinstance(leaf, Tensor) and leaf.numel() > MOST)
         memo = {id(leaf): leaf.new_empty(0) for leaf in large} | memo  # such as a master
-        vars(memo[id(one)]).update(deepcopy(own, memo))
+        memo[id(one)].__dict__.update(deepcopy(own, memo))
     for group in (group for one in inside for group in memo[id(one)].param_groups):
         group |= {key: 1e-3 * group[key] for key in ("lr", "weight_decay") if group.get(key) is not None}
     return memo[id(optimizer)], [one for one in copies.values() if one.numel()]

@@ -221,7 +221,6 @@ def _started(
             stdout=subprocess.PIPE,
             stderr=errors,
             encoding="utf-8",
-            errors="replace",
             env={**os.environ, **environment},
             start_new_session=True,  # Ctrl+C in the terminal reaches this process only, which passes it on once
         )

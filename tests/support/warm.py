@@ -67,6 +67,7 @@ class Warm:
     def __init__(
         self, args: list[str], stdin: Any = None, stdout: Any = None, stderr: Any = None, env: Any = None,
         cwd: Any = None, text: bool = False, start_new_session: bool = False, encoding: str | None = None,
+        errors: str | None = None,
     ) -> None:  # fmt: skip
         self.args, self.returncode = args, None
         self._text, self._pending = text or encoding is not None, b""
@@ -77,8 +78,9 @@ class Warm:
                 read, write = os.pipe()
                 theirs[number], mine = (read, write) if number == 0 else (write, read)
                 ours[number] = os.fdopen(
-                    mine, ("w" if number == 0 else "r") + ("" if self._text else "b"), 1 if self._text else -1
-                )
+                    mine, ("w" if number == 0 else "r") + ("" if self._text else "b"), 1 if self._text else -1,
+                    errors=errors,
+                )  # fmt: skip
                 opened.append(theirs[number])
             elif given == subprocess.DEVNULL:
                 theirs[number] = os.open(os.devnull, os.O_RDWR)

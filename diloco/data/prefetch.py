@@ -99,9 +99,7 @@ class Prefetched:
             self._order(one)
         if (made := batch.result()) is None:
             self._drop(0)
-            for one in (plan, *coming):
-                self._order(one)
-            made = self._foreseen.popleft()[1].result()
+            made = self._stream.make(plan)
             assert made is not None, "it is planned now"
         return made
 

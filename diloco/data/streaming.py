@@ -26,12 +26,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, islice, repeat
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from blake3 import blake3
-from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.config import DataConfig
@@ -56,7 +55,7 @@ RETRIES_S = (1, 2, 5, 10, 20, 40)  # waits before a file is opened again whose c
 LEASE_TRIES, LEASE_RETRY_S = 100, 0.1  # before a peer that has no units goes on without a lease, ...
 UNLEASED_ROWS = 64  # ... so many at a time
 JUMP_ROWS = 10_000  # farther on in a Parquet file, to open it again is cheaper than to decode what is between
-_ROWS_AT_ONCE = 256  # per call of the tokenizer, at most
+_ROWS_AT_ONCE, _BYTES_PER_TOKEN = 256, 4  # per call of the tokenizer, at most; about so many
 
 
 class HubDataset:
@@ -127,22 +126,17 @@ class HubDataset:
         what = self.settings.name if file is None else self.files[file]
         return reading(f"data.name: {what}", "check it, data.subset, data.split and the network")
 
-    def texts(self, file: int, start: int = 0) -> Iterator[bytes]:
-        """The texts of the rows of a file, from a row on."""
-        with self.open(self.files[file], "rb") as handle:
-            try:
-                yield from texts(handle, self.files[file], self.format, self.settings.field, start)
-            except NoFieldError:
-                if not self._has_text:
-                    raise
-                logger.warning("%s has no %r, and its rows are left out", self.files[file], self.settings.field)
-                if self.format == "parquet":  # whose length others have from the file itself
-                    yield from repeat(b"", num_rows(handle) - start)
-
-    def num_rows(self, file: int) -> int:
-        """How many rows a Parquet file says that it has."""
-        with self.open(self.files[file], "rb") as handle:
-            return num_rows(handle)
+    def texts(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
+        """The texts of the rows of a file, from a row on, and None at its end."""
+        try:
+            yield from texts(handle, self.files[file], self.format, self.settings.field, start)
+        except NoFieldError:
+            if not self._has_text:
+                raise
+            logger.warning("%s has no %r, and its rows are left out", self.files[file], self.settings.field)
+            if self.format == "parquet":  # whose length others have from the file itself
+                yield from repeat(b"", num_rows(handle) - start)
+        yield None
 
     def _all_texts(self) -> Iterator[bytes]:
         reader = Reader(self)
@@ -176,9 +170,8 @@ class Reader:
     def __init__(self, dataset: HubDataset) -> None:
         self.lengths: dict[int, int] = {}
         self._dataset = dataset
-        self._place = (-1, -1)  # file that is open, and the epoch
-        self._row = 0  # of that file, the next one
-        self._texts: Iterator[bytes] | None = None
+        self._place, self._row = (-1, -1), 0  # file that is open, and the epoch; its next row
+        self._texts: Iterator[bytes | None] = iter(())
 
     def unit(self, number: int, start: int = 0) -> Iterator[bytes]:
         """The texts of its rows, from one of them on."""
@@ -195,8 +188,13 @@ class Reader:
         """The texts of a file, from a row on."""
         jumps = self._dataset.format == "parquet" and start > self._row + JUMP_ROWS
         if (file, epoch) != self._place or start < self._row or jumps:
-            self._place, self._texts, self._row = (file, epoch), None, start if file in self.lengths else 0
-        while (text := self._next()) is not None:
+            self._place, self._row = (file, epoch), start if file in self.lengths else 0
+            self._texts = self._patiently(file, functools.partial(self._dataset.texts, file), self._row)
+        for text in self._texts:
+            if text is None:
+                self.lengths[file] = self._row
+                return
+            self._row += 1
             if self._row > start:
                 yield text
 
@@ -206,52 +204,34 @@ class Reader:
         epoch, row = divmod(number, sum(self.lengths.values())) if len(self.lengths) == files else (0, number)
         for file in _order(files, f"{dataset.seed}/{epoch}"):
             if file not in self.lengths and dataset.format == "parquet":
-                self._place = (file, -1)
-                self.lengths[file] = self._patiently(functools.partial(dataset.num_rows, file))
+                self.lengths[file] = next(self._patiently(file, lambda handle, row: iter([num_rows(handle)])))
             if file not in self.lengths or row < self.lengths[file]:
                 return file, epoch, row
             row -= self.lengths[file]
         return self._find(number)  # all lengths are known now
 
-    def _next(self) -> bytes | None:
-        """The next row of the open file; None at its end."""
-
-        def read() -> bytes | None:
-            self._texts = self._texts or self._dataset.texts(self._place[0], self._row)
-            return next(self._texts, None)
-
-        if (text := self._patiently(read)) is None:
-            self.lengths[self._place[0]] = self._row
-        else:
-            self._row += 1
-        return text
-
-    def _patiently(self, read: Callable[[], T]) -> T:
-        """What `read` returns; once more, where a connection breaks."""
-        with self._dataset.reading(self._place[0]):
-            for wait_s in RETRIES_S if self._dataset.open is not open else ():
+    def _patiently(self, file: int, read: Callable[[Any, int], Iterator[T]], row: int = 0) -> Iterator[T]:
+        """What is read of a file, from a row on; once more from there, where a connection breaks."""
+        dataset, waits = self._dataset, iter(RETRIES_S)
+        with dataset.reading(file):
+            while True:
                 try:
-                    return read()
-                except (DilocoError, ImportError, ValueError):
-                    raise
+                    with dataset.open(dataset.files[file], "rb") as handle:
+                        for found in read(handle, row):
+                            row, waits = row + 1, iter(RETRIES_S)
+                            yield found
+                        return
                 except Exception as error:  # each library has its own
+                    fault = isinstance(error, DilocoError | ImportError | ValueError) or dataset.open is open
+                    if fault or (wait_s := next(waits, None)) is None:
+                        raise
                     logger.warning("data.name: %s; trying again in %d s", one_line(error), wait_s)
-                    self._texts = None
-                    time.sleep(wait_s)
-            return read()
+                time.sleep(wait_s)
 
 
 @functools.lru_cache(maxsize=4)
 def _order(files: int, key: str) -> list[int]:
     return [int(file) for file in permuted(np.arange(files), files, key)]
-
-
-class Position(NamedTuple):
-    """Where a stream is: units read to their end, rows read of the next one, and tokens that wait."""
-
-    done: int
-    row: int
-    waiting: NDArray[Any]
 
 
 class HubStream:
@@ -273,7 +253,6 @@ class HubStream:
         self._shard = [leases.shard, leases.shards] if isinstance(leases, Stripe) else None
         self._rank, self._size = rows
         self._reader = Reader(dataset)
-        self._bytes_per_token = 1.0  # of the last documents
         self._lock = threading.Lock()  # held by who reads
         self._newest = 0  # behind all units that were taken
         self._begin([], 0, [])
@@ -281,16 +260,16 @@ class HubStream:
     def _begin(self, units: Iterable[range], row: int, waiting: list[int]) -> None:
         self._packer = Packer(self._dataset.sequence_length, self._dataset.tokenizer)
         self._packer.restore(waiting)
-        self._taken: deque[range] = deque()  # for who reads
+        self._taken: deque[int] = deque()  # for who reads
         self._pending: deque[range] = deque()  # not read to their end when the last batch was handed out
-        self._num_taken = self._num_forgotten = self._failures = self._done = self._barren = 0
+        self._num_taken = self._num_forgotten = self._failures = self._barren = self._planned = self._made = 0
         self._add(units)
-        self._numbers = self._dealt()
-        self._row, self._unit = row, None if not row else self._reader.unit(next(self._numbers) or 0, row)
+        self._done, self._row = (0 if row else -1), row  # which unit is read, and how many rows of it were
+        self._unit = self._reader.unit(self._taken.popleft(), row) if row else iter(())
         self._encoded: deque[tuple[int, int, list[Tokens]]] = deque()  # rows, and the position after each
         self._packed = 0, row  # the position after what is in the packer
-        self._planned = self._made = 0
-        self._positions = {0: Position(0, row, self._packer.waiting())}  # by batch
+        # By batch: units read to their end, rows read of the next one, and tokens that wait.
+        self._positions = {0: (0, row, self._packer.waiting())}
 
     def __iter__(self) -> HubStream:
         return self
@@ -306,9 +285,9 @@ class HubStream:
         """The number of the next batch; enough units for it are taken."""
         done, plan = self._forget(), self._planned + 1
         one = math.ceil(done / self._planned) if done else self._dataset.units(self._batch_size)  # batch, in units
-        missing = (1 if self._dataset.by_file else one * (AHEAD + 2)) - (self._num_taken - done)
-        if missing > 0 and not self._take(missing):
-            self._take(one)
+        ahead = 1 if self._dataset.by_file else one * (AHEAD + 2)
+        while self._num_taken - done < ahead and self._take(one):
+            pass
         while not self._suffices(plan):
             if self._take(max(1, one >> self._failures)):
                 self._failures = 0
@@ -334,13 +313,13 @@ class HubStream:
     def _add(self, units: Iterable[range]) -> None:
         for one in units:
             self._pending.append(one)
-            self._taken.append(one)
+            self._taken.extend(one)
             self._num_taken += len(one)
             self._newest = max(self._newest, one.stop)
 
     def _forget(self) -> int:
         """Leave out of `_pending` what was read when the last batch was handed out; returns how many units it was."""
-        done = self._positions[self._planned].done
+        done = self._positions[self._planned][0]
         while (more := done - self._num_forgotten) > 0:
             head = self._pending.popleft()
             if len(head) > more:
@@ -350,11 +329,11 @@ class HubStream:
 
     def state(self) -> dict[str, Any]:
         self._forget()
-        position = self._positions[self._planned]
+        _, row, waiting = self._positions[self._planned]
         return {
             "kind": "rows", "files": self._dataset.digest, "lengths": sorted(self._reader.lengths.items()),
             "units": [[one.start, one.stop, one.step] for one in self._pending], "newest": self._newest,
-            "shard": self._shard, "row": position.row, "waiting": position.waiting.tolist(),
+            "shard": self._shard, "row": row, "waiting": waiting.tolist(),
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -369,15 +348,13 @@ class HubStream:
             self._reader.lengths = lengths
         else:
             logger.warning("the training data changed since the checkpoint: continuing at the same position in it")
-        if not isinstance(self._leases, Stripe):
-            # What is not in the model went back to the swarm, and may be another peer's now.
+        if isinstance(self._leases, Stripe):
+            if not goes_on:
+                logger.warning("data.shards changed since the checkpoint: continuing behind what was read")
+            self._leases.skip_to(newest)
+        else:  # what is not in the model went back to the swarm, and may be another peer's now
             held = [(one.start, one.stop) for one in units]
             goes_on = goes_on and bool(held) and not intersection(held, [*open_, (cursor, sys.maxsize)])
-        elif goes_on:
-            self._leases.next = newest
-        else:
-            logger.warning("data.shards changed since the checkpoint: continuing behind what was read")
-            self._leases.skip_to(newest)
         self._begin(*((units, row, waiting) if goes_on else ([], 0, [])))
 
     # -- who reads: the worker, or the training thread ----------------------------------------------------------------
@@ -388,7 +365,7 @@ class HubStream:
             if plan != self._made + 1 or not self._fill():
                 return None
             batch = self._packer.take(self._batch_size)[self._rank :: self._size]
-            self._positions[plan] = Position(*self._packed, self._packer.waiting())
+            self._positions[plan] = (*self._packed, self._packer.waiting())
             self._made = plan
         return torch.from_numpy(batch.astype(np.int64))
 
@@ -413,27 +390,21 @@ class HubStream:
     def _encode(self, tokens: int) -> bool:
         """Read about so many: the tokenizer is faster with several rows, and nobody is to wait for more."""
         rows, num_bytes = list[tuple[int, int, list[bytes]]](), 0
-        while num_bytes < tokens * self._bytes_per_token and len(rows) < _ROWS_AT_ONCE:
+        while num_bytes < tokens * _BYTES_PER_TOKEN and len(rows) < _ROWS_AT_ONCE:
             if (row := self._next_row()) is None:
                 break
             rows.append((self._done, self._row, row))
             num_bytes += sum(map(len, row))
-        encoded = self._dataset.tokenizer.encode([document for *_, row in rows for document in row])
-        self._bytes_per_token = max(0.1, num_bytes / max(1, sum(map(len, encoded))))
-        ready = iter(encoded)
-        self._encoded += [(done, at, list(islice(ready, len(row)))) for done, at, row in rows]
+        encoded = iter(self._dataset.tokenizer.encode([document for *_, row in rows for document in row]))
+        self._encoded += [(done, at, list(islice(encoded, len(row)))) for done, at, row in rows]
         return bool(rows)
 
     def _next_row(self) -> list[bytes] | None:
         """The training documents of the next row, none if all are held out; None while no unit is there."""
-        text = None
-        while text is None:
-            if self._unit is None:
-                if (number := next(self._numbers)) is None:
-                    return None
-                self._unit = self._reader.unit(number)
-            if (text := next(self._unit, None)) is None:
-                self._unit, self._row, self._done = None, 0, self._done + 1
+        while (text := next(self._unit, None)) is None:
+            if not self._taken:
+                return None
+            self._unit, self._row, self._done = self._reader.unit(self._taken.popleft()), 0, self._done + 1
         self._row += 1
         settings, lengths = self._dataset.settings, self._reader.lengths
         documents = [one for one in documents_of(text) if not is_held_out(one, settings.holdout)]
@@ -444,11 +415,3 @@ class HubStream:
                 "fewer peers"
             )
         return documents
-
-    def _dealt(self) -> Iterator[int | None]:
-        """The units that are taken, in order; None while there is none."""
-        while True:
-            if self._taken:
-                yield from self._taken.popleft()
-            else:
-                yield None

@@ -6,7 +6,7 @@
 
 - A text is UTF-8, and b"" where a row has none (null, an empty string, no such field). So the n-th is that of row
   `start` + n, and whoever counts them can go on from there.
-- `format` is one of FORMATS. The rows of plain text are pieces of the file, and it has no fields.
+- `format` is one of SUFFIXES. The rows of plain text are pieces of the file, and it has no fields.
 - Nothing depends on the columns that nobody asked for: they may be of any type, of several, or in some rows only.
 - `handle` is a seekable binary file of this machine or of any fsspec file system. Its content says how it is
   compressed: gzip, bzip2, xz, zstd or lz4. A ZIP archive stands for the files in it.
@@ -17,10 +17,8 @@
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import csv
-import gzip
 import io
 import json
 import logging
@@ -28,7 +26,6 @@ import lzma
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
@@ -36,17 +33,7 @@ from diloco.data.packing import with_plain_line_ends
 from diloco.errors import DataError
 from diloco.text import counted
 
-__all__ = [
-    "FORMATS",
-    "SUFFIXES",
-    "NoFieldError",
-    "documents_of",
-    "format_of",
-    "is_hidden",
-    "num_rows",
-    "pieces",
-    "texts",
-]
+__all__ = ["SUFFIXES", "NoFieldError", "documents_of", "format_of", "is_hidden", "num_rows", "pieces", "texts"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +41,6 @@ SUFFIXES = {
     "arrow": (".arrow",), "csv": (".csv", ".tsv"), "json": (".json", ".jsonl", ".ndjson"), "parquet": (".parquet",),
     "text": (".txt",),
 }  # fmt: skip
-FORMATS = tuple(SUFFIXES)
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 
 # A text file is cut at line ends about this far apart: holding out whole documents needs more than one document.
@@ -67,7 +53,7 @@ _ROWS_AT_ONCE = 256
 _ROWS_WITHOUT = 10_000  # so many rows of JSON without the field, from the first one on: its name is wrong
 
 _CONTENT = re.compile(
-    rb"(?P<gzip>\x1f\x8b\x08)|(?P<bzip2>BZh[1-9](1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ\0)"
+    rb"(?P<gzip>\x1f\x8b\x08)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ\0)"
     rb"|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)|(?P<lz4>\x04\x22\x4d\x18)|(?P<zip>PK(\x03\x04|\x05\x06))"
 )
 
@@ -159,7 +145,11 @@ def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader
                 with archive.open(member) as opened:
                     yield from _contents(opened, f"{path}/{member}", format)
         return
-    raw = _OPENERS[kind](handle) if kind in _OPENERS else handle
+    raw = lzma.LZMAFile(handle) if kind == "xz" else handle
+    if kind in ("bz2", "gzip", "lz4", "zstd"):
+        import pyarrow as module
+
+        raw = module.CompressedInputStream(handle, kind)
     with io.BufferedReader(raw, _BLOCK) as content:
         if content.peek(3).startswith(codecs.BOM_UTF8):
             content.read(3)
@@ -174,27 +164,15 @@ def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
     return fitting
 
 
-def _by_arrow(handle: BinaryIO, codec: str) -> Any:
-    import pyarrow as module  # which has what Python has not
-
-    return module.CompressedInputStream(handle, codec)
-
-
-_OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
-    "gzip": lambda handle: gzip.GzipFile(fileobj=handle), "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile,
-    "zstd": partial(_by_arrow, codec="zstd"), "lz4": partial(_by_arrow, codec="lz4"),
-}  # fmt: skip
-
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
 def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
     for number, piece in enumerate(pieces(content)):
-        if number == 0 and b"\0" in piece:
-            raise ValueError("it is not UTF-8 text")
         try:
-            piece.decode("utf-8")
-        except UnicodeDecodeError:
+            if "\0" in piece.decode("utf-8") and number == 0:  # it is UTF-16
+                raise ValueError
+        except ValueError:
             raise ValueError("it is not UTF-8 text") from None
         yield piece
 

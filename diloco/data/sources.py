@@ -7,7 +7,6 @@ document that another holds out, because the hash of the document decides.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 from diloco.config import DataConfig
 from diloco.config.explain import show
-from diloco.data.formats import FORMATS, SUFFIXES, documents_of, format_of, is_hidden, texts
+from diloco.data.formats import SUFFIXES, documents_of, format_of, is_hidden, texts
 from diloco.errors import DataError, DilocoError
 from diloco.hub import check_reachable, commit_of, opened
 from diloco.text import counted
@@ -82,10 +81,9 @@ def files_of(settings: DataConfig) -> list[Path]:
                 odd += sorted({*inside} - {*fitting})
             elif path.is_file():
                 found.append(path)
-            elif path.exists():
-                raise DataError(f"data.path: {given} is no file that stays; give a file or a directory")
             else:
-                raise DataError(f"data.path: {given} does not exist; give a file or a directory")
+                what = "is no file that stays" if path.exists() else "does not exist"
+                raise DataError(f"data.path: {given} {what}; give a file or a directory")
     if odd:
         what = f"{counted(len(odd), 'file')} left out, which cannot be read as {settings.source}"
         logger.warning("%s, such as %s", what, odd[0])
@@ -119,8 +117,7 @@ def _fits(file: Path, source: str) -> bool:
         return format_of(file.name) == source and file.name not in _ABOUT_DATA
     with reading(f"data.path: {file}", "make it readable, or leave it out"), file.open("rb") as handle:
         try:
-            collections.deque(islice(texts(handle, str(file), "text", ""), _LOOKED_AT), maxlen=0)
-            return True
+            return all(True for _ in islice(texts(handle, str(file), "text", ""), _LOOKED_AT))
         except Exception as error:  # each kind of compression has its own
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -158,8 +155,8 @@ def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str]
                 raise
             raise ValueError(str(error).replace(where, name)) from error
     kind = type(builder).__module__.rpartition(".")[2]
-    if kind not in FORMATS:
-        raise DataError(f"data.name: {name} is of the format {kind}; expected one of {', '.join(FORMATS)}")
+    if kind not in SUFFIXES:
+        raise DataError(f"data.name: {name} is of the format {kind}; expected one of {', '.join(SUFFIXES)}")
     splits = {str(split): [str(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
     files = [file for split in splits.values() for file in split]
     strange = [file for file in files if not file.startswith(start) or "::" in file or "/../" in file]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -58,15 +59,10 @@ class TokenList(NamedTuple):
 
 def in_memory(parts: Iterable[Part], tokenizer: Tokenizer) -> TokenList:
     """The tokens as arrays."""
-    training, held_out, documents, num_bytes = bytearray(), bytearray(), 0, 0
-    for part in parts:
-        training += part.training.view(np.uint8).data
-        held_out += part.held_out.view(np.uint8).data
-        documents += part.documents
-        num_bytes += part.num_bytes
-    digest = blake3(training).hexdigest()
-    dtype = token_dtype(tokenizer.vocab_size)
-    return TokenList(np.frombuffer(training, dtype), np.frombuffer(held_out, dtype), documents, num_bytes, digest)
+    files = io.BytesIO(), io.BytesIO()
+    index = _write(files, parts)
+    training, held_out = (np.frombuffer(file.getbuffer(), token_dtype(tokenizer.vocab_size)) for file in files)
+    return TokenList(training, held_out, index["documents"], index["num_bytes"], index["digest"])
 
 
 def mapped(
@@ -145,27 +141,27 @@ def _map(path: Path, dtype: np.dtype[Any], tokens: int) -> NDArray[Any]:
 @contextlib.contextmanager
 def _locked(entry: Path) -> Iterator[bool]:
     """One process at a time is inside. False: not so, because the file system has no locks."""
-    descriptor = os.open(entry.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     alone = True
-    try:
+    with entry.with_suffix(".lock").open("a") as lock:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.warning("another process tokenises the same files; waiting for it")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            logger.debug("%s cannot be locked: %s", entry, error)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
             alone = False
         yield alone
-    finally:
-        os.close(descriptor)
 
 
 def _make(entry: Path, parts: Iterator[Part], dtype: np.dtype[Any], total: int, on_progress: OnProgress) -> None:
     temporary = entry.with_name(f".{entry.name}.tmp-{secrets.token_hex(8)}")
     temporary.mkdir()
     try:
-        index = _write(temporary, parts, total, on_progress)
+        with (temporary / "training.bin").open("xb") as training, (temporary / "held_out.bin").open("xb") as held_out:
+            index = _write((training, held_out), parts, lambda done: on_progress(done, max(total, done)))
+            for file in (training, held_out):
+                file.flush()
+                os.fsync(file.fileno())
         replace_file(temporary / "index.json", json.dumps({**index, "dtype": dtype.name}).encode())
         if _read(entry, dtype) is None:  # it may be there and not whole
             shutil.rmtree(entry, ignore_errors=True)
@@ -178,22 +174,21 @@ def _make(entry: Path, parts: Iterator[Part], dtype: np.dtype[Any], total: int, 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(directory: Path, parts: Iterator[Part], total: int, on_progress: OnProgress) -> dict[str, Any]:
+def _write(
+    files: tuple[BinaryIO, BinaryIO], parts: Iterable[Part], on_bytes: Callable[[int], None] = lambda done: None
+) -> dict[str, Any]:
+    """Write training and held-out tokens; returns the index without the type."""
     digest, documents, num_bytes, tokens, told_at = blake3(), 0, 0, [0, 0], 0.0
-    with (directory / "training.bin").open("xb") as training, (directory / "held_out.bin").open("xb") as held_out:
-        for part in parts:
-            digest.update(part.training.view(np.uint8).data)
-            for which, (file, array) in enumerate(((training, part.training), (held_out, part.held_out))):
-                file.write(array.data)
-                tokens[which] += len(array)
-            documents += part.documents
-            num_bytes += part.num_bytes
-            if time.monotonic() - told_at >= PROGRESS_S:
-                told_at = time.monotonic()
-                on_progress(num_bytes, max(total, num_bytes))
-        for file in (training, held_out):
-            file.flush()
-            os.fsync(file.fileno())
+    for part in parts:
+        digest.update(part.training.view(np.uint8).data)
+        for which, array in enumerate((part.training, part.held_out)):
+            files[which].write(array.data)
+            tokens[which] += len(array)
+        documents += part.documents
+        num_bytes += part.num_bytes
+        if time.monotonic() - told_at >= PROGRESS_S:
+            told_at = time.monotonic()
+            on_bytes(num_bytes)
     return {
         "training": tokens[0], "held_out": tokens[1], "documents": documents, "num_bytes": num_bytes,
         "digest": digest.hexdigest(),

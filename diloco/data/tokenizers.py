@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -105,25 +104,19 @@ class ByteTokenizer:
 
     def save(self, directory: Path) -> None:
         """Writes an equivalent for plain `transformers`: byte-level BPE without merges, ids equal to bytes."""
-        from transformers import PreTrainedTokenizerFast
+        import transformers.convert_slow_tokenizer
+        from tokenizers import Tokenizer as Pipeline
+        from tokenizers import decoders, models, pre_tokenizers
 
-        fast_tokenizer: Any = PreTrainedTokenizerFast  # has no annotations
-        vocabulary = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+        library: Any = transformers  # its functions have no annotations
+        characters = library.convert_slow_tokenizer.bytes_to_unicode()
         # The end token is matched in the raw text, before bytes become characters, so its entry is NUL itself.
-        vocabulary = {"\x00" if byte == 0 else character: byte for character, byte in vocabulary.items()}
-        levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        pipeline = {
-            "version": "1.0",
-            "added_tokens": [],
-            "pre_tokenizer": levels,
-            "decoder": {**levels, "add_prefix_space": True, "use_regex": True},
-            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-        }
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "tokenizer.json").write_text(json.dumps(pipeline), encoding="utf-8")
-        files = {"tokenizer_file": str(directory / "tokenizer.json")}
-        tokenizer = fast_tokenizer(**files, eos_token="\x00", clean_up_tokenization_spaces=False)
-        tokenizer.save_pretrained(directory)
+        vocabulary = {character if byte else "\x00": byte for byte, character in characters.items()}
+        pipeline = Pipeline(models.BPE(vocabulary, []))
+        pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        pipeline.decoder = decoders.ByteLevel()
+        options = {"eos_token": "\x00", "clean_up_tokenization_spaces": False}
+        library.PreTrainedTokenizerFast(tokenizer_object=pipeline, **options).save_pretrained(directory)
         (directory / _MARKER).write_text(json.dumps({"tokenizer": "bytes"}) + "\n", encoding="utf-8")
 
 
@@ -206,10 +199,3 @@ class HubTokenizer:
 
     def save(self, directory: Path) -> None:
         self._tokenizer.save_pretrained(directory)
-
-
-def _byte_level_alphabet() -> list[str]:
-    """The character of byte-level BPE (GPT-2) for each byte: the byte itself if printable, else one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, sys.maxunicode))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

@@ -217,8 +217,8 @@ GOOD = '{"body": "good"}\n'
         ("[1]", "row 1 is no object"),
         (GOOD + "[" * 100_000, "row 2 is no valid JSON"),
         (GOOD + '{"body": 7, "a": "b"}', "data.field: 'body' holds int, not text, in row 2 of some file; fields with "),
-        (gzip.compress(GOOD.encode() * 9)[:-9], "Compressed file ended before"),
-        (compressed(GOOD.encode() * 9, ".zst")[:-9], "Truncated compressed stream"),
+        (gzip.compress(GOOD.encode() * 9)[:-9], "Truncated compressed stream"),
+        (compressed(GOOD.encode() * 9, ".xz")[:-9], "Compressed file ended before"),
     ],
     ids=lambda value: value[:20] if value.isascii() else "bytes",  # a gzip file has its time, and workers compare ids
 )  # fmt: skip

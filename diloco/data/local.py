@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diloco.config import MIXTURE_BLOCK, DataConfig
 from diloco.data.mixture import Mixture, counts_of, places
-from diloco.data.numbered import LeasedStream, Leases, NumberedStream, Rows
+from diloco.data.numbered import Leases, NumberedStream, Rows
 from diloco.data.packing import number_of, permuted
 from diloco.data.sources import documents, files_of
 from diloco.data.token_files import OnProgress, TokenList, in_memory, mapped
@@ -61,27 +61,26 @@ class LocalDataset:
         self.digest = f"{self.training.digest[:16]}-{sequences}x{self.sequence_length}"
 
     def batches(
-        self, batch_size: int, *, shard: int = 0, shards: int | None = 1, rows: tuple[int, int] = (0, 1)
+        self,
+        size: int,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        rows: tuple[int, int] = (0, 1),
+        leases: Leases | None = None,
     ) -> NumberedStream:
         """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and cover the data.
 
-        With `shards=None` the number of peers is unknown: every `shard` number then has its own order over all data,
-        and two peers may train on the same sequence.
+        Or else of the units that are `leases`d, from the numbered list that all peers of the run share.
 
         `rows` is (rank, size) of a process in an island: its batches are the rows rank, rank + size, ... of the peer's,
         (B / size, T), and its state is the peer's. Other rows of numbered sequences are not read.
         """
-        return NumberedStream(self.training, batch_size, self._seed, shard, shards, rows)
+        return NumberedStream(self.training, size, self._seed, shard, shards, rows, leases)
 
     def units(self, sequences: int) -> int:
         """How many of the units that the swarm leases hold about so many sequences: here they are sequences."""
         return sequences
-
-    def leased(
-        self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)
-    ) -> LeasedStream:
-        """Training batches of the ranges that are leased, from the numbered list that all peers of the run share."""
-        return LeasedStream(self.training, batch_size, self._seed, shard, leases, rows)
 
     def holdout(self, sequences: int) -> Tensor:
         """The first `sequences` held-out sequences, or all, if there are fewer: (N, T) int64, equal on every peer."""

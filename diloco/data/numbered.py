@@ -19,7 +19,7 @@ from torch import Tensor
 from diloco.data.packing import permuted
 from diloco.errors import CheckpointError
 
-__all__ = ["EndlessList", "LeasedStream", "Leases", "NumberedStream", "Ranges", "Rows", "no_position"]
+__all__ = ["EndlessList", "Leases", "NumberedStream", "Ranges", "Rows", "no_position"]
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges (start, stop) of sequences of the run's list."""
@@ -81,7 +81,11 @@ class Plan(NamedTuple):
 
 
 class NumberedStream:
-    """One shard's endless batches of a numbered list.
+    """One peer's endless batches of a numbered list: its shard, or the work units that the swarm leases to it.
+
+    A unit is taken when its batch is handed out. While none are leased (the peer that hands out units has died, for
+    example) training does not wait: the batch comes from this peer's own order over all data. Leased units are not
+    part of the state, because a peer that stops gives them back.
 
     Args:
         source: the sequences.
@@ -89,6 +93,7 @@ class NumberedStream:
         seed: names the order.
         shard, shards: this peer's part; with `shards=None` every shard has the whole list, in an order of its own.
         rows: (rank, size): of the peer's batch only the rows rank, rank + size, ... are read.
+        leases: what the swarm leases; then `shards` is not used.
     """
 
     def __init__(
@@ -99,30 +104,35 @@ class NumberedStream:
         shard: int,
         shards: int | None,
         rows: tuple[int, int] = (0, 1),
+        leases: Leases | None = None,
     ) -> None:
+        shards = shards if leases is None else None
         assert batch_size > 0 and shard >= 0 and (shards is None or shard < shards), (batch_size, shard, shards)
         self._source = source
         self._batch_size = batch_size
-        self._order = f"{seed}" if shards is not None else f"{seed}/{shard}"
+        self._common = f"{seed}"
+        self._order = self._common if shards is not None else f"{seed}/{shard}"
         self._first, self._stride = (shard, shards) if shards is not None else (0, 1)
         self._rank, self._size = rows
+        self._leases = leases
         self._taken = 0
-
-    def __iter__(self) -> NumberedStream:
-        return self
 
     def __next__(self) -> Tensor:
         return self.make(self.plan())
 
     def plan(self) -> Plan:
         """What the next batch is made of; the position moves behind it."""
+        if self._leases is not None and (ranges := self._leases.take(self._batch_size)) is not None:
+            return self._leased(ranges)
         plan = self._own(self._taken)
         self._taken += self._batch_size
         return plan
 
     def ahead(self, batches: int) -> list[Plan]:
         """The plans of the next batches, as it looks now."""
-        return [self._own(self._taken + batch * self._batch_size) for batch in range(batches)]
+        coming = [] if self._leases is None else self._leases.ahead(batches * self._batch_size)
+        plans = [self._leased(ranges) for ranges in _cut(coming, self._batch_size)]
+        return plans + [self._own(self._taken + more * self._batch_size) for more in range(batches - len(plans))]
 
     def make(self, plan: Plan) -> Tensor:
         """The rows of a batch that this rank trains on: (B / size, T) int64. In any thread, in any order."""
@@ -132,6 +142,9 @@ class NumberedStream:
     def _own(self, taken: int) -> Plan:
         start = self._first + self._stride * taken
         return Plan(self._order, (range(start, start + self._stride * self._batch_size, self._stride),))
+
+    def _leased(self, ranges: Ranges) -> Plan:
+        return Plan(self._common, tuple(range(start, stop) for start, stop in ranges))
 
     def state(self) -> dict[str, Any]:
         return {"kind": "memory", "taken": self._taken, "stride": self._stride, "digest": self._source.digest}
@@ -145,38 +158,6 @@ class NumberedStream:
             logger.warning("the training data changed since the checkpoint: continuing at the same position in it")
         # If the number of shards has changed, continue after everything that all shards together have taken.
         self._taken = taken if stride == self._stride else -(-taken * stride // self._stride)
-
-
-class LeasedStream(NumberedStream):
-    """Batches of the work units that the swarm leases to this peer.
-
-    A unit is taken when its batch is handed out. While none are leased (the peer that hands out units has died, for
-    example) training does not wait: the batch comes from this peer's own order over all data. Leased units are not
-    part of the state, because a peer that stops gives them back.
-    """
-
-    def __init__(
-        self,
-        source: EndlessList,
-        batch_size: int,
-        seed: int,
-        shard: int,
-        leases: Leases,
-        rows: tuple[int, int] = (0, 1),
-    ) -> None:
-        super().__init__(source, batch_size, seed, shard, None, rows)
-        self._common_order, self._leases = f"{seed}", leases
-
-    def plan(self) -> Plan:
-        ranges = self._leases.take(self._batch_size)
-        return super().plan() if ranges is None else self._common(ranges)
-
-    def ahead(self, batches: int) -> list[Plan]:
-        leased = list(_cut(self._leases.ahead(batches * self._batch_size), self._batch_size))
-        return [self._common(ranges) for ranges in leased] + super().ahead(batches - len(leased))
-
-    def _common(self, ranges: Ranges) -> Plan:
-        return Plan(self._common_order, tuple(range(start, stop) for start, stop in ranges))
 
 
 def _cut(ranges: Ranges, size: int) -> Iterator[Ranges]:

@@ -32,8 +32,6 @@ END_S = 1.0  # A worker that waits for the network longer than that is left to t
 class Stream(Protocol):
     """Endless batches of one peer, resumable at every batch."""
 
-    def __iter__(self) -> Stream: ...
-
     def __next__(self) -> Tensor:
         """The next batch: (B, T) int64 on the CPU. Raises what reading the data raises."""
 
@@ -79,9 +77,6 @@ class Prefetched:
         self._jobs: queue.SimpleQueue[tuple[Hashable, Future[Tensor | None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
 
-    def __iter__(self) -> Prefetched:
-        return self
-
     def __next__(self) -> Tensor:
         plan = self._stream.plan()
         if not self._foreseen or self._foreseen[0][0] != plan:
@@ -109,11 +104,6 @@ class Prefetched:
     def restore(self, state: dict[str, Any]) -> None:
         assert self._worker is None, "batches were made already"
         self._stream.restore(state)
-
-    @property
-    def ready(self) -> int:
-        """How many batches are made and wait."""
-        return sum(batch.done() for _, batch in self._foreseen)
 
     def close(self) -> None:
         """End the worker. Can be called twice."""

@@ -95,16 +95,18 @@ class HubDataset:
         )
 
     def batches(
-        self, batch_size: int, *, shard: int = 0, shards: int | None = 1, rows: tuple[int, int] = (0, 1)
+        self,
+        size: int,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        rows: tuple[int, int] = (0, 1),
+        leases: Leases | None = None,
     ) -> HubStream:
-        assert shards is not None, "the number of peers is unknown; units are leased then"
-        return HubStream(self, batch_size, Stripe(shard, shards), rows)
+        return HubStream(self, size, leases or Stripe(shard, shards), rows)
 
     def units(self, sequences: int) -> int:
         return 1 if self.by_file else math.ceil(sequences * self.sequence_length / self._tokens_per_row)
-
-    def leased(self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)) -> HubStream:
-        return HubStream(self, batch_size, leases, rows)
 
     def holdout(self, sequences: int) -> Tensor:
         # Reads 1 / data.holdout times the text that it returns, once per run.
@@ -270,9 +272,6 @@ class HubStream:
         self._packed = 0, row  # the position after what is in the packer
         # By batch: units read to their end, rows read of the next one, and tokens that wait.
         self._positions = {0: (0, row, self._packer.waiting())}
-
-    def __iter__(self) -> HubStream:
-        return self
 
     def __next__(self) -> Tensor:
         made = self.make(self.plan())

@@ -76,9 +76,6 @@ class PacedStream:
         self._stream, self._step_s, self._lockstep = stream, step_s, lockstep
         self._jitter, self._random = jitter, random.Random(seed)
 
-    def __iter__(self) -> PacedStream:
-        return self
-
     def __next__(self) -> Tensor:
         batch = next(self._stream)
         spread = math.exp(self._random.gauss(0.0, self._jitter)) if self._jitter else 1.0

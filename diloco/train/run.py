@@ -276,9 +276,9 @@ def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, s
     batch_size, settings = config.inner.batch_size, config.data
     if isinstance(sync, DataParallel):
         stream = dataset.batches(batch_size, shard=island.rank, shards=island.size)
-    elif settings.shard is not None:
+    elif settings.shards is not None:
         stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=island.rows)
     else:
         leases = sync.lease_units(dataset.units(batch_size * config.outer.sync_every), data.AHEAD)
-        stream = dataset.leased(batch_size, leases, shard=shard, rows=island.rows)
+        stream = dataset.batches(batch_size, shard=shard, rows=island.rows, leases=leases)
     return data.Prefetched(stream, island.device)

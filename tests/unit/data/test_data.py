@@ -23,7 +23,7 @@ from pyarrow import Table, parquet
 from diloco import data
 from diloco.config import DataConfig
 from diloco.data.formats import documents_of, pieces
-from diloco.data.numbered import LeasedStream, NumberedStream, Rows
+from diloco.data.numbered import NumberedStream, Rows
 from diloco.data.packing import Packer, is_held_out, number_of, permuted
 from diloco.data.sources import documents
 from diloco.data.tokenizers import ByteTokenizer
@@ -209,17 +209,17 @@ def test_leased_units_in_order_are_the_list_of_all_shards(batch_size: int, numbe
         return [one for one in ((start, half), (half, start + number)) if one[0] < one[1]]
 
     leases: Any = SimpleNamespace(take=take)
-    leased = LeasedStream(numbered(17), batch_size, 5, 3, leases)
+    leased = NumberedStream(numbered(17), batch_size, 5, 3, None, leases=leases)
     assert rows_of(leased, number) == rows_of(NumberedStream(numbered(17), batch_size, 5, 0, 1), number)
 
 
 def test_without_units_training_goes_on_in_its_own_order() -> None:
     array, units = numbered(17), [None, [(40, 43)], None, None]
 
-    def stream(units: list[list[tuple[int, int]] | None]) -> LeasedStream:
+    def stream(units: list[list[tuple[int, int]] | None]) -> NumberedStream:
         left = iter(units)
         leases: Any = SimpleNamespace(take=lambda number: next(left))
-        return LeasedStream(array, 3, 5, 8, leases)
+        return NumberedStream(array, 3, 5, 8, None, leases=leases)
 
     own, common = rows_of(NumberedStream(array, 3, 5, 8, None), 3), rows_of(NumberedStream(array, 1, 5, 0, 1), 43)
     one, resumed = stream(units), stream(units[2:])

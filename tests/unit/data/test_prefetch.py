@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diloco import data
 from diloco.config import compose
-from diloco.data.numbered import LeasedStream, NumberedStream
+from diloco.data.numbered import NumberedStream
 from diloco.data.prefetch import AHEAD, Prefetched
 from diloco.errors import DataError
 from diloco.protocol.ledger import Units, count, intersection, union
@@ -58,9 +58,14 @@ def test_batches_and_positions_are_those_of_the_stream(kind: str, streamed: Any)
             assert torch.equal(next(stream), next(plain))
             # Which lengths of files are known is no part of a position.
             assert {**stream.state(), "lengths": []} == {**plain.state(), "lengths": []}
-        wait_for(lambda: stream.ready == AHEAD)
+        wait_for(lambda: ready(stream) == AHEAD)
         resumed.restore(json.loads(json.dumps(stream.state())))
         assert rows_of(resumed, 9) == rows_of(stream, 9) == rows_of(plain, 9)
+
+
+def ready(stream: Prefetched) -> int:
+    """How many batches are made and wait."""
+    return sum(batch.done() for _, batch in stream._foreseen)
 
 
 def wait_for(condition: Any) -> None:
@@ -102,13 +107,13 @@ def test_no_more_is_made_than_the_depth_and_nothing_unasked() -> None:
         for made in ([], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
             assert source.made == made
             next(stream)
-            wait_for(lambda: stream.ready == 3)
+            wait_for(lambda: ready(stream) == 3)
 
 
 def test_an_error_is_raised_when_its_batch_is_due() -> None:
     with closing(Prefetched(Recorded(fails_at=3))) as stream:
         assert int(next(stream)[0, 0]) == 1
-        wait_for(lambda: stream.ready == AHEAD)
+        wait_for(lambda: ready(stream) == AHEAD)
         assert int(next(stream)[0, 0]) == 2
         with pytest.raises(DataError, match=r"^no batch 3$"):
             next(stream)
@@ -170,7 +175,7 @@ def test_a_rank_reads_its_own_sequences_only() -> None:
 
 
 def leased(data_: LeasedData, size: int = 4) -> Prefetched:
-    return Prefetched(LeasedStream(numbered(500), size, 0, 7, data_), depth=3)
+    return Prefetched(NumberedStream(numbered(500), size, 0, 7, None, leases=data_), depth=3)
 
 
 STEP = st.tuples(st.sampled_from(["grant", "train", "train", "send", "settle"]), st.integers(0, 40), st.integers(1, 9))
@@ -182,7 +187,7 @@ def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[tuple[st
     both = LeasedData(), LeasedData()
     granted: Units = []
     with closing(leased(both[0])) as ahead:
-        plain = LeasedStream(numbered(500), 4, 0, 7, both[1])
+        plain = NumberedStream(numbered(500), 4, 0, 7, None, leases=both[1])
         for what, start, size in steps:
             for units in both:
                 match what:
@@ -207,9 +212,9 @@ LEASED = [call.units(8), call.lease_units(ANY, AHEAD)]
 @pytest.mark.parametrize(
     ("overrides", "rank", "size", "expected"),
     [
-        ([], 0, 1, [*LEASED, call.leased(ANY, ANY, shard=7, rows=(0, 1))]),
+        ([], 0, 1, [*LEASED, call.batches(ANY, shard=7, rows=(0, 1), leases=ANY)]),
         (["data.shard=1", "data.shards=3"], 1, 2, [call.batches(ANY, shard=7, shards=3, rows=(1, 2))]),
-        (["data.source=hub", "data.name=a/b"], 0, 2, [*LEASED, call.leased(ANY, ANY, shard=7, rows=(0, 2))]),
+        (["data.source=hub", "data.name=a/b"], 0, 2, [*LEASED, call.batches(ANY, shard=7, rows=(0, 2), leases=ANY)]),
     ],
 )
 def test_a_run_has_units_or_a_stream(overrides: list[str], rank: int, size: int, expected: list[Any]) -> None:

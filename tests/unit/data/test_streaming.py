@@ -127,7 +127,7 @@ def test_peers_of_one_swarm_train_on_different_documents(
     """They come one after the other; with as many files, each has a file."""
     monkeypatch.setattr(large, "by_file", len(large.files) >= many_files)
     dealer, seen = Dealer(), list[list[bytes]]()
-    streams = [large.leased(2, dealer) for _ in range(peers)]
+    streams = [large.batches(2, leases=dealer) for _ in range(peers)]
     for number, stream in enumerate(streams):
         seen.append(sum((read_by(one, 4) for one in streams[: number + 1]), read_by(stream, 20)))
     assert len(seen[-1]) > 20
@@ -180,11 +180,11 @@ def test_a_peer_that_resumes_goes_on_with_what_is_in_the_model(
     """What is not went back to the swarm, and may be another peer's."""
     monkeypatch.setattr(large, "by_file", len(large.files) >= many_files)
     dealer = Dealer()
-    stream = large.leased(2, dealer)
+    stream = large.batches(2, leases=dealer)
     before = read_by(stream, 30)
     state = through_json(stream.state())
     cursor = [dealer.next, [] if merged else [[dealer.next - 1, dealer.next]]]
-    resumed = large.leased(2, other := Dealer())
+    resumed = large.batches(2, leases=(other := Dealer()))
     other.next = dealer.next
     resumed.restore({**state, "cursor": cursor})
     if merged:
@@ -220,7 +220,7 @@ def test_a_position_of_another_kind_or_version_is_refused(state: Any, streamed: 
 def test_without_leases_training_goes_on(large: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The syncer died, for example. A line says so."""
     dealer = Dealer()
-    stream = large.leased(2, dealer)
+    stream = large.batches(2, leases=dealer)
     before = read_by(stream, 5)
     dealer.most = 0
     assert len({*before, *read_by(stream, 30)}) > len(before) + 10
@@ -232,8 +232,8 @@ def test_without_leases_training_goes_on(large: Any, caplog: pytest.LogCaptureFi
 def test_scarce_units_make_the_same_batches_ahead_of_their_turn(
     large: Any, most: int, refuses: int, portions: int
 ) -> None:
-    plain = large.leased(portions, Dealer(most, refuses))
-    with closing(Prefetched(large.leased(portions, Dealer(most, refuses)))) as ahead:
+    plain = large.batches(portions, leases=Dealer(most, refuses))
+    with closing(Prefetched(large.batches(portions, leases=Dealer(most, refuses)))) as ahead:
         for _ in range(25):
             assert torch.equal(next(ahead), next(plain))
             assert {**ahead.state(), "lengths": []} == {**plain.state(), "lengths": []}

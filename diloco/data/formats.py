@@ -33,7 +33,7 @@ from diloco.data.packing import with_plain_line_ends
 from diloco.errors import DataError
 from diloco.text import counted
 
-__all__ = ["SUFFIXES", "NoFieldError", "documents_of", "format_of", "is_hidden", "num_rows", "pieces", "texts"]
+__all__ = ["SUFFIXES", "NoFieldError", "documents_of", "format_of", "is_hidden", "num_rows", "omit", "pieces", "texts"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,13 @@ def format_of(name: str) -> str | None:
 def is_hidden(parts: Sequence[str]) -> bool:
     """Whether a file below a folder, or in an archive, is not meant for readers."""
     return any(part.startswith(".") or part == "__MACOSX" for part in parts)
+
+
+def omit(files: Sequence[object], kind: str) -> None:
+    """Say in the log which files are left out."""
+    if files:
+        what = counted(len(files), "file")
+        logger.warning("%s left out, which cannot be read as %s, such as %s", what, kind, files[0])
 
 
 def documents_of(text: bytes) -> Iterator[bytes]:
@@ -159,8 +166,7 @@ def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader
 def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
     files = [name for name in archive.namelist() if not name.endswith("/") and not is_hidden(name.split("/"))]
     fitting = [name for name in files if format in ("text", format_of(name))]
-    for odd in [name for name in files if name not in fitting][:1]:
-        logger.warning("%s: %s in it left out, such as %s", path, counted(len(files) - len(fitting), "file"), odd)
+    omit([f"{path}/{name}" for name in files if name not in fitting], format)
     return fitting
 
 

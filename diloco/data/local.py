@@ -5,9 +5,7 @@ Little text is tokenised at every start, and its tokens are in memory. More has 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from torch import Tensor
 from diloco.config import MIXTURE_BLOCK, DataConfig
 from diloco.data.mixture import Mixture, counts_of, places
 from diloco.data.numbered import Leases, NumberedStream, Rows
-from diloco.data.packing import number_of, permuted
+from diloco.data.packing import permuted
 from diloco.data.sources import documents, files_of
 from diloco.data.token_files import OnProgress, TokenList, in_memory, mapped
 from diloco.data.tokenise import Part, processes_for, tokenised
@@ -61,13 +59,7 @@ class LocalDataset:
         self.digest = f"{self.training.digest[:16]}-{sequences}x{self.sequence_length}"
 
     def batches(
-        self,
-        size: int,
-        *,
-        shard: int = 0,
-        shards: int = 1,
-        rows: tuple[int, int] = (0, 1),
-        leases: Leases | None = None,
+        self, size: int, shard: int = 0, shards: int = 1, rows: tuple[int, int] = (0, 1), leases: Leases | None = None
     ) -> NumberedStream:
         """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and cover the data.
 
@@ -120,28 +112,14 @@ class _Source:
         if not tokens.documents:
             raise DataError(f"{what} has no text; give files that are not empty")
         if not len(training) or (settings.holdout and not len(self.held_out)):
-            missing = "held-out" if len(training) else "training"
+            missing, other = ("held-out", "larger") if len(training) else ("training", "smaller")
+            total = len(tokens.training) + len(tokens.held_out)
+            shorter = f"data.sequence_length={total} " if total < length else ""
             raise DataError(
                 f"data.holdout: {settings.holdout} of {tokens.documents} documents leaves no {missing} sequence of "
-                f"{length} tokens; start the run with {_remedy(settings, tokenizer)}, or add text to {what}"
+                f"{length} tokens; start the run with {shorter}data.holdout=0 (no held-out loss) or a {other} one, "
+                f"or add text to {what}"
             )
-
-
-def _remedy(settings: DataConfig, tokenizer: Tokenizer) -> str:
-    """Settings that leave a sequence to train on, and one that is held out if any part of the documents does."""
-    sizes: Counter[int] = Counter()
-    for document in documents(settings):
-        tokens = len(tokenizer.encode([document])[0]) + (tokenizer.end is not None)
-        sizes[number_of(document, settings.source)] += tokens
-    numbers = sorted(sizes)
-    *held, total = accumulate((sizes[number] for number in numbers), initial=0)  # if those below a number are held out
-    length = settings.sequence_length
-    fitting = [index for index, tokens in enumerate(held) if length <= tokens <= total - length]
-    if not fitting:
-        return f"data.sequence_length={min(length, total)} data.holdout=0 (no held-out loss)"
-    least, most = numbers[fitting[0] - 1], numbers[fitting[-1]]
-    parts = ((least * 10**digits // 2**64 + 1) / 10**digits for digits in range(2, 20))
-    return f"data.holdout={next((part for part in parts if least < part * 2.0**64 <= most), 0)}"
 
 
 def _cut(tokens: NDArray[Any], length: int) -> NDArray[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from diloco.config import DataConfig
 from diloco.config.explain import show
-from diloco.data.formats import SUFFIXES, documents_of, format_of, is_hidden, texts
+from diloco.data.formats import SUFFIXES, documents_of, format_of, is_hidden, omit, texts
 from diloco.errors import DataError, DilocoError
 from diloco.hub import check_reachable, commit_of, opened
 from diloco.text import counted
@@ -81,12 +81,11 @@ def files_of(settings: DataConfig) -> list[Path]:
                 odd += sorted({*inside} - {*fitting})
             elif path.is_file():
                 found.append(path)
+            elif path.exists():
+                raise DataError(f"data.path: {given} is no file that stays; give a file or a directory")
             else:
-                what = "is no file that stays" if path.exists() else "does not exist"
-                raise DataError(f"data.path: {given} {what}; give a file or a directory")
-    if odd:
-        what = f"{counted(len(odd), 'file')} left out, which cannot be read as {settings.source}"
-        logger.warning("%s, such as %s", what, odd[0])
+                raise DataError(f"data.path: {given} does not exist; give a file or a directory")
+    omit(odd, settings.source)
     return found
 
 
@@ -165,8 +164,8 @@ def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str]
         raise DataError(f"data.name: {name} {said}, and not files of its own; choose another dataset")
     if settings.split not in splits:
         raise DataError(f"data.split: {name} has no {settings.split}; its splits are {', '.join(splits)}")
-    if odd := [file for file in links.values() if format_of(file.name) != kind and file.suffix not in (".md", ".zip")]:
-        logger.warning("%s left out, which cannot be read as %s, such as %s", counted(len(odd), "file"), kind, odd[0])
+    others = (file for file in links.values() if format_of(file.name) != kind)
+    omit([file for file in others if file.suffix not in (".md", ".zip")], kind)
     chosen = splits[settings.split]
     return (kind, [str(links[file]) for file in chosen], open) if links else (kind, chosen, opened)
 

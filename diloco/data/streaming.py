@@ -95,13 +95,7 @@ class HubDataset:
         )
 
     def batches(
-        self,
-        size: int,
-        *,
-        shard: int = 0,
-        shards: int = 1,
-        rows: tuple[int, int] = (0, 1),
-        leases: Leases | None = None,
+        self, size: int, shard: int = 0, shards: int = 1, rows: tuple[int, int] = (0, 1), leases: Leases | None = None
     ) -> HubStream:
         return HubStream(self, size, leases or Stripe(shard, shards), rows)
 

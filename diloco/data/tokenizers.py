@@ -143,8 +143,7 @@ class HubTokenizer:
             ids: dict[str, int] = loaded.get_vocab()  # with added tokens; there may be ids without a token
             if end is not None:
                 ids = {**ids, loaded.eos_token or loaded.sep_token: end}
-            by_id = sorted((number, token) for token, number in ids.items())
-            (least, first), (largest, last) = by_id[0], by_id[-1]
+            largest, last = max((number, token) for token, number in ids.items())
         except DilocoError:
             raise
         except Exception as error:  # the library raises OSError, ValueError, KeyError and its own types
@@ -152,12 +151,11 @@ class HubTokenizer:
                 f"data.tokenizer: {name!r} is no tokenizer that transformers can load; give 'bytes', a directory with "
                 f"tokenizer.json, or a name on the reachable Hugging Face hub"
             ) from error
-        for number, token in ((least, first), (largest, last)):
-            if not 0 <= number < MAX_IDS:
-                raise DataError(
-                    f"data.tokenizer: {name} gives {token[:40]!r} the id {number}, and ids of a model are 0 to "
-                    f"{MAX_IDS - 1}; choose another"
-                )
+        if largest >= MAX_IDS:
+            raise DataError(
+                f"data.tokenizer: {name} gives {last[:40]!r} the id {largest}, and ids of a model are 0 to "
+                f"{MAX_IDS - 1}; choose another"
+            )
         self._name, self._tokenizer = name, loaded
         self.vocab_size, self.largest = largest + 1, f"{last[:40]!r}, one of {len(ids)} tokens"
         self.end: int | None = end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -13,16 +14,7 @@ from typing import Any
 from diloco.errors import DataError
 from diloco.text import one_line
 
-__all__ = [
-    "MODEL_FILES",
-    "TOKENIZER_FILES",
-    "check_push",
-    "check_reachable",
-    "commit_of",
-    "files_at",
-    "opened",
-    "push",
-]
+__all__ = ["MODEL_FILES", "TOKENIZER_FILES", "check_push", "check_reachable", "commit_of", "files_at", "opened", "push"]
 
 WEIGHTS = "*.safetensors"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
@@ -46,17 +38,11 @@ def check_reachable(key: str, kind: str, name: str, revision: str | None = None)
 
 
 def commit_of(kind: str, name: str, revision: str | None = None) -> str | None:
-    """The commit that a branch or a tag (without `revision`, the main branch) stands for now.
-
-    None if the hub does not say it.
-    """
-    if _offline():
-        return None
-    try:
-        commit: str | None = _ask(kind, name, revision).sha
-    except Exception:  # whatever it is, a commit has to be typed
-        return None
-    return commit
+    """The commit that a branch or a tag (by default the main branch) stands for now; None if the hub does not say."""
+    with contextlib.suppress(Exception):  # whatever it is, a commit has to be typed
+        commit: str | None = None if _offline() else _ask(kind, name, revision).sha
+        return commit
+    return None
 
 
 def files_at(key: str, name: str, revision: str, files: Sequence[str], most_bytes: float = math.inf) -> Path:
@@ -70,12 +56,9 @@ def files_at(key: str, name: str, revision: str, files: Sequence[str], most_byte
 
     if not _offline():
         _check_size(key, name, files, _info(key, "model", name, revision, sizes=True).siblings, most_bytes)
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": list(files), "local_files_only": _offline()}
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=list(files), local_files_only=_offline()
-            )
-        )
+        return Path(huggingface_hub.snapshot_download(name, **options))
     except Exception as error:
         if _offline():
             raise DataError(
@@ -190,15 +173,11 @@ def _refusal(key: str, kind: str, name: str, revision: str | None, error: Except
     if isinstance(reason, HfHubHTTPError) and reason.response.status_code >= 500:
         text, remedy = "cannot be fetched, the Hugging Face hub has a fault", "try again later"
     elif isinstance(reason, HfHubHTTPError | HFValidationError):
-        text, remedy = (
-            f"is no {kind} that the Hugging Face hub shows you",
-            "check the name, or log in with `hf auth login`",
-        )
+        text = f"is no {kind} that the Hugging Face hub shows you"
+        remedy = "check the name, or log in with `hf auth login`"
     else:  # huggingface_hub has changed its HTTP client, and so its exceptions, twice
-        text, remedy = (
-            "cannot be fetched, the Hugging Face hub is not reachable",
-            "check the network, set HF_HUB_OFFLINE=1 if it was fetched before, or use local files",
-        )
+        text = "cannot be fetched, the Hugging Face hub is not reachable"
+        remedy = "check the network, set HF_HUB_OFFLINE=1 if it was fetched before, or use local files"
     return DataError(f"{key}: {name!r} {text} ({one_line(reason)}); {remedy}")
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "sparkline", "speak_plainly",
 ]  # fmt: skip
 
+_UNITS = "kMGT"
 BARS = "▁▂▃▄▅▆▇█"
 _ASCII = dict(zip(BARS, "_.-~=+*#", strict=True)) | {"±": "+-"}
 # A word that may hold a secret; what stands after `token=` and is no path; a private key.
@@ -100,23 +101,23 @@ def counted(number: int, what: str) -> str:
 
 def human_bytes(count: float | None) -> str:
     """1234567 -> "1.2 MB" (powers of 1000)."""
-    number, unit = _scaled(count, "kMGT")
+    number, unit = _scaled(count)
     return f"{number} {unit}B" if number else "-"
 
 
 def human_count(count: float | None) -> str:
     """4100 -> "4.1k"."""
-    return "".join(_scaled(count, "kMGT")) or "-"
+    return "".join(_scaled(count)) or "-"
 
 
-def _scaled(count: float | None, units: str) -> tuple[str, str]:
+def _scaled(count: float | None) -> tuple[str, str]:
     if count is None or not math.isfinite(count):
         return "", ""
     index = 0
-    while abs(count) >= 999.5 and index < len(units):
+    while abs(count) >= 999.5 and index < len(_UNITS):
         count, index = count / 1000, index + 1
     digits = 1 if index and abs(count) < 99.95 else 0
-    return f"{count:.{digits}f}", units[index - 1 : index] if index else ""
+    return f"{count:.{digits}f}", _UNITS[index - 1 : index] if index else ""
 
 
 def human_seconds(seconds: float) -> str:

@@ -105,18 +105,23 @@ class ByteTokenizer:
     def save(self, directory: Path) -> None:
         """Writes an equivalent for plain `transformers`: byte-level BPE without merges, ids equal to bytes."""
         import transformers.convert_slow_tokenizer
-        from tokenizers import Tokenizer as Pipeline
-        from tokenizers import decoders, models, pre_tokenizers
 
         library: Any = transformers  # its functions have no annotations
         characters = library.convert_slow_tokenizer.bytes_to_unicode()
         # The end token is matched in the raw text, before bytes become characters, so its entry is NUL itself.
         vocabulary = {character if byte else "\x00": byte for byte, character in characters.items()}
-        pipeline = Pipeline(models.BPE(vocabulary, []))
-        pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        pipeline.decoder = decoders.ByteLevel()
+        levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        pipeline = {
+            "version": "1.0",
+            "added_tokens": [],
+            "pre_tokenizer": levels,
+            "decoder": {**levels, "add_prefix_space": True, "use_regex": True},
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        (file := directory / "tokenizer.json").write_text(json.dumps(pipeline), encoding="utf-8")
         options = {"eos_token": "\x00", "clean_up_tokenization_spaces": False}
-        library.PreTrainedTokenizerFast(tokenizer_object=pipeline, **options).save_pretrained(directory)
+        library.PreTrainedTokenizerFast(tokenizer_file=str(file), **options).save_pretrained(directory)
         (directory / _MARKER).write_text(json.dumps({"tokenizer": "bytes"}) + "\n", encoding="utf-8")
 
 

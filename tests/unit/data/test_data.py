@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pyarrow import Table, parquet
 
 from diloco import data
 from diloco.config import DataConfig
@@ -286,15 +285,6 @@ def test_a_text_is_cut_between_characters(text: str, repeats: int, tmp_path_fact
     texts = list(documents(config("text", path)))  # refuses a piece that is not UTF-8
     assert b"".join(texts).decode() == text * repeats
     assert all(0 < len(piece) < 3 * 4096 for piece in texts)
-
-
-def test_rows_of_json_and_parquet_are_documents(tmp_path: Path) -> None:
-    rows = [{"body": f"text {number}", "id": number} for number in range(5)] + [{"body": None, "id": 5}]
-    written(tmp_path, {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows), "readme.md": "no"})
-    parquet.write_table(Table.from_pylist(rows), tmp_path / "rows.parquet")
-    expected = [f"text {number}".encode() for number in range(5)]
-    assert list(documents(config("json", tmp_path, field="body"))) == expected
-    assert list(documents(config("parquet", tmp_path / "rows.parquet", field="body"))) == expected
 
 
 def test_a_transformers_tokenizer_packs_its_tokens(word_tokenizer: str, tmp_path: Path) -> None:

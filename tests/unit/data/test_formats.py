@@ -128,13 +128,12 @@ def test_csv_is_read_by_its_header() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip"])
-@pytest.mark.parametrize("change", [str.lower, str.upper, str.title])
-def test_any_compression_is_read_whatever_its_name(suffix: str, change: Callable[[str], str], tmp_path: Path) -> None:
+def test_any_compression_is_read_whatever_its_name(suffix: str, tmp_path: Path) -> None:
     content = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(300)).encode()
     packed = compressed(content, suffix)
     if suffix not in ("", ".zip"):
         packed += compressed(b'{"text": "of a second part"}', suffix)  # as parallel compressors write
-    written(tmp_path, {change(f"shard.jsonl{suffix}"): packed})
+    written(tmp_path, {f"shard.jsonl{suffix.upper()}": packed})
     found = list(documents(config("json", tmp_path)))
     assert found[:300] == [b"row %d" % number for number in range(300)]
     assert found[300:] == ([b"of a second part"] if suffix not in ("", ".zip") else [])

@@ -20,16 +20,14 @@ __all__ = ["EvalResult", "evaluate", "generate", "prompt_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Held-out loss."""
+    """Mean cross entropy in nats per predicted token, of which there are T - 1 in each sequence; exp of it, infinite
+    where that overflows; and the loss per byte of text, for models with different tokenizers; None without a tokenizer.
+    """
 
     loss: float
-    """Mean cross entropy in nats per predicted token."""
     perplexity: float
-    """exp(loss); infinite where that overflows."""
     tokens: int
-    """Tokens predicted: T - 1 of each sequence."""
     bits_per_byte: float | None
-    """The loss per byte of text, which compares models with different tokenizers; None without a tokenizer."""
 
 
 def evaluate(

@@ -139,7 +139,7 @@ class InnerStart:
             layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels), dtype=torch.float32)
         )
         steps = tuple(int(step) for step in self._island.agree(state.steps))
-        self._island.share_([state.values])
+        self._island.share_(state.values)
         bound_moments_(self._optimizer, state)
         load_moments_(self._optimizer, InnerState(layout, steps, state.values))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -136,14 +136,6 @@ class Island:
         """Which sequences of the peer's batch (B, T) are this rank's: batch[rank::size], as (rank, size)."""
         return self.rank, self.size
 
-    def check_batch_size(self, batch_size: int) -> None:
-        """Raise `ConfigError` on rank 0 unless the ranks can share the peer's batch evenly."""
-        if batch_size % self.size:
-            self._refuse(
-                f"inner.batch_size={batch_size} cannot be shared evenly by {self.size} processes; "
-                f"use a multiple of {self.size}"
-            )
-
     def check_newest(self, step: int, place: str) -> None:
         """All ranks: raise `CheckpointError` where a rank finds another newest checkpoint than rank 0 in a place."""
         (newest,) = self.agree([step])
@@ -159,7 +151,7 @@ class Island:
         if self.size > 1:
             dist.all_gather_object(complaints, complaint, group=self._words)
         if found := next(filter(None, complaints), None):
-            self._refuse(found)
+            self.refuse(found)
 
     def check_same(self, settings: Mapping[str, object]) -> None:
         """Raise `ConfigError` on rank 0 unless all ranks were started with the same settings."""
@@ -171,9 +163,9 @@ class Island:
             for key in sorted(ranks[0].keys() | there.keys()):
                 here, other = ranks[0].get(key), there.get(key)
                 if here != other:
-                    self._refuse(f"{key}={other} on rank {rank}, and {here} on rank 0; start all ranks alike")
+                    self.refuse(f"{key}={other} on rank {rank}, and {here} on rank 0; start all ranks alike")
 
-    def _refuse(self, why: str) -> NoReturn:
+    def refuse(self, why: str) -> NoReturn:
         """`ConfigError` on rank 0. The others wait for its end, because torchrun ends it as soon as one has ended."""
         if not self.leads:
             self.agree([0])  # which never comes
@@ -240,12 +232,10 @@ class Island:
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._words)
         return int(tensor)
 
-    def share_(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's values of tensors of the CPU, on every rank, in place."""
+    def share_(self, values: Tensor) -> None:
+        """Rank 0's values of a tensor of the CPU, on every rank, in place."""
         if self.size > 1:
-            with torch.no_grad():
-                for tensor in tensors:
-                    dist.broadcast(tensor.detach(), src=0, group=self._words)
+            dist.broadcast(values, src=0, group=self._words)
 
     def sum(self, *values: float) -> list[float]:
         """The sum of each number over the ranks."""

@@ -28,7 +28,7 @@ from diloco.train.inner import kind_of
 from diloco.train.rows import is_rows, is_sharded, own_rows
 from diloco.train.wrapped import named, plain_name
 
-__all__ = ["OwnBuffers", "Trained", "frozen_digest", "values_digest"]
+__all__ = ["Trained", "buffer_digests", "frozen_digest", "values_digest"]
 
 AGAIN = "make such changes before attach, or attach the model again"
 SHOWN = 3  # names or shapes in one line
@@ -50,7 +50,7 @@ class Trained(dict[str, Tensor]):
             _check(name, parameter)
         self._model = model
         self._shapes = {name: parameter.shape for name, parameter in self.items()}
-        self._buffers = OwnBuffers(model)
+        self._buffers = buffer_digests(model)  # until the first round is over
         self._before: dict[str, str | None] = {}  # digests of values before the first exchange
 
     @property
@@ -112,8 +112,12 @@ class Trained(dict[str, Tensor]):
         After the first round the event `own_buffers` says that training changes buffers, and `untrained` that it left
         parameters exactly as they were.
         """
-        if changed := self._buffers.changed():
-            on_event("own_buffers", changed)
+        buffers, self._buffers = self._buffers, {}
+        now = buffer_digests(self._model) if buffers else {}
+        changed = [name for name, digest in now.items() if digest != buffers.get(name)]
+        if changed:
+            why = "training changes these buffers, and each peer keeps its own; GroupNorm or LayerNorm need none"
+            on_event("own_buffers", {"buffers": len(changed), "first": changed[0], "why": why})
         before, self._before = self._before, {}
         still = [name for name, one in before.items() if one and one == values_digest({name: self[name].detach()})]
         self._tell(on_event, still, "did not move before the first exchange (no gradient, or too small a rate)")
@@ -168,26 +172,11 @@ def frozen_digest(model: nn.Module) -> str | None:
     return values_digest({name: p.detach() for name, p in named(model) if not p.requires_grad})
 
 
-class OwnBuffers:
-    """The buffers of a model's state dict, and whether training changes them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before: dict[str, str | None] | None = self._digests()
-
-    def changed(self) -> dict[str, object] | None:
-        """The fields of an event about the buffers that are not what they were, the first time; then None."""
-        before, self._before = self._before, None
-        if not before:
-            return None
-        changed = [name for name, digest in self._digests().items() if digest != before.get(name)]
-        why = "training changes these buffers, and each peer keeps its own; GroupNorm or LayerNorm need none"
-        return {"buffers": len(changed), "first": changed[0], "why": why} if changed else None
-
-    def _digests(self) -> dict[str, str | None]:
-        kept = {plain_name(self._model, name) for name in self._model.state_dict()}
-        named = ((plain_name(self._model, name), one) for name, one in self._model.named_buffers())
-        return {name: values_digest({name: one}) for name, one in named if name in kept}
+def buffer_digests(model: nn.Module) -> dict[str, str | None]:
+    """Of the buffers of a model's state dict."""
+    kept = {plain_name(model, name) for name in model.state_dict()}
+    named = ((plain_name(model, name), one) for name, one in model.named_buffers())
+    return {name: values_digest({name: one}) for name, one in named if name in kept}
 
 
 def values_digest(tensors: Mapping[str, Tensor]) -> str | None:

@@ -64,8 +64,11 @@ def run(config: Config, listen: Listener) -> Summary:
             alike = {key: value for key, value in settings if not key.startswith(own)}
             # `auto` may be another precision on another device, and a loss is scaled on all ranks or on none.
             island.check_same({**alike, "train.precision": precision_of(config, island.device)})
-            if config.outer.method == "diloco":
-                island.check_batch_size(config.inner.batch_size)
+            if config.outer.method == "diloco" and config.inner.batch_size % island.size:
+                island.refuse(
+                    f"inner.batch_size={config.inner.batch_size} cannot be shared evenly by {island.size} processes; "
+                    f"use a multiple of {island.size}"
+                )
             name = config.run.name or "peer"
             if not island.leads:
                 return _run(config, island, lambda message: None)

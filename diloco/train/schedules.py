@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from traceback import walk_stack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -28,19 +28,9 @@ MOST_ALONE = 100  # steps that an optimizer takes while another one takes none
 MOST_TOO_FAR = 8  # steps of the optimizer in a row before which a schedule was too far
 
 
-class Clock(Protocol):
-    """What tells how far the swarm is."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def inner_step(self) -> int: ...
-
-
-def swarm_steps(clock: Clock, sync_every: int) -> int:
+def swarm_steps(sync: Any, sync_every: int) -> int:
     """Inner steps on the swarm clock: H for each outer step, and those of this peer since then."""
-    return clock.version * sync_every + clock.inner_step
+    return int(sync.version * sync_every + sync.inner_step)
 
 
 class Paced(NamedTuple):

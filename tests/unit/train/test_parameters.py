@@ -18,7 +18,7 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.swarm.node.options import RunSpec
 from diloco.train.api import Swarm
-from diloco.train.parameters import OwnBuffers, Trained, frozen_digest, values_digest
+from diloco.train.parameters import Trained, buffer_digests, frozen_digest, values_digest
 from diloco.train.wrapped import class_name, named, plain_model
 
 
@@ -161,7 +161,7 @@ def test_wrappers_change_no_name(wraps: Sequence[Callable[[nn.Module], nn.Module
         swarm().options(Trained(net), None, model=(class_name(net), frozen_digest(net))).run for net in (one, other)
     ]
     assert specs[0] == specs[1]
-    assert OwnBuffers(one)._before == OwnBuffers(other)._before
+    assert buffer_digests(one) == buffer_digests(other)
     assert [name for name, _ in named(plain_model([wrapped, nn.Linear(1, 1)]))][-3:] == [
         "0.head.bias",
         "1.weight",
@@ -269,14 +269,16 @@ def test_a_digest_is_of_names_shapes_and_values() -> None:
 
 def test_buffers_that_training_changes_are_named_once() -> None:
     """Those that stay are not worth a word."""
+    said: list[tuple[str, dict[str, object]]] = []
     model = Net()
-    buffers = OwnBuffers(model)
+    attached = Trained(model)
     model.eval()(torch.randn(8, 4))
-    assert buffers.changed() is None
-    buffers = OwnBuffers(model)
+    attached.check(lambda kind, fields: said.append((kind, fields)))
+    assert not said
+    attached = Trained(model)
     model.table.add_(1.0)  # type: ignore[operator]
-    model.train()(torch.randn(8, 4))
-    said = buffers.changed()
-    assert said is not None and (said["buffers"], said["first"]) == (3, "norm.running_mean")
-    model(torch.randn(8, 4))
-    assert buffers.changed() is None
+    for _ in range(2):
+        model.train()(torch.randn(8, 4))
+        attached.check(lambda kind, fields: said.append((kind, fields)))
+    [(kind, fields)] = said
+    assert (kind, fields["buffers"], fields["first"]) == ("own_buffers", 3, "norm.running_mean")

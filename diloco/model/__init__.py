@@ -1,10 +1,4 @@
-"""Causal language models of `transformers`; no other package imports it for models.
-
-1. `build` makes a model from a config, with the initial weights of a seed, or loads `model.path`; in fp32.
-2. `loss` is the mean next-token cross entropy of a batch of token sequences, in nats.
-3. `save` writes the Hugging Face format beside its tokenizer, atomically; `load` reads such a directory back.
-4. `recipe_of` and `frozen_of` say of a loaded model what others need to build it without its files.
-"""
+"""Causal language models of `transformers`; no other package imports it for models."""
 
 from __future__ import annotations
 

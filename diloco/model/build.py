@@ -1,11 +1,7 @@
 """Builds a model with reproducible initial weights from settings.
 
-1. `model.model_type` and `model.config` become a transformers config; an error for an unknown name suggests one.
-2. The config is checked against the data (vocabulary, sequence length) before any weight is allocated.
-3. The weights are drawn on the CPU, in fp32, from a generator seeded by `run.seed` alone: all peers start equal.
-
-With `model.path`, config and weights come from that directory instead of steps 1 and 3; with `model.revision` too,
-from the Hugging Face hub at that commit. Once `model.weights` names the weights, `model.config` counts, and weights
+With `model.path`, config and weights come from that directory; with `model.revision` too, from the Hugging Face hub at
+that commit. Once `model.weights` names the weights, `model.config` counts, and weights
 come from `model.directory`. A peer that has none there gets them from the swarm, except for what is not trained
 (`recipe.py`).
 

@@ -36,8 +36,7 @@ def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     `tokens` is (B, T) int64 on the model's device. The model predicts T - 1 tokens of each sequence; it only reads the
     first. The softmax is fp32 also under autocast. One backward pass, without gradients of gradients.
 
-    Logits exist in chunks of `CHUNK_BYTES` where `prepare_head_` found that this model allows it, and whole where all
-    of them are no more than that. Both give the same loss but for rounding.
+    Logits exist in chunks of `CHUNK_BYTES` where `prepare_head_` found that this model allows it.
     """
     # Masking the last position instead of slicing it off saves a copy of the logits, the largest tensor of the step.
     targets = tokens.roll(-1, dims=1)

@@ -1,9 +1,7 @@
 """What of a checkpoint others need to build the same model, without its trained weights.
 
-1. `recipe_of`: its config and generation settings as settings of the run, so that no file has to travel.
-2. `frozen_of`: what no outer step carries, parameters that are not trained and buffers. `pack` makes a file of each,
-   whose digest names it; `unpack` reads one of somebody else, once its digest was checked.
-3. `fill_frozen_`, `set_generation_`: the other direction.
+Config and generation become settings of the run, and travel as such. Parameters that are not trained and buffers, which
+no outer step carries, become files that are named by their digests.
 """
 
 from __future__ import annotations

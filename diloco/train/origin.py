@@ -1,12 +1,9 @@
 """What a run starts from, so that it can be joined from anywhere: the files behind `model.path` and `data.tokenizer`.
 
-1. `resolved`: whoever starts a run has the files, from a directory or the hub. The manifest gets the model's config,
-   and digests of the trained weights, of each tensor that is not trained, and of the tokenizer's files, but no path.
-2. `keep`: each peer compares the values that it built its model with, and keeps the small files in `run.dir/origin`.
-   Its node gives them to whoever names a digest.
-3. `fetch`: a volunteer takes the small files from the run's peers, and checks the digests. The trained weights come as
-   the swarm's anchor, as for every joiner.
-4. `check_start`: before the first outer step nothing certifies an anchor, so it is compared with the manifest.
+Whoever starts a run has them, from a directory or the hub (`resolved`). The manifest gets the model's config, and
+digests of the trained weights, of each tensor that is not trained, and of the tokenizer's files, but no path. Each peer
+keeps the small files (`keep`), and its node gives them to whoever names a digest (`fetch`). The trained weights come as
+the swarm's anchor; before the first outer step nothing certifies one, so it is compared with the manifest.
 """
 
 from __future__ import annotations

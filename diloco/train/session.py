@@ -122,9 +122,8 @@ class Session:
     ) -> None:
         """All ranks: have rank 0, which `leads`, write a checkpoint of the last outer boundary, unless there is one.
 
-        In the `background` it is written from copies while training goes on; call `written` before the next one. In
-        the middle of a round, tokens that this peer has not sent count as discarded there: a resumed peer goes on
-        from the anchors. In data parallel the checkpoint is that of the last inner step.
+        In the `background` it is written from copies while training goes on; call `written` before the next one. Unsent
+        tokens count as discarded there (see `PeerState.of`). In data parallel it is that of the last inner step.
         """
         if sync.version == self.saved_version:
             return

@@ -48,7 +48,8 @@ def evaluate(
     if not len(holdout):
         raise ConfigError("data.holdout=0 holds out no text to test; give data=text data.path=FILE data.holdout=0.5")
     total = torch.zeros((), dtype=torch.float64)
-    rank, size = (0, 1) if island is None else (island.rank, island.size)
+    island = island or Island(torch.device(device))
+    rank, size = island.rows
     with models.evaluating(model):
         for tokens in torch.split(holdout, batch_size * size):
             own = tokens[rank::size]
@@ -56,7 +57,7 @@ def evaluate(
             found = models.loss(model, (own if len(own) else tokens[:1]).to(device)).double().cpu()
             # Every sequence predicts T - 1 tokens, so weighing by sequences is weighing by tokens.
             total += found * len(own) if len(own) else 0.0
-    [summed] = [total.item()] if island is None else island.sum(total.item())
+    [summed] = island.sum(total.item())
     loss = summed / len(holdout)
     if not math.isfinite(loss):
         raise DivergedError(f"the held-out loss is {loss}; lower inner.lr or outer.lr and resume from a checkpoint")

@@ -113,8 +113,8 @@ class Trained(dict[str, Tensor]):
         parameters exactly as they were.
         """
         buffers, self._buffers = self._buffers, {}
-        now = buffer_digests(self._model) if buffers else {}
-        changed = [name for name, digest in now.items() if digest != buffers.get(name)]
+        digests = buffer_digests(self._model) if buffers else {}
+        changed = [name for name, digest in digests.items() if digest != buffers.get(name)]
         if changed:
             why = "training changes these buffers, and each peer keeps its own; GroupNorm or LayerNorm need none"
             on_event("own_buffers", {"buffers": len(changed), "first": changed[0], "why": why})
@@ -143,8 +143,8 @@ def _some(things: Sequence[object]) -> str:
 def _check(name: str, parameter: Tensor) -> None:
     if parameter.is_complex():
         raise ConfigError(
-            f"{name} is {_dtype(parameter)}, and outer steps are of real numbers; keep its real and imaginary parts as "
-            "two parameters (torch.view_as_real), or freeze it"
+            f"{name} is {str(parameter.dtype).removeprefix('torch.')}, and outer steps are of real numbers; keep its "
+            "real and imaginary parts as two parameters (torch.view_as_real), or freeze it"
         )
     if parameter.is_meta:
         raise ConfigError(f"{name} has no values yet (device=meta); load the model before attach")
@@ -158,10 +158,6 @@ def _check(name: str, parameter: Tensor) -> None:
             f"{name} is a {type(parameter.data).__name__}, and outer steps need whole plain tensors; share the model "
             "among processes with DistributedDataParallel (torchrun), or freeze it"
         )
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def frozen_digest(model: nn.Module) -> str | None:

@@ -44,7 +44,7 @@ from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
-from diloco.swarm.wire.libp2p import identity_number
+from diloco.swarm.wire.libp2p import identity_number, own_id
 from diloco.train import devices
 from diloco.train.arguments import OuterSettings, as_typed, check_names, loop_spec, network_of, outer_of, several
 from diloco.train.attachment import Attachment
@@ -438,9 +438,10 @@ class Swarm:
             return self._identity
         if self._scratch is None:
             free = _scratch[self.run_id] if self.runtime is None else []
-            if not free:
+            given = "".join(self.network.initial_peers)
+            if not free or own_id(free[-1] / "identity.key") in given:  # nobody joins at himself
                 free.append(Path(mkdtemp(prefix="diloco-")))
-                atexit.register(rmtree, free[0], ignore_errors=True)
+                atexit.register(rmtree, free[-1], ignore_errors=True)
             self._scratch = free.pop()
             self._held.callback(self._give_back, free)
         return self._scratch / "identity.key"

@@ -255,7 +255,8 @@ def test_peers_leave_by_themselves_when_their_supervisor_is_killed(tmp_path: Pat
 
 def test_a_run_survives_a_killed_peer_and_then_the_kill_of_everything(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with local(run_dir, *ENDLESS) as started:
+    budget = "budget.outer_steps=24"
+    with local(run_dir, budget, "local.peers=2", "local.step_delay_s=[0.2,0.2]") as started:
         reach(started, run_dir, 2)
         [victim] = [process for process in started.family() if "run.name=p1" in arguments_of(process)]
         eventually(lambda: checkpoints(run_dir, "p1"), "a checkpoint of the one that will die")
@@ -269,11 +270,11 @@ def test_a_run_survives_a_killed_peer_and_then_the_kill_of_everything(tmp_path: 
     behind, ahead = checkpoints(run_dir, "p1")[-1], checkpoints(run_dir, "p0")[-1]
     assert behind < ahead
 
-    with local(run_dir, f"budget.outer_steps={ahead + 3}") as started:
+    with local(run_dir, budget) as started:
         started.done()
         assert started.family() == []
     summary = summary_of(run_dir)
-    assert summary["outer_steps"] == ahead + 3
+    assert summary["outer_steps"] == 24
     assert len({peer["anchor_digest"] for peer in summary["peers"]}) == 1
     assert sorted(event["version"] for event in events(run_dir, "resume")) == [behind, ahead]
 

@@ -45,8 +45,8 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
         ("trl", 2, 8, 32 * (7 + 8)),  # without padding, with the end of each text
         ("accelerate", 3, 12, 12),
         ("accelerate_resumed", 3, 12, 12),
-        ("lightning", 3, 12, 12),
-        ("lightning_resumed", 4, 16, 16),
+        ("lightning", 3, 12, 12 * 16),  # samples
+        ("lightning_resumed", 4, 16, 16 * 16),
     ],
 )
 def test_two_peers_count_steps_of_the_optimizer_and_end_alike(

@@ -25,7 +25,7 @@ from diloco.errors import ConfigError
 
 __all__ = [
     "KEY_BYTES", "MAX_REVOKED", "SIGNATURE_BYTES", "Revoked", "RunKey", "check_private", "is_sealed", "new_key",
-    "verify",
+    "verify", "write_private",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,7 @@ class RunKey:
         text = key._private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            raise ConfigError(f"FILE={path} exists, and may be the key of a run; name another file") from None
-        except OSError as error:
-            raise ConfigError(f"FILE={path} cannot be written: {error.strerror}; name another file") from None
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text)
+        write_private(path, text, f"FILE={path}")
         return key
 
     @classmethod
@@ -93,6 +86,16 @@ class RunKey:
         if not isinstance(private, Ed25519PrivateKey):
             raise ConfigError(f"{setting}={path} holds no run key; diloco keygen makes one")
         return cls(private)
+
+
+def write_private(path: Path, content: bytes, what: str) -> None:
+    """Write a new file that only its owner can read. Raises ConfigError, which begins with `what`."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written: {error.strerror}; name a new file") from None
 
 
 def new_key() -> Ed25519PrivateKey:

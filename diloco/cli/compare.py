@@ -25,13 +25,7 @@ from diloco.text import human_bytes, human_count, human_seconds
 __all__ = ["run", "show"]
 
 
-def run(
-    runs: Sequence[Path],
-    loss: float | None,
-    out: Path | None,
-    table: Path | None,
-    as_json: bool,
-) -> int:
+def run(runs: Sequence[Path], loss: float | None, out: Path | None, table: Path | None, as_json: bool) -> int:
     """Print the table or its JSON; write the curves where there is a place."""
     if loss is not None and not math.isfinite(loss):
         raise ConfigError(f"--loss={loss} is no loss; give nats per token, such as 2.5")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 import click
 
 from diloco.admission import Revoked, Role, RunKey, Token, issue
+from diloco.admission.keys import write_private
 from diloco.config.address import Address
 from diloco.config.explain import show
 from diloco.errors import ConfigError, SwarmError
@@ -47,7 +47,7 @@ def invite(
     if out is None:
         click.echo(link)
     else:
-        _write(out, link)
+        write_private(out, f"{link}\n".encode(), f"--out={out}")
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires_at))
     whom = "the first peer that uses it" if role != "observer" else "whoever has it"
     click.echo(f"token {token.grant.token_id}: {role} of {run} until {until}, for {bind or whom}", err=True)
@@ -85,17 +85,6 @@ def revoke(key: Path, run: str, address: str | None, what: Sequence[str]) -> int
     listed = f"{counted(len(revoked.token_ids), 'token')} and {counted(len(revoked.peer_ids), 'peer')} revoked in {run}"
     click.echo(f"{listed} (list {revoked.number})" + ("" if peers else f"; peers that start with {key} have it"))
     return 0
-
-
-def _write(out: Path, link: str) -> None:
-    """A new file that only its owner can read."""
-    try:
-        descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(link + "\n")
-    except OSError as error:
-        remedy = "name a new file" if isinstance(error, FileExistsError) else "name a file in a directory of yours"
-        raise ConfigError(f"--out={out} cannot be written: {error.strerror}; {remedy}") from None
 
 
 def seconds_of(duration: str) -> int:

@@ -20,12 +20,7 @@ __all__ = ["run"]
 
 
 def run(
-    config: Config,
-    step_s: float | None,
-    bits_per_s: float,
-    latency_ms: float,
-    target: float,
-    as_json: bool,
+    config: Config, step_s: float | None, bits_per_s: float, latency_ms: float, target: float, as_json: bool
 ) -> int:
     """Print the plan. The seconds of an inner step that nobody gave are measured on this machine."""
     link = Link(bits_per_s, latency_ms / 1000)

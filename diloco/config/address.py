@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from diloco.config.explain import show
 from diloco.errors import ConfigError
 from diloco.text import decoded, masked, small_text
 
@@ -62,7 +63,7 @@ class Address:
         for peer in peers:
             wrong = None if peer.startswith("@") and len(peer) > 1 and len(peers) == 1 else problem(peer)
             if wrong is not None:
-                raise ConfigError(f"ADDRESS={_shown(shown or text)} cannot be used: {wrong}")
+                raise ConfigError(f"ADDRESS={show(shown or text, 160)} cannot be used: {wrong}")
         return cls(tuple(peers), token)
 
     @classmethod
@@ -127,7 +128,7 @@ def unquoted(text: str) -> str:
 def _token(text: str, query: str) -> str:
     token = query.removeprefix("token=")
     if token == query or not TOKEN.fullmatch(token):
-        raise ConfigError(f"ADDRESS={_shown(text)}: its token is damaged or missing; copy the whole link again")
+        raise ConfigError(f"ADDRESS={show(text, 160)}: its token is damaged or missing; copy the whole link again")
     return token
 
 
@@ -164,7 +165,7 @@ def _wrong(shape: re.Match[str]) -> str | None:
         return "/p2p/PEER_ID is missing at its end; copy the whole line that the peer printed"
     for one in filter(None, ids):
         if not _ID.fullmatch(one):
-            return f"its peer id {_shown(one)} is cut off or damaged; copy the whole line that the peer printed"
+            return f"its peer id {show(one)} is cut off or damaged; copy the whole line that the peer printed"
     return None
 
 
@@ -203,8 +204,3 @@ def _family(host: str) -> str:
         return f"/ip{ipaddress.ip_address(host).version}/{host}"
     except ValueError:
         return f"/dns/{host}"
-
-
-def _shown(text: str) -> str:
-    plain = masked("".join(character if character.isprintable() else "?" for character in text))
-    return plain if len(plain) <= 160 else f"{plain[:157]}..."

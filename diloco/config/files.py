@@ -1,4 +1,4 @@
-"""Hydra composes files: folders, a file to begin with and choices become one tree, remembered while no file changes."""
+"""Hydra composes files: folders, a file to begin with and choices become one tree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from yaml.error import MarkedYAMLError
 from diloco.config.explain import leaves, nearest, show
 from diloco.config.overrides import first_line, key_of, split
 from diloco.config.schema import Config
-from diloco.config.sources import SCHEMA, SECTIONS, stamp
+from diloco.config.sources import SCHEMA, SECTIONS
 from diloco.errors import ConfigError
 
 __all__ = [
@@ -54,12 +54,14 @@ class Request(NamedTuple):
 
 
 def compose_files(request: Request) -> DictConfig:
-    """The tree without the node `hydra`. It is remembered: do not change it. Raises ConfigError with one line."""
-    return _composed(request, stamp(request.places))
+    """The tree without the node `hydra`; do not change it. Raises ConfigError with one line.
+
+    It is remembered where it is from the package alone, whose files stay as they are.
+    """
+    return (_remembered if len(request.places) == 1 else _composed)(request)
 
 
-@lru_cache(maxsize=64)
-def _composed(request: Request, stamp: tuple[Any, ...]) -> DictConfig:
+def _composed(request: Request) -> DictConfig:
     import hydra
     from hydra.errors import HydraException
 
@@ -69,6 +71,9 @@ def _composed(request: Request, stamp: tuple[Any, ...]) -> DictConfig:
             return hydra.compose(name, chosen)
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
             raise ConfigError(_reason(request, error)) from None
+
+
+_remembered = lru_cache(maxsize=64)(_composed)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-__all__ = ["PRIMARY", "SCHEMA", "SECTIONS", "Start", "choices", "search_path", "stamp"]
+__all__ = ["PRIMARY", "SCHEMA", "SECTIONS", "Start", "choices", "search_path"]
 
 PRIMARY = "config"
 SCHEMA = "diloco_schema"  # the name under which Hydra finds the defaults of the schema
@@ -65,18 +65,6 @@ def choices(start: Start | None = None) -> dict[str, tuple[str, ...]]:
                 found.setdefault(folder.name, set()).update(names)
     order = sorted(found, key=lambda name: (name not in (*SECTIONS, "experiment"), name))
     return {name: tuple(sorted(found[name])) for name in order}
-
-
-def stamp(places: tuple[Path, ...]) -> tuple[tuple[str, int, int], ...]:
-    """Changes when a file in one of the folders does; the package's own files stay as they are."""
-    package = _package().resolve()
-    return tuple(
-        (str(file), found.st_mtime_ns, found.st_size)
-        for place in places
-        if place != package
-        for file in sorted(place.rglob("*.yaml"))
-        if (found := file.stat())
-    )
 
 
 def _package() -> Path:

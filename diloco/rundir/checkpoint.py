@@ -43,6 +43,7 @@ BLOCK_BYTES = 16 * 2**20  # a block is still in the cache when it is hashed; has
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-\d{8,}(\.\d+)?")  # a suffix ".1", ".2", ... counts repeated saves of a step
 _STEM = re.compile(r"[A-Za-z0-9_-]+")
+_FILE = re.compile(rf"{_STEM.pattern}\.safetensors")
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -67,9 +68,8 @@ class _UnusableError(Exception):
 class Checkpoint:
     """A checkpoint, after every byte of it was verified.
 
-    `tensors[stem]` reads that file again at each access: a caller that takes one group after the other never holds the
-    whole checkpoint in memory. The files stay readable if they are pruned meanwhile. The tensors are copies on the CPU,
-    in the saved dtype. `skipped` names newer checkpoints that could not be used, with the reasons.
+    `tensors[stem]` reads that file again at each access, into copies on the CPU; it stays readable if it is pruned.
+    `skipped` names newer checkpoints that could not be used, with the reasons.
     """
 
     path: Path
@@ -82,9 +82,8 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one peer in one directory; the `keep` newest stay.
 
-    A directory has one writer and any number of readers: nothing is created or deleted before the first `save`.
-    Memory: a copy of one tensor at a time, if the tensor is not contiguous on the CPU already. If `save` fails, older
-    checkpoints stay as they are; a crash leaves at most a temporary directory, which the next `save` removes.
+    A directory has one writer and any number of readers: nothing is created or deleted before the first `save`. A crash
+    leaves at most a temporary directory, which the next `save` removes.
     """
 
     def __init__(self, directory: Path, keep: int, key: str = "run.dir") -> None:
@@ -133,11 +132,9 @@ class CheckpointStore:
         return target
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest usable checkpoint, or None if there never was one.
+        """The newest usable checkpoint, or None if there never was one. An unusable one is skipped with a warning.
 
-        Every byte is verified first (about 1 s per GB). Each unusable checkpoint is skipped with a warning, which
-        `Checkpoint.skipped` repeats for the run's events. Raises `CheckpointError` if there are checkpoints and none of
-        them can be used.
+        Raises `CheckpointError` if there are checkpoints and none of them can be used.
         """
         reasons: list[str] = []
         tried: set[str] = set()
@@ -201,11 +198,7 @@ def copied(tensors: Groups) -> dict[str, dict[str, Tensor]]:
 
 
 class BackgroundWriter:
-    """Writes one checkpoint at a time in a thread.
-
-    Python waits for the thread before it ends. A process that is killed leaves a temporary directory, which the next
-    `CheckpointStore.save` removes.
-    """
+    """Writes one checkpoint at a time in a thread, for which Python waits before it ends."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
@@ -281,20 +274,12 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
 
 def _is_complete(body: dict[str, Any]) -> bool:
     """Whether a state file has all fields that we write, and names no file outside of its directory."""
-    files = body.get("files")
-    return (
-        type(body.get("step")) is int
-        and isinstance(body.get("state"), dict)
-        and isinstance(files, dict)
-        and all(
-            Path(name).name == name
-            and "\0" not in name
-            and isinstance(entry, dict)
-            and type(entry.get("bytes")) is int
-            and isinstance(entry.get("sha256"), str)
-            for name, entry in files.items()
-        )
-    )
+    try:
+        kinds = {(type(entry["bytes"]), type(entry["sha256"])) for entry in body["files"].values()}
+        known = all(map(_FILE.fullmatch, body["files"])) and kinds <= {(int, str)}
+        return known and type(body["step"]) is int and isinstance(body["state"], dict)
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 class _Groups(Mapping[str, dict[str, Tensor]]):

@@ -143,21 +143,17 @@ def _draw(axes: Axes, training: dict[str, Curve], held_out: Curve) -> None:
 
     few = len(training) <= LEGEND_PEERS
     palette = colormaps["tab10" if few else "viridis"]
-    handles, labels = [], []
     for index, (peer, curve) in enumerate(training.items()):
         colour = palette(index) if few else palette(index / (len(training) - 1))
         if few and len(curve.x) > 2 * SMOOTHED_SHARE:
             axes.plot(curve.x, curve.loss, color=colour, linewidth=0.5, alpha=0.15)
-        [line] = axes.plot(
-            curve.x, _smooth(curve.loss), color=colour, linewidth=1.0 if few else 0.6, alpha=0.85 if few else 0.5
-        )
-        if few or index == 0:
-            handles.append(line)
-            labels.append(f"training, {peer}" if few else f"training, {len(training)} peers")
+        label = f"training, {peer}" if few else f"training, {len(training)} peers" if index == 0 else None
+        width, alpha = (1.0, 0.85) if few else (0.6, 0.5)
+        axes.plot(curve.x, _smooth(curve.loss), color=colour, linewidth=width, alpha=alpha, label=label)
     if held_out.x:
-        [line] = axes.plot(held_out.x, held_out.loss, "o-", color="black", linewidth=2.2, markersize=4.5)
-        line.set_markevery(max(1, len(held_out.x) // 25))
-        handles.append(line)
-        labels.append(f"held-out, anchor: {held_out.loss[-1]:.3f} at the end")
-    if handles:
-        axes.legend(handles, labels, loc="upper right", frameon=False, fontsize=9)
+        label, every = f"held-out, anchor: {held_out.loss[-1]:.3f} at the end", max(1, len(held_out.x) // 25)
+        axes.plot(
+            held_out.x, held_out.loss, "o-", color="black", linewidth=2.2, markersize=4.5, markevery=every, label=label
+        )
+    if axes.lines:
+        axes.legend(loc="upper right", frameon=False, fontsize=9)

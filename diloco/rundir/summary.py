@@ -30,12 +30,8 @@ __all__ = [
 
 
 class PhaseTimer:
-    """Counts every second of one thread in exactly one phase.
-
-    Args:
-        start: the seconds of earlier sessions of a resumed run.
-        clock: seconds.
-        settle: waits for the device, so that what it was given counts in the phase in which it was given.
+    """Counts every second of one thread in exactly one phase, on from the `start` of a resumed run; `settle` waits for
+    the device, so that what it was given counts in the phase in which it was given.
     """
 
     def __init__(
@@ -203,13 +199,9 @@ def merge_peer_summaries(
 ) -> Summary:
     """One summary of a swarm from the summaries of its peers.
 
-    - processed: the sum over the peers. A peer that was killed leaves no summary, but the swarm clock may have counted
-      its tokens; therefore processed is never less than applied + discarded.
-    - applied, discarded: the largest count of any peer, because the swarm clock only grows.
-    - in_flight: the rest, so that the invariant of `Tokens` holds.
-    - outer_steps: the largest. eval, contributions: from the peer with the most outer steps that has them; anchors of
-      equal versions are bit-identical.
-    - heals, takeovers: sums, because the one peer that does one counts it.
+    applied, discarded: the largest count of any peer, because the swarm clock only grows. processed: the sum over the
+    peers, and at least both, which may have tokens of a killed peer that left no summary. in_flight: the rest. eval,
+    contributions: from the peer with the most outer steps that has them. heals, takeovers: only one peer counts each.
     """
     applied = max((part.tokens.applied for part in parts), default=0)
     discarded = max((part.tokens.discarded for part in parts), default=0)

@@ -108,13 +108,9 @@ sweepable = click.option("--multirun", "-m", is_flag=True, help="Sweep over KEY=
 
 
 def run(
-    command: str,
-    overrides: tuple[str, ...],
-    asked: Asked,
-    given: Sequence[str] = (),
-    multirun: bool = False,
+    command: str, overrides: tuple[str, ...], asked: Asked, given: Sequence[str] = (), multirun: bool = False,
     **options: Any,
-) -> int:
+) -> int:  # fmt: skip
     """Composes the configuration, and prints it or runs the command with it.
 
     `overrides` are the user's, `given` those that the command adds. A setting that is probably not meant is a warning
@@ -184,7 +180,8 @@ def split_address(address: str | None, overrides: tuple[str, ...]) -> tuple[str 
 
 
 def guest(address: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> tuple[Address, list[str]]:
-    """The ADDRESS of a swarm whose run is its own, and the token of a link as the setting that carries it.
+    """The ADDRESS of a swarm whose run is its own, and settings to add: the token of a link, and, where data.path is
+    typed, that there is text; the swarm will say of which kind.
 
     `ConfigError` for a damaged address, and for typed settings of the run that are not `allowed`.
     """
@@ -195,11 +192,13 @@ def guest(address: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -
 
     found = Address.read(address)
     owned = [key for key, _ in leaves(Manifest)]
-    for key in map(key_of, overrides):
+    typed = list(map(key_of, overrides))
+    for key in typed:
         chosen = key in ("budget", "model", "data", "inner", "outer", "experiment")
         if key not in allowed and (chosen or any(f"{key}.".startswith(f"{one}.") for one in owned)):
             raise ConfigError(f"{key} belongs to the run and comes from the swarm; drop it, or start your own swarm")
-    return found, [] if found.token is None else [f"swarm.token={quoted(found.token)}"]
+    given = ["data=text"] if "data.path" in typed else []
+    return found, given if found.token is None else [*given, f"swarm.token={quoted(found.token)}"]
 
 
 def implementation(command: str) -> Callable[..., int]:

@@ -10,10 +10,7 @@ from diloco.cli.commands import common
 from diloco.cli.commands.common import PATH, Asked, Command, configured, implementation, run, sweepable
 from diloco.errors import ConfigError
 
-__all__ = [
-    "dashboard", "doctor", "host", "invite", "join", "keygen", "local", "revoke", "status",
-    "train",
-]  # fmt: skip
+__all__ = ["dashboard", "doctor", "host", "invite", "join", "keygen", "local", "revoke", "status", "train"]
 
 
 @click.command(cls=Command)
@@ -72,8 +69,7 @@ def join(address: str | None, yes: bool, overrides: tuple[str, ...], asked: Aske
     if address is None or common.split_address(address, overrides)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
     found, given = common.guest(address, overrides)
-    given, typed = [*_text(overrides), *given], _typed(overrides)
-    return run("join", overrides, asked, given, address=found, typed=typed, yes=yes)
+    return run("join", overrides, asked, given, address=found, typed=_typed(overrides), yes=yes)
 
 
 @click.command(cls=Command)
@@ -158,14 +154,7 @@ def doctor(address: str | None, overrides: tuple[str, ...], asked: Asked, as_jso
     found, given = None, list[str]()
     if address is not None:
         found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
-        given = [*_text(overrides), *given]
-    typed = _typed(overrides)
-    return run("doctor", overrides, asked, given, address=found, as_json=as_json, typed=typed)
-
-
-def _text(overrides: tuple[str, ...]) -> list[str]:
-    """Lets a guest set data.path: the swarm will say of which kind its text is."""
-    return ["data=text"] if "data.path" in _typed(overrides) else []
+    return run("doctor", overrides, asked, given, address=found, as_json=as_json, typed=_typed(overrides))
 
 
 def _typed(overrides: tuple[str, ...]) -> frozenset[str]:

@@ -241,7 +241,7 @@ def test_a_key_is_written_once_for_its_owner_and_read_back(tmp_path: Path) -> No
     made = RunKey.create(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert RunKey.read(path).public == made.public and len(made.public) == 32
-    with pytest.raises(ConfigError, match=r"FILE=.*run\.key exists, and may be the key of a run"):
+    with pytest.raises(ConfigError, match=r"FILE=.*run\.key cannot be written: File exists; name a new file"):
         RunKey.create(path)
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         RunKey.create(tmp_path / "missing" / "run.key")

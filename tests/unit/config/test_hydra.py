@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.config import Config, Start, choices, compose, files
-from diloco.config.sources import search_path, stamp
+from diloco.config.sources import search_path
 from diloco.errors import ConfigError
 from diloco.train.__main__ import _start
 from tests.support.errors import error_text
@@ -142,9 +142,7 @@ def test_choices_may_lie_below_a_group(own: Path) -> None:
 
 def test_a_change_of_a_file_is_seen(own: Path) -> None:
     assert compose(["train=h100"]).train.threads == 3
-    before = stamp(search_path(Start()))
     write("configs/train/h100.yaml", "log_every: 12\n")
-    assert stamp(search_path(Start())) != before
     changed = compose(["train=h100"])
     assert (changed.train.threads, changed.train.log_every) == (None, 12)
 

@@ -146,7 +146,11 @@ def _prepare(
     used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
     _ask(config, _terms(config, need.parameters, used_bytes, name), yes, steps)
     volunteer.move_aside(config)
-    return _with_files(config, found)
+    from diloco.swarm.wire.gate import watching
+    from diloco.train.origin import fetch  # the small files that the run starts from, from its peers
+
+    gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
+    return fetch(config, found.addresses or config.swarm.initial_peers, gate, Path(config.swarm.identity_path or ""))
 
 
 def _of_rank_0(config: Config, rank: int) -> Config:
@@ -165,8 +169,7 @@ def _of_rank_0(config: Config, rank: int) -> Config:
 
 
 def _ask(config: Config, terms: list[str], yes: bool, steps: Steps) -> None:
-    """Shows what will be fetched, trained and sent, and asks, if the run needs anything from outside this package: a
-    run that trains a model from its config on Python's standard library is joined without a question.
+    """Shows what will be fetched, trained and sent, and asks, if the run needs anything from outside this package.
 
     Raises `ConfigError` if there is nobody to ask, or if the answer is no.
     """
@@ -211,15 +214,6 @@ def _terms(config: Config, parameters: int, memory_bytes: float, device: str) ->
 
 
 # -- the swarm --------------------------------------------------------------------------------------------------------
-
-
-def _with_files(config: Config, found: Found) -> Config:
-    """The configuration with the small files that the run starts from, from its peers."""
-    from diloco.swarm.wire.gate import watching
-    from diloco.train.origin import fetch
-
-    gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
-    return fetch(config, found.addresses or config.swarm.initial_peers, gate, Path(config.swarm.identity_path or ""))
 
 
 def _look(config: Config, address: Address, identity: Path, steps: Steps) -> Found:
@@ -280,11 +274,8 @@ class _Arrival:
     """Shows the training loop's messages: as steps until the first contribution is merged, then as a table."""
 
     def __init__(self, steps: Steps, view: LiveView, stack: ExitStack) -> None:
-        self._steps = steps
-        self._view = view
-        self._stack = stack
-        self._discarded = 0
-        self._arrived = False
+        self._steps, self._view, self._stack = steps, view, stack
+        self._discarded, self._arrived = 0, False
 
     def __call__(self, message: Message) -> None:
         if isinstance(message, Ready) and not message.advice:

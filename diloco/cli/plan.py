@@ -50,8 +50,7 @@ def _memory(report: dict[str, Any]) -> list[str]:
     """The table of what a peer takes, with sums."""
     rows = [(row["what"], row["where"], row["per_parameter"], row["nbytes"]) for row in report["memory"]]
     lines = [f"memory of a peer{'':29}bytes per parameter{'':9}GiB"]
-    for where in ("device", "main"):
-        name = {"device": "device", "main": "main memory"}[where]
+    for where, name in (("device", "device"), ("main", "main memory")):
         mine = [row for row in rows if row[1] == where]
         for what, _, each, nbytes in [*mine, ("in all", where, None, sum(row[3] for row in mine))]:
             per = f"{each:.3g}" if each is not None else ""

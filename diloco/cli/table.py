@@ -65,10 +65,7 @@ class LiveView:
     def __init__(
         self, console: Console, peers: Sequence[str], total_steps: int | None, title: str, clock: Clock = time.monotonic
     ) -> None:
-        self._console = console
-        self._total = total_steps
-        self._title = title
-        self._clock = clock
+        self._console, self._total, self._title, self._clock = console, total_steps, title, clock
         self._began = clock()
         self._rows = {peer: _Row(peer, self._began) for peer in peers}
         self._ready = False

@@ -184,10 +184,8 @@ class OuterConfig(RunOwned):
 
     @property
     def carries_late(self) -> bool:
-        """Whether a contribution that comes too late for its version may be merged into a later one.
-
-        With a quorum it may be `staleness_limit` rounds late. Where all exchange at one barrier, a peer that is too
-        slow for it contributes to whatever version is next.
+        """Whether a contribution that comes too late for its version may be merged into a later one: `staleness_limit`
+        rounds late with a quorum, and where all exchange at one barrier into whatever version is next.
         """
         return self.lockstep or self.staleness_limit > 0
 
@@ -206,10 +204,9 @@ class OuterConfig(RunOwned):
     def judging(self) -> Literal["none", "recent", "clip"]:
         """How a syncer guards a version against bad contributions: what `robust` comes to with the other settings.
 
-        `recent` folds each contribution in as it arrives, clipped by the norms of those before it. `clip` needs all
-        contributions of a version together, so the syncer keeps their payloads until the version closes. That is cheap
-        where a value takes a byte or less, so `auto` does it there; and it is impossible where a version has a quorum,
-        as that may close with one contribution.
+        `recent` folds each contribution in as it arrives, clipped by the norms of those before it. `clip` keeps all
+        payloads of a version until it closes: `auto` does where a value takes a byte or less, and none does where a
+        version may close with one contribution, for it has a quorum.
         """
         if self.robust == "auto":
             return "clip" if self.barrier and not CODECS[self.codec_up].wide else "recent"

@@ -247,12 +247,9 @@ def _check_hub(source: Source, name: str) -> None:
             "others join takes nothing from their disks, so whoever started it has to publish it there"
         )
     if source.revision is None:
-        revision = (
-            "data.tokenizer_revision" if source.what == "tokenizer" else f"{source.key.partition('.')[0]}.revision"
-        )
         raise ConfigError(
             f"{source.key}={name} of the run has no commit, so nobody knows what will be fetched; whoever started the "
-            f"run has to set {revision}"
+            f"run has to set {source.key}={name}@COMMIT"
         )
     if Path(name).exists():
         raise ConfigError(

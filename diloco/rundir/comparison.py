@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.rundir.compare import (
     NOT_A_DIFFERENCE,
@@ -30,7 +30,10 @@ from diloco.rundir.compare import (
 from diloco.rundir.files import prepare_run_directory, write_atomic
 from diloco.rundir.plot import picture
 
-__all__ = ["AXES", "Arm", "Comparison", "Gap", "arms_of", "compare", "find_gaps", "gap_of", "plot_arms"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["AXES", "Arm", "Comparison", "Gap", "arms_of", "compare", "find_gaps", "gap_of"]
 
 RESULTS = ("loss", "perplexity", "tokens", "virtual_s", "wall_s", "bytes_sent", "utilization", "exit")
 TOKENS_WITHIN = 0.02  # of each other; a budget ends with the outer step that reaches it
@@ -84,8 +87,24 @@ class Comparison:
         """Draws held-out loss by "tokens", "time" and "bytes", the seeds of an arm as their mean with a band of one
         standard deviation; returns the pictures. Raises ConfigError if one cannot be written.
         """
+        from matplotlib import colormaps
+
         prepare_run_directory(Path(directory))
-        return plot_arms(self.arms, Path(directory), by)
+        written = []
+        colours = [colormaps["tab10"](index) for index in range(10)]
+        if many := len(self.arms) > len(colours):
+            colours = [colormaps["viridis"](index / (len(self.arms) - 1)) for index in range(len(self.arms))]
+        for axis in by:
+            of, label = AXES[axis]
+            written.append(Path(directory) / f"loss-by-{axis}.png")
+            virtual = axis == "time" and all(run.virtual_s for run in self.runs)
+            with picture(written[-1], f"{label} (virtual)" if virtual else label) as axes:
+                axes.set_ylabel("held-out loss (nats per token)")
+                for arm, colour in zip(self.arms, colours, strict=False):
+                    _draw(axes, arm, of, colour)
+                if axes.lines:
+                    axes.legend(frameon=False, fontsize=8, ncols=2 if many else 1)
+        return written
 
 
 def compare(*places: str | Path) -> Comparison:
@@ -207,37 +226,15 @@ def gap_of(loss: float, baseline: float) -> float:
     return 100 * (loss / baseline - 1)
 
 
-def plot_arms(arms: Sequence[Arm], directory: Path, by: Sequence[str] = tuple(AXES)) -> list[Path]:
-    """Draws held-out loss `by` tokens, time and bytes into `directory`; returns the paths of the pictures.
-
-    An arm of several seeds is their mean, with a band of one standard deviation. Raises `ConfigError` if a picture
-    cannot be written.
-    """
-    from matplotlib import colormaps
-
-    written = []
-    few = len(arms) <= 10
-    for axis in by:
-        of, label = AXES[axis]
-        written.append(directory / f"loss-by-{axis}.png")
-        virtual = " (virtual)" if axis == "time" and all(run.virtual_s for arm in arms for run in arm.runs) else ""
-        with picture(written[-1], label + virtual) as axes:
-            axes.set_ylabel("held-out loss (nats per token)")
-            for index, arm in enumerate(arms):
-                colour = colormaps["tab10"](index) if few else colormaps["viridis"](index / (len(arms) - 1))
-                known = [(x, one.loss, spread) for one, spread in arm.curve() if (x := getattr(one, of)) is not None]
-                if known:
-                    x, mean, spread = map(list, zip(*known, strict=True))
-                    name = arm.name.replace("$", r"\$") + (
-                        f", {len(arm.counted)} seeds" if len(arm.counted) > 1 else ""
-                    )
-                    axes.plot(x, mean, "o-", color=colour, linewidth=1.5, markersize=3, label=name)
-                    if any(spread):
-                        low, high = ([y + sign * one for y, one in zip(mean, spread, strict=True)] for sign in (-1, 1))
-                        axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-            if axes.lines:
-                axes.legend(frameon=False, fontsize=8, ncols=1 if few else 2)
-    return written
+def _draw(axes: Axes, arm: Arm, of: str, colour: Any) -> None:
+    known = [(x, one.loss, spread) for one, spread in arm.curve() if (x := getattr(one, of)) is not None]
+    if known:
+        x, mean, spread = map(list, zip(*known, strict=True))
+        seeds = f", {len(arm.counted)} seeds" if len(arm.counted) > 1 else ""
+        name = arm.name.replace("$", r"\$") + seeds
+        axes.plot(x, mean, "o-", color=colour, linewidth=1.5, markersize=3, label=name)
+        low, high = ([y + sign * one for y, one in zip(mean, spread, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
 def _is_baseline(arm: Arm) -> bool:
@@ -260,8 +257,8 @@ def _losses(arm: Arm) -> dict[int, float]:
 def _task(arm: Arm) -> Mapping[str, Any]:
     """The settings that two runs must share to be compared."""
     groups = ("model.", "data.", "eval.sequences")
-    mine = {key: value for key, value in arm.runs[0].settings.items() if key.startswith(groups)}
-    return {key: value for key, value in mine.items() if not key.startswith(NOT_A_DIFFERENCE)}
+    settings = arm.runs[0].settings.items()
+    return {key: value for key, value in settings if key.startswith(groups) and not key.startswith(NOT_A_DIFFERENCE)}
 
 
 def _without_seed(run: Run) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import Config, Start, choices, compose, files
+from diloco.config import Config, Start, choices, compose
 from diloco.config.sources import search_path
 from diloco.errors import ConfigError
 from diloco.train.__main__ import _start
@@ -221,7 +221,6 @@ def test_a_hydra_application_around_us_is_left_alone(tmp_path: Path) -> None:
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
-    files._composed.cache_clear()
     write(f"{tmp_path}/mine.yaml", "a: 1")
     with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert compose().run.dir == Path("runs/diloco")

@@ -25,7 +25,7 @@ import logging
 import lzma
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
@@ -199,7 +199,7 @@ def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
             raise _holds_no_text(path, field, type(value).__name__, names, f"row {number} of ")
         yield (value or "").encode("utf-8", errors="replace")  # half of a surrogate pair is possible in JSON
     if fields:
-        raise _no_field(path, field, fields)
+        raise NoFieldError(path, field, fields)
 
 
 def _json_rows(content: io.BufferedReader) -> Iterator[object]:
@@ -241,7 +241,7 @@ def _csv(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
     with io.TextIOWrapper(content, "utf-8", newline="") as lines:
         rows = csv.DictReader(lines, delimiter="\t" if tabs else ",")
         if rows.fieldnames and field not in rows.fieldnames:
-            raise _no_field(path, field, rows.fieldnames)
+            raise NoFieldError(path, field, rows.fieldnames)
         for row in rows:
             yield (row[field] or "").encode()
 
@@ -275,7 +275,7 @@ def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes
         return str(kind) in ("string", "large_string", "string_view")
 
     if field not in schema.names:
-        raise _no_field(path, field, schema.names)
+        raise NoFieldError(path, field, schema.names)
     kind = schema.types[schema.names.index(field)]
     if not is_text(kind) and not module.types.is_null(kind):
         names = [one.name for one in schema if is_text(one.type)]
@@ -288,12 +288,11 @@ def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes
 class NoFieldError(DataError):
     """A file has no such column."""
 
-
-def _no_field(path: str, field: str, fields: Any) -> DataError:
-    names = ", ".join(sorted(fields)[:20]) or "none"
-    return NoFieldError(
-        f"data.field: {field!r} is no field of {path}, which has {names}; take one, or leave the file out"
-    )
+    def __init__(self, path: str, field: str, fields: Iterable[str]) -> None:
+        has = ", ".join(sorted(fields)[:20]) or "none"
+        super().__init__(
+            f"data.field: {field!r} is no field of {path}, which has {has}; take one, or leave the file out"
+        )
 
 
 def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str = "") -> DataError:

@@ -87,13 +87,8 @@ class NumberedStream:
     example) training does not wait: the batch comes from this peer's own order over all data. Leased units are not
     part of the state, because a peer that stops gives them back.
 
-    Args:
-        source: the sequences.
-        batch_size: sequences in the peer's batch, B.
-        seed: names the order.
-        shard, shards: this peer's part; with `shards=None` every shard has the whole list, in an order of its own.
-        rows: (rank, size): of the peer's batch only the rows rank, rank + size, ... are read.
-        leases: what the swarm leases; then `shards` is not used.
+    With `shards=None`, or with leases, every shard has the whole list, in an order of its own. `rows` is (rank, size):
+    of the peer's batch, which has `batch_size` sequences, only the rows rank, rank + size, ... are read.
     """
 
     def __init__(

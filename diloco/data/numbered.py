@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ __all__ = ["EndlessList", "Leases", "NumberedStream", "Ranges", "Rows", "no_posi
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges (start, stop) of sequences of the run's list."""
+
+Plan = tuple[str, tuple[range, ...]]
+"""What a batch is made of: the order in which its sequences have numbers, and these."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +74,6 @@ def no_position() -> CheckpointError:
         "data: the checkpoint holds no position for this data.source, or one of another version of diloco; use those "
         "that it was made with, or another run.dir"
     )
-
-
-class Plan(NamedTuple):
-    """What a batch is made of: numbers of sequences, and the order that they count in."""
-
-    order: str
-    numbers: tuple[range, ...]
 
 
 class NumberedStream:
@@ -131,15 +127,16 @@ class NumberedStream:
 
     def make(self, plan: Plan) -> Tensor:
         """The rows of a batch that this rank trains on: (B / size, T) int64. In any thread, in any order."""
-        numbers = np.concatenate([np.arange(one.start, one.stop, one.step, dtype=np.int64) for one in plan.numbers])
-        return torch.from_numpy(self._source.read(numbers[self._rank :: self._size], plan.order).astype(np.int64))
+        order, ranges = plan
+        numbers = np.concatenate([np.asarray(one, np.int64) for one in ranges])[self._rank :: self._size]
+        return torch.from_numpy(self._source.read(numbers, order).astype(np.int64))
 
     def _own(self, taken: int) -> Plan:
         start = self._first + self._stride * taken
-        return Plan(self._order, (range(start, start + self._stride * self._batch_size, self._stride),))
+        return self._order, (range(start, start + self._stride * self._batch_size, self._stride),)
 
     def _leased(self, ranges: Ranges) -> Plan:
-        return Plan(self._common, tuple(range(start, stop) for start, stop in ranges))
+        return self._common, tuple(range(start, stop) for start, stop in ranges)
 
     def state(self) -> dict[str, Any]:
         return {"kind": "memory", "taken": self._taken, "stride": self._stride, "digest": self._source.digest}

@@ -112,6 +112,10 @@ class _Part(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
 
 class Rows(Local):
     """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters.
@@ -142,14 +146,14 @@ class Rows(Local):
         with self._lock:
             if any(parts[1:]):
                 self._say(GATHER, fragment.index, start, stop)
-            self._read(out, parts[0])
+            for part in parts[0]:
+                self._read(part, out[part.at : part.at + part.numel])
             for rank, theirs in enumerate(parts[1:], 1):
                 if theirs:
-                    values = self._empty(theirs)
+                    values, pieces = self._empty(theirs)
                     dist.recv(values, src=rank, group=self._values)
-                    for part, packed in zip(theirs, _packed(theirs), strict=True):
-                        length = part.stop - part.start
-                        out[part.at : part.at + length].copy_(values[packed.at : packed.at + length])
+                    for part, piece in zip(theirs, pieces, strict=True):
+                        out[part.at : part.at + part.numel].copy_(piece)
 
     def gathered(self, buffer: Tensor, fragment: Fragment, start: int, stop: int) -> Tensor:
         self.gather_(buffer, fragment, start, stop)
@@ -188,10 +192,11 @@ class Rows(Local):
                 dist.broadcast(values, src=0, group=self._values)
                 self._write(values, self._fragments[index], start, stop)
                 continue
-            mine = _packed(self._senders(self._fragments[index], start, stop)[self._island.rank])
+            mine = self._senders(self._fragments[index], start, stop)[self._island.rank]
             if mine:
-                values = self._empty(mine)
-                self._read(values, mine)
+                values, pieces = self._empty(mine)
+                for part, piece in zip(mine, pieces, strict=True):
+                    self._read(part, piece)
                 dist.send(values, dst=0, group=self._values)
 
     # -- who has what -------------------------------------------------------------------------------------------------
@@ -209,18 +214,17 @@ class Rows(Local):
             assert at == piece.stop, f"no rank has {piece.name} from element {at} on"
         return found
 
-    def _empty(self, parts: Sequence[_Part]) -> Tensor:
-        return torch.empty(
-            sum(part.stop - part.start for part in parts), dtype=torch.float32, device=self._island.device
-        )
+    def _empty(self, parts: Sequence[_Part]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Memory for these parts, one behind the other, and its pieces."""
+        numels = [part.numel for part in parts]
+        values = torch.empty(sum(numels), dtype=torch.float32, device=self._island.device)
+        return values, values.split(numels)
 
     # -- this rank's rows ---------------------------------------------------------------------------------------------
 
-    def _read(self, out: Tensor, parts: Sequence[_Part]) -> None:
-        for part in parts:
-            begin, _ = self._own[part.name]
-            into = out[part.at : part.at + part.stop - part.start]
-            read_(into, self.of_process(part.name), part.start - begin)
+    def _read(self, part: _Part, into: Tensor) -> None:
+        begin, _ = self._own[part.name]
+        read_(into, self.of_process(part.name), part.start - begin)
 
     def _write(self, values: Tensor, fragment: Fragment, start: int, stop: int) -> None:
         for offset, piece in fragment.locate(start, stop):
@@ -229,12 +233,3 @@ class Rows(Local):
             if first < last:
                 at = offset + first - piece.start
                 write_(self.of_process(piece.name), first - begin, values[at : at + last - first])
-
-
-def _packed(parts: Sequence[_Part]) -> list[_Part]:
-    """The same parts, one behind the other."""
-    found, at = [], 0
-    for part in parts:
-        found.append(part._replace(at=at))
-        at += part.stop - part.start
-    return found

@@ -149,8 +149,7 @@ def free_bytes(device: torch.device) -> float:
     """Bytes of an accelerator's memory that no process uses."""
     if device.type == "mps":  # which shares the memory of the machine
         return float(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    free, _ = torch.accelerator.get_memory_info(device)
-    return float(free)
+    return float(torch.accelerator.get_memory_info(device)[0])
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

@@ -128,7 +128,6 @@ def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
     yield "anchors", FP32
     if not outer.lockstep:  # the anchor moves while this peer trains on from an older one
         yield "anchors of the round under way", FP32
-    if not outer.lockstep:
         yield "payloads that are sent while training goes on", up / (fragments if outer.staggered else 1)
     yield "what the codec lost", FP32 if outer.error_feedback else 0
     yield "master and momentum of fragments held", FP32 * (1 + vectors) * held

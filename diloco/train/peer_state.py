@@ -30,9 +30,7 @@ class PeerState:
     @classmethod
     def of(cls, sync: Attachment, run: RunSpec, saved: Saved) -> PeerState:
         """That of an attached peer; `saved` is what `Attachment.checkpointing` gave, in whose context this is used.
-
-        In the middle of a round, tokens that this peer has not sent count as discarded there: it goes on from the
-        anchors.
+        Unsent tokens count as discarded there, because who resumes goes on from the anchors.
         """
         counters = sync.steps, sync.tokens, sync.discarded_tokens + sync.unsent_tokens
         return cls(run.manifest_text, saved, counters, sync.schedules.state())

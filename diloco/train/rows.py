@@ -218,7 +218,7 @@ class Rows(Local):
         """Memory for these parts, one behind the other, and its pieces."""
         numels = [part.numel for part in parts]
         values = torch.empty(sum(numels), dtype=torch.float32, device=self._island.device)
-        return values, values.split(numels)
+        return values, torch.split(values, numels)
 
     # -- this rank's rows ---------------------------------------------------------------------------------------------
 

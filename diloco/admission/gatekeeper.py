@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 
 from diloco.admission.invitation import Credential, Grant, Role, Token
 from diloco.admission.keys import Revoked
@@ -79,11 +80,8 @@ class Admission:
 
     def witness(self, peer: str, text: str, now: float) -> None:
         """Note which peer uses a token, from a credential in the DHT. This does not admit the peer."""
-        try:
-            credential = Credential.from_text(text)
-        except PayloadError:
-            return
-        self._objection(peer, credential, now)
+        with suppress(PayloadError):
+            self._objection(peer, Credential.from_text(text), now)
 
     def vouches(self, peer: str, text: str) -> bool:
         """Whether the owner of the run invited this peer to take part, at any time. It says nothing of what became of

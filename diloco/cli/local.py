@@ -85,7 +85,7 @@ def _conclude(
     run_dir = config.run.dir
     summaries = [child.summary for child in children if child.summary is not None]
     # Ctrl+C while a peer still starts has nothing to lose.
-    failed = (c for c in children if c.exit > 0 and c.summary is None and (c.ready or not stopped))
+    failed = (c for c in children if c.process.returncode > 0 and c.summary is None and (c.ready or not stopped))
     complaint = culprit or next(failed, None)
     code = 0 if complaint is None else complaint.error().exit_code
     if not summaries and complaint is None and not stopped:
@@ -177,11 +177,6 @@ class Child:
     begun: bool = False  # it or another one trains: ranks of data parallel say nothing of themselves
     summary: Summary | None = None
 
-    @property
-    def exit(self) -> int:
-        """The exit code of a process that has ended; negative for the signal that ended it."""
-        return self.process.returncode
-
     def stop(self) -> None:
         """Make it leave, or end it at once if it is not ready: then it may wait for others, and hears no signal."""
         if self.process.poll() is None:
@@ -195,11 +190,11 @@ class Child:
 
     def error(self) -> DilocoError:
         """That error, with the exit code; of one that was killed, which says nothing itself, what happened."""
-        if self.exit < 0:
-            name = signal.Signals(-self.exit).name
+        if (code := self.process.returncode) < 0:
+            name = signal.Signals(-code).name
             return SwarmError(f"{self.name} was killed ({name}) before training began; out of memory? local.peers=N")
         error = DilocoError(f"{self.name}: {self.complaint()} (log: {self.log})")
-        error.exit_code = self.exit
+        error.exit_code = code
         return error
 
 
@@ -271,8 +266,7 @@ def _follow(children: list[Child], words: Words, view: LiveView, stop: Sequence[
             view.update(message)
             continue
         running.discard(child.name)
-        child.process.wait()
-        code = child.exit
+        code = child.process.wait()
         if code == 0:
             continue
         state = "killed" if code < 0 else "failed"

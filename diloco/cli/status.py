@@ -33,7 +33,7 @@ def run(address: str | None, watch: bool, as_json: bool, table: Path | None) -> 
     """
     if watch and as_json:
         raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
-    place = _address_here() if address is None else Address.read(address)
+    place = _place(address)
     light_hivemind()
     try:
         return asyncio.run(_status(place, watch, as_json, table))
@@ -43,11 +43,13 @@ def run(address: str | None, watch: bool, as_json: bool, table: Path | None) -> 
         raise
 
 
-def _address_here() -> Address:
-    """Where the swarm is of the one run in ./runs, or joined by this user, of which a peer runs on this machine.
+def _place(address: str | None) -> Address:
+    """The address, or that of the one run in ./runs, or joined by this user, of which a peer runs on this machine.
 
     Raises `ConfigError` if there is none, or if there are several.
     """
+    if address is not None:
+        return Address.read(address)
     places, names = [Path("runs")], "./runs"
     with suppress(ConfigError):  # nobody without a home has joined a run
         names += f" or {data_home()}"
@@ -103,7 +105,7 @@ def dashboard(address: str | None, host: str, port: int) -> int:
 
     Raises ConfigError if nobody can listen there, SwarmError if nobody answers at the address.
     """
-    place = _address_here() if address is None else Address.read(address)
+    place = _place(address)
     try:
         page = Dashboard(host, port)
     except OSError as error:

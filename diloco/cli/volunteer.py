@@ -129,11 +129,10 @@ def fit_to_machine(
 def move_aside(config: Config) -> None:
     """Renames the checkpoints of an earlier visit to this run to `NAME.before`, and deletes an older `NAME.before`."""
     mine = config.run.dir / "checkpoints" / checkpoints_name(config)
-    if not mine.is_dir():
-        return
-    before = mine.with_name(f"{mine.name}.before")
-    shutil.rmtree(before, ignore_errors=True)
-    mine.rename(before)
+    if mine.is_dir():
+        before = mine.with_name(f"{mine.name}.before")
+        shutil.rmtree(before, ignore_errors=True)
+        mine.rename(before)
 
 
 def remember_addresses(manifest: Manifest, addresses: Sequence[str]) -> None:

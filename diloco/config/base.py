@@ -20,19 +20,9 @@ from diloco.config.explain import Expected, explain
 from diloco.errors import ConfigError
 
 __all__ = [
-    "Bare",
-    "Digest",
-    "Directory",
-    "Multiaddr",
-    "Name",
-    "NotEmpty",
-    "PeerAddress",
-    "PeerLocal",
-    "Revision",
-    "RunOwned",
-    "Settings",
-    "Tuple",
-]
+    "Bare", "Digest", "Directory", "Multiaddr", "Name", "NotEmpty", "PeerAddress", "PeerLocal", "Revision", "RunOwned",
+    "Settings", "Tuple",
+]  # fmt: skip
 
 
 _Settings = TypeVar("_Settings", bound="Settings")

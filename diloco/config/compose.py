@@ -29,9 +29,7 @@ from diloco.config.schema import Config
 from diloco.config.sources import SECTIONS, Start, choices, search_path
 from diloco.errors import ConfigError
 
-__all__ = [
-    "KEYS", "Composed", "cfg_text", "check_key", "compose", "compose_tree", "help_text", "outer_preset", "validated",
-]  # fmt: skip
+__all__ = ["KEYS", "cfg_text", "check_key", "compose", "compose_tree", "help_text", "outer_preset", "validated"]
 
 KEYS = dict(leaves(Config))
 

@@ -21,16 +21,9 @@ from diloco.config.sources import SCHEMA, SECTIONS
 from diloco.errors import ConfigError
 
 __all__ = [
-    "VERSION_BASE",
-    "Request",
-    "Saved",
-    "compose_files",
-    "hydra_for",
-    "no_choice",
-    "read_saved",
-    "said_by_hydra",
+    "VERSION_BASE", "Request", "Saved", "compose_files", "hydra_for", "no_choice", "read_saved", "said_by_hydra",
     "stored",
-]
+]  # fmt: skip
 
 BASE, SAVED = "diloco_base", "diloco_saved"
 VERSION_BASE = "1.3"

@@ -21,7 +21,7 @@ from diloco.errors import ConfigError
 from diloco.rundir.files import number, read_json_lines
 
 __all__ = [
-    "NOT_A_DIFFERENCE", "Point", "Run", "differing", "find_runs", "is_run", "labels", "read_json", "read_runs",
+    "NOT_A_DIFFERENCE", "Point", "Run", "differing", "find_runs", "labels", "read_json", "read_runs",
     "time_to_loss", "worst_loss",
 ]  # fmt: skip
 
@@ -71,7 +71,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     for place in places:
         if not place.is_dir():
             raise ConfigError(f"{place} is no directory; give the run.dir of a run, or the directory of a sweep")
-        runs = [place] if is_run(place) else sorted(one for one in place.iterdir() if one.is_dir() and is_run(one))
+        runs = [place] if _is_run(place) else sorted(one for one in place.iterdir() if _is_run(one))
         if not runs:
             raise ConfigError(f"{place} holds no run (no metrics.jsonl, summary.json or config.yaml); give a run.dir")
         found.update(dict.fromkeys(runs))
@@ -108,7 +108,7 @@ def time_to_loss(run: Run, loss: float) -> float | None:
     return None
 
 
-def is_run(place: Path) -> bool:
+def _is_run(place: Path) -> bool:
     """Whether a directory holds a run or a member of a sweep."""
     return any((place / name).is_file() for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json"))
 
@@ -123,9 +123,9 @@ def _read(directory: Path) -> Run:
     if run.exit is None:  # it wrote no summary, but the sweep knows its exit code
         run.exit = _whole(member.get("exit"))
     peers = summary.get("peers")
-    peers = [peer for peer in peers if isinstance(peer, Mapping)] if isinstance(peers, list) else []
-    sent = [value for peer in peers if (value := number(peer.get("bytes_sent"))) is not None]
-    busy = [value for peer in peers if (value := number(peer.get("utilization"))) is not None]
+    peers = peers if isinstance(peers, list) else []
+    sent = [value for peer in peers if (value := number(_get(peer, "bytes_sent"))) is not None]
+    busy = [value for peer in peers if (value := number(_get(peer, "utilization"))) is not None]
     run.bytes_sent = int(sum(sent)) if sent else None
     run.utilization = sum(busy) / len(busy) if busy else None
     records = read_json_lines(directory / "metrics.jsonl")

@@ -26,7 +26,7 @@ from diloco.rundir.compare import (
     read_runs,
     time_to_loss,
     worst_loss,
-)  # fmt: skip
+)
 from diloco.rundir.files import prepare_run_directory, write_atomic
 from diloco.rundir.plot import picture
 

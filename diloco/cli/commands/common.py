@@ -18,10 +18,7 @@ if TYPE_CHECKING:  # a help text does not wait for pydantic
     from diloco.config import Config, Start
     from diloco.config.address import Address
 
-__all__ = [
-    "PATH", "Asked", "Command", "Function", "configured", "guest", "implementation", "run", "split_address",
-    "sweepable", "with_digests",
-]  # fmt: skip
+__all__ = ["PATH", "Asked", "Command", "configured", "guest", "implementation", "run", "split_address", "sweepable"]
 
 PATH = click.Path(path_type=Path)
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -43,7 +43,7 @@ from diloco.protocol.messages.control import (
     Published,
     Revocations,
     Vote,
-)  # fmt: skip
+)
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer

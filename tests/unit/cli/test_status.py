@@ -253,7 +253,7 @@ def test_without_an_address_the_one_living_run_is_meant(
     for line in ("status", "dashboard --port 0"):
         assert f"of no run in ./runs or {own_home} a peer runs here" in typed.refused(*line.split())
     with exclusive(Path("runs/mine/checkpoints/p0")), exclusive(own_home / "peer-0/runs/mine/checkpoints/p0"):
-        assert cli_status._address_here().resolved().peers == (place,), "two peers of one run"
+        assert cli_status._place(None).resolved().peers == (place,), "two peers of one run"
         with exclusive(Path("runs/old/checkpoints/p0")):
             said = typed.refused("status")
     assert "give the ADDRESS of a peer" in said and "@runs/old/address" in said and "@runs/mine/address" in said

@@ -38,15 +38,10 @@ class Mixture:
 
     def read(self, numbers: NDArray[np.int64], order: str) -> NDArray[Any]:
         sources, ranks = places(numbers, order, self.counts)
-        found: NDArray[Any] | None = None
-        for index, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
-            here = sources == index
-            if here.any():
-                rows = source.read(ranks[here], f"{order}/{name}")
-                if found is None:
-                    found = np.empty((len(numbers), rows.shape[1]), rows.dtype)  # one tokenizer, so one type
-                found[here] = rows
-        assert found is not None, "no numbers"
+        named = enumerate(zip(self.names, self.sources, strict=True))
+        rows = np.concatenate([one.read(ranks[sources == index], f"{order}/{name}") for index, (name, one) in named])
+        found = np.empty_like(rows)
+        found[np.argsort(sources, kind="stable")] = rows
         return found
 
 

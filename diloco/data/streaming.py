@@ -82,8 +82,7 @@ class HubDataset:
         names = [f if self.open is not open else f"{os.path.basename(f)} {os.path.getsize(f)}" for f in self.files]
         digest = blake3("\n".join(names).encode()).hexdigest()[:16]
         self.digest = f"{digest}-0x{self.sequence_length}"  # 0: how many sequences there are is not known
-        self._has_text = False
-        self._has_text = any(self._all_texts())  # now a file without the column does not end the run
+        self._has_text = False  # as soon as there is some, a file without the column does not end the run
         some = list(islice(filter(None, self._all_texts()), 100))
         if not some:
             raise DataError(f"data.split: {settings.split} of {settings.name} is empty; choose another split")
@@ -125,7 +124,9 @@ class HubDataset:
     def texts(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
         """The texts of the rows of a file, from a row on, and None at its end."""
         try:
-            yield from texts(handle, self.files[file], self.format, self.settings.field, start)
+            for text in texts(handle, self.files[file], self.format, self.settings.field, start):
+                self._has_text |= text != b""
+                yield text
         except NoFieldError:
             if not self._has_text:
                 raise

@@ -104,10 +104,11 @@ class ByteTokenizer:
 
     def save(self, directory: Path) -> None:
         """Writes an equivalent for plain `transformers`: byte-level BPE without merges, ids equal to bytes."""
-        import transformers.convert_slow_tokenizer
+        import transformers
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # the package may have a function of that name
 
         library: Any = transformers  # its functions have no annotations
-        characters = library.convert_slow_tokenizer.bytes_to_unicode()
+        characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
         # The end token is matched in the raw text, before bytes become characters, so its entry is NUL itself.
         vocabulary = {character if byte else "\x00": byte for byte, character in characters.items()}
         levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

@@ -6,10 +6,9 @@ long the run is does not count there: it may rise while the run lives, and peers
 another peer is untrusted: `from_json` accepts exactly what this version would write.
 
 Whoever gives a volunteer an address chooses what the volunteer's machine reads, trains on and gives away. Therefore
-`check_foreign` lets a run that is joined take its model, its text and its tokenizer from the Hugging Face hub at a
-commit that the manifest names, from this package (a model from `model.config`, the standard library, bytes), or from
-the run's peers by digests that the manifest has; never from a path of this machine. `data.path` and `data.paths` are
-no exception: the manifest does not have them, the volunteer types them.
+`check_foreign` lets a run that is joined take model, text and tokenizer from the Hugging Face hub at a commit that the
+manifest names, from this package, or from the run's peers by digests that the manifest has; never from a path of this
+machine, which only the volunteer types (`data.path`).
 """
 
 from __future__ import annotations

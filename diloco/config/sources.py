@@ -30,11 +30,9 @@ class Start:
 
     def arguments(self) -> list[str]:
         """The same start as options of a command line."""
-        return [
-            *([] if self.base is None else ["--config", str(self.base)]),
-            *([] if self.folder is None else ["--config-dir", str(self.folder)]),
-            *([] if self.name == PRIMARY else ["--config-name", self.name]),
-        ]
+        name = None if self.name == PRIMARY else self.name
+        given = {"--config": self.base, "--config-dir": self.folder, "--config-name": name}
+        return [part for key, value in given.items() if value is not None for part in (key, str(value))]
 
 
 def search_path(start: Start) -> tuple[Path, ...]:

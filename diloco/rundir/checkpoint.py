@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import struct
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -282,25 +283,19 @@ def _is_complete(body: dict[str, Any]) -> bool:
         return False
 
 
-class _Groups(Mapping[str, dict[str, Tensor]]):
+class _Groups(UserDict[str, Any]):
     """The tensor files of one checkpoint: all are mapped at once, and each is read on access."""
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
         try:
-            self._files: dict[str, Any] = {Path(name).stem: safe_open(path / name, framework="pt") for name in files}
+            super().__init__({Path(name).stem: safe_open(path / name, framework="pt") for name in files})
         except (OSError, SafetensorError) as error:
             raise _UnusableError(f"its tensors cannot be read: {error}") from error
 
     def __getitem__(self, stem: str) -> dict[str, Tensor]:
-        file = self._files[stem]
+        file = self.data[stem]
         # Cloned: a mapped tensor would kill the process if somebody truncated the file later.
         return {name: file.get_tensor(name).clone() for name in file.keys()}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

@@ -266,8 +266,7 @@ def _follow(children: list[Child], words: Words, view: LiveView, stop: Sequence[
             view.update(message)
             continue
         running.discard(child.name)
-        code = child.process.wait()
-        if code == 0:
+        if (code := child.process.wait()) == 0:
             continue
         state = "killed" if code < 0 else "failed"
         view.update(Status(child.name, state=state))
@@ -281,9 +280,7 @@ def _follow(children: list[Child], words: Words, view: LiveView, stop: Sequence[
 
 @contextlib.contextmanager
 def _forwarding(children: list[Child]) -> Iterator[list[int]]:
-    """Ctrl+C, or notice that the machine will be taken away: all leave cleanly. Ctrl+C twice: all are killed. Yields
-    the signals that came.
-    """
+    """Passes Ctrl+C on, or notice that the machine will be taken away; yields the signals that came."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:

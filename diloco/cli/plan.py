@@ -75,8 +75,7 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
     ]
     if exchange.versions > 1:
         size = exchange.bytes_back
-        back = f"{exchange.versions} versions in {size:,} B ({size / numel:.4g} per parameter)"
-        head.append(("back", back))
+        head.append(("back", f"{exchange.versions} versions in {size:,} B ({size / numel:.4g} per parameter)"))
     lines = [*head, *arithmetic(exchange, link, step_s, target)]
     width = max(len(name) for name, _ in lines)
     text = [f"{name:<{width}}  {value}" for name, value in lines]

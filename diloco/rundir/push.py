@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class Pusher:
-    """Pushes one version at a time, in a thread that training never waits for; a version that waits replaces an older
-    one that does. `digest` tells a model from others, and `write` puts it into a directory. What fails is tried again
-    after `retry_s`, then left to the next version, with a warning the first time, and one when it works again.
+    """Pushes one version at a time, in a thread that training never waits for, the newest that waits first. `digest`
+    tells a model from others, and `write` puts it into a directory. What fails after `retry_s` is left to the next.
 
     Raises `ConfigError` if nothing can be written there.
     """

@@ -9,6 +9,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def speak_plainly() -> None:
     codecs.register_error("plain", _plainly)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="plain")
+            with suppress(OSError):  # of a file that became a pipe; the errors are set all the same
+                stream.reconfigure(errors="plain")
 
 
 def _plainly(error: UnicodeError) -> tuple[str, int]:

@@ -62,8 +62,9 @@ LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 CAUSED_BY_OTHERS: Mapping[str, str] = {
     "claim": "peer", "claim_ignored": "peer", "contribution_broke": "syncer", "digest_mismatch": "",
     "fetch_failed": "donor", "inner_state_failed": "donor", "join": "peer", "leave": "peer", "lighter_history": "peer",
-    "lost": "peer", "lying_donor": "peer", "missing": "", "other_data": "peer", "penalty": "peer", "refused": "peer",
-    "refused_us": "peer", "same_data": "", "unbelieved": "donor", "unseated": "peer",
+    "lost": "peer", "lying_donor": "peer", "missing": "", "other_data": "peer", "penalty": "peer",
+    "plan_ignored": "peer", "planned": "peer", "refused": "peer", "refused_us": "peer", "same_data": "",
+    "unbelieved": "donor", "unseated": "peer",
 }  # fmt: skip
 """Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
 

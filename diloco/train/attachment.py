@@ -309,8 +309,9 @@ class Attachment:
 
     @usual
     def _before_step(self) -> None:
-        if self._given and not self._is_kept:
-            self._is_kept = self.parameters.check_kept(*self._given)
+        given, self._given = self._given, None
+        if given is not None:
+            self._is_kept = self.parameters.check_kept(*given)
         self.schedules.bring_(swarm_steps(self, self.outer.sync_every))
 
     def _stepped(self) -> None:

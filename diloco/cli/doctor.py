@@ -23,8 +23,7 @@ from diloco.cli.volunteer import PeerDirectory, fit_to_machine, lock_peer_direct
 from diloco.config import Config
 from diloco.config.address import Address, scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
-from diloco.swarm.visit.rehearse import try_to_listen
+from diloco.swarm.client.ask import CLOCK_LIMIT_S, Found, look, parse_manifest, try_to_listen
 from diloco.swarm.wire.gate import Gate, watching
 from diloco.text import counted, one_line
 from diloco.train.machine import GIB, inspect_machine
@@ -196,11 +195,12 @@ class Doctor:
 
     def _port(self) -> tuple[str, ...]:
         swarm, seeds = self.config.swarm, self._seeds() if self._found is not None else ()
-        result = try_to_listen(seeds, swarm.listen, swarm.announce, self._gate(), self.directory.identity)
-        best = result.addresses[0].rpartition("/p2p/")[0]
+        gate, identity = self._gate(), self.directory.identity
+        addresses, reachable, advice = try_to_listen(seeds, swarm.listen, swarm.announce, gate, identity)
+        best = addresses[0].rpartition("/p2p/")[0]
         if not seeds:
             return "ok", f"{', '.join(swarm.listen)} can be listened on, for example as {best} ({scope(best)})"
-        if result.reachable:
+        if reachable:
             return "ok", f"a peer called back {best}; no relay is needed"
         text = "others cannot call this peer: it trains over its own connections and holds no fragments"
-        return "warning", text, result.advice
+        return "warning", text, advice

@@ -33,11 +33,11 @@ from diloco.config.address import Address
 from diloco.config.manifest import sources_of
 from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.reporting import Message, Ready, Stage, Status
-from diloco.swarm.visit.visitor import light_hivemind
+from diloco.swarm.client.watch import light_hivemind
 from diloco.text import counted, human_bytes, human_count, plain
 
 if TYPE_CHECKING:  # this brings torch
-    from diloco.swarm.visit.look import Found
+    from diloco.swarm.client.ask import Found
 
 __all__ = ["run"]
 
@@ -115,7 +115,7 @@ def _prepare(
     steps.go_to("connect")
     steps.show("loading libraries")
     from diloco.cli import volunteer
-    from diloco.swarm.visit.look import check_clock, parse_manifest
+    from diloco.swarm.client.ask import check_clock, parse_manifest
     from diloco.train.machine import inspect_machine
 
     directory = stack.enter_context(volunteer.lock_peer_directory(config.swarm.identity_path))
@@ -218,7 +218,7 @@ def _terms(config: Config, parameters: int, memory_bytes: float, device: str) ->
 
 def _look(config: Config, address: Address, identity: Path, steps: Steps) -> Found:
     from diloco.cli.volunteer import known_addresses
-    from diloco.swarm.visit.look import look
+    from diloco.swarm.client.ask import look
     from diloco.swarm.wire.gate import watching
 
     def connected(answered: int, silent: Mapping[str, str]) -> None:

@@ -72,7 +72,7 @@ def revoke(key: Path, run: str, address: str | None, what: Sequence[str]) -> int
     revoked = before.extended(owner, run, token_ids, peer_ids)
     revoked.remember(key, run)
     if peers:
-        from diloco.swarm.visit.revoke import revoke as spread
+        from diloco.swarm.client.ask import revoke as spread
         from diloco.swarm.wire.gate import watching  # here, because it takes seconds
 
         try:

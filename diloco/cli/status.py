@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.files import data_home, in_use
 from diloco.rundir.summary import write_contributions
-from diloco.swarm.visit.visitor import Visitor, light_hivemind
+from diloco.swarm.client.watch import Visitor, light_hivemind
 
 __all__ = ["dashboard", "run"]
 

@@ -26,7 +26,7 @@ def peer(arguments: list[str]) -> int:
         config = resolved(config)
     logging.basicConfig(format="diloco: %(message)s", stream=sys.stderr)
     logging.getLogger("diloco").setLevel(logging.INFO)
-    from diloco.swarm.visit.visitor import light_hivemind
+    from diloco.swarm.client.watch import light_hivemind
 
     light_hivemind(["hivemind"])  # half a second less
     from diloco.rundir.reporting import WarningLines, json_lines, log_lines

@@ -17,8 +17,8 @@ from diloco.rundir.files import exclusive, prepare_run_directory
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Status
 from diloco.rundir.summary import write_contributions
+from diloco.swarm.client.ask import check_clock, look, parse_manifest
 from diloco.swarm.node.runtime import NodeThread
-from diloco.swarm.visit.look import check_clock, look, parse_manifest
 from diloco.swarm.wire.gate import watching
 from diloco.train import origin
 from diloco.train.api import Swarm

@@ -26,7 +26,7 @@ from diloco.config.model import MAX_FROZEN
 from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError
 from diloco.hub import TOKENIZER_FILES, files_at
 from diloco.rundir.files import files_of, origin_of, write_atomic
-from diloco.swarm.visit.files import fetch_files
+from diloco.swarm.client.ask import fetch_files
 from diloco.swarm.wire.gate import Gate
 from diloco.train.parameters import values_digest
 

@@ -16,7 +16,7 @@ from diloco.config import SwarmConfig
 from diloco.config.address import problem
 from diloco.config.manifest import hash_of
 from diloco.errors import SwarmError
-from diloco.swarm.visit.look import look
+from diloco.swarm.client.ask import look
 from diloco.swarm.wire.gate import watching
 from diloco.swarm.wire.libp2p import check_free
 

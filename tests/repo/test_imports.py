@@ -38,7 +38,7 @@ STOREYS = {
     "swarm": [
         {"wire"},
         {"conversations"},
-        {"node", "visit"},
+        {"node", "client"},
     ],
 }
 LONGEST_FUNCTION = 50  # lines of code
@@ -228,7 +228,7 @@ def test_no_module_takes_a_private_name_of_another() -> None:
         ("diloco.train.loop", "if TYPE_CHECKING:\n    import hivemind", "its home is swarm"),
         ("diloco.protocol.lease", "import time", "protocol reads no clock and opens no socket"),
         ("diloco.rundir.checkpoint", "import pickle", "it can run code from a file"),
-        ("diloco.swarm.visit.look", "from ..node import node", "swarm.visit is not above swarm.node"),
+        ("diloco.swarm.client.ask", "from ..node import node", "swarm.client is not above swarm.node"),
     ],
 )
 def test_the_checker_finds_what_is_wrong(module: str, source: str, complaint: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from diloco.admission.keys import RunKey
 from diloco.errors import SwarmError
-from diloco.swarm.visit.look import look, parse_manifest
+from diloco.swarm.client.ask import look, parse_manifest
 from tests.support.joining import OTHER
 from tests.support.peers import SMOKE, Crowd, begin_together, command, dead_port, diloco, eventually, together
 

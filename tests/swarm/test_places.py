@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.swarm.visit.visitor import request_snapshot
+from diloco.swarm.client.watch import request_snapshot
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BULK

@@ -21,7 +21,7 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
 from diloco.protocol.messages.control import Revocations
 from diloco.protocol.messages.watching import ManifestRequest
-from diloco.swarm.visit.revoke import revoke
+from diloco.swarm.client.ask import revoke
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic

@@ -15,9 +15,8 @@ from diloco.cli.doctor import Check, Doctor
 from diloco.cli.volunteer import PeerDirectory
 from diloco.config import compose
 from diloco.protocol.messages.watching import ProbeReply
+from diloco.swarm.client.ask import Found
 from diloco.swarm.conversations.probe import Probed
-from diloco.swarm.visit.look import Found
-from diloco.swarm.visit.rehearse import Rehearsal
 from diloco.train.machine import inspect_machine
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
@@ -35,7 +34,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     """A doctor whose network is made up; the machine is this one."""
     config = compose(["experiment=smoke", f"run.dir={tmp_path / 'not' / 'yet'}", "train.device=cpu"])
     monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(config.manifest().to_json()))
-    monkeypatch.setattr(module, "try_to_listen", lambda *_: Rehearsal([PLACE], True, ""))
+    monkeypatch.setattr(module, "try_to_listen", lambda *_: ([PLACE], True, ""))
     monkeypatch.setattr(module, "step_seconds", lambda *_: 0.25)
     return Doctor(config, PeerDirectory(0, tmp_path, tmp_path / "identity.key"), [PLACE])
 
@@ -67,7 +66,14 @@ def test_a_healthy_machine_and_swarm_are_all_ok(healthy: Doctor) -> None:
         ("bandwidth", {"mbit": 2.0}, "warning", "2 Mbit/s up, 4 Mbit/s down", "diloco plan", False),
         ("swarm", {"silent": {PLACE: "no answer"}}, "warning", f"{PLACE}: no answer", "", False),
         ("manifest", {"manifest": "{"}, "failed", "manifest", "", True),
-        ("manifest", {"manifest": '{"wire_version": 99}'}, "failed", "version 99, which is newer", "install", True),
+        (
+            "manifest",
+            {"manifest": '{"wire_version": 99}'},
+            "failed",
+            "has wire version 99",
+            "install",
+            True,
+        ),
         ("memory", {"manifest": THEIRS}, "ok", "a batch of 3 at once", "", False),
         ("port", {}, "warning", "", "forward the port", False),
     ],
@@ -78,7 +84,7 @@ def test_what_is_wrong_with_the_way_to_a_swarm_is_said(
 ) -> None:  # fmt: skip
     there = {"manifest": healthy.config.manifest().to_json(), **change}
     monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(**there))
-    monkeypatch.setattr(module, "try_to_listen", lambda *_: Rehearsal([PLACE], False, "forward the port"))
+    monkeypatch.setattr(module, "try_to_listen", lambda *_: ([PLACE], False, "forward the port"))
     check = verdicts(healthy)[name]
     assert (check.verdict, check.swarm) == (verdict, swarm)
     assert text in check.text and remedy in check.remedy
@@ -92,7 +98,7 @@ def test_disk_port_and_memory_are_those_that_join_takes(
     healthy.directory = PeerDirectory(0, full, full / "identity.key")
     usage = namedtuple("Usage", "free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda at: usage(1000 if full in [at, *at.parents] else 10**15))
-    monkeypatch.setattr(module, "try_to_listen", lambda *those: asked.append(those[1]) or Rehearsal([PLACE], True, ""))
+    monkeypatch.setattr(module, "try_to_listen", lambda *those: asked.append(those[1]) or ([PLACE], True, ""))
     monkeypatch.setattr(module, "inspect_machine", lambda *_: small)
     found = verdicts(healthy)
     assert found["disk"].verdict == "failed" and f"0.0 GiB free in {full}, " in found["disk"].text

@@ -23,8 +23,8 @@ from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, Snapshot
 from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
 from diloco.rundir.files import exclusive
+from diloco.swarm.client.watch import Visitor
 from diloco.swarm.conversations.recorder import ELSEWHERE_S, Recorder
-from diloco.swarm.visit.visitor import Visitor
 from tests.support.certificates import Nobody
 from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot

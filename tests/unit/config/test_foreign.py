@@ -17,7 +17,7 @@ from diloco.cli import join as asking
 from diloco.config import Config, Manifest, compose
 from diloco.config.manifest import check_foreign
 from diloco.errors import ConfigError, DataError
-from diloco.swarm.visit.look import parse_manifest
+from diloco.swarm.client.ask import parse_manifest
 from tests.support.errors import error_text
 
 COMMIT = "a1" * 20

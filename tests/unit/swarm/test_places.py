@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import cast
-
 from diloco.protocol.membership import AddressBook
 from diloco.protocol.peer import Peer
-from diloco.swarm.visit.visitor import Visitor
-from diloco.swarm.wire.transport import Transport
+from diloco.swarm.client.watch import _places
 from tests.support.certificates import Nobody
 from tests.support.fake_swarm import snapshot
 
@@ -40,11 +36,5 @@ def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
 def test_a_watcher_calls_no_file_that_a_peer_names() -> None:
     seen = snapshot(2)
     rows = [row.model_copy(update={"addresses": ["@secret", f"@secret/p2p/{row.peer_id}"]}) for row in seen.peers]
-
-    class Nowhere:
-        async def open(self, peer: str, protocol: str) -> None:
-            raise ConnectionError
-
-    visitor = Visitor([at(A)])
-    asyncio.run(visitor._get_acquainted(cast(Transport, Nowhere()), seen.model_copy(update={"peers": rows})))
-    assert visitor._known and visitor._places.all(visitor._known) == {}
+    places = _places(seen.model_copy(update={"peers": rows}))
+    assert len(places) == 2 and not any(places.values())

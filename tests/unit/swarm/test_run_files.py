@@ -15,8 +15,8 @@ from diloco.errors import PayloadError, SwarmError
 from diloco.protocol.limits import FILE_BYTES
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.watching import MAX_FILE_PIECE_BYTES, FileReply, FileRequest
+from diloco.swarm.client import ask as visiting
 from diloco.swarm.conversations import files
-from diloco.swarm.visit import files as visiting
 from tests.support.stub_wire import Host, framed
 
 CONTENT = bytes(range(256)) * 4096 + b"the end"  # two whole pieces, and some more

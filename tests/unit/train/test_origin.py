@@ -18,7 +18,7 @@ from diloco.config.manifest import check_foreign, sources_of
 from diloco.data import load_tokenizer
 from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError
 from diloco.rundir.files import files_of, origin_of
-from diloco.swarm.visit.look import parse_manifest
+from diloco.swarm.client.ask import parse_manifest
 from diloco.train import origin
 from tests.support.models import small_model
 from tests.support.origins import BIAS, config_of, experts, started

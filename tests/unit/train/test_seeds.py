@@ -14,7 +14,7 @@ import pytest
 from diloco.config import SwarmConfig
 from diloco.config.manifest import hash_of
 from diloco.errors import SwarmError
-from diloco.swarm.visit.look import Found
+from diloco.swarm.client.ask import Found
 from diloco.train.seeds import Known, known_by, ports_again, remember, seeds_again
 
 TEXT = '{"outer": {"rounds": 7}, "run": {"id": "mine"}}'

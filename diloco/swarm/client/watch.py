@@ -13,11 +13,10 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from diloco.config.address import problem
 from diloco.errors import PayloadError, SwarmError
-from diloco.protocol.membership import AddressBook
 from diloco.protocol.snapshot import Snapshot
 from diloco.swarm.conversations.watch import request_snapshot
-from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN
 from diloco.swarm.wire.transport import Transport
 
@@ -29,7 +28,6 @@ ANSWER_S = 10.0
 RECONNECT_S = 10.0  # while nobody answers
 SILENT = "does not answer"
 MAX_KNOWN = 64  # peers to ask when the one that answered last is gone
-ACQUAINTED = 3  # of these it connects to so many beforehand, while a living peer can say where they are
 
 
 def light_hivemind(shells: Sequence[str] = ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht")) -> None:
@@ -62,10 +60,7 @@ class Visitor:
         self._addresses = addresses
         self._token = token  # the invitation to a closed run
         self._transport: Transport | None = None
-        self._known: list[str] = []  # peers to ask, the best first
-        self._acquainted: set[str] = set()
-        self._last: Snapshot | None = None
-        self._places = AddressBook()
+        self._known: dict[str, list[str]] = {}  # addresses of the peers to ask, the best first
         self._connected_at = 0.0
 
     async def __aenter__(self) -> Visitor:
@@ -78,8 +73,7 @@ class Visitor:
 
     async def close(self) -> None:
         """End the connection; the next `ask` makes a new one."""
-        transport, self._transport, self._last = self._transport, None, None
-        self._acquainted.clear()
+        transport, self._transport = self._transport, None
         if transport is not None:
             await transport.close()
 
@@ -90,25 +84,24 @@ class Visitor:
         and `ConfigError` when an address is not valid.
         """
         transport = self._transport or await self._connect()
-        if self._last is not None:
-            await self._get_acquainted(transport, self._last)
         try:
-            self._last = await self._ask_all(transport)
+            snapshot = await self._ask_all(transport)
         except SwarmError:
             if asyncio.get_running_loop().time() < self._connected_at + RECONNECT_S:
                 raise
             # Other peers may be at the address by now; those that were known may come back where they were.
             self._connected_at = asyncio.get_running_loop().time()
-            transport = await self._connect(instead_of=transport)
-            self._last = await self._ask_all(transport)
-        return self._last
+            snapshot = await self._ask_all(await self._connect(instead_of=transport))
+        self._known = _places(snapshot)
+        return snapshot
 
     async def _ask_all(self, transport: Transport) -> Snapshot:
         """The first answer of any known peer."""
         reasons: dict[str, str] = {}
         for peer in dict.fromkeys((*self._known, *transport.seeds)):
             try:
-                return await within(ANSWER_S, request_snapshot(transport, peer))
+                async with asyncio.timeout(ANSWER_S):
+                    return await request_snapshot(transport, peer)
             except BROKEN as error:
                 reasons[peer] = "is no diloco peer" if "not supported" in str(error) else SILENT
                 logger.debug("%s told nothing of the swarm: %r", peer, error)
@@ -121,27 +114,16 @@ class Visitor:
         from diloco.swarm.wire.gate import watching
         from diloco.swarm.wire.libp2p import Libp2p
 
-        met = [addresses[0] for addresses in self._places.all(self._known).values()]
+        met = [addresses[0] for addresses in self._known.values() if addresses]
         self._transport = await Libp2p.visit([*self._addresses, *met], watching("", self._token))
-        self._transport.where = self._places.of
+        self._transport.where = lambda peer: self._known.get(peer, ())
         self._connected_at = asyncio.get_running_loop().time()
-        self._acquainted.clear()
         if instead_of is not None:
             await instead_of.close()
         return self._transport
 
-    async def _get_acquainted(self, transport: Transport, snapshot: Snapshot) -> None:
-        """Connect to one more peer, while somebody can still say where it is, until there are a few."""
-        me = snapshot.run.answered_by
-        self._places.hear(me, {row.peer_id: row.addresses for row in snapshot.peers})
-        self._known = [me, *(row.peer_id for row in snapshot.peers if row.peer_id != me)][:MAX_KNOWN]
-        self._known.sort(key=lambda peer: (peer != me, peer not in self._acquainted))
-        self._acquainted &= set(self._known)
-        stranger = next((peer for peer in self._known[1:] if peer not in self._acquainted), None)
-        if stranger is None or len(self._acquainted) >= ACQUAINTED:
-            return
-        try:
-            await within(ANSWER_S, request_snapshot(transport, stranger))
-            self._acquainted.add(stranger)
-        except (*BROKEN, PayloadError) as error:
-            logger.debug("%s is not reached: %r", stranger, error)
+
+def _places(snapshot: Snapshot) -> dict[str, list[str]]:
+    """Where the peers of a snapshot are, the one that answered first. A peer may name anything as an address."""
+    rows = sorted(snapshot.peers, key=lambda row: row.peer_id != snapshot.run.answered_by)[:MAX_KNOWN]
+    return {row.peer_id: [one for one in row.addresses if problem(one) is None] for row in rows}

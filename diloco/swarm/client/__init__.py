@@ -1,0 +1,1 @@
+"""What outsiders ask a swarm, without being members."""

@@ -1,0 +1,240 @@
+"""Asks a swarm what it is before joining it, and as its owner tells it what is revoked. Each call connects and closes.
+
+1. All addresses are called at once. The peers that answer name others, which are called by their ids.
+2. Each of a few peers says its clock, its wire version and its addresses; on demand the link to it is measured.
+3. One of them sends the manifest; in a closed run its owner has signed it.
+4. Whoever joins then fetches the small files that the manifest names by digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from diloco.admission import Revoked, RunKey
+from diloco.atomic import replace_file
+from diloco.config import Manifest, SwarmConfig
+from diloco.config.manifest import check_foreign, hash_of
+from diloco.errors import ConfigError, PayloadError, SwarmError
+from diloco.swarm.conversations.files import request_file
+from diloco.swarm.conversations.probe import Probed, ask_to_be_called, probe
+from diloco.swarm.conversations.watch import request_manifest
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.libp2p import Libp2p
+from diloco.swarm.wire.streams import BROKEN
+
+__all__ = [
+    "CLOCK_LIMIT_S", "Found", "Wanted", "check_clock", "fetch_files", "look", "parse_manifest", "revoke",
+    "try_to_listen",
+]  # fmt: skip
+
+CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
+PEERS_ASKED = 4
+PATIENCE_S = 15.0  # for each of the peers that are asked at once
+UNSEALED = (
+    "no peer there shows the settings of the run with the signature of its owner; the owner has to start a peer with "
+    "swarm.key_path"
+)
+
+T = TypeVar("T")
+Wanted = Mapping[str, tuple[Path, int]]
+"""By digest: where the file goes, and how many bytes it has at most."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a swarm said about itself."""
+
+    manifest_text: str
+    peers: list[Probed]  # that answered; those at the given addresses come first
+    silent: dict[str, str] = field(default_factory=dict)  # addresses without an answer, and why
+
+    @property
+    def addresses(self) -> list[str]:
+        """The best address of every peer that answered."""
+        return [peer.reply.addresses[0] for peer in self.peers if peer.reply.addresses]
+
+    @property
+    def ahead_s(self) -> float | None:
+        """By how much this machine's clock is ahead of the swarm's: the median over the peers."""
+        return statistics.median(peer.ahead_s for peer in self.peers) if self.peers else None
+
+
+@asynccontextmanager
+async def _visiting(
+    addresses: Sequence[str], gate: Gate | None, identity_path: Path | None = None
+) -> AsyncIterator[Libp2p]:
+    """A connection to the peers at these addresses that ends with the `async with` block; raises as `Libp2p.visit`."""
+    visitor = await Libp2p.visit(addresses, gate, identity_path)
+    try:
+        yield visitor
+    finally:
+        await visitor.close()
+
+
+async def _of_any(
+    peers: Iterable[str], question: Callable[[str], Awaitable[T]], explain: Callable[[list[str]], str]
+) -> T:
+    """The first answer of the peers, asked in turn. Without one, `SwarmError` with what `explain` makes of reasons."""
+    reasons = []
+    for peer in peers:
+        try:
+            return await question(peer)
+        except (*BROKEN, PayloadError) as error:
+            reasons.append(str(error) or type(error).__name__)
+    raise SwarmError(explain(reasons))
+
+
+def look(
+    initial_peers: Sequence[str],
+    identity_path: Path | None = None,
+    measure_bytes: int = 0,
+    on_connected: Callable[[int, dict[str, str]], None] = lambda answered, silent: None,
+    gate: Gate | None = None,
+) -> Found:
+    """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured with so many.
+
+    Args:
+        identity_path: this peer's key, for a swarm that admits identities; None makes a new identity.
+        on_connected: called with the number of addresses that answered, and what is wrong with the others.
+        gate: shows the invitation to a closed run, and believes only peers of that run (`gate.watching`).
+
+    Raises:
+        SwarmError: nobody is there, no peer of a run is there, or none admits this peer.
+        ConfigError: an entry is not an address.
+    """
+    gate = gate or Gate()
+
+    def explain(reasons: list[str]) -> str:
+        if UNSEALED in reasons:
+            return UNSEALED
+        for reason in reasons:
+            if reason.startswith("refused: "):
+                return f"the swarm refused this peer: {reason.removeprefix('refused: ')}"
+        return f"{','.join(initial_peers)} answers, but is no diloco peer; check the address"
+
+    async def ask() -> Found:
+        async with _visiting(initial_peers, gate, identity_path) as visitor:
+
+            async def manifest(peer: str) -> str:
+                reply = await request_manifest(visitor, peer)
+                if not gate.sealed(hash_of(reply.text), reply.seal):
+                    raise PayloadError(UNSEALED)
+                return reply.text
+
+            on_connected(len(visitor.seeds), visitor.silent)
+            peers = await _probe_all(visitor, visitor.seeds)
+            met = {visitor.me, *(peer.peer for peer in peers)}
+            more = dict.fromkeys(one for peer in peers for one in peer.reply.known if one not in met)
+            peers += await _probe_all(visitor, list(more)[: max(0, PEERS_ASKED - len(peers))])
+            text = await _of_any([one.peer for one in peers] or visitor.seeds, manifest, explain)
+            if measure_bytes:  # after each other, so that they do not share this machine's link
+                peers = [(*await _probe_all(visitor, [one.peer], measure_bytes), one)[0] for one in peers]
+            return Found(text, peers, visitor.silent)
+
+    return asyncio.run(ask())
+
+
+async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int = 0) -> list[Probed]:
+    """Probes of the peers that answer, in their order."""
+    probes = (asyncio.wait_for(probe(visitor, peer, nbytes), PATIENCE_S) for peer in peers)
+    answers = await asyncio.gather(*probes, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, (*BROKEN, PayloadError)):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Probed)]
+
+
+def parse_manifest(text: str) -> Manifest:
+    """The manifest of a swarm that this machine may join or host.
+
+    Raises `ConfigError` when it is not valid, of another wire version, or asks for files of this machine
+    (`check_foreign`).
+    """
+    manifest = Manifest.from_json(text)
+    check_foreign(manifest)
+    return manifest
+
+
+def check_clock(found: Found) -> str | None:
+    """One line when this clock is off by more than a second; `SwarmError` when the DHT would not take this peer."""
+    ahead_s = found.ahead_s
+    if ahead_s is None or abs(ahead_s) <= 1.0:
+        return None
+    side = "ahead of" if ahead_s > 0 else "behind"
+    text = f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's (median of {len(found.peers)})"
+    if abs(ahead_s) > CLOCK_LIMIT_S:
+        raise SwarmError(
+            f"{text}, and {CLOCK_LIMIT_S:.0f} s is the limit; set it, for example by timedatectl set-ntp true"
+        )
+    return text
+
+
+async def fetch_files(
+    initial_peers: Sequence[str], wanted: Wanted, most_bytes: int, identity_path: Path | None, gate: Gate | None
+) -> None:
+    """Fetch files from the peers at these addresses, `most_bytes` in all. A file appears whole or not at all.
+
+    Raises `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or permission.
+    """
+    async with _visiting(initial_peers, gate, identity_path) as visitor:
+        for digest, (place, limit) in wanted.items():
+            content = await _file(visitor, digest, min(limit, most_bytes), place.name)
+            most_bytes -= len(content)
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(place, content)
+            except OSError as error:
+                raise ConfigError(f"run.dir: {place} cannot be written ({error.strerror}); choose another") from error
+
+
+async def _file(visitor: Libp2p, digest: str, most_bytes: int, name: str) -> bytes:
+    def explain(reasons: list[str]) -> str:
+        return f"no peer there gives {name}, which the run needs ({reasons[-1]}); try another address of the run"
+
+    return await _of_any(visitor.seeds, lambda peer: request_file(visitor, peer, digest, most_bytes), explain)
+
+
+def try_to_listen(
+    seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str], gate: Gate, identity_path: Path
+) -> tuple[list[str], bool, str]:
+    """Listen for a moment with these settings, and have a peer at `seeds` call back. Raises as `Libp2p.connect`.
+
+    Returns the addresses, whether others can connect there, and what would help if not.
+    """
+    network = SwarmConfig().model_copy(
+        update={"initial_peers": tuple(seeds), "listen": tuple(listen), "announce": tuple(announce), "reachable": "yes"}
+    )
+
+    async def listen_and_ask() -> tuple[list[str], bool, str]:
+        peer = await Libp2p.connect(network, identity_path, gate)
+        try:
+            reachable, advice = (await ask_to_be_called(peer)) if seeds else (peer.reachable, "")
+            return peer.addresses, reachable, advice
+        finally:
+            await peer.close()
+
+    return asyncio.run(listen_and_ask())
+
+
+async def revoke(initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked: Revoked) -> Revoked:
+    """Give a list to some peers of a swarm, which tell all others; returns it, with what their own list had before.
+
+    The gate is that of a visitor that has the owner's key. Raises `SwarmError` when nobody answers there, or nobody
+    takes the list.
+    """
+    assert gate.admission is not None
+    async with _visiting(initial_peers, gate) as visitor:  # the greeting brings the swarm's list
+        there = gate.admission.revoked
+        if there.number:
+            revoked = revoked.extended(key, gate.admission.run_id, there.token_ids, there.peer_ids, there.number)
+        gate.admission.revoke(revoked)
+        answers = await asyncio.gather(*map(visitor.greet, visitor.seeds), return_exceptions=True)
+        if all(isinstance(answer, Exception) for answer in answers):
+            raise SwarmError(f"nobody there took the list: {answers[0]}; try another address of the swarm")
+        return revoked

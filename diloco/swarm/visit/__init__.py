@@ -1,1 +1,0 @@
-"""What a process can learn from a swarm, or tell it, without joining."""

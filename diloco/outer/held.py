@@ -26,9 +26,9 @@ from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.merging import AVERAGES, Staged, Sum
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
-from diloco.outer.payloads import buffer
+from diloco.outer.payloads import buffer, norm_of
 from diloco.outer.rda import directional_pieces
-from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, alike, clip, clip_few, norm_of, opposes
+from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, alike, clip, clip_few, opposes
 from diloco.outer.spectrum import flatten_, matrices
 from diloco.outer.state import OuterState, adopt_
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from diloco.outer.optimizer import mean_
-from diloco.outer.payloads import Codec, buffer
+from diloco.outer.payloads import Codec, buffer, norm_of
 from diloco.outer.rda import Piece, add_directions_, radial_directional_
-from diloco.outer.robust import Judgement, Norms, norm_of
+from diloco.outer.robust import Judgement, Norms
 
 __all__ = ["AVERAGES", "SKETCH", "Average", "Staged", "Sum"]
 

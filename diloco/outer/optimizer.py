@@ -31,12 +31,19 @@ from torch import Tensor
 from diloco.config import OuterConfig
 
 __all__ = [
-    "OPTIMIZERS", "Linear", "OuterOptimizer", "OuterStep", "Transition", "delayed_nesterov", "lr_at",
+    "OPTIMIZERS", "Linear", "OuterOptimizer", "OuterStep", "Reach", "Transition", "delayed_nesterov", "lr_at",
     "mean_", "momentum_at", "pseudo_gradient_",
 ]  # fmt: skip
 
 Value = TypeVar("Value", float, Tensor)
 YOUTH = 16  # versions after which the momentum of a run without a plan has half of its rise behind it
+
+LOST = 0.5
+"""Part of a step that its encoding may lose, by the norm: small values beside a large one in their block; e3m0 also
+loses a third of each value at most."""
+
+Reach = tuple[float, float, float]
+"""How long momentum, window, and what encodings have lost so far may be, by L2 norms of the whole fragment."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +221,21 @@ class OuterOptimizer(ABC):
     def transition(self, step: OuterStep) -> Transition:
         """What a step does, whose contributions are pushed one after another."""
         return Linear(*zip(*self._columns(step), strict=True))
+
+    def reach(self, step: OuterStep, longest: float, before: Reach = (0.0, 0.0, 0.0)) -> tuple[float, Reach]:
+        """How long the update of a step may be that is made of contributions no longer than `longest`, and the reach
+        after it. It also publishes what earlier encodings lost. Infinite unless the step is `Linear`.
+        """
+        made = self.transition(step)
+        if not isinstance(made, Linear):
+            return math.inf, (math.inf, math.inf, math.inf)
+        lengths = (longest, *before[:2])
+        moved, momentum, window = (
+            sum(abs(part) * length for part, length in zip(row, lengths, strict=True) if part)
+            for row in (made.moved, made.momentum, made.window)
+        )
+        due = moved + before[2]
+        return (1 + LOST) * due, (momentum, window, LOST * due)
 
     def _columns(self, step: OuterStep) -> list[tuple[float, float, float]]:
         """What becomes of parameters, momentum and window, for a mean, a momentum and a window of 1."""

@@ -20,13 +20,16 @@ from diloco.outer.fragments import BLOCK, CHUNK, chunks
 
 __all__ = [
     "LIMIT", "Codec", "Integers", "assert_chunk", "blockwise", "buffer", "exponents_of", "is_aligned",
-    "is_within", "magnitude_of", "power_of_two", "refuse_diverged",
+    "is_within", "magnitude_of", "norm_of", "power_of_two", "refuse_diverged",
 ]  # fmt: skip
 
 assert sys.byteorder == "little", "payloads are views of tensors, so the machine must be little-endian"
 
 LIMIT = 2.0**64
 """The largest magnitude that is sent or accepted. Sums of such values with weights up to 2**50 tokens are finite."""
+
+SAFE = 1e15
+"""Norms above it or below its inverse are computed in float64: squares of what a peer may send overflow fp32."""
 
 Integers = NDArray[np.signedinteger]
 
@@ -120,6 +123,12 @@ def is_within(x: Tensor, largest: float) -> bool:
     The norm takes half the time of the extremes, and bounds them; the factor 2 is far above its rounding.
     """
     return float(torch.linalg.vector_norm(x)) <= largest / 2 or magnitude_of(x) <= largest
+
+
+def norm_of(x: Tensor) -> float:
+    """L2 norm of (n,) fp32 values; finite for all values that a codec carries."""
+    norm = float(torch.linalg.vector_norm(x))
+    return norm if 1 / SAFE < norm < SAFE else float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def refuse_diverged(x: Tensor, name: str, largest: float) -> None:

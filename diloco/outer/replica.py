@@ -19,9 +19,11 @@ any device (see `local`).
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.held import Held
 from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, pseudo_gradient_
-from diloco.outer.payloads import buffer
+from diloco.outer.payloads import Codec, buffer, norm_of
 from diloco.outer.state import OuterState, adopt_
 
 __all__ = ["Replica"]
@@ -178,6 +180,18 @@ class Replica:
         """Length of the payload of a whole fragment in bytes."""
         return self._local[fragment].payload_at[-1]
 
+    def payload_norm(self, fragment: int, payload: Tensor) -> float:
+        """L2 norm of a whole contribution (uint8). `PayloadError` if it is invalid."""
+        if payload.numel() != self.payload_numel(fragment):
+            raise PayloadError(f"a contribution to fragment {fragment} has {payload.numel()} bytes")
+        return self._norm(fragment, self.up, payload, self._local[fragment].payload_at)
+
+    def _norm(self, fragment: int, codec: Codec, payload: Tensor, offsets: Sequence[int]) -> float:
+        ranges = zip(pairwise(offsets), self.chunks[fragment], strict=True)
+        return math.hypot(
+            *(norm_of(codec.values(payload[begin:end], stop - start)) for (begin, end), (start, stop) in ranges)
+        )
+
     # -- what this peer adopts ----------------------------------------------------------------------------------------
 
     def update_nbytes(self, fragment: int) -> int:
@@ -207,6 +221,23 @@ class Replica:
         if state is not None and step is not None:
             state.took_(step)
         return self.digest(fragment)
+
+    def update_norm(self, fragment: int, update: Tensor) -> float:
+        """L2 norm of the displacement of the anchor that is here by a whole update (uint8), before it is applied.
+
+        `PayloadError` if the update is invalid.
+        """
+        if update.numel() != self.update_nbytes(fragment):
+            raise PayloadError(f"an update of fragment {fragment} has {update.numel()} bytes")
+        offsets = self._local[fragment].update_at
+        if not self.down.carries_values:
+            return self._norm(fragment, self.down, update, offsets)
+        norms = []
+        for (begin, end), (start, stop) in zip(pairwise(offsets), self.chunks[fragment], strict=True):
+            moved = buffer("moved", torch.float32, stop - start)
+            values = self.down.values(update[begin:end], stop - start)
+            norms.append(norm_of(torch.sub(values, self.anchors[fragment][start:stop], out=moved)))
+        return math.hypot(*norms)
 
     @torch.no_grad()
     def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:

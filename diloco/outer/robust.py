@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
+from diloco.outer.payloads import norm_of
 
 __all__ = [
-    "MIN_JUDGED", "Judgement", "Norms", "alike", "clip", "clip_few", "norm_of", "opposed", "opposes",
+    "MIN_JUDGED", "Judgement", "Norms", "alike", "clip", "clip_few", "opposed", "opposes",
 ]  # fmt: skip
 
 MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, are not judged.
@@ -43,8 +44,6 @@ RISE = 4 / 3
 """Extra tolerance for norms of earlier rounds, which say less than norms of the same round: while the learning rate
 warms up, norms rise up to threefold from one round to the next."""
 MEMORY = 8  # norms remembered per chunk; few, because norms follow the learning rate
-SAFE = 1e15
-"""Norms above it or below its inverse are computed in float64: squares of what a peer may send overflow fp32."""
 ABSURD = 1000.0
 """No honest pseudo-gradient has this many times the median norm; it is refused, where shorter ones are clipped."""
 
@@ -152,12 +151,6 @@ def alike(gram: Tensor, numel: int) -> list[tuple[int, int, float]]:
         return []
     pairs = (gram.triu(1) > ALIKE_COSINE).nonzero().tolist()
     return [(one, other, float(gram[one, other])) for one, other in pairs]
-
-
-def norm_of(x: Tensor) -> float:
-    """L2 norm of (n,) fp32 values; finite for all values that a codec carries."""
-    norm = float(torch.linalg.vector_norm(x))
-    return norm if 1 / SAFE < norm < SAFE else float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 class Norms:

@@ -5,8 +5,8 @@ the seal, without which nobody invited takes settings. A token is a secret, beca
 credential is none: it is bound to one libp2p identity, which the transport authenticates.
 
 Signatures cannot prevent that two machines use the same token. Both can, until a peer has seen both credentials; from
-then on it refuses the second. All peers connect to each other and publish their credentials in the DHT, which makes
-this time short. README.md in this folder says what an attacker can and cannot do.
+then on it refuses the second. All peers connect to each other, which makes this time short. README.md in this folder
+says what an attacker can and cannot do.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 
 from diloco.admission.invitation import Credential, Grant, Role, Token
 from diloco.admission.keys import Revoked
@@ -77,26 +76,6 @@ class Admission:
     def invited(self, peer: str) -> bool:
         """Whether the owner ever invited this peer to more than to look on, as far as it has shown that here."""
         return peer in self.memory.users.values()
-
-    def witness(self, peer: str, text: str, now: float) -> None:
-        """Note which peer uses a token, from a credential in the DHT. This does not admit the peer."""
-        with suppress(PayloadError):
-            self._objection(peer, Credential.from_text(text), now)
-
-    def vouches(self, peer: str, text: str) -> bool:
-        """Whether the owner of the run invited this peer to take part, at any time. It says nothing of what became of
-        the invitation since: all peers have to give the same answer, whatever they have heard.
-        """
-        if not text:
-            return self.public
-        try:
-            credential = Credential.from_text(text)
-        except PayloadError:
-            return False
-        grant = credential.grant
-        fits = grant.run_key == self.run_key and grant.run_id == self.run_id and grant.peer in ("", peer)
-        known = self._admitted.get(peer) == credential
-        return fits and credential.role != "observer" and (known or credential.proves(peer))
 
     def role_of(self, peer: str, now: float) -> Role | None:
         """The role of an admitted peer; None for any other."""

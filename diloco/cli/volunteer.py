@@ -21,7 +21,8 @@ from diloco.config import Config, Manifest
 from diloco.config.address import scope
 from diloco.errors import ConfigError
 from diloco.rundir.files import data_home, exclusive, write_atomic
-from diloco.swarm.wire.libp2p import own_id, peer_id_of
+from diloco.swarm.wire.identity import own_id
+from diloco.swarm.wire.libp2p import peer_id_of
 from diloco.train.machine import Machine
 from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need
 from diloco.train.session import checkpoints_name

@@ -203,7 +203,7 @@ class Network:
     ) -> None:
         self.loop = loop
         self.uplinks: dict[str, _Direction] = {}
-        self.records: dict[str, dict[str, tuple[object, float]]] = {}
+        self.announced: dict[str, tuple[list[str], float]] = {}
         self._random, self.notary = random.Random(seed), Notary(seed)
         self._loss, self._lossy = loss, lossy
         self._downlinks: dict[str, _Direction] = {}
@@ -364,15 +364,15 @@ class SimTransport:
             await self._gate.greet(peer, lambda: self._network.open(self.me, peer, GREETING), protocol == CONTROL)
         return await self._network.open(self.me, peer, protocol)
 
-    async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
+    async def announce(self, life_s: float) -> None:
         """Everybody finds it after a round trip of this peer's own latency."""
         await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
-        self._network.records.setdefault(key, {})[subkey] = (value, self._network.loop.seconds + life_s)
+        self._network.announced[self.me] = (self.addresses, self._network.loop.seconds + life_s)
 
-    async def get(self, key: str) -> dict[str, object]:
+    async def announced(self) -> dict[str, list[str]]:
         await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
-        found, now = self._network.records.get(key, {}), self._network.loop.seconds
-        return {subkey: value for subkey, (value, expires_at) in found.items() if expires_at > now}
+        now = self._network.loop.seconds
+        return {peer: addresses for peer, (addresses, ends_at) in self._network.announced.items() if ends_at > now}
 
     async def observed(self, peer: str) -> str:
         return ""  # a simulated peer has no address: nobody is ever called anew

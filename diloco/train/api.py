@@ -44,7 +44,7 @@ from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
-from diloco.swarm.wire.libp2p import identity_number, own_id
+from diloco.swarm.wire.identity import identity_number, own_id
 from diloco.train import devices
 from diloco.train.arguments import OuterSettings, as_typed, check_names, loop_spec, network_of, outer_of, several
 from diloco.train.attachment import Attachment

@@ -26,7 +26,7 @@ from diloco.rundir.plot import plot_losses
 from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
-from diloco.swarm.wire.libp2p import identity_number
+from diloco.swarm.wire.identity import identity_number
 from diloco.train import devices, origin
 from diloco.train.api import Swarm
 from diloco.train.baseline import DataParallel

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.config import SwarmConfig
 from diloco.swarm.client.watch import request_snapshot
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
@@ -34,3 +35,21 @@ def test_a_peer_that_libp2p_cannot_find_is_called_where_it_said_that_it_is(tmp_p
     finally:
         for crowd in crowds:
             crowd.close()
+
+
+def test_members_find_each_other_through_any_one_that_lives(tmp_path: Path) -> None:
+    async def scene() -> None:
+        network, peers = SwarmConfig(), list[Libp2p]()
+        try:
+            for name in ("first", "second", "third"):
+                seeds = tuple(peers[-1].addresses[:1]) if peers else ()  # each knows the one before
+                joining = network.model_copy(update={"initial_peers": seeds})
+                peers.append(await Libp2p.connect(joining, tmp_path / name, Gate(), "run"))
+            first, _, third = peers
+            await first.announce(60.0)
+            assert await third.announced() == {first.me: first.addresses[:4]}
+        finally:
+            for peer in peers:
+                await peer.close()
+
+    asyncio.run(scene())

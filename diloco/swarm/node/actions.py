@@ -22,15 +22,12 @@ from diloco.protocol.actions import (
     Tell,
     Wake,
 )
-from diloco.protocol.messages import encode
 from diloco.protocol.messages.control import Revocations
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.anchors import Anchors
-from diloco.swarm.node.dht import read, store, store_leases
 from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.mesh import ControlMesh
-from diloco.swarm.wire.dht_records import REVOKED, revoked_in
 
 __all__ = ["Actions"]
 
@@ -66,7 +63,6 @@ class Actions:
                 context.note(action.kind, **action.fields)
             case Hold():
                 self._take_over(action)
-                context.tasks.spawn(store_leases(context))
             case Release():
                 context.replica.release(action.fragment)
                 context.records.pop(action.fragment, None)
@@ -99,7 +95,6 @@ class Actions:
         context = self._context
         context.note("revoked", number=revoked.number, token_ids=revoked.token_ids, peer_ids=revoked.peer_ids)
         self._mesh.broadcast(revoked)
-        context.tasks.spawn(store(context, REVOKED, encode(revoked)))
         self.expel()
 
     def expel(self) -> None:
@@ -111,15 +106,3 @@ class Actions:
         lapsed = gate.lapsed()
         if lapsed is not None:
             context.tasks.fail(SwarmError(f"the swarm refused this peer: {lapsed}"))
-
-    async def compare(self) -> None:
-        """Take in the newest list in the DHT, and store the one here; for peers that were away when it was spread."""
-        gate = self._context.gate
-        if gate.admission is None:
-            return
-        for record in (await read(self._context, REVOKED)).values():
-            revoked = revoked_in(record)
-            if revoked is not None:
-                gate.hear(revoked)
-        if gate.revocations is not None:
-            await store(self._context, REVOKED, encode(gate.revocations))

@@ -22,10 +22,8 @@ from diloco.protocol.messages.control import Hello, Revocations, Status
 from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.watch import request_manifest
-from diloco.swarm.node.dht import RECORD_PERIOD_S, read, store
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.deadline import within
-from diloco.swarm.wire.dht_records import PEERS
 from diloco.swarm.wire.gate import IN_USE
 from diloco.swarm.wire.streams import BROKEN, CONTROL, Stream
 from diloco.swarm.wire.transport import Reader, Refused, Writer
@@ -39,6 +37,8 @@ CLOSE_S = 2.0
 DIALS_EVERY_S = 0.25
 FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
 ALIVE_S = 6.0  # in which a process speaks or its stream ends; shorter than DIAL_TIMEOUT_S
+RECORD_LIFE_S = 60.0  # of this peer's addresses in the DHT
+RECORD_PERIOD_S = 15.0
 SHOWN = 5  # settings that differ between two manifests
 
 
@@ -356,14 +356,17 @@ class ControlMesh:
             self._checking.discard(peer)
 
     async def _discover(self) -> None:
-        """Once in a while: tell the DHT that this peer is here, and dial the peers that it names."""
-        context = self._context
+        """Once in a while: tell the DHT where this peer is, and dial the peers that it names. It only gives hints."""
+        context, transport = self._context, self._context.transport
         while True:
-            await store(context, PEERS, [self._protocol.name, *context.gate.evidence()])
-            named = await read(context, PEERS)
+            named: dict[str, list[str]] = {}
+            try:
+                await transport.announce(RECORD_LIFE_S)
+                named = await transport.announced()
+            except BROKEN as error:
+                logger.debug("the DHT did not answer: %r", error)
             context.recorder.named(named, context.now())
-            for peer, record in named.items():
-                context.gate.witness(peer, record)
+            self._protocol.address_book.hear("", named)
             self._dial_named(named)
             for member in self._protocol.members.all():
                 self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us

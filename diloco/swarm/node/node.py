@@ -26,7 +26,6 @@ from diloco.swarm.conversations.inner_state import InnerState, Layout, fetch_inn
 from diloco.swarm.conversations.units import LeasedData, UnitSupply
 from diloco.swarm.node.actions import Actions
 from diloco.swarm.node.anchors import Anchors
-from diloco.swarm.node.dht import RECORD_PERIOD_S, learn_terms, store_leases
 from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import NodeOptions, make_context
@@ -101,7 +100,6 @@ class Node:
         context, transport = self.context, self.context.transport
         if not transport.reachable:
             context.note("unreachable", advice=transport.advice or "swarm.reachable=no")
-        await learn_terms(context)
         await transport.handle(BULK, self._server.serve)
         answered = await self._mesh.start()
         if self._mesh.refusal is not None:
@@ -137,7 +135,6 @@ class Node:
 
     async def _heartbeat(self) -> None:
         context, protocol = self.context, self.protocol
-        stored_at = -RECORD_PERIOD_S
         while True:
             if context.now() - self._paused_at >= PAUSE_FLOOR_S:
                 # A slow pace: from it syncers derive when they take this peer for stalled.
@@ -146,11 +143,6 @@ class Node:
             context.do(protocol.heartbeat(context.now(), (self.traffic.bytes_sent, self.traffic.bytes_received)))
             self._stand_by()
             self._units.refill()
-            if context.now() - stored_at >= RECORD_PERIOD_S:
-                stored_at = context.now()
-                if protocol.leases.held_by(protocol.me):
-                    context.tasks.spawn(store_leases(context))
-                context.tasks.spawn(self._actions.compare())
             self._actions.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
 

@@ -22,7 +22,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.config.address import host_of, scope
 
-__all__ = ["LOCAL", "best_first", "call_apart", "call_each", "mute", "start_daemon"]
+__all__ = ["LOCAL", "best_first", "call_each", "mute", "start_daemon"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,21 +81,12 @@ async def _call(p2p: P2P, address: str) -> str:
     return ""
 
 
-async def mute(identity_path: str | None = None, kind: type[P2P] = P2P) -> P2P:
+async def mute(identity_path: str | None = None) -> P2P:
     """A daemon that only calls others. It listens nowhere and knows nobody."""
-    return await start_daemon(kind, dht_mode="client", no_listen=True, identity_path=identity_path)
+    return await start_daemon(P2P, dht_mode="client", no_listen=True, identity_path=identity_path)
 
 
-async def call_apart(addresses: Sequence[str]) -> dict[str, str]:
-    """As `call_each`, by a daemon of its own, which has another identity and no open connections."""
-    visitor = await mute()
-    try:
-        return await call_each(visitor, addresses)
-    finally:
-        await visitor.shutdown()
-
-
-async def start_daemon(kind: type[P2P] = P2P, **options: Any) -> P2P:
+async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
     """`P2P.create`, but the daemon has a session of its own, and nothing about its end is printed.
 
     Ctrl+C in a terminal reaches every process of a group, and so does the signal by which torchrun ends its ranks. The

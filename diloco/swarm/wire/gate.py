@@ -11,9 +11,7 @@
 No more than `MAX_GREETING_BYTES` are read of an unknown identity, on any stream; a longer frame is refused by its
 length.
 
-hivemind's own authorizer sees a request but not its sender, so any receiver could repeat the request. Here the DHT's
-calls are bound to the identity of the connection, like all streams. An open run has no admission: everybody is let in,
-and greetings are empty.
+An open run has no admission: everybody is let in, and greetings are empty.
 """
 
 from __future__ import annotations
@@ -23,10 +21,6 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
-
-from hivemind.p2p.p2p_daemon import P2P
-from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 
 from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
 from diloco.admission.keys import is_sealed
@@ -48,7 +42,7 @@ from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
 
-__all__ = ["GREETING", "IN_USE", "Gate", "GuardedP2P", "gate_for", "revoked_of", "watching"]
+__all__ = ["GREETING", "IN_USE", "Gate", "gate_for", "revoked_of", "watching"]
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
@@ -218,20 +212,6 @@ class Gate:
         """The role of a peer that is in; None too where everybody is."""
         return None if self.admission is None else self.admission.role_of(peer, time.time())
 
-    def evidence(self) -> list[str]:
-        """What this peer's public record says about its invitation."""
-        own = None if self.admission is None else self.admission.token
-        return [] if own is None else [own.credential(self.me, self._role)]
-
-    def witness(self, peer: str, record: object) -> None:
-        """Learn from a public record which identity uses which invitation."""
-        if self.admission is not None and isinstance(record, list | tuple) and len(record) == 2:
-            self.admission.witness(peer, str(record[1]), time.time())
-
-    def vouches(self, peer: str, evidence: str) -> bool:
-        """Whether a record with this evidence (see `evidence`) may be kept for the peer."""
-        return evidence == "" if self.admission is None else self.admission.vouches(peer, evidence)
-
     def expel(self) -> dict[str, str]:
         """Put out the peers that are no longer admitted, and close their streams; returns the reasons by peer."""
         out = {} if self.admission is None else self.admission.expel(time.time())
@@ -302,7 +282,9 @@ class Gate:
 
     def _greeting(self) -> Greeting:
         revoked = 0 if self.admission is None else self.admission.revoked.number
-        return Greeting(credential="".join(self.evidence()), revoked=revoked, instance=self.instance)
+        token = None if self.admission is None else self.admission.token
+        credential = "" if token is None else token.credential(self.me, self._role)
+        return Greeting(credential=credential, revoked=revoked, instance=self.instance)
 
     def _take(self, peer: str, greeting: Greeting) -> str | None:
         if self.admission is None:
@@ -316,39 +298,6 @@ class Gate:
         elif mine.revoked > theirs.revoked and self.revocations is not None:
             await stream.send(self.revocations)
             await stream.drained()
-
-
-class _Unparsed:
-    """In place of a type of requests: hivemind then hands requests on unparsed."""
-
-    FromString = staticmethod(bytes)
-
-
-class GuardedP2P(P2P):  # type: ignore[misc]
-    """hivemind's P2P. Its DHT calls, in and out, are between peers that know each other."""
-
-    gate: Gate
-    open_greeting: Callable[[str], Awaitable[tuple[Reader, Writer]]]
-
-    async def add_protobuf_handler(self, name: str, handler: Any, input_protobuf_type: Any, **options: Any) -> None:
-        """As in `P2P`, but a stranger's call fails before it is parsed. All calls of the DHT are single requests."""
-
-        async def guarded(request: bytes, context: Any) -> Any:
-            peer = context.remote_id.to_base58()
-            reason = self.gate.call_objection(peer)
-            if reason is not None:
-                self.gate.refused(peer, reason)
-                raise PermissionError(reason)
-            return await handler(input_protobuf_type.FromString(request), context)
-
-        await super().add_protobuf_handler(name, guarded, _Unparsed, **options)
-
-    async def call_protobuf_handler(self, peer_id: PeerID, name: str, *arguments: Any, **options: Any) -> Any:
-        """As in `P2P`; `Refused` or `Disbelieved` when one of the two is not in the run."""
-        peer = peer_id.to_base58()
-        if self.gate.admission is not None:
-            await self.gate.greet(peer, lambda: self.open_greeting(peer))
-        return await super().call_protobuf_handler(peer_id, name, *arguments, **options)
 
 
 def revoked_of(said: Revocations) -> Revoked:
@@ -393,6 +342,8 @@ def gate_for(
             f"run.key={run_key} is the key of a run that admits invited peers only; give swarm.token=@FILE with an "
             "invitation, or swarm.key_path=FILE if the run is yours"
         )
+    if own.grant.role == "observer":
+        raise ConfigError("swarm.token allows to watch only; ask the owner of the run for another invitation")
     if own.grant.run_id != run_id:
         raise ConfigError(f"swarm.token is for run.id={own.grant.run_id}, and this is run.id={run_id}; ask for another")
     if run_key not in (None, own.grant.run_key.hex()):

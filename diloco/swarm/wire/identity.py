@@ -23,43 +23,40 @@ from hivemind.proto import crypto_pb2
 from diloco.admission.keys import check_private
 from diloco.errors import ConfigError
 
-__all__ = ["MAX_KEY_BYTES", "Identity", "read_key", "verified", "verify"]
+__all__ = ["Identity", "identity_number", "own_id", "verify"]
 
 MAX_KEY_BYTES = 1024
-
-
-def read_key(path: Path) -> bytes:
-    """The private key in this file, which is made when it is missing. `ConfigError` when it cannot be used."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            _make_identity(path)
-        with path.open("rb") as file:
-            check_private(file, path, "swarm.identity_path")
-            return file.read()
-    except OSError as error:
-        raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
-
-
-def _make_identity(path: Path) -> None:
-    """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment before its `chmod`."""
-    with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
-        with suppress(PermissionError):  # of its `chmod`, on a file system without modes
-            P2P.generate_identity(str(Path(private, "key")))
-        os.replace(Path(private, "key"), path)
 
 
 class Identity:
     """Signs as one peer. A signature takes 0.2 ms, and the check of one 0.02 ms."""
 
-    def __init__(self, private: bytes) -> None:
-        key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(private).data, password=None)
-        assert isinstance(key, rsa.RSAPrivateKey)
+    def __init__(self, key: rsa.RSAPrivateKey) -> None:
         self._key = key
         self.public = key.public_key().public_bytes(
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         )
         self.me = _known(self.public)[0]
+
+    @classmethod
+    def read(cls, path: Path) -> Identity:
+        """Of the key in a file, which is made when it is missing. `ConfigError` when it cannot be used, or is none."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                _make_identity(path)
+            with path.open("rb") as file:
+                check_private(file, path, "swarm.identity_path")
+                private = file.read()
+        except OSError as error:
+            why = f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file"
+            raise ConfigError(why) from None
+        key: object = None
+        with suppress(Exception):  # protobuf or the library for keys raises it
+            key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(private).data, password=None)
+        if not isinstance(key, rsa.RSAPrivateKey):
+            raise ConfigError(f"swarm.identity_path={path} holds no private key; name another file, or a new one")
+        return cls(key)
 
     def sign(self, context: bytes, content: bytes) -> bytes:
         """A signature with its key: 556 bytes. What is signed in one context says nothing in any other."""
@@ -67,28 +64,27 @@ class Identity:
         return bytes(msgpack.packb([self.public, signature]))
 
 
+def own_id(path: Path) -> str:
+    """The peer id of the key in a file, as `Identity.read`."""
+    return Identity.read(path).me
+
+
+def identity_number(path: Path) -> int:
+    """A number below 2**48 that belongs to the key in a file, as `Identity.read`."""
+    return int.from_bytes(hashlib.sha256(own_id(path).encode()).digest()[:6], "big")
+
+
 def verify(context: bytes, peer: str, content: bytes, signature: bytes) -> bool:
     """Whether the peer has signed the content in that context. Untrusted bytes never raise."""
     try:
-        parts = msgpack.unpackb(signature)
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
-        return False
-    if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, bytes) for part in parts):
-        return False
-    public, signed = parts
-    return verified(public, context + b"\0" + content, signed) == peer
-
-
-def verified(public: bytes, content: bytes, signature: bytes) -> str | None:
-    """The id of the peer that has signed the content with this key (DER); None when nobody has."""
-    if len(public) > MAX_KEY_BYTES:
-        return None
-    try:
+        public, signed = msgpack.unpackb(signature)
+        if len(public) > MAX_KEY_BYTES:
+            return False
         owner, key = _known(public)
-        key.verify(signature, content, padding.PKCS1v15(), hashes.SHA256())
-    except (ValueError, UnsupportedAlgorithm, InvalidSignature):
-        return None
-    return owner
+        key.verify(signed, context + b"\0" + content, padding.PKCS1v15(), hashes.SHA256())
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, UnsupportedAlgorithm, InvalidSignature):
+        return False
+    return owner == peer
 
 
 @lru_cache(maxsize=4096)
@@ -99,3 +95,11 @@ def _known(public: bytes) -> tuple[str, rsa.RSAPublicKey]:
         raise ValueError("not an RSA key")
     named = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=public).SerializeToString()
     return str(PeerID(b"\x12\x20" + hashlib.sha256(named).digest()).to_base58()), key  # multihash: SHA-256, 32 bytes
+
+
+def _make_identity(path: Path) -> None:
+    """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment before its `chmod`."""
+    with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
+        with suppress(PermissionError):  # of its `chmod`, on a file system without modes
+            P2P.generate_identity(str(Path(private, "key")))
+        os.replace(Path(private, "key"), path)

@@ -1,19 +1,16 @@
-"""Starts the two halves of hivemind in this process's own event loop: the libp2p daemon and the DHT node.
+"""The network of a peer: a libp2p daemon that this process starts, and that ends with it, and the DHT of the run.
 
-`hivemind.DHT` would fork a process of its own. A `DHTNode` on a `P2P` of our loop needs none and leaves nothing behind:
-the daemon ends with the process that started it, however that ends.
+`hivemind.DHT` would fork a process of its own. A `DHTNode` on a `P2P` of our own event loop needs none.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,23 +20,21 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.config import SwarmConfig
 from diloco.config.address import addresses_in, problem, same_subnet, scope
-from diloco.errors import ConfigError, SwarmError
-from diloco.swarm.wire.deadline import within
-from diloco.swarm.wire.dialing import LOCAL, best_first, call_apart, call_each, mute, start_daemon
-from diloco.swarm.wire.gate import GREETING, IN_USE, Gate, GuardedP2P
-from diloco.swarm.wire.identity import Identity, read_key, verify
+from diloco.errors import ConfigError, DilocoError, SwarmError
+from diloco.swarm.wire.dialing import LOCAL, best_first, call_each, mute, start_daemon
+from diloco.swarm.wire.gate import GREETING, IN_USE, Gate
+from diloco.swarm.wire.identity import Identity, verify
 from diloco.swarm.wire.streams import BROKEN, CONTROL
 from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Transport, Writer
 from diloco.text import one_line
 
 if TYPE_CHECKING:
-    from hivemind.dht.node import DHTNode
+    from diloco.swarm.wire.dht import Members
 
-__all__ = ["Ask", "Libp2p", "check_free", "identity_number", "own_id", "peer_id_of", "read_addresses"]
+__all__ = ["Ask", "Libp2p", "check_free", "peer_id_of", "read_addresses"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,61 +62,20 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
     Raises `SwarmError` when a file did not appear in time, and `ConfigError` when an entry is no address.
     """
     addresses: list[str] = []
+    until = asyncio.get_running_loop().time() + timeout_s
     for entry in entries:
-        if entry.startswith("@"):
-            path = Path(entry[1:])
-            try:
-                await within(timeout_s, _appears(path))
-            except TimeoutError:
-                raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s") from None
-            found = addresses_in(path)
-            if not found:
-                raise ConfigError(f"{entry} is empty; put the address of a peer, or the link of an invitation, into it")
-            addresses += found
-        else:
-            peer_id_of(entry)
-            addresses.append(entry)
+        path = Path(entry[1:])
+        while entry.startswith("@") and not os.path.exists(path):  # unlike `Path.exists`, it takes any name
+            if asyncio.get_running_loop().time() > until:
+                raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s")
+            await asyncio.sleep(0.05)
+        found = addresses_in(path) if entry.startswith("@") else [entry]
+        if not found:
+            raise ConfigError(f"{entry} is empty; put the address of a peer, or the link of an invitation, into it")
+        addresses += found
+    for address in addresses:
+        peer_id_of(address)
     return addresses
-
-
-async def _appears(path: Path) -> None:
-    while not os.path.exists(path):  # unlike `Path.exists`, it takes any name
-        await asyncio.sleep(0.05)
-
-
-def own_id(path: Path) -> str:
-    """The peer id of the key in this file, which is made when it is missing; `ConfigError` when it holds no key."""
-    key = read_key(path)
-    try:
-        return str(PeerID.from_identity(key).to_base58())
-    except Exception:  # protobuf or the library for keys raises it
-        raise ConfigError(f"swarm.identity_path={path} holds no private key; name another file, or a new one") from None
-
-
-def identity_number(path: Path) -> int:
-    """A number below 2**48 that belongs to the key in this file, which is made when it is missing."""
-    return int.from_bytes(hashlib.sha256(own_id(path).encode()).digest()[:6], "big")
-
-
-async def _explain(error: Exception, seeds: Sequence[str], listen: Sequence[str]) -> SwarmError:
-    """What failed when a peer joined: its address, the others, the network, or something else of this machine."""
-    text = one_line(error)
-    if "failed to listen" in text:
-        return SwarmError(f"swarm.listen={','.join(listen)} cannot be listened on; choose another address or port")
-    outcome = dict[str, str]()
-    with suppress(P2PDaemonError, OSError):  # if it cannot call either, the others are not to blame
-        outcome = await call_apart(seeds) if seeds else outcome
-    if not outcome or "" in outcome.values():
-        return SwarmError(f"libp2p failed on this machine: {text}; mend what it names, or reinstall hivemind")
-    why = f": {', '.join(set(outcome.values()))}" if set(outcome.values()) <= LOCAL else ""
-    return SwarmError(f"swarm.initial_peers={','.join(seeds)} cannot be reached{why}; {_remedy(outcome)}")
-
-
-def _remedy(outcome: Mapping[str, str]) -> str:
-    """What to do when nobody can be reached, given the reason by address."""
-    if set(outcome.values()) <= LOCAL:
-        return "check the name and the network of this machine"
-    return "check that a peer is running there and that its port is open"
 
 
 def check_free(listen: Sequence[str]) -> None:
@@ -142,41 +96,29 @@ def check_free(listen: Sequence[str]) -> None:
             ) from None
 
 
-async def _start_daemon(seeds: Sequence[str], network: SwarmConfig, identity_path: Path) -> P2P:
-    """A daemon that knows the seeds; raises as `Libp2p.connect`."""
-    listens = network.reachable != "no"
-    if listens:
-        check_free(network.listen)
-    try:
-        return await start_daemon(
-            GuardedP2P,
-            initial_peers=_multiaddrs(seeds),
-            host_maddrs=_multiaddrs(network.listen),
-            announce_maddrs=_multiaddrs(network.announce),
-            no_listen=not listens,
-            dht_mode="server" if listens else "client",
-            identity_path=str(identity_path),
-        )
-    except (P2PDaemonError, OSError, ValueError) as error:
-        raise await _explain(error, seeds, network.listen) from error
-
-
-def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
-    return [*map(Multiaddr, addresses)] or None
+def _broken(error: Exception, listen: Sequence[str] = ()) -> SwarmError:
+    """What failed on this machine."""
+    if "failed to listen" in str(error):
+        return SwarmError(f"swarm.listen={','.join(listen)} cannot be listened on; choose another address or port")
+    return SwarmError(f"libp2p failed on this machine: {one_line(error)}; mend what it names, or reinstall hivemind")
 
 
 def _nobody(outcome: Mapping[str, str]) -> str:
-    if len(outcome) == 1:
-        [(address, why)] = outcome.items()
-        return f"{address} cannot be reached: {why}; {_remedy(outcome)}"
-    reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
-    return f"none of {len(outcome)} addresses can be reached ({reasons}); ask for one of a peer that is running"
+    """That nobody answers at these addresses, for these reasons."""
+    by_reason: dict[str, list[str]] = {}
+    for address, why in outcome.items():
+        by_reason.setdefault(why, []).append(address)
+    said = ", nor ".join(f"{','.join(addresses)}: {why}" for why, addresses in by_reason.items())
+    remedy = "check that a peer is running there and that its port is open"
+    if by_reason.keys() <= LOCAL:
+        remedy = "check the name and the network of this machine"
+    return f"{said.replace(': ', ' cannot be reached: ', 1)}; {remedy}"
 
 
 class Libp2p:
-    """The real `Transport`: a libp2p daemon, and hivemind's DHT on it. Everything passes the gate."""
+    """The real `Transport`. Every stream and DHT call passes the gate."""
 
-    def __init__(self, p2p: GuardedP2P, seeds: list[str], gate: Gate) -> None:
+    def __init__(self, p2p: P2P, seeds: list[str], gate: Gate) -> None:
         self.me = gate.me = str(p2p.peer_id.to_base58())
         self.seeds = seeds
         self.addresses: list[str] = []
@@ -186,45 +128,43 @@ class Libp2p:
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
         self._ranges = {"public"}  # scopes of addresses that anybody may name
         self._p2p = p2p
-        self._dht: DHTNode | None = None
+        self._members: Members | None = None
         self._identity: Identity | None = None
-        self._gate = p2p.gate = gate
-        p2p.open_greeting = partial(self._open, protocol=GREETING)
+        self._gate = gate
 
     @classmethod
     async def connect(
         cls, network: SwarmConfig, identity_path: Path, gate: Gate, run_id: str | None = None, ask: Ask | None = None
     ) -> Libp2p:
-        """Start listening (nowhere with `reachable=no`) and join the DHT.
+        """Start listening (nowhere with `reachable=no`), greet the initial peers, and join the DHT.
 
         Args:
             identity_path: private key of this peer; it is made when it is missing.
-            run_id: the run whose DHT records this node takes in; None takes no part in the DHT.
+            run_id: the run whose members are in the DHT; None takes no part in one.
             ask: with `reachable=auto`, asks a peer on another machine to call back; None believes that it can.
 
         Raises:
-            SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, this
-                identity is that of an initial peer, or the daemon does not start.
+            SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, the only
+                initial peer has this identity, or the daemon does not start.
             ConfigError: the identity cannot be written, or is none; an initial peer is no address.
         """
-        seeds = await read_addresses(network.initial_peers, ADDRESS_WAIT_S)
-        own = own_id(identity_path)
-        mine = [address for address in seeds if peer_id_of(address) == own]
-        if mine and "" in (await call_apart(mine)).values():
+        given = await read_addresses(network.initial_peers, ADDRESS_WAIT_S)
+        identity, kind = Identity.read(identity_path), P2P
+        seeds = [address for address in given if peer_id_of(address) != identity.me]
+        if given and not seeds:
             raise SwarmError(
-                f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
+                f"swarm.initial_peers={','.join(given)} has the identity of this peer; give the address of another "
+                f"one, or if a peer runs there, this one another file than swarm.identity_path={identity_path}"
             )
-        if mine and not (seeds := [address for address in seeds if address not in mine]):
-            raise SwarmError(
-                f"swarm.initial_peers={','.join(mine)} is this peer itself; give an address of another one"
-            )
-        p2p = await _start_daemon(seeds, network, identity_path)
-        self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
-        self._identity, gate.instance = Identity(read_key(identity_path)), secrets.token_hex(8)
-        self._ranges |= {scope(seed) for seed in seeds}
+        if run_id is not None:
+            from diloco.swarm.wire.dht import GuardedP2P, Members  # imports torch, which takes longer than a visit
+
+            kind = GuardedP2P
+        p2p = await _listening(kind, network, identity_path)
+        self = cls(p2p, [], gate)
+        self._identity, gate.instance = identity, secrets.token_hex(8)
         try:
-            await p2p.add_binary_stream_handler(GREETING, self._welcome)
-            await self._greet_seeds()
+            await self._meet(seeds, "swarm.initial_peers=")
             if network.reachable != "no":
                 self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()])
             self.reachable = bool(self.addresses)
@@ -233,31 +173,15 @@ class Libp2p:
             if ask is not None and network.reachable == "auto" and in_doubt:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
-                await self._join_dht(run_id, seeds, identity_path)
+                p2p.gate, p2p.greet = gate, partial(self.greet, again=False)
+                self._members = await Members.join(p2p, run_id, identity, gate, self.seeds, self.reachable)
         except BaseException as error:
-            await p2p.shutdown()
-            if isinstance(error, SwarmError) or not isinstance(error, Exception):
+            await self.close()
+            if isinstance(error, DilocoError) or not isinstance(error, Exception):
                 raise
-            token = None if gate.admission is None else gate.admission.token
-            if token is not None and token.grant.role == "observer":
-                raise SwarmError(
-                    "the swarm refused this peer: its invitation allows to watch only; ask for another one"
-                ) from error
-            raise await _explain(error, seeds, network.listen) from error
-        logger.debug("daemon of %s started by process %d", own, os.getpid())
+            raise _broken(error) from error
+        logger.debug("daemon of %s started by process %d", self.me, os.getpid())
         return self
-
-    async def _join_dht(self, run_id: str, seeds: Sequence[str], identity_path: Path) -> None:
-        # Both import torch or all of hivemind, which takes longer than a visit.
-        from hivemind.dht.node import DHTNode
-
-        from diloco.swarm.wire.dht_records import BoundedStorage, OwnedRecords
-
-        records = OwnedRecords(run_id, read_key(identity_path), self._gate)
-        self._dht = await DHTNode.create(
-            p2p=self._p2p, initial_peers=_multiaddrs(seeds), record_validator=records, client_mode=not self.reachable
-        )
-        self._dht.protocol.storage, self._dht.protocol.cache = BoundedStorage(), BoundedStorage()
 
     @classmethod
     async def visit(
@@ -268,30 +192,35 @@ class Libp2p:
         Its seeds are the peers that answered; `silent` has the other addresses. Raises `SwarmError` when nobody
         answers there, or they do not admit this peer, and `ConfigError` when an initial peer is no address.
         """
-        seeds = await read_addresses(initial_peers, VISIT_WAIT_S)
+        addresses = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:
-            own_id(identity_path)
+            Identity.read(identity_path)
         try:
-            p2p = await mute(None if identity_path is None else str(identity_path), GuardedP2P)
+            p2p = await mute(None if identity_path is None else str(identity_path))
         except (P2PDaemonError, OSError) as error:
-            raise await _explain(error, (), ()) from error
+            raise _broken(error) from error
         try:
-            outcome = await call_each(p2p, seeds)
-            answered = list(dict.fromkeys(peer_id_of(address) for address, why in outcome.items() if not why))
-            if not answered:
-                raise SwarmError(_nobody(outcome))
-            self = cls(p2p, answered, gate or Gate())
-            self.silent = {address: why for address, why in outcome.items() if why}
-            await p2p.add_binary_stream_handler(GREETING, self._welcome)
-            await self._greet_seeds()
+            self = cls(p2p, [], gate or Gate())
+            await self._meet(addresses)
         except BaseException:
             await p2p.shutdown()
             raise
         return self
 
+    async def _meet(self, addresses: Sequence[str], named: str = "") -> None:
+        """Call these addresses and greet whoever answers. `SwarmError` when nobody does; it begins with `named`."""
+        outcome = await call_each(self._p2p, addresses)
+        self.silent = {address: why for address, why in outcome.items() if why}
+        self.seeds = list(dict.fromkeys(peer_id_of(address) for address in outcome if address not in self.silent))
+        if outcome and not self.seeds:
+            raise SwarmError(named + _nobody(outcome))
+        self._ranges |= {scope(address) for address in outcome}
+        await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
+        await self._greet_seeds()
+
     async def _greet_seeds(self) -> None:
         """Comes first. `SwarmError` when all seeds refuse this peer, or it believes none of them."""
-        greetings = (self._gate.greet(seed, partial(self._open, seed, GREETING)) for seed in self.seeds)
+        greetings = (self.greet(seed, again=False) for seed in self.seeds)
         answers = await asyncio.gather(*greetings, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
@@ -317,12 +246,12 @@ class Libp2p:
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         """As in `Transport`. A peer that restarted does not know us, so each control stream begins with a greeting."""
         if self._gate.admission is not None:
-            await self._gate.greet(peer, partial(self._open, peer, GREETING), again=protocol == CONTROL)
+            await self.greet(peer, again=protocol == CONTROL)
         return await self._open(peer, protocol)
 
-    async def greet(self, peer: str) -> None:
-        """Tell a peer again who is here, and what is revoked; raises as `open`."""
-        await self._gate.greet(peer, partial(self._open, peer, GREETING), again=True)
+    async def greet(self, peer: str, again: bool = True) -> None:
+        """Tell a peer, even `again`, who is here, and what is revoked; raises as `open`."""
+        await self._gate.greet(peer, partial(self._open, peer, GREETING), again)
 
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         try:
@@ -340,22 +269,13 @@ class Libp2p:
                     raise ConnectionError(f"{peer} cannot be reached: {error}") from error
         raise AssertionError
 
-    async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
-        assert self._dht is not None
-        try:
-            await self._dht.store(key, value, get_dht_time() + life_s, subkey=subkey)
-        except (ControlFailure, P2PDaemonError) as error:
-            raise ConnectionError(str(error)) from error
+    async def announce(self, life_s: float) -> None:
+        assert self._members is not None
+        await self._members.announce(self.addresses, life_s)
 
-    async def get(self, key: str) -> dict[str, object]:
-        assert self._dht is not None
-        try:
-            found = await self._dht.get(key, latest=True)
-        except (ControlFailure, P2PDaemonError) as error:
-            raise ConnectionError(str(error)) from error
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {key: record.value for key, record in found.value.items() if isinstance(key, str)}
+    async def announced(self) -> dict[str, list[str]]:
+        assert self._members is not None
+        return await self._members.announced()
 
     def sign(self, content: bytes) -> bytes:
         assert self._identity is not None, "a visitor signs nothing"
@@ -396,6 +316,24 @@ class Libp2p:
 
     async def close(self) -> None:
         """End DHT and daemon. The wait is bounded, because tasks that wait for a dead daemon ignore cancellation."""
-        for part in (self._dht, self._p2p):
+        for part in (self._members, self._p2p):
             if part is not None:
                 await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)
+
+
+async def _listening(kind: type[P2P], network: SwarmConfig, identity_path: Path) -> P2P:
+    """A daemon that listens where the settings say, and knows nobody."""
+    listens = network.reachable != "no"
+    if listens:
+        check_free(network.listen)
+    try:
+        return await start_daemon(
+            kind,
+            host_maddrs=[*map(Multiaddr, network.listen)] or None,
+            announce_maddrs=[*map(Multiaddr, network.announce)] or None,
+            no_listen=not listens,
+            dht_mode="server" if listens else "client",
+            identity_path=str(identity_path),
+        )
+    except (P2PDaemonError, OSError, ValueError) as error:
+        raise _broken(error, network.listen) from error

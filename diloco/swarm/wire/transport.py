@@ -1,4 +1,4 @@
-"""What a node needs of the network: streams to peers by id, and records that outlive a connection.
+"""What a node needs of the network: streams to peers by id, and where the other members of its run are.
 
 `libp2p.Libp2p` is the real one. The simulator has another one, in virtual time, for the same node.
 """
@@ -66,11 +66,11 @@ class Transport(Protocol):
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         """Open a stream to a peer; `Refused` or `Disbelieved` when one of the two does not admit the other."""
 
-    async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
-        """Put a record where every peer can find it."""
+    async def announce(self, life_s: float) -> None:
+        """Put this peer's addresses for so many seconds where every peer of the run finds them."""
 
-    async def get(self, key: str) -> dict[str, object]:
-        """The records of a key by subkey, as found; untrusted."""
+    async def announced(self) -> dict[str, list[str]]:
+        """Addresses by peer, as those have announced them; they may be any text, and the peer may be gone."""
 
     def sign(self, content: bytes) -> bytes:
         """This peer's signature, by which everybody can check that it said this. Takes a millisecond at most."""

@@ -76,40 +76,32 @@ def test_a_broken_connection_with_a_daemon_is_no_unheard_error() -> None:
 @pytest.mark.parametrize(
     ("fails", "outcome", "said"),
     [
-        (
-            "failed to connect to bootstrap peers",
-            "nobody listens on that port",
-            "initial_peers=A cannot be reached; check",
-        ),
-        (
-            "failed to connect to bootstrap peers",
-            "that host name is unknown",
-            "unknown; check the name and the network",
-        ),
-        (
-            "[Errno 13] Permission denied: '/x/p2pd'",
-            "",
-            "libp2p failed on this machine: [Errno 13] Permission denied: ",
-        ),
-        ("exec format error", P2PDaemonError("exec format error"), "libp2p failed on this machine: exec format error"),
+        (None, "nobody listens on that port", "initial_peers=A cannot be reached: nobody listens on that port; check"),
+        (None, "that host name is unknown", "unknown; check the name and the network"),
+        ("[Errno 13] denied: '/x/p2pd'", "", "libp2p failed on this machine: [Errno 13] denied: "),
         ("failed to listen on any addresses", "", "listen=/ip4/127.0.0.1/tcp/0 cannot be listened on"),
     ],
 )
 def test_others_are_blamed_only_when_nobody_answers_a_daemon_that_runs(
-    fails: str, outcome: str | Exception, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fails: str | None, outcome: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     address = "/ip4/203.0.113.7/tcp/4100/p2p/QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
 
-    async def fail(*_: Any, **options: Any) -> Any:
-        raise P2PDaemonError(fails)
+    class Daemon:
+        peer_id = SimpleNamespace(to_base58=lambda: "me")
 
-    async def call(addresses: Any) -> dict[str, str]:
-        if isinstance(outcome, Exception):
-            raise outcome
+        async def shutdown(self) -> None: ...
+
+    async def start(*_: Any, **options: Any) -> Any:
+        if fails is not None:
+            raise P2PDaemonError(fails)
+        return Daemon()
+
+    async def call(p2p: Daemon, addresses: Any) -> dict[str, str]:
         return dict.fromkeys(addresses, outcome)
 
-    monkeypatch.setattr(libp2p, "start_daemon", fail)
-    monkeypatch.setattr(libp2p, "call_apart", call)
+    monkeypatch.setattr(libp2p, "start_daemon", start)
+    monkeypatch.setattr(libp2p, "call_each", call)
     network = SwarmConfig(initial_peers=(address,))
     text = error_text(SwarmError, asyncio.run, libp2p.Libp2p.connect(network, tmp_path / "key", Gate()))
     assert said in text.replace(address, "A")

@@ -17,7 +17,7 @@ from diloco.admission.keys import is_sealed, new_key
 from diloco.errors import ConfigError
 from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.wire.gate import Gate, gate_for, watching
-from diloco.swarm.wire.libp2p import own_id
+from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.transport import Disbelieved
 from tests.support.gates import gate, meet
 

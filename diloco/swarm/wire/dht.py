@@ -1,0 +1,172 @@
+"""Where the members of a run are: hivemind's DHT, by which one finds all through any one that lives.
+
+Under the key `{run}/peers` each peer stores its addresses, signed by its libp2p identity. Nobody can change the record
+of another peer; who stores it can withhold it, or return an old one until it ends. So it is a hint whom to call.
+Calls of the DHT are between peers that have greeted each other. hivemind's own authorizer sees a request but not its
+sender, so any receiver could repeat the request; here a call is bound to the identity of its connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgpack
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p.p2p_daemon import P2P
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import get_dht_time
+
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.identity import Identity, verify
+
+__all__ = ["BoundedStorage", "GuardedP2P", "MemberRecords", "Members"]
+
+MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
+MAX_ADDRESSES, MAX_RECORD_BYTES = 4, 4096
+MAX_OWNERS = 4096  # of records; those that end first make room
+_CONTEXT = b"diloco record"
+
+
+class Members:
+    """A node of the DHT, for the addresses of one run; raises `ConnectionError` when the daemon does not answer."""
+
+    def __init__(self, node: DHTNode, key: str, me: str) -> None:
+        self._node, self._key, self._me = node, key, me
+
+    @classmethod
+    async def join(
+        cls, p2p: P2P, run_id: str, identity: Identity, gate: Gate, seeds: Sequence[str], serves: bool
+    ) -> Members:
+        """Join through these peers; a node that does not serve stores nothing for others."""
+        key, peers = f"{run_id}/peers", [Multiaddr(f"/p2p/{seed}") for seed in seeds] or None
+        records = MemberRecords(key, identity, gate.refused)
+        node = await DHTNode.create(p2p=p2p, initial_peers=peers, record_validator=records, client_mode=not serves)
+        node.protocol.storage, node.protocol.cache = BoundedStorage(), BoundedStorage()
+        return cls(node, key, identity.me)
+
+    async def announce(self, addresses: Sequence[str], life_s: float) -> None:
+        """Store where this peer is."""
+        ends_at = get_dht_time() + life_s
+        try:
+            await self._node.store(self._key, list(addresses[:MAX_ADDRESSES]), ends_at, subkey=self._me)
+        except (ControlFailure, P2PDaemonError) as error:
+            raise ConnectionError(str(error)) from error
+
+    async def announced(self) -> dict[str, list[str]]:
+        """Addresses, which may be any text, of the peers that have stored theirs."""
+        try:
+            found = await self._node.get(self._key, latest=True)
+        except (ControlFailure, P2PDaemonError) as error:
+            raise ConnectionError(str(error)) from error
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {peer: list(record.value) for peer, record in found.value.items()}
+
+    async def shutdown(self) -> None:
+        """End the node."""
+        await self._node.shutdown()
+
+
+class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
+    """Signs this peer's record and checks those of others. `on_refused` is called for each that is wrong."""
+
+    def __init__(self, key: str, identity: Identity, on_refused: Callable[[str, str], None]) -> None:
+        self._key = DHTID.generate(source=key).to_bytes()
+        self._identity, self.on_refused = identity, on_refused
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """The value with this peer's signature, which carries its key."""
+        return bytes(msgpack.packb([record.value, self._identity.sign(_CONTEXT, _content(record, record.value))]))
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """The value as its owner gave it; `record` is valid."""
+        return bytes(msgpack.unpackb(record.value)[0])
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether these are addresses of the peer that the record names, as it has signed them."""
+        owner = _unpack(record.subkey)
+        reason = self._objection(record, owner)
+        if reason is not None:
+            self.on_refused(str(owner)[:100], f"a record in the DHT under its name {reason}")
+        return reason is None
+
+    def _objection(self, record: DHTRecord, owner: object) -> str | None:
+        if record.key != self._key:
+            return "has a key that nothing here uses"
+        if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > get_dht_time() + MAX_LIFE_S:
+            return "is too large or lasts too long"
+        signed = _unpack(record.value)
+        if not isinstance(signed, list) or len(signed) != 2 or not all(isinstance(part, bytes) for part in signed):
+            return "is not signed"
+        if not verify(_CONTEXT, str(owner), _content(record, signed[0]), signed[1]):
+            return "is signed by another peer, or was changed after it was signed"
+        value = _unpack(signed[0])
+        texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        return None if texts else "holds no addresses"
+
+    def merge_with(self, other: Any) -> bool:
+        """There is one per node."""
+        return False
+
+
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
+    """What a node keeps for the others: hivemind's storage, with at most `MAX_OWNERS` records under each key."""
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """As in hivemind. Above the limit the record that ends first goes."""
+        stored = bool(super().store_subkey(key, subkey, value, expiration_time))
+        records = self.data[key].value if key in self.data else None
+        if isinstance(records, DictionaryDHTValue):
+            records.maxsize = MAX_OWNERS
+            records._remove_outdated()
+        return stored
+
+
+class _Unparsed:
+    """In place of a type of requests: hivemind then hands requests on unparsed."""
+
+    FromString = staticmethod(bytes)
+
+
+class GuardedP2P(P2P):  # type: ignore[misc]
+    """hivemind's P2P. Its DHT calls, in and out, are between peers that know each other."""
+
+    gate: Gate
+    greet: Callable[[str], Awaitable[None]]
+
+    async def add_protobuf_handler(self, name: str, handler: Any, input_protobuf_type: Any, **options: Any) -> None:
+        """As in `P2P`, but a stranger's call fails before it is parsed. All calls of the DHT are single requests."""
+
+        async def guarded(request: bytes, context: Any) -> Any:
+            peer = context.remote_id.to_base58()
+            reason = self.gate.call_objection(peer)
+            if reason is not None:
+                self.gate.refused(peer, reason)
+                raise PermissionError(reason)
+            return await handler(input_protobuf_type.FromString(request), context)
+
+        await super().add_protobuf_handler(name, guarded, _Unparsed, **options)
+
+    async def call_protobuf_handler(self, peer_id: PeerID, name: str, *arguments: Any, **options: Any) -> Any:
+        """As in `P2P`; `Refused` or `Disbelieved` when one of the two is not in the run."""
+        if self.gate.admission is not None:
+            await self.greet(peer_id.to_base58())
+        return await super().call_protobuf_handler(peer_id, name, *arguments, **options)
+
+
+def _unpack(raw: bytes) -> object:
+    try:
+        return msgpack.unpackb(raw, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
+        return None
+
+
+def _content(record: DHTRecord, value: bytes) -> bytes:
+    return bytes(msgpack.packb([record.key, record.subkey, value, float(record.expiration_time)]))

@@ -1,0 +1,64 @@
+"""Addresses in the DHT without a network: whose are kept, how large, and how many."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils.timed_storage import get_dht_time
+
+from diloco.errors import ConfigError
+from diloco.swarm.wire import dht
+from diloco.swarm.wire.dht import BoundedStorage, MemberRecords
+from diloco.swarm.wire.identity import Identity, own_id
+
+
+def test_a_record_counts_only_as_its_owner_wrote_it(tmp_path: Path) -> None:
+    why: list[str] = []
+    keeper, owner, liar = (
+        MemberRecords("run/peers", Identity.read(tmp_path / name), lambda peer, reason: why.append(reason))
+        for name in ("keeper", "owner", "liar")
+    )
+
+    def record(by: MemberRecords, said: Any, **fields: Any) -> DHTRecord:
+        subkey = msgpack.packb(owner._identity.me)
+        unsigned = DHTRecord(DHTID.generate(source="run/peers").to_bytes(), subkey, msgpack.packb(said), ends)
+        return dataclasses.replace(unsigned, **{"value": by.sign_value(unsigned), **fields})
+
+    ends, places = get_dht_time() + 60, ["/ip4/192.0.2.7/tcp/4100/p2p/Qm"]
+    good = record(owner, places)
+    assert keeper.validate(good) and not why and msgpack.unpackb(keeper.strip_value(good)) == places
+    value, signature = msgpack.unpackb(good.value)
+    another = "is signed by another peer, or was changed after it was signed"
+    for wrong, reason in (
+        (record(liar, places), another),
+        (record(owner, places, value=msgpack.packb([value.replace(b"7", b"8"), signature])), another),
+        (record(owner, places, expiration_time=ends + 1), another),
+        (record(owner, places, value=value), "is not signed"),
+        (record(owner, places, key=DHTID.generate(source="run/x").to_bytes()), "has a key that nothing here uses"),
+        (record(owner, places, expiration_time=ends + 1e6), "is too large or lasts too long"),
+        (record(owner, ["x" * 20_000]), "is too large or lasts too long"),
+        (record(owner, [[0, 1]]), "holds no addresses"),
+    ):
+        assert not keeper.validate(wrong) and why.pop().endswith(reason)
+
+
+def test_a_file_that_holds_no_private_key_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(0o600)
+    with pytest.raises(ConfigError, match=f"^swarm.identity_path={tmp_path}/file holds no private key"):
+        own_id(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_what_a_node_keeps_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht, "MAX_OWNERS", 10)
+    storage, key, ends = BoundedStorage(), DHTID.generate(source="run/peers"), get_dht_time() + 60
+    for number in range(1000):
+        storage.store_subkey(key, f"Qm{number}", b"record", ends + number / 1000)
+    kept = storage.get(key)
+    assert kept is not None and [name for name, _ in kept.value.items()] == [f"Qm{one}" for one in range(990, 1000)]

@@ -11,9 +11,8 @@ says what an attacker can and cannot do.
 
 from __future__ import annotations
 
-from diloco.admission.gatekeeper import Admission
+from diloco.admission.gatekeeper import Admission, Memory
 from diloco.admission.invitation import ROLES, Credential, Grant, Role, Token, issue
 from diloco.admission.keys import Revoked, RunKey
-from diloco.admission.memory import Memory
 
 __all__ = ["ROLES", "Admission", "Credential", "Grant", "Memory", "Revoked", "Role", "RunKey", "Token", "issue"]

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from cryptography.exceptions import InvalidSignature
@@ -108,36 +107,32 @@ def check_private(file: IO[Any], path: Path, setting: str) -> None:
     change that, as on FAT or a drive of Windows, it is a warning.
     """
     status = os.fstat(file.fileno())
-    if status.st_uid == os.getuid() and status.st_mode & 0o077 and _keeps_modes(path.parent):
-        raise ConfigError(
-            f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}"
-        )
+    if status.st_uid != os.getuid() or not status.st_mode & 0o077:
+        return
+    with suppress(OSError):
+        os.fchmod(file.fileno(), 0o600)
+    if os.fstat(file.fileno()).st_mode & 0o077:
+        _warn_of(path.parent)
+        return
+    os.fchmod(file.fileno(), status.st_mode & 0o777)
+    raise ConfigError(f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}")
 
 
 @functools.cache
-def _keeps_modes(directory: Path) -> bool:
-    """Whether `chmod` has an effect there; warns once if not."""
-    try:
-        with TemporaryDirectory(prefix=".diloco-", dir=directory) as place:
-            probe = Path(place, "probe")
-            probe.touch(0o644)
-            with suppress(PermissionError):
-                os.chmod(probe, 0o600)
-            if not probe.stat().st_mode & 0o077:
-                return True
-    except OSError:
-        return True  # as far as anybody knows
+def _warn_of(directory: Path) -> None:
     logger.warning("%s is on a file system without modes: others may read the secrets there", directory)
-    return False
 
 
 def is_sealed(run_key: bytes, run_id: str, manifest_hash: str, seal: str) -> bool:
     """Whether the owner of the run signed the manifest with this hash; `seal` may be any text."""
+    return _signed(run_key, _sealed(run_id, manifest_hash), seal)
+
+
+def _signed(public: bytes, what: bytes, digits: str) -> bool:
     try:
-        signature = bytes.fromhex(seal)
+        return verify(public, what, bytes.fromhex(digits))
     except ValueError:
         return False
-    return verify(run_key, _sealed(run_id, manifest_hash), signature)
 
 
 def verify(public: bytes, what: bytes, signature: bytes) -> bool:
@@ -153,10 +148,15 @@ def verify(public: bytes, what: bytes, signature: bytes) -> bool:
 class Revoked:
     """A revocation list. Of two lists with valid signatures the one with the higher number replaces the other."""
 
-    number: int
-    token_ids: tuple[str, ...]
-    peer_ids: tuple[str, ...]
-    signature: bytes
+    number: int = 0
+    token_ids: tuple[str, ...] = ()
+    peer_ids: tuple[str, ...] = ()
+    signature: str = ""  # hexadecimal digits
+
+    @classmethod
+    def of(cls, number: int, token_ids: Iterable[str], peer_ids: Iterable[str], signature: str) -> Revoked:
+        """A list as somebody has written it."""
+        return cls(int(number), tuple(map(str, token_ids)), tuple(map(str, peer_ids)), str(signature))
 
     @classmethod
     def sign(cls, key: RunKey, run_id: str, number: int, token_ids: Iterable[str], peer_ids: Iterable[str]) -> Revoked:
@@ -164,7 +164,7 @@ class Revoked:
         tokens, peers = tuple(sorted(set(token_ids))), tuple(sorted(set(peer_ids)))
         if max(len(tokens), len(peers)) > MAX_REVOKED:
             raise ConfigError(f"more than {MAX_REVOKED} are revoked; start a run with a new key")
-        return cls(number, tokens, peers, key.sign(_content(run_id, number, tokens, peers)))
+        return cls(number, tokens, peers, key.sign(_content(run_id, number, tokens, peers)).hex())
 
     def extended(
         self, key: RunKey, run_id: str, token_ids: Iterable[str], peer_ids: Iterable[str], above: int = 0
@@ -177,7 +177,7 @@ class Revoked:
     def remembered(cls, key: RunKey, key_path: Path, run_id: str) -> Revoked:
         """The list that `remember` wrote beside the key, signed again; without one, an empty list with number 0."""
         content = _remembered(key_path).get(run_id)
-        return cls(0, (), (), b"") if content is None else cls.sign(key, run_id, *content)
+        return cls() if content is None else cls.sign(key, run_id, *content)
 
     def remember(self, key_path: Path, run_id: str) -> None:
         """Write the list beside the key: the next list continues it, also when no peer of the run is left."""
@@ -192,7 +192,7 @@ class Revoked:
 
     def signed_by(self, run_key: bytes, run_id: str) -> bool:
         """Whether the owner of this run signed it."""
-        return verify(run_key, _content(run_id, self.number, self.token_ids, self.peer_ids), self.signature)
+        return _signed(run_key, _content(run_id, self.number, self.token_ids, self.peer_ids), self.signature)
 
     def names(self, token_id: str, peer: str) -> bool:
         """Whether the list has this token or this peer."""

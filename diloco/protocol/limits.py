@@ -24,8 +24,8 @@ from diloco.protocol.numbers import forget_oldest
 __all__ = [
     "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "CONTROL_STREAMS", "COPIES", "FILE_BYTES",
     "FILE_BYTES_IN_ALL", "FILE_BYTES_S",
-    "LONGEST_DOUBT_S", "MAX_PEERS", "MIN_BYTES_PER_S", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
-    "REFUSALS_PER_S", "REQUEST_BYTES", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams",
+    "LONGEST_DOUBT_S", "MAX_PEERS", "MIN_BYTES_PER_S", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL",
+    "REQUEST_BYTES", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams",
     "control_messages", "frame_bytes",
 ]  # fmt: skip
 
@@ -55,7 +55,6 @@ PROBE_BYTES, PROBE_BYTES_IN_ALL = 2**25, 2**26  # in a minute
 FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0  # at once, and as many again in an hour
 CALLS_PER_MINUTE, CALL_EVERY_S = 20, 10.0
 # Lines of the event log: at once, and per second after that.
-REFUSALS, REFUSALS_PER_S = 20.0, 1 / 3
 LINES, LINES_PER_S = 40.0, 0.1
 LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 

@@ -15,14 +15,12 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto import dht_pb2
 
 from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
-from diloco.admission.keys import new_key
 from diloco.errors import SwarmError
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
-from diloco.protocol.messages.control import Revocations
 from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.client.ask import revoke
-from diloco.swarm.wire.gate import GREETING, Gate
+from diloco.swarm.wire.gate import GREETING, Gate, message_of
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
 from tests.support.peers import Crowd, Trainee, begin_together, eventually, together
@@ -132,7 +130,7 @@ def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_strea
     assert "belongs to another identity" in str(answers[-1])
     assert len(calls) == 3 and all("PermissionError" in call for call in calls)
     assert "invited peers only" in refused_by(members, me)
-    assert len([event for event in syncer.said("refused") if event["peer"] == me]) <= 5
+    assert len([event for event in syncer.said("refused") if event["peer"] == me]) <= 40
 
 
 async def intruder(syncer: Trainee) -> Libp2p:
@@ -206,17 +204,8 @@ def test_a_list_goes_to_all_who_are_connected(club: Club, members: list[Trainee]
     first, second = members
 
     async def hear() -> bool:
-        return first.node.context.gate.hear(revocations(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
+        return first.node.context.gate.hear(message_of(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
 
     assert first.call(hear())
     admission = second.node.context.gate.admission
     eventually(lambda: admission is not None and admission.revoked.number == 7, "the other to be told")
-
-
-def revocations(revoked: Revoked) -> Revocations:
-    """The list as a message."""
-    gate = Gate(Admission(issue(RunKey(new_key()), RUN, "observer", 0)))
-    assert gate.admission is not None
-    gate.admission.revoked = revoked
-    assert gate.revocations is not None
-    return gate.revocations

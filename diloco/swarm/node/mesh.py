@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from diloco.errors import DilocoError, PayloadError
 from diloco.protocol.limits import CONTROL_STREAMS, Dials, Limiter, control_messages, frame_bytes
 from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
-from diloco.protocol.messages.control import Hello, Revocations, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, Status, Vote
 from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.watch import request_manifest
@@ -39,6 +39,7 @@ FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes the
 ALIVE_S = 6.0  # in which a process speaks or its stream ends; shorter than DIAL_TIMEOUT_S
 RECORD_LIFE_S = 60.0  # of this peer's addresses in the DHT
 RECORD_PERIOD_S = 15.0
+CONTRIBUTES = "who was not invited to this run contributes and makes no versions; ask its owner for a link"
 SHOWN = 5  # settings that differ between two manifests
 
 
@@ -272,8 +273,10 @@ class ControlMesh:
         """Why a peer may not connect."""
         gate = self._context.gate
         reason = gate.objection(peer, hello)
+        if reason is None and (hello.holds or hello.claims or hello.votes) and not gate.authors(peer):
+            reason = CONTRIBUTES
         if reason is not None:
-            gate.refused(peer, reason)
+            gate.on_refused(peer, reason)
             return reason
         if self._context.tasks.closed:
             return "this peer is leaving"
@@ -315,7 +318,9 @@ class ControlMesh:
             context.recorder.heard(peer, message, now)
 
     def _check_possible(self, peer: str, message: Message) -> None:
-        why = self._protocol.impossible(message) or self._context.gate.claim_objection(peer, message)
+        why = self._protocol.impossible(message)
+        if isinstance(message, Claim | Published | Vote) and not self._context.gate.authors(peer):
+            why = CONTRIBUTES
         if why is not None:
             raise Offence(why)
 

@@ -23,6 +23,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
+from diloco.protocol.messages.base import MEMBERS
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.identity import Identity, verify
 
@@ -46,7 +47,7 @@ class Members:
     ) -> Members:
         """Join through these peers; a node that does not serve stores nothing for others."""
         key, peers = f"{run_id}/peers", [Multiaddr(f"/p2p/{seed}") for seed in seeds] or None
-        records = MemberRecords(key, identity, gate.refused)
+        records = MemberRecords(key, identity, lambda peer, why: gate.on_refused(peer, why))
         node = await DHTNode.create(p2p=p2p, initial_peers=peers, record_validator=records, client_mode=not serves)
         node.protocol.storage, node.protocol.cache = BoundedStorage(), BoundedStorage()
         return cls(node, key, identity.me)
@@ -146,9 +147,9 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
         async def guarded(request: bytes, context: Any) -> Any:
             peer = context.remote_id.to_base58()
-            reason = self.gate.call_objection(peer)
+            reason = self.gate.bars(peer, "a DHT call", MEMBERS)
             if reason is not None:
-                self.gate.refused(peer, reason)
+                self.gate.on_refused(peer, reason)
                 raise PermissionError(reason)
             return await handler(input_protobuf_type.FromString(request), context)
 

@@ -4,54 +4,40 @@
 2. The other side checks it against the libp2p identity that opened the stream, and answers with its own credential, or
    with a `Refusal`. Either both sides are known now, or neither says any more.
 3. The side with the newer list of what is revoked sends it to the other.
-4. A stream of an unknown identity is refused before a byte is read, and a DHT call before it is parsed (the daemon
-   hands over whole calls, of at most 4 MiB).
+4. Of an unknown identity no more than `MAX_GREETING_BYTES` are read on any stream, and a DHT call of it is not parsed
+   (the daemon hands over whole calls, of at most 4 MiB).
 5. A peer that expires or is revoked is put out at once: its streams here are closed.
-
-No more than `MAX_GREETING_BYTES` are read of an unknown identity, on any stream; a longer frame is refused by its
-length.
 
 An open run has no admission: everybody is let in, and greetings are empty.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
 from diloco.admission.keys import is_sealed
 from diloco.config.groups import KEYLESS
 from diloco.errors import ConfigError, PayloadError
-from diloco.protocol.limits import REFUSALS, REFUSALS_PER_S, Buckets, Newest
+from diloco.protocol.limits import Newest
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.base import MEMBERS
-from diloco.protocol.messages.control import (
-    MAX_GREETING_BYTES,
-    Claim,
-    Greeting,
-    Hello,
-    Published,
-    Revocations,
-    Vote,
-)
-from diloco.swarm.wire.deadline import within
+from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
 
-__all__ = ["GREETING", "IN_USE", "Gate", "gate_for", "revoked_of", "watching"]
+__all__ = ["GREETING", "IN_USE", "Gate", "gate_for", "message_of", "watching"]
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
-QUIET_S = 60.0
 OWN_LIFE_S = 366 * 86400  # life of the invitation that the run's owner gives itself at each start
 VISIT_LIFE_S = 86400
-_CONTRIBUTES = "who was not invited to this run contributes and makes no versions; ask its owner for a link"
 IN_USE = "its identity is in use by a running peer; give this one another swarm.identity_path"
-WORDS = 3  # of a reason, that say what kind it is; the rest may name a peer or a run
 
 Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
 
@@ -65,16 +51,14 @@ class Gate:
 
     It shows itself in a role, by default that of its token; a visitor is an observer.
 
-    `on_refused` is called with peer and reason, seldom enough for a log, and `on_revoked` with a newer list, once it
-    counts. `twin` is asked, with peer and instance, why another living process of that identity forbids this one.
-    `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` the other way round.
+    `on_refused` is called with peer and reason, and `on_revoked` with a newer list, once it counts. `twin` is asked,
+    with peer and instance, why another living process of that identity forbids this one. `greet` raises `Refused` when
+    the other side does not admit this one, `Disbelieved` the other way round.
     """
 
-    def __init__(
-        self, admission: Admission | None = None, role: Role | None = None, memory: Memory | None = None
-    ) -> None:
+    def __init__(self, admission: Admission | None = None, role: Role | None = None) -> None:
         self.admission = admission
-        self.memory = admission.memory if admission is not None else memory or Memory()
+        self.memory = Memory() if admission is None else admission.memory
         self.me = self.instance = ""  # the transport sets them
         self.twin: Callable[[str, str], Awaitable[str | None]] = _no_twin
         self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
@@ -82,9 +66,6 @@ class Gate:
         self._role = role
         self._greeted: set[str] = set()
         self._serving: defaultdict[str, dict[Writer, None]] = defaultdict(dict)  # in their order, unlike a set
-        self._noted: deque[tuple[float, str, str]] = deque()
-        self._lines: Buckets[str] = Buckets(REFUSALS_PER_S, REFUSALS)
-        self._unnoted: Counter[str] = Counter()  # refusals by the same words, since the last one that was noted
         self._strangers: Newest[Writer] = Newest()
 
     @property
@@ -92,19 +73,14 @@ class Gate:
         """The public key of the run, in hexadecimal digits; None where everybody is let in."""
         return None if self.admission is None else self.admission.run_key.hex()
 
-    # -- this side begins ---------------------------------------------------------------------------------------------
-
-    def believes(self, peer: str) -> bool:
-        """Whether the word of this peer counts. A stranger's refusal, for example, must not end this process, and an
-        observer has nothing to say of the run.
-        """
-        return self.admission is None or self.role_of(peer) in MEMBERS
+    # -- greetings ----------------------------------------------------------------------------------------------------
 
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
         """Make both sides known to each other, unless they are."""
         if not again and peer in self._greeted and self.believes(peer):
             return
-        reader, writer = await within(GREETING_TIMEOUT_S, opener())
+        async with asyncio.timeout(GREETING_TIMEOUT_S):
+            reader, writer = await opener()
         stream, mine = Stream(peer, reader, writer, Traffic()), self._greeting()
         try:
             await stream.send(mine)
@@ -124,11 +100,9 @@ class Gate:
         finally:
             stream.close()
         if reason is not None:
-            self.refused(peer, reason)
+            self.on_refused(peer, reason)
             raise Disbelieved(f"{peer} is not believed: {reason}")
         self._greeted.add(peer)
-
-    # -- the other side begins ----------------------------------------------------------------------------------------
 
     async def welcome(self, peer: str, reader: Reader, writer: Writer) -> None:
         """Answer a greeting."""
@@ -143,17 +117,37 @@ class Gate:
                 await stream.send(mine)
                 await self._compare(stream, mine, theirs)
             else:
-                self.refused(peer, reason)
+                self.on_refused(peer, reason)
                 await stream.send(Refusal(reason=reason))
             if reason is not None or mine.revoked >= theirs.revoked:
                 await stream.drained()
         except PayloadError as error:
-            self.refused(peer, str(error))
+            self.on_refused(peer, str(error))
         except BROKEN:
             pass
         finally:
             self._strangers.remove(writer)
             stream.close()
+
+    def _greeting(self) -> Greeting:
+        if self.admission is None:
+            return Greeting(credential="", revoked=0, instance=self.instance)
+        token, number = self.admission.token, self.admission.revoked.number
+        shown = "" if token is None else token.credential(self.me, self._role)
+        return Greeting(credential=shown, revoked=number, instance=self.instance)
+
+    def _take(self, peer: str, greeting: Greeting) -> str | None:
+        return None if self.admission is None else self.admission.admit(peer, greeting.credential, time.time())
+
+    async def _compare(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
+        """The side with the newer list sends it, and waits until the other has read it and ends the stream."""
+        if mine.revoked < theirs.revoked:
+            self.hear(expect(await stream.receive(), Revocations))
+        elif mine.revoked > theirs.revoked and self.admission is not None:
+            await stream.send(message_of(self.admission.revoked))
+            await stream.drained()
+
+    # -- streams ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, peer: str, writer: Writer) -> None:
         """A stream of a stranger: it ends those that others left open, because identities cost a stranger nothing."""
@@ -163,12 +157,11 @@ class Gate:
     async def serve(self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]) -> None:
         """Let the handler have a stream, if the peer is known."""
         if self.admission is not None and self.role_of(peer) is None:
-            reason = self.admission.unknown
-            self.refused(peer, reason)
+            self.on_refused(peer, self.admission.unknown)
             self._make_room(peer, writer)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
-                await stream.refuse(reason, discard=MAX_GREETING_BYTES)
+                await stream.refuse(self.admission.unknown, discard=MAX_GREETING_BYTES)
             self._strangers.remove(writer)
             stream.close()
             return
@@ -180,33 +173,29 @@ class Gate:
             if not self._serving[peer]:
                 del self._serving[peer]
 
-    def call_objection(self, peer: str) -> str | None:
-        """Why this peer may not use the DHT here; None when it may."""
-        if self.admission is None:
-            return None
-        return self.admission.objection(peer, "a DHT call", MEMBERS, time.time())
-
     def objection(self, peer: str, message: Message) -> str | None:
         """Why the peer may not begin a stream with this message; None when it may."""
-        if self.admission is None:
-            return None
         if getattr(message, "trains", False) and self.role_of(peer) == "host":
             return "an invitation for role host does not allow training; use diloco host, or ask for another one"
-        if isinstance(message, Hello) and (message.holds or message.claims or message.votes) and not self.authors(peer):
-            return _CONTRIBUTES
-        return self.admission.objection(peer, message.kind, message.roles, time.time())
+        return self.bars(peer, message.kind, message.roles)
+
+    def bars(self, peer: str, what: str, roles: Collection[Role]) -> str | None:
+        """Why the peer may not do that, which peers in these roles may; None when it may."""
+        return None if self.admission is None else self.admission.objection(peer, what, roles, time.time())
 
     # -- who is in ----------------------------------------------------------------------------------------------------
+
+    def believes(self, peer: str) -> bool:
+        """Whether the word of this peer counts. A stranger's refusal, for example, must not end this process, and an
+        observer has nothing to say of the run.
+        """
+        return self.admission is None or self.role_of(peer) in MEMBERS
 
     def authors(self, peer: str) -> bool:
         """Whether this peer may make versions, this one included: in a public run, whoever was invited."""
         if self.admission is None or not self.admission.public:
             return True
         return self.admission.token is not None if peer == self.me else self.admission.invited(peer)
-
-    def claim_objection(self, peer: str, message: Message) -> str | None:
-        """Why the peer may not say this on a control stream; None when it may."""
-        return _CONTRIBUTES if isinstance(message, Claim | Published | Vote) and not self.authors(peer) else None
 
     def role_of(self, peer: str) -> Role | None:
         """The role of a peer that is in; None too where everybody is."""
@@ -217,7 +206,7 @@ class Gate:
         out = {} if self.admission is None else self.admission.expel(time.time())
         for peer, reason in out.items():
             self._greeted.discard(peer)
-            self.refused(peer, reason)
+            self.on_refused(peer, reason)
             for writer in self._serving.pop(peer, ()):
                 writer.close()
         return out
@@ -226,31 +215,15 @@ class Gate:
         """Why this peer itself is no longer admitted; None when it is."""
         return None if self.admission is None else self.admission.lapsed(self.me, time.time())
 
-    # -- revocations --------------------------------------------------------------------------------------------------
+    # -- what the owner of the run has signed -------------------------------------------------------------------------
 
-    @property
-    def revocations(self) -> Revocations | None:
-        """The newest list, if there is any."""
-        if self.admission is None or self.admission.revoked.number == 0:
-            return None
-        revoked = self.admission.revoked
-        return Revocations(
-            number=revoked.number,
-            token_ids=list(revoked.token_ids),
-            peer_ids=list(revoked.peer_ids),
-            signature=revoked.signature.hex(),
-        )
-
-    def hear(self, said: Revocations) -> bool:
+    def hear(self, revoked: Revocations) -> bool:
         """Take in a list from anybody; True when it is the owner's and news."""
-        if self.admission is None:
+        newer = Revoked.of(revoked.number, revoked.token_ids, revoked.peer_ids, revoked.signature)
+        if self.admission is None or not self.admission.revoke(newer):
             return False
-        news = self.admission.revoke(revoked_of(said))
-        if news:
-            self.on_revoked(said)
-        return news
-
-    # -- the owner's manifest ------------------------------------------------------------------------------------------
+        self.on_revoked(revoked)
+        return True
 
     def sealed(self, manifest_hash: str, seal: str) -> bool:
         """Whether settings with this hash may be believed: the run's owner signed them, or everybody is let in."""
@@ -263,46 +236,11 @@ class Gate:
             self.memory.seal = seal
             self.memory.keep()
 
-    def refused(self, peer: str, reason: str) -> None:
-        """Note a refusal, unless the same was noted lately, or there were too many for a reason in the same words.
 
-        So whoever makes up identities or reasons hides no refusal of another kind.
-        """
-        now, words = time.time(), " ".join(reason.split()[:WORDS])
-        while self._noted and self._noted[0][0] < now - QUIET_S:
-            self._noted.popleft()
-        if any((peer, reason) == known[1:] for known in self._noted):
-            return
-        if not self._lines.take(words, now):
-            self._unnoted[words] += 1
-            return
-        self._noted.append((now, peer, reason))
-        suppressed = self._unnoted.pop(words, 0)
-        self.on_refused(peer, f"{reason} ({suppressed} more were not noted)" if suppressed else reason)
-
-    def _greeting(self) -> Greeting:
-        revoked = 0 if self.admission is None else self.admission.revoked.number
-        token = None if self.admission is None else self.admission.token
-        credential = "" if token is None else token.credential(self.me, self._role)
-        return Greeting(credential=credential, revoked=revoked, instance=self.instance)
-
-    def _take(self, peer: str, greeting: Greeting) -> str | None:
-        if self.admission is None:
-            return None
-        return self.admission.admit(peer, greeting.credential, time.time())
-
-    async def _compare(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
-        """The side with the newer list sends it, and waits until the other has read it and ends the stream."""
-        if mine.revoked < theirs.revoked:
-            self.hear(expect(await stream.receive(), Revocations))
-        elif mine.revoked > theirs.revoked and self.revocations is not None:
-            await stream.send(self.revocations)
-            await stream.drained()
-
-
-def revoked_of(said: Revocations) -> Revoked:
-    """The list in a message, whose signature is not verified yet."""
-    return Revoked(said.number, tuple(said.token_ids), tuple(said.peer_ids), bytes.fromhex(said.signature))
+def message_of(revoked: Revoked) -> Revocations:
+    """A list as peers send it."""
+    tokens, peers = list(revoked.token_ids), list(revoked.peer_ids)
+    return Revocations(number=revoked.number, token_ids=tokens, peer_ids=peers, signature=revoked.signature)
 
 
 def gate_for(
@@ -321,40 +259,43 @@ def gate_for(
     `ConfigError` when the run has a key and there is neither an invitation nor the private half, and it is not public,
     or they do not fit, or the file is damaged.
     """
-    if public and run_key is None and token is None and key_path is None:
-        raise ConfigError(KEYLESS)
-    if run_key is None and token is None and key_path is None:
-        return Gate(memory=Memory(memory_path, f"{run_id}/{manifest_hash}"))
-    key, revoked = None, None
-    if key_path is not None:
-        key = RunKey.read(Path(key_path))
+    key = None if key_path is None else RunKey.read(Path(key_path))
+    own = None
+    if key is not None:
         own = issue(key, run_id, "worker" if trains else "host", int(time.time()) + OWN_LIFE_S)
-        revoked = Revoked.remembered(key, Path(key_path), run_id)
     elif token is not None:
         own = Token.read(token)
-    elif public and run_key is not None:
-        if not trains:
-            raise ConfigError("whoever hosts a public run is invited; give swarm.token=@FILE, or use diloco join")
-        memory = Memory(memory_path, f"{run_id}/{run_key}")
-        return Gate(Admission(None, memory, True, (bytes.fromhex(run_key), run_id)))
-    else:
+    elif run_key is None:
+        if public:
+            raise ConfigError(KEYLESS)
+        return Gate()
+    elif not public:
         raise ConfigError(
             f"run.key={run_key} is the key of a run that admits invited peers only; give swarm.token=@FILE with an "
             "invitation, or swarm.key_path=FILE if the run is yours"
         )
+    elif not trains:
+        raise ConfigError("whoever hosts a public run is invited; give swarm.token=@FILE, or use diloco join")
+    if own is not None:
+        _check_fits(own, run_id, run_key)
+    public_half = own.grant.run_key if own is not None else bytes.fromhex(run_key or "")
+    memory = Memory(memory_path, f"{run_id}/{public_half.hex()}")
+    admission = Admission(own, memory, public, (public_half, run_id))
+    if key is not None and key_path is not None:
+        admission.revoke(Revoked.remembered(key, Path(key_path), run_id))
+    gate = Gate(admission, "host" if own is not None and own.grant.role == "worker" and not trains else None)
+    if not gate.sealed(manifest_hash, memory.seal):  # of an earlier manifest, or none yet
+        memory.seal = "" if key is None else key.seal(run_id, manifest_hash)
+    return gate
+
+
+def _check_fits(own: Token, run_id: str, run_key: str | None) -> None:
     if own.grant.role == "observer":
         raise ConfigError("swarm.token allows to watch only; ask the owner of the run for another invitation")
     if own.grant.run_id != run_id:
         raise ConfigError(f"swarm.token is for run.id={own.grant.run_id}, and this is run.id={run_id}; ask for another")
     if run_key not in (None, own.grant.run_key.hex()):
         raise ConfigError(f"run.key={run_key} is not the key that signed swarm.token; ask the owner for another one")
-    admission = Admission(own, Memory(memory_path, f"{run_id}/{own.grant.run_key.hex()}"), public)
-    if revoked is not None:
-        admission.revoke(revoked)
-    gate = Gate(admission, "host" if own.grant.role == "worker" and not trains else None)
-    if not gate.sealed(manifest_hash, gate.memory.seal):  # of an earlier manifest, or none yet
-        gate.memory.seal = "" if key is None else key.seal(run_id, manifest_hash)
-    return gate
 
 
 def watching(run_id: str, token: str | None, key_path: str | None = None) -> Gate:
@@ -366,5 +307,4 @@ def watching(run_id: str, token: str | None, key_path: str | None = None) -> Gat
         return Gate(Admission(Token.read(token)), "observer")
     if key_path is None:
         return Gate()
-    key = RunKey.read(Path(key_path))
-    return Gate(Admission(issue(key, run_id, "observer", int(time.time()) + VISIT_LIFE_S)))
+    return Gate(Admission(issue(RunKey.read(Path(key_path)), run_id, "observer", int(time.time()) + VISIT_LIFE_S)))

@@ -132,6 +132,7 @@ def test_where_chmod_has_no_effect_a_secret_is_used_with_one_warning(
     for name in ("run.key", "token"):
         (tmp_path / name).chmod(0o777)
     monkeypatch.setattr(os, "chmod", chmod)
+    monkeypatch.setattr(os, "fchmod", chmod)
     for _ in range(2):
         gate_for("run", None, None, f"{tmp_path}/run.key")
         gate_for("run", None, f"@{tmp_path}/token", None)

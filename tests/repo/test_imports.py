@@ -23,7 +23,9 @@ LAYERS = [
     {"errors"},
     {"admission", "hub"},
     {"config"},
+    {"messages"},
     {"protocol", "outer"},
+    {"core"},
     {"swarm", "model", "data"},
     {"rundir"},
     {"train"},
@@ -57,8 +59,9 @@ HOMES = {
     "torch.distributed": {"train"},
     "torch": {"outer", "model", "data", "swarm", "rundir", "train", "sim", "integrations", "testing"},
     "numpy": {"outer", "data", "rundir", "train"},
-    "blake3": {"outer", "data"},
+    "blake3": {"outer", "data", "messages", "core"},
     "safetensors": {"model", "rundir"},
+    "msgspec": {"messages", "core", "swarm", "testing"},
     "msgpack": {"protocol", "swarm", "testing"},
     "uvloop": {"swarm"},
     "cryptography": {"admission", "swarm"},
@@ -73,7 +76,13 @@ HOMES = {
 }
 # Sans-IO: these parts are told what happened and what time it is. (`outer` keeps scratch memory per thread.)
 IO_MODULES = {"asyncio", "datetime", "multiprocessing", "select", "socket", "subprocess", "time"}
-SANS_IO = {"admission": IO_MODULES | {"threading"}, "protocol": IO_MODULES | {"threading"}, "outer": IO_MODULES}
+SANS_IO = {
+    "admission": IO_MODULES | {"threading"},
+    "protocol": IO_MODULES | {"threading"},
+    "core": IO_MODULES | {"threading"},
+    "messages": IO_MODULES,
+    "outer": IO_MODULES,
+}
 # Loading either can run somebody else's code.
 NEVER = {"pickle", "dill", "marshal", "shelve"}
 

@@ -1,0 +1,210 @@
+"""Rule 4. What a peer has learned flows to the author of the next version until it is in one. Sans-IO.
+
+    inner steps -> due -> captured, signed -> offered to the author, or to a member that hears it -> in a version
+
+A contribution stays with its contributor until the tip's book has it, or objects: its stamp is not above the ledger's
+(in), its base is neither the tip nor recent (late), its sequences are merged (data).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from diloco.core.events import Capture, Captured, Delivered, Loaded, Push, Stepped
+from diloco.core.facts import CONTROL, Facts, Fragment, Item
+from diloco.core.history import is_signed, sign
+from diloco.core.units import NONE, difference, sound, union
+from diloco.messages.control import Answer, Offer
+from diloco.messages.fields import MAX_TOKENS, MAX_UNIT_RANGES, at_most
+from diloco.messages.heads import Line
+
+__all__ = [
+    "account", "answered", "captured", "contribute", "delivered", "discarded", "loaded", "not_sent", "offered", "own",
+    "pass_on", "stepped", "take_turn",
+]  # fmt: skip
+
+MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
+LATE_RETRY_S = 1.0  # before a contribution is offered again after a stream broke
+SHUNNED = 8  # times the patience: how long a stuck author is passed over
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def stepped(core: Facts, event: Stepped) -> None:
+    """The training loop made an inner step."""
+    settings = core.settings
+    core.processed, core.steps = at_most(core.processed + event.tokens, MAX_TOKENS), core.steps + 1
+    core.position, core.steps_per_s, core.pauses = core.position + 1, event.steps_per_s, False
+    core.queue, core.untold_data = difference(core.queue, event.units), True
+    for f in core.fragments:
+        if not f.adrift:
+            f.unsent, f.steps = f.unsent + event.tokens, f.steps + 1
+        f.waiting = None if f.waiting is None else f.waiting - 1
+    if not core.control.adrift:
+        core.control.units = union(core.control.units, event.units)
+    if settings.staggered:
+        turns = {-(-(turn + 1) * core.cycle // settings.fragments) for turn in range(settings.fragments)}
+        core.turn = core.turn or core.position in turns
+    elif core.position >= core.cycle:
+        core.due = list(core.fragments)
+    core.position %= core.cycle
+
+
+def loaded(core: Facts, event: Loaded) -> None:
+    """Training goes on from an anchor."""
+    f = core.fragments[event.fragment]
+    if f.adrift:
+        f.unsent, f.steps, f.units = 0, 0, NONE
+    f.base, f.waiting, f.loading, core.untold_data = event.head, None, False, True
+
+
+def own(core: Facts, f: Fragment) -> Line | None:
+    """The newest contribution of this peer, while its fate is open in the history here."""
+    if f.draft is not None:
+        return f.draft
+    item = f.bag.get(core.me)
+    return item.line if item and not f.tip.objection(item.line) else None
+
+
+def take_turn(core: Facts) -> None:
+    """Staggered fragments are sent one after another, in step with the others: each head is one turn."""
+    if not core.turn:
+        return
+    free = [f for f in core.fragments if f.waiting is None and f.unsent and own(core, f) is None]
+    if free:
+        turn = core.next if core.settings.quorum == 1 else sum(f.tip.head.number for f in core.fragments)
+        core.due.append(min(free, key=lambda f: (f.index - turn) % len(core.fragments)))
+        core.turn = False
+
+
+def contribute(core: Facts, f: Fragment) -> None:
+    """Send what was learned, when it is due and the contribution before is settled."""
+    if f not in core.due or own(core, f) is not None or f.needs_load():
+        return
+    core.due.remove(f)
+    if not f.unsent or f.adrift:
+        return
+    clock_ms = core.wall_ms + int(core.now * 1000)
+    core.stamp = max(clock_ms, core.stamp + 1, f.tip.book.of(core.me)[0] + 1)
+    units = f.units if len(f.units) <= MAX_UNIT_RANGES else f.units[:MAX_UNIT_RANGES]
+    f.draft = Line(
+        f.index, core.me, core.stamp, f.base, f.steps, f.unsent, units, 0.0, "0" * 64, core.identity.name
+    )  # fmt: skip
+    f.unsent, f.steps, f.units, f.waiting, core.next = 0, 0, NONE, core.settings.overlap, f.index + 1
+    core.out.append(Capture(f.draft))
+
+
+def captured(core: Facts, event: Captured) -> None:
+    """The payload of this peer's contribution is made."""
+    f = core.fragments[event.line.fragment]
+    if f.draft is None or f.draft.stamp != event.line.stamp:
+        return
+    line = sign(replace(f.draft, norm=event.norm, root=event.root), core.identity.signer, core.identity.run_id)
+    f.draft = None
+    f.bag[core.me] = Item(line, event.payload, core.now, core.now)
+
+
+# -- to the author ----------------------------------------------------------------------------------------------------
+
+
+def pass_on(core: Facts, f: Fragment, author: str) -> None:
+    """Contributions go to the author: this peer's at once, what others have left here after a while."""
+    patience_s, way = core.patience_s(f), core.way(author)
+    for item in f.bag.values():
+        known = item.got if item.to == way else None
+        wait_s = 0.0 if item.line.peer == core.me or core.leaving else core.settings.refresh_s
+        if core.now < item.since + wait_s or f.tip.objection(item.line):
+            continue
+        if known is not None and core.now - known > patience_s:
+            core.shun(author, SHUNNED * patience_s)
+            core.note("stuck", fragment=f.index, author=author, waited_s=round(core.now - known, 1))
+        elif way and (item.to != way or core.now >= item.again):
+            item.to, item.again, item.got = way, core.now + core.settings.refresh_s, known
+            core.send(way, Offer(item.line, min(core.now - item.taken, 1e8)))
+
+
+def offered(core: Facts, peer: str, offer: Offer) -> None:
+    """A peer has a contribution for the next version."""
+    line = offer.line
+    f = core.fragments[line.fragment] if line.fragment < len(core.fragments) else None
+    core.send(peer, Answer(line.fragment, line.peer, line.stamp, _judged(core, f, line)))
+
+
+def _judged(core: Facts, f: Fragment | None, line: Line) -> Any:
+    if f is None or _impossible(core, line):
+        return "no"
+    known = f.bag.get(line.peer)
+    if known and known.line == line:
+        return "got"
+    if f.tip.objection(line) == "in" or (known and known.line.stamp > line.stamp):
+        return "no"
+    held = sum(1 for peer in f.bag if peer != core.me)
+    full = held >= core.settings.bag or (held + 1) * f.sizes.payload > core.settings.bag_bytes
+    signed = is_signed(line, line.peer, core.identity.signer, core.identity.run_id)
+    return "no" if not signed or (not known and full) else "want"
+
+
+def _impossible(core: Facts, line: Line) -> bool:
+    """Whether no honest peer makes these claims."""
+    per_step = core.identity.tokens_per_step
+    claims = per_step is not None and line.tokens > line.steps * per_step
+    ranges = not sound(line.units) or (bool(line.units) and line.fragment != CONTROL)
+    return claims or ranges or line.steps > MOST_CYCLES * core.settings.sync_every
+
+
+def answered(core: Facts, peer: str, answer: Answer) -> None:
+    """A peer says what it does with an offer."""
+    if answer.fragment >= len(core.fragments):
+        return
+    f = core.fragments[answer.fragment]
+    item = f.bag.get(answer.peer)
+    if item and item.line.stamp == answer.stamp and item.to == peer:
+        if answer.says == "want":
+            item.again = (
+                core.now + core.settings.deadline_s + (f.sizes.payload if f else 0) / core.settings.min_bytes_per_s
+            )
+            item.got = None
+            core.out.append(Push(peer, item.line, item.payload, answer.at))
+        elif answer.says == "got" and item.got is None:
+            item.got = core.now
+
+
+def delivered(core: Facts, event: Delivered) -> None:
+    """The payload of a contribution that was wanted is here."""
+    line = event.line
+    f = core.fragments[line.fragment]
+    if _judged(core, f, line) == "want":
+        f.bag[line.peer] = Item(line, event.payload, core.now, core.now)
+        core.untold_data = core.untold_data or f is core.control
+    held = f.bag.get(line.peer)
+    says: Any = "got" if held and held.line == line else "no"
+    core.send(event.peer, Answer(line.fragment, line.peer, line.stamp, says))
+
+
+def not_sent(core: Facts, peer: str, line: Line) -> None:
+    """The stream of a payload broke."""
+    item = core.fragments[line.fragment].bag.get(line.peer)
+    if item and item.line == line and item.to == peer:
+        item.again, item.got = core.now + LATE_RETRY_S, None
+
+
+# -- accounts ---------------------------------------------------------------------------------------------------------
+
+
+def discarded(core: Facts, f: Fragment) -> int:
+    """Tokens that this peer has processed, and that are neither in the history here nor on their way there."""
+    open_ = own(core, f)
+    return core.processed - f.tip.book.of(core.me)[1] - f.unsent - (open_.tokens if open_ else 0)
+
+
+def account(core: Facts, f: Fragment) -> None:
+    """Say it when that changes; by less than nothing when they are in the history after all."""
+    lost = discarded(core, f)
+    if lost < 0:  # the history knows of more than the checkpoint did
+        core.processed, lost = core.processed - lost, 0
+    if lost != f.discarded:
+        core.note("discarded", fragment=f.index, tokens=lost - f.discarded)
+        f.discarded = lost

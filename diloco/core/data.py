@@ -1,0 +1,86 @@
+"""Which sequences who trains on. Sans-IO.
+
+The run has one endless list of sequences 0, 1, 2, ... `merged` in the book of the control fragment says which of them
+are in the anchor, so none is merged twice in one history, whoever dealt it. Leases only avoid collisions: the author of
+that fragment deals the lowest sequences that are not merged, that no status names, and that were not granted since. So
+those of the dead, and of discarded contributions, are free without being given back.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from diloco.core.facts import CONTROL, Facts
+from diloco.core.units import NONE, count, difference, first, gaps, union
+from diloco.messages.control import MAX_WANTED, Grant, Lease
+from diloco.messages.fields import MAX_RANGES, MAX_UNIT_RANGES, Units, forget_oldest
+
+__all__ = ["deal", "granted", "has", "lease", "leased", "lost"]
+
+MOST_PEERS = 4096  # to whom sequences are granted
+MOST_WANTED = 4  # times what others ask for: data ahead, under way, and sent
+LEAP = 2**24  # No honest peer has sequences this far past the merged ones, so one message cannot use up the list.
+
+
+def has(core: Facts) -> Units:
+    """Data that is here, and that nobody else should learn from: this peer's, and that of contributions in its bag."""
+    f = core.control
+    draft = f.draft.units if f.draft else NONE
+    return union(core.queue, f.units, draft, f.has())
+
+
+def lease(core: Facts) -> None:
+    """Ask for data when it runs short."""
+    dealer = core.author_of(core.control)
+    if dealer != core.me:
+        core.granted.clear()
+    if not core.trains_now or not core.wanted or count(core.queue) >= core.wanted // 2:
+        return
+    if dealer == core.me:
+        core.queue, core.untold_data = union(core.queue, deal(core, core.me, core.wanted, has(core))), True
+    elif (way := core.way(dealer)) and core.now >= core.lease_again:
+        core.lease_again = core.now + core.settings.refresh_s
+        core.send(way, Lease(core.me, min(core.wanted, MAX_WANTED), has(core)[:MAX_RANGES]))
+
+
+def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
+    """The lowest sequences that are not in the model, and that nobody has."""
+    f = core.control
+    if core.author_of(f) != core.me or f.behind() or not core.ready:
+        return NONE
+    merged = f.tip.book.merged
+    possible = ((0, (merged[-1][1] if merged else 0) + LEAP),)
+    said = [member.units for member in core.members.all() if member.peer != peer]
+    dealt = [units for other, (units, until) in core.granted.items() if other != peer and core.now < until]
+    taken = union(merged, has(core), *(difference(one, gaps(possible)) for one in (its, *said, *dealt)))
+    new = first(gaps(taken), want)[:MAX_UNIT_RANGES]
+    if peer != core.me:
+        until = inf if peer in core.members else core.now + core.patience_s(f)
+        core.granted[peer] = (union(its, new), until)
+        forget_oldest(core.granted, MOST_PEERS)
+    return new
+
+
+def leased(core: Facts, peer: str, message: Lease) -> None:
+    """A peer asks for data, for itself or for one that does not hear the dealer."""
+    dealer = core.author_of(core.control)
+    if message.peer == peer and dealer in core.members:
+        core.send(dealer, message)
+    else:
+        core.send(peer, Grant(message.peer, deal(core, message.peer, message.want, message.has)))
+
+
+def granted(core: Facts, message: Grant) -> None:
+    """Data for this peer, or for one that asked by way of it."""
+    if message.peer == core.me:
+        new = difference(difference(message.units, core.control.tip.book.merged), has(core))
+        core.queue, core.untold_data = union(core.queue, new), True
+    elif message.peer in core.members:
+        core.send(message.peer, message)
+
+
+def lost(core: Facts, peer: str) -> None:
+    """A peer is gone from here; others may hear it, so what it was granted is kept for a while."""
+    if peer in core.granted:
+        core.granted[peer] = core.granted[peer][0], core.now + core.patience_s(core.fragments[CONTROL])
+    core.lease_again = core.now

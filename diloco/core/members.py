@@ -1,0 +1,197 @@
+"""Who is connected to this peer, what they say, and where they can be called. Sans-IO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from diloco.config.address import problem
+from diloco.core.units import NONE
+from diloco.messages.control import Figures, Hello, Status
+from diloco.messages.fields import Units, forget_oldest
+from diloco.messages.heads import Key
+
+__all__ = ["AddressBook", "Member", "Members"]
+
+STALL_STEPS = 10.0  # inner steps at the measured pace in whose time one must be done
+STALL_BEATS = 3.0  # Large swarms say their progress seldom; one message that is late must not look like a stall.
+PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
+BEATS_PER_S = 64.0  # heartbeats heard from all others together; in smaller swarms each says one every `heartbeat_s`
+MAX_ADDRESSES = 4  # kept of one peer, the best first
+MAX_PEERS = 4096  # whose addresses are kept
+
+
+@dataclass
+class Member:
+    """Another peer, as it says.
+
+    Attributes:
+        moved: when it made an inner step, or got the first head after one.
+        paused_at: when it began to evaluate or to save; inf while it does not.
+        interval_s: between its statuses, as a moving average.
+    """
+
+    peer: str
+    hello: Hello
+    status: Status
+    heard: float
+    moved: float
+    tips: dict[int, Key]
+    hears: set[str]
+    units: Units = NONE
+    stepped: bool = True
+    interval_s: float = 0.0
+    paused_at: float = math.inf
+    began_at: float = 0.0
+    figures: Figures = field(default_factory=Figures)
+
+    @classmethod
+    def of(cls, peer: str, hello: Hello, now: float) -> Member:
+        """A member that has said hello."""
+        said = hello.status
+        return cls(peer, hello, said, now, now, dict(said.tips), set(said.hears), said.units or NONE, began_at=now)
+
+    def hear(self, status: Status, now: float) -> None:
+        """Take in a status; what it leaves out is as it was."""
+        gap_s = now - self.heard
+        self.interval_s = gap_s if self.interval_s == 0.0 else 0.9 * self.interval_s + 0.1 * gap_s
+        steps = status.steps != self.status.steps
+        if steps or (status.tips and self.stepped):
+            self.moved, self.stepped = now, steps
+        if status.position < self.status.position or (self.status.waits and not status.waits):
+            self.began_at = now  # a round
+        self.paused_at = min(self.paused_at, now) if status.pauses else math.inf
+        if status.whole:
+            self.tips, self.hears = dict(status.tips), set(status.hears)
+        else:
+            self.tips.update(status.tips)
+            self.hears = (
+                (self.hears - set(status.deaf)) | set(status.hears) if status.hears or status.deaf else self.hears
+            )
+        self.units = self.units if status.units is None else status.units
+        self.figures = status.figures or self.figures
+        self.status, self.heard = status, now
+
+    def silence_s(self, floor_s: float, beats: float) -> float:
+        """Seconds of silence after which it counts as gone, by its own heartbeat."""
+        return max(floor_s, beats * self.interval_s)
+
+    def stalled(self, now: float, floor_s: float, first_step_s: float) -> bool:
+        """Whether it makes no progress, by its own measured pace. A first step may compile kernels."""
+        if 0 <= now - self.paused_at < PAUSE_LIMIT_S:
+            return False
+        pace = self.status.steps_per_s
+        limit_s = max(floor_s, STALL_STEPS / pace, STALL_BEATS * self.interval_s) if pace > 0 else first_step_s
+        return now - self.moved > limit_s
+
+
+class Members:
+    """The peers that this one is connected to. Losing one is an ordinary event; nothing here raises."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._members: dict[str, Member] = {}
+        self._order: list[Member] | None = None
+        self._authors: frozenset[str] | None = None
+        self._able: tuple[bool, dict[str, None]] | None = None
+
+    def __contains__(self, peer: str) -> bool:
+        return peer in self._members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def get(self, peer: str) -> Member | None:
+        """The member of that id, or None."""
+        return self._members.get(peer)
+
+    def all(self) -> list[Member]:
+        """Members in the order of their ids, so that every walk over them is deterministic."""
+        if self._order is None:
+            self._order = [self._members[peer] for peer in sorted(self._members)]
+        return self._order
+
+    def join(self, peer: str, hello: Hello, now: float) -> bool:
+        """Take in a hello; True when the peer was no member before. A known peer may be another process by now."""
+        new = peer not in self._members
+        self._members[peer] = Member.of(peer, hello, now)
+        self._order = self._able = self._authors = None
+        return new
+
+    def hear(self, peer: str, status: Status, now: float) -> bool:
+        """A member says its status; whether that changes who is there and able."""
+        member = self._members[peer]
+        before = member.status
+        member.hear(status, now)
+        changed = (status.authors, status.trains, status.waits) != (before.authors, before.trains, before.waits)
+        if status.authors != before.authors or status.hears or status.deaf or status.whole:
+            self._able = self._authors = None
+            changed = True
+        return changed
+
+    def remove(self, peer: str) -> Member | None:
+        """Forget a member."""
+        self._order = self._able = self._authors = None
+        return self._members.pop(peer, None)
+
+    def silent(self, now: float, floor_s: float, beats: float) -> list[str]:
+        """Members that have said nothing for longer than their own heartbeat allows."""
+        return [one.peer for one in self.all() if now - one.heard > one.silence_s(floor_s, beats)]
+
+    def any_author(self) -> bool:
+        """Whether another member may be an author."""
+        return bool(self.authors())
+
+    def able(self, myself: bool) -> Mapping[str, object]:
+        """Peers that may be an author: members, those whom a member hears, and this peer if it says so."""
+        if self._able is None or self._able[0] != myself:
+            able = {one.peer: None for one in self.all() if one.status.authors} | ({self._me: None} if myself else {})
+            known = {self._me, *self._members}
+            for member in self.all():
+                able |= dict.fromkeys(sorted(member.hears - known))
+            self._able = (myself, able)
+        return self._able[1]
+
+    def authors(self) -> frozenset[str]:
+        """Members that say that they may be an author."""
+        if self._authors is None:
+            self._authors = frozenset(one.peer for one in self.all() if one.status.authors)
+        return self._authors
+
+    def beat_s(self, heartbeat_s: float) -> float:
+        """Seconds between two heartbeats: in a large swarm each peer says less."""
+        return max(heartbeat_s, len(self._members) / BEATS_PER_S)
+
+
+class AddressBook:
+    """Addresses by peer id. What a peer says of itself counts more than what others say of it.
+
+    libp2p finds a peer by its id if its routing tables have the peer. These tables leave out networks whose addresses
+    they take for neither public nor private, and peers that only one other peer has met. Hellos therefore carry
+    addresses: a newcomer can call every peer that its first contact has met. Another identity answers at a wrong
+    address, or nobody. `may_call` says which addresses are called on hearsay (see `Transport.may_call`).
+    """
+
+    def __init__(self) -> None:
+        self.may_call: Callable[[str], bool] = lambda address: True
+        self._said: dict[str, tuple[str, ...]] = {}
+        self._hearsay: dict[str, tuple[str, ...]] = {}
+
+    def hear(self, peer: str, said: Mapping[str, Sequence[str]]) -> None:
+        """Take in what a peer says of itself and of others, without malformed addresses and those of another peer."""
+        for other, addresses in said.items():
+            itself = other == peer
+            known = self._said if itself else self._hearsay
+            found = [one for one in addresses if one.endswith(f"/p2p/{other}") and problem(one) is None]
+            found = found if itself else [one for one in found if self.may_call(one)]
+            known[other] = tuple(found[:MAX_ADDRESSES])
+            forget_oldest(known, MAX_PEERS)
+
+    def of(self, peer: str) -> Sequence[str]:
+        """Multiaddrs that end with the peer's id; empty when nobody has named any."""
+        return self._said.get(peer) or self._hearsay.get(peer, ())
+
+    def all(self, peers: Iterable[str]) -> dict[str, list[str]]:
+        """Known addresses of these peers."""
+        return {peer: list(found) for peer in peers if (found := self.of(peer))}

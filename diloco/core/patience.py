@@ -1,0 +1,62 @@
+"""How long a version waits for whom, at a barrier. Sans-IO.
+
+    enough contributions are here -> does it wait for that peer? (`until`) -> closed, perhaps without some
+    closed -> who was missing, or took too long? -> `slow`: nobody waits for that peer until it is quicker
+
+A slow peer's own word counts for nothing, with one exception: it may say that it evaluates or saves a checkpoint. What
+this makes the others wait is taken from the peer's bucket, which fills slowly, so it cannot hold a swarm up by saying
+it. All times are seconds of one monotonic clock, the author's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping
+
+from diloco.core.members import PAUSE_LIMIT_S, Member
+from diloco.protocol.limits import Buckets
+
+__all__ = ["Patience"]
+
+ROUNDS = 3.0  # median rounds of the contributors for which a version waits
+PAUSE_RATE = 0.05  # of all time: what one peer may make the others wait in the long run
+
+
+class Patience:
+    """For whom the versions of one fragment wait, and for how long, as its author sees it.
+
+    An author that is new waits for everybody once more.
+
+    Attributes:
+        slow: peers for which nobody waits. Each was missing from a version, and no contribution of it was quick since.
+    """
+
+    def __init__(self, floor_s: float) -> None:
+        self.slow: set[str] = set()
+        self._floor_s = floor_s
+        self._pauses: Buckets[str] = Buckets(PAUSE_RATE, PAUSE_LIMIT_S)  # seconds beyond the others' patience
+
+    def wait_s(self, rounds_s: Collection[float]) -> float:
+        """Seconds for which the rest is waited for, once the rounds of those that came in time are known: `ROUNDS` in
+        all. (Backup workers, arXiv 1604.00981, drop the last ones at once; here they are merged later.)
+        """
+        return max(self._floor_s, (ROUNDS - 1) * statistics.median_low(rounds_s)) if rounds_s else self._floor_s
+
+    def pause_s(self, member: Member | None, now: float) -> float:
+        """Seconds for which a peer may still pause, if it does."""
+        if member is None or now < member.paused_at:
+            return 0.0
+        return self._pauses.of(member.peer, now).left(now)
+
+    def closed(
+        self, rounds_s: Mapping[str, float], missing: Mapping[str, Member | None], over_s: float, now: float
+    ) -> None:
+        """A version is made of contributions after such rounds. It waited `over_s` longer than it would have without
+        pauses; whoever paused pays for it. Who is missing then is slow, and who was quick enough is not any more.
+        """
+        longest_s = statistics.median_low(rounds_s.values()) + self.wait_s(list(rounds_s.values()))
+        self.slow |= missing.keys()
+        self.slow -= {peer for peer, round_s in rounds_s.items() if round_s <= longest_s}
+        for peer, member in missing.items():
+            if member is not None and now >= member.paused_at and over_s > 0:
+                self._pauses.take(peer, now, min(over_s, self.pause_s(member, now)))

@@ -1,0 +1,392 @@
+"""The core of one peer, whole and sans-IO: `Peer.receive(event, now)` returns actions.
+
+An event only changes facts. Then one function, `_decide`, looks at all facts and acts, so no message is waited for, and
+there is no state machine. It never sleeps, opens a socket or reads a clock; the owner passes monotonic seconds and
+carries out the actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.config import WIRE_VERSION
+from diloco.core import author, contributions, data, tips
+from diloco.core.events import (
+    Action,
+    Applied,
+    Asked,
+    Broke,
+    Captured,
+    Connected,
+    Delivered,
+    Disconnect,
+    Discovered,
+    Event,
+    Exit,
+    Gave,
+    Heard,
+    Leave,
+    Loaded,
+    Lost,
+    Merged,
+    Paused,
+    Stepped,
+    Wanted,
+)
+from diloco.core.facts import Facts, Fragment, Identity, Settings, Sizes, score
+from diloco.core.history import Arithmetic, Tip
+from diloco.core.members import AddressBook, Members
+from diloco.core.patience import Patience
+from diloco.core.units import NONE
+from diloco.messages.bulk import Get
+from diloco.messages.control import Answer, Figures, Grant, Hello, Lease, Offer, Planned, Status
+from diloco.messages.fields import MAX_NAMED, MAX_RANGES, MAX_RATE, at_most, forget_oldest, within_bounds
+from diloco.messages.heads import Line
+
+__all__ = ["Peer"]
+
+LOOK_S = 1.0  # between two looks for silent members
+MAX_RAISE = 1000  # times what was typed here
+OTHER_DATA = (
+    "peers share sequences out by number, and on each a number is other text, so some is trained on twice or never, "
+    "and perhaps some that the other holds out; give both the same files, or set data.shard=0 data.shards=1 on each"
+)
+
+
+class Peer:
+    """One peer's part in the swarm.
+
+    Messages that do not fit are ignored or answered with no; nothing from the network makes this raise.
+
+    Args:
+        tips: by fragment, what the anchors here are. wall_ms: milliseconds of the clock at `now`.
+        processed, stamp: of the lives before this one.
+        planned: how long the run is, as typed here.
+    """
+
+    def __init__(
+        self, identity: Identity, settings: Settings, arithmetic: Arithmetic, tips: Sequence[Tip],
+        sizes: Sequence[Sizes], now: float, wall_ms: int, processed: int = 0, stamp: int = 0,
+        planned: Planned = (0, 0, 0),
+    ) -> None:  # fmt: skip
+        fragments = [
+            Fragment(i, tip, size, {tip.head.id: now}, Patience(settings.floor_s), tip.head.id)
+            for i, (tip, size) in enumerate(zip(tips, sizes, strict=True))
+        ]
+        self.addresses = AddressBook()
+        self.facts = Facts(
+            identity, settings, arithmetic, now, wall_ms - int(now * 1000), Members(identity.me), fragments, processed,
+            stamp, cycle=settings.sync_every, settled_at=now + settings.settle_s, lease_again=now, moved=now,
+            planned=planned,
+        )  # fmt: skip
+        self.figures = Figures()
+        self._typed = planned
+        self._looked_at = self._told_at = now
+        self._decided_at = -settings.tick_s
+        self._other_data: dict[str, None] = {}
+        self._said_hears: frozenset[str] = frozenset()
+        self._said_units = NONE
+        self._said_flags: tuple[object, ...] = ()
+
+    def receive(self, event: Event, now: float) -> list[Action]:
+        """Take in what happened, and say what to do about it."""
+        core = self.facts
+        core.out, core.now = [], now
+        self._wake_up()
+        decides = self._take_in(event)
+        if decides or now >= self._decided_at + core.settings.tick_s:
+            self._decided_at = now
+            if not core.exited:
+                self._decide()
+        else:
+            core.wake(self._decided_at + core.settings.tick_s)
+        return core.out
+
+    def _take_in(self, event: Event) -> bool:
+        """Change facts; whether they are looked at at once, and not together with what comes next."""
+        match event:
+            case Heard(peer, message):
+                return self._heard(peer, message)
+            case Asked():
+                tips.answer(self.facts, event)
+                return False
+            case Connected(peer, hello):
+                self._connected(peer, hello)
+            case Lost(peer, why):
+                self._lost(peer, why)
+            case Gave() | Broke() | Delivered() | Merged() | Applied():
+                self._came(event)
+            case _:
+                self._trained(event)
+        return True
+
+    def _came(self, event: Event) -> None:
+        """Something that was asked for is here, or will not come."""
+        core = self.facts
+        match event:
+            case Gave():
+                tips.gave(core, event)
+            case Broke(peer, Get() as get, bad):
+                tips.broke(core, peer, get, bad)
+            case Broke(peer, Line() as line):
+                contributions.not_sent(core, peer, line)
+            case Delivered():
+                contributions.delivered(core, event)
+            case Merged():
+                author.merged(core, event)
+            case Applied():
+                tips.applied(core, event)
+
+    def _trained(self, event: Event) -> None:
+        """The training loop says something."""
+        core = self.facts
+        match event:
+            case Stepped():
+                contributions.stepped(core, event)
+                core.moved, core.made_step = core.now, True
+            case Wanted(sequences, cycle):
+                core.wanted, core.cycle = sequences, cycle or core.cycle
+            case Paused():
+                core.pauses = True
+            case Captured():
+                contributions.captured(core, event)
+            case Loaded():
+                contributions.loaded(core, event)
+            case Leave(finished):
+                core.leaving, core.finished, core.leave_by = True, finished, core.now + core.settings.stuck_s
+            case Discovered():
+                core.settled_at = min(core.settled_at, core.now)
+
+    def _decide(self) -> None:
+        """Look at all facts, and act."""
+        core = self.facts
+        self._look_for_the_silent()
+        for f in core.fragments:
+            if f.told or f.fetch:
+                tips.fetch(core, f)
+        self._get_ready()
+        contributions.take_turn(core)
+        for f in core.fragments:
+            if core.due:
+                contributions.contribute(core, f)
+            if f.bag and (name := core.author_of(f)):
+                if name == core.me:
+                    author.close(core, f)
+                else:
+                    contributions.pass_on(core, f, name)
+            tips.load(core, f)
+            contributions.account(core, f)
+        data.lease(core)
+        self._tell()
+        self._exit()
+
+    # -- for everybody else -------------------------------------------------------------------------------------------
+
+    @property
+    def runs(self) -> bool:
+        """Whether the training loop may make an inner step."""
+        core = self.facts
+        has_data = bool(core.queue) or not core.wanted or not core.settings.leased
+        return core.trains_now and not core.waits and has_data
+
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    def _wake_up(self) -> None:
+        """Who was asleep (SIGSTOP, laptop lid) was given up by the others: it listens first, and drops its data."""
+        core = self.facts
+        if core.now - self._looked_at > core.settings.silence_s:
+            core.ready, core.settled_at, core.queue = False, core.now + core.settings.settle_s, NONE
+            for member in core.members.all():
+                member.heard = core.now
+            core.untold_data = True
+            core.note("slept", seconds=round(core.now - self._looked_at, 1))
+        self._looked_at = core.now
+
+    def _look_for_the_silent(self) -> None:
+        core = self.facts
+        settings = core.settings
+        for peer in core.members.silent(core.now, settings.silence_s, settings.silence_beats):
+            core.out.append(Disconnect(peer))
+            self._lost(peer, "silent")
+
+    def _connected(self, peer: str, hello: Hello) -> None:
+        core = self.facts
+        if len(hello.status.tips) != len(core.fragments) or not hello.status.whole:
+            return
+        if core.members.join(peer, hello, core.now):
+            core.note("join", peer=peer, name=hello.name, live=len(core.members) + 1)
+        self.addresses.hear(peer, hello.addresses)
+        self._compare_data(peer, hello)
+        self._hear_plan(peer, hello.status)
+        self._hear_tips(peer, hello.status)
+        core.send(peer, self._status(whole=True))  # what changed since its own hello was read
+
+    def _compare_data(self, peer: str, hello: Hello) -> None:
+        """Name a peer where numbers of sequences stand for other text, once."""
+        here, there = self.facts.identity.data, hello.sequences
+        if here and there and here != there and peer not in self._other_data:
+            self._other_data[peer] = None
+            forget_oldest(self._other_data, MAX_NAMED)
+            self.facts.note("other_data", peer=peer, name=hello.name, there=there, here=here, so=OTHER_DATA)
+
+    def _lost(self, peer: str, why: str) -> None:
+        core = self.facts
+        member = core.members.remove(peer)
+        if member is None:
+            return
+        data.lost(core, peer)
+        for f in core.fragments:
+            f.told.pop(peer, None)
+            for item in f.bag.values():
+                if item.to == peer:
+                    item.to, item.got = "", None
+            if f.fetch and f.fetch.goal:
+                f.fetch.asked = {part: one for part, one in f.fetch.asked.items() if one[0] != peer}
+            elif f.fetch and f.fetch.donor == peer:
+                f.fetch = None
+        kind = "leave" if member.status.leaves else "lost"
+        core.note(kind, peer=peer, name=member.hello.name, why=why, live=len(core.members) + 1)
+
+    def _get_ready(self) -> None:
+        """Who comes listens first, and gets what the others have."""
+        core = self.facts
+        if core.ready or core.now < core.settled_at:
+            return
+        others = [member for member in core.members.all() if member.status.trains]
+        if len(core.members) + 1 < core.settings.min_peers and not others:
+            return
+        core.goals = core.goals or [max([f.tip.key, *f.greater().values()]) for f in core.fragments]
+        there = all(
+            f.tip.head.prev != "" and (f.tip.key >= goal or f.greater().keys() <= core.shunned.keys())
+            for f, goal in zip(core.fragments, core.goals, strict=True)
+        )
+        late = core.now > core.settled_at + core.settings.stuck_s and all(f.tip.head.prev for f in core.fragments)
+        if there or late:
+            core.ready, core.goals, core.moved = True, [], core.now
+            core.position = self._first_position()
+
+    def _first_position(self) -> int:
+        """In step with the others, which have made steps since they said where they are."""
+        core = self.facts
+        ahead = [0]
+        for member in core.members.all():
+            status = member.status
+            if status.trains:
+                made = 0 if status.waits else (core.now - member.heard) * status.steps_per_s
+                ahead.append(status.position + int(min(made, core.cycle)))
+        return min(max(ahead), core.cycle - 1)
+
+    # -- talking ------------------------------------------------------------------------------------------------------
+
+    def _heard(self, peer: str, message: object) -> bool:
+        core = self.facts
+        if peer not in core.members:
+            core.out.append(Disconnect(peer))  # this peer gave it up, and it does not know
+            return False
+        match message:
+            case Status() if all(index < len(core.fragments) for index in message.tips):
+                changed = core.members.hear(peer, message, core.now)
+                self._hear_plan(peer, message)
+                return self._hear_tips(peer, message) or changed
+            case Offer():
+                contributions.offered(core, peer, message)
+            case Answer():
+                contributions.answered(core, peer, message)
+            case Lease():
+                data.leased(core, peer, message)
+            case Grant():
+                data.granted(core, message)
+        return True
+
+    def _hear_tips(self, peer: str, status: Status) -> bool:
+        """Whether it tells a greater tip than the one here."""
+        core, news = self.facts, False
+        for index in range(len(core.fragments)) if status.whole else status.tips:
+            f, key = core.fragments[index], status.tips.get(index, (0, ""))
+            f.told.pop(peer, None)
+            if key > f.tip.key:
+                f.told[peer], news = key, True
+        return news
+
+    def _hear_plan(self, peer: str, status: Status) -> None:
+        """The run is as long as whoever may make its versions says, within reason: nobody makes it endless for all."""
+        core = self.facts
+        higher = tuple(
+            max(here, there) if here else 0 for here, there in zip(core.planned, status.planned, strict=True)
+        )
+        if higher == core.planned or not core.identity.is_author(peer):
+            return
+        if any(there > MAX_RAISE * typed for there, typed in zip(higher, self._typed, strict=True)):
+            core.note("plan_ignored", peer=peer, planned=list(higher))
+            return
+        core.planned = (higher[0], higher[1], higher[2])
+        core.note("planned", peer=peer, planned=list(higher))
+
+    def _status(self, whole: bool = False, figures: Figures | None = None) -> Status:
+        """What this peer has and does: all of it, or what changed since the last status to everybody."""
+        core = self.facts
+        told = range(len(core.fragments)) if whole else sorted(core.untold)
+        hears, said = core.members.authors(), self._said_hears
+        return Status(
+            whole=whole, tips={i: core.fragments[i].tip.key for i in told}, steps=at_most(core.steps),
+            position=core.position, cycle=core.cycle, steps_per_s=within_bounds(core.steps_per_s, MAX_RATE),
+            trains=core.trains_now, waits=core.trains_now and core.waits, pauses=core.pauses, leaves=core.leaving,
+            authors=core.is_author(), hears=sorted(hears if whole else hears - said),
+            deaf=[] if whole else sorted(said - hears),
+            units=self._said_units if whole or core.untold_data else None, planned=core.planned, figures=figures,
+        )  # fmt: skip
+
+    def _tell(self) -> None:
+        """Tell everybody what changed, and that this peer lives."""
+        core, hears = self.facts, self.facts.members.authors()
+        if core.untold_data:
+            has = data.has(core)[:MAX_RANGES]
+            core.untold_data, self._said_units = has != self._said_units, has
+        flags = (
+            core.trains_now,
+            core.trains_now and core.waits,
+            core.pauses,
+            core.leaving,
+            core.is_author(),
+            core.planned,
+        )
+        beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
+        if flags != self._said_flags or core.untold or core.untold_data or hears != self._said_hears or beats:
+            core.broadcast(self._status(figures=self.figures if beats else None))
+            if core.untold and core.made_step:
+                core.moved, core.made_step = core.now, False  # it got the first head after a step
+            self._told_at, self._said_flags, self._said_hears = core.now, flags, hears
+            core.untold.clear()
+            core.untold_data = False
+
+    def hello(self) -> Hello:
+        """First message to a peer that is called; the owner adds `seal` and `instance`."""
+        core, me = self.facts, self.facts.identity
+        peers = [member.peer for member in core.members.all()]
+        if len(peers) > MAX_NAMED:  # each peer names others, so a newcomer hears of nearly all
+            peers = sorted(peers, key=lambda peer: score(0, f"{me.me} {peer}"))[:MAX_NAMED]
+        return Hello(
+            wire_version=WIRE_VERSION, run_id=me.run_id, manifest_hash=me.manifest_hash, name=me.name,
+            trains=me.trains, authors=me.may_author, device=me.device, peers=peers,
+            addresses=self.addresses.all([me.me, *peers]), status=self._status(whole=True), sequences=me.data,
+        )  # fmt: skip
+
+    def _exit(self) -> None:
+        """Who leaves sends what it has learned, and goes when others have that, and its heads."""
+        core = self.facts
+        if not core.leaving:
+            return
+        if not core.finished:
+            core.due += [f for f in core.fragments if f.unsent and not f.adrift and f not in core.due]
+        others = core.members.all()
+        kept = any(
+            item.got is None and not f.tip.objection(item.line) and not core.over(f.tip)
+            for f in core.fragments for item in f.bag.values()
+        )  # fmt: skip
+        making = any(f.draft or f.moving for f in core.fragments)
+        alone = bool(others) and any(
+            all(tuple(one.tips.get(f.index, (0, ""))) < f.tip.key for one in others) for f in core.fragments
+        )
+        if not (core.due or kept or making or alone) or core.now > core.leave_by:
+            core.exited = True
+            core.out.append(Exit())

@@ -1,0 +1,290 @@
+"""Rules 1 and 2. An anchor moves up only, when its bytes are here and match what the head says; who hears of a greater
+tip asks those who tell it, in turn. Sans-IO.
+
+    told -> ask a donor -> records, one after another  -> the anchor moves by an update -> adopted
+                        -> parts, from several donors  -> the anchor is replaced        -> adopted
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from diloco.core.events import Applied, Apply, Ask, Asked, Gave, Load, Part, Records, Replace, Reply
+from diloco.core.facts import Facts, Fetch, Fragment, Goal, Moving, score
+from diloco.core.history import Record, Tip, follow, sign, state_of, wrong, wrong_state
+from diloco.core.units import NONE, difference, overlaps
+from diloco.messages.bulk import Get
+from diloco.messages.fields import forget_oldest
+
+__all__ = ["answer", "applied", "broke", "fetch", "gave", "load"]
+
+PAUSE_S = 1.0  # before somebody else is asked after a donor said: not now
+PARTS_EACH = 2  # that one donor is asked for at a time
+SHUNNED = 8  # times `stuck_s`: how long the author of a head is passed over that no honest one makes
+REFUSED = 1024  # heads that are remembered
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+
+def fetch(core: Facts, f: Fragment) -> None:
+    """Ask for a greater tip, if there is one to be had."""
+    asked, now = f.fetch, core.now
+    if asked is not None:
+        _expire(core, f, asked)
+    told = f.greater()
+    if good := told.keys() - f.later.keys():  # who failed is asked only when nobody else tells one
+        told = {peer: told[peer] for peer in good}
+        if f.fetch and f.fetch.donor in f.later and not f.fetch.goal:
+            f.fetch = None
+    told = {peer: key for peer, key in told.items() if f.later.get(peer, 0.0) <= now}
+    if f.moving or f.coming:
+        return
+    if f.fetch and f.fetch.goal:
+        _ask_parts(core, f, f.fetch, f.fetch.goal)
+    elif told and f.fetch is None:
+        highest = max(told.values())
+        best = [peer for peer, key in told.items() if key == highest]
+        donor = min(best, key=lambda peer: (peer == f.busy, score(int(now), core.me + peer)))
+        have = (f.tip.head.work, "") if f.torn else f.tip.key
+        f.fetch = Fetch(donor, now + core.deadline_s(f.sizes.update))
+        core.out.append(Ask(donor, Get(f.index, have)))
+
+
+def _expire(core: Facts, f: Fragment, asked: Fetch) -> None:
+    if asked.goal is None:
+        if core.now > asked.until:
+            _failed(core, f, asked.donor)
+        return
+    for donor in {donor for donor, until in asked.asked.values() if core.now > until}:
+        _failed(core, f, donor)
+
+
+def _ask_parts(core: Facts, f: Fragment, asked: Fetch, goal: Goal) -> None:
+    """Ask those who have the goal for the parts that are missing."""
+    tell = [one.peer for one in core.members.all() if one.tips.get(f.index) == goal.head.key]
+    donors = sorted({*tell, *([asked.donor] if asked.donor in core.members else [])})
+    donors = [donor for donor in donors if f.later.get(donor, 0.0) <= core.now]
+    missing = [part for part in range(f.sizes.parts) if part not in asked.parts and part not in asked.asked]
+    busy = [donor for donor, _ in asked.asked.values()]
+    until = core.now + core.deadline_s(f.sizes.anchor // f.sizes.parts)
+    for _ in range(PARTS_EACH):
+        for donor in donors:
+            if missing and busy.count(donor) < PARTS_EACH:
+                part = missing.pop(0)
+                busy.append(donor)
+                asked.asked[part] = (donor, until)
+                core.out.append(Ask(donor, Get(f.index, f.tip.key, goal.head.id, part)))
+    if not asked.asked:
+        f.fetch = None  # nobody has it any more
+
+
+def _failed(core: Facts, f: Fragment, donor: str, seconds: float = 0.0) -> None:
+    """Nothing good came from a donor, which is asked again later."""
+    asked = f.fetch
+    if donor:  # else it was a pause
+        f.later[donor] = core.now + (seconds or core.settings.refresh_s)
+    if asked and asked.goal:  # others have the rest
+        asked.asked = {part: one for part, one in asked.asked.items() if one[0] != donor}
+    elif asked and asked.donor == donor:
+        f.fetch = None
+
+
+# -- what donors give -------------------------------------------------------------------------------------------------
+
+
+def gave(core: Facts, event: Gave) -> None:
+    """A donor answered."""
+    f, peer = core.fragments[event.get.fragment], event.peer
+    match event.answer:
+        case Records(records):
+            _gave_records(core, f, peer, list(records))
+        case Part() as part:
+            _gave_part(core, f, peer, part)
+        case None:
+            broke(core, peer, event.get)
+
+
+def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
+    """A question got no answer, or a `bad` one, or a donor said: not now."""
+    f = core.fragments[get.fragment]
+    if f.fetch and get.want:
+        if f.fetch.asked.get(get.part, ("",))[0] == peer:
+            _failed(core, f, peer)
+    elif f.fetch and f.fetch.goal is None and f.fetch.donor == peer:
+        if bad:
+            return _failed(core, f, peer)
+        f.fetch, f.busy = Fetch("", core.now + PAUSE_S), peer
+
+
+def _gave_records(core: Facts, f: Fragment, peer: str, records: list[Record]) -> None:
+    asked = f.fetch is not None and f.fetch.goal is None and f.fetch.donor == peer
+    if asked:
+        f.fetch = None
+    if f.coming or f.moving:
+        return
+    here = f.tip.head.id
+    start = next((at for at, record in enumerate(records) if record.head.prev == here), None)
+    if start is None:
+        if asked:
+            _failed(core, f, peer)
+        return
+    f.coming = records[start:]
+    _move(core, f, peer)
+
+
+def _move(core: Facts, f: Fragment, peer: str = "") -> None:
+    """Apply the next record that is here."""
+    if not f.coming or f.moving:
+        return
+    record, tip = f.coming.pop(0), f.tip
+    head = record.head
+    reason = "before" if head.id in f.refused else wrong(tip, head, core.identity.signer, core.identity.run_id)
+    if reason:
+        _refuse(core, f, peer, reason, head.id, head.author)
+        return
+    book, limit = follow(tip, head, core.settings.late, core.arithmetic)
+    f.moving = Moving(head, book, record.update, peer)
+    core.out.append(Apply(f.index, head, book, record.update, limit, tip.book.pushes))
+
+
+def _refuse(core: Facts, f: Fragment, donor: str, why: str, head: str, author: str) -> None:
+    """No honest author makes that head."""
+    f.coming = []
+    f.refused[head] = None
+    forget_oldest(f.refused, REFUSED)
+    core.shun(author, SHUNNED * core.settings.stuck_s)
+    core.note("refused_head", fragment=f.index, head=head, author=author, why=why)
+    _failed(core, f, donor, SHUNNED * core.settings.stuck_s if donor == author else 0.0)
+
+
+def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
+    asked, head = f.fetch, part.head
+    if asked is None or f.moving:
+        return
+    if asked.goal is None:
+        if peer != asked.donor:
+            return
+        foreign = f.refused.keys() & {head.id, *part.book.recent}
+        good = head.fragment == f.index and head.key > f.tip.key and len(part.digests) == f.sizes.parts
+        if (
+            not good
+            or foreign
+            or wrong_state(head, part.book, part.digests, core.identity.signer, core.identity.run_id)
+        ):
+            return _failed(core, f, peer)
+        asked.goal = Goal(head, part.book, part.digests)
+        asked.asked[part.part] = (peer, core.now)
+    goal = asked.goal
+    if head.id != goal.head.id or asked.asked.get(part.part, ("",))[0] != peer:
+        return
+    del asked.asked[part.part]
+    asked.parts[part.part] = part.values
+    core.settled_at = max(core.settled_at, core.now)
+    if len(asked.parts) == f.sizes.parts:
+        f.later.pop(asked.donor, None)
+        f.fetch = None
+        if goal.head.key > f.tip.key:
+            f.moving = Moving(goal.head, goal.book, None, asked.donor)
+            values = tuple(asked.parts[number] for number in range(f.sizes.parts))
+            core.out.append(Replace(f.index, goal.head, values))
+
+
+# -- moving -----------------------------------------------------------------------------------------------------------
+
+
+def applied(core: Facts, event: Applied) -> None:
+    """The anchor was moved, or it could not be."""
+    f = core.fragments[event.fragment]
+    moving, f.moving = f.moving, None
+    assert moving is not None and moving.head.id == event.head, "the owner moved an anchor by itself"
+    if event.why:
+        f.coming = []
+        if event.why == "far":
+            return _refuse(core, f, moving.donor, "it moves too far", moving.head.id, moving.head.author)
+        f.torn, f.damaged = True, event.damaged  # the anchor here is damaged, or the author's was
+        core.note("digest_mismatch", fragment=f.index, number=moving.head.number, damaged=event.damaged)
+        return
+    head = moving.head
+    if moving.own:
+        state = state_of(moving.book, event.parts)
+        head = sign(replace(head, state=state), core.identity.signer, core.identity.run_id)
+    if f.torn:
+        core.heals += 1
+    record = None if moving.update is None else Record(head, moving.update)
+    adopt(core, f, Tip(head, moving.book, event.parts), record)
+    f.later.pop(moving.donor, None)
+    _move(core, f, moving.donor)
+
+
+def adopt(core: Facts, f: Fragment, tip: Tip, record: Record | None) -> None:
+    """The only place where a tip moves."""
+    assert tip.key > f.tip.key, "a tip moves up only"
+    head = tip.head
+    f.tip, f.torn, f.damaged, f.enough = tip, False, False, None
+    f.came[head.id] = core.now
+    f.told = {peer: key for peer, key in f.told.items() if key > tip.key}
+    if record:
+        f.records[head.prev] = record
+        if core.shunned.pop(head.author, None):  # who makes versions is not stuck
+            core.note("not_shunned", author=head.author)
+    forget_oldest(f.came, core.settings.records)
+    forget_oldest(f.records, max(1, min(core.settings.records, (f.sizes.anchor - 1) // f.sizes.update)))
+    if f.adrift or overlaps(tip.book.merged, f.units):  # what was learned since the base is lost
+        f.unsent, f.steps, f.units = 0, 0, NONE
+    if f is core.control:
+        core.queue = NONE if f.adrift else difference(core.queue, tip.book.merged)
+    if not f.behind():  # else what is here may be for a tip that is still to come
+        f.bag = {peer: item for peer, item in f.bag.items() if not tip.objection(item.line)}
+    core.untold.add(f.index)
+    core.untold_data = core.untold_data or f is core.control
+    core.note("tip", fragment=f.index, number=head.number, head=head.id, work=head.work, author=head.author)
+
+
+def load(core: Facts, f: Fragment) -> None:
+    """Have training go on from the new anchor."""
+    if f.needs_load() and not f.loading and core.identity.trains:
+        f.loading = True
+        core.out.append(Load(f.index))
+
+
+# -- giving -----------------------------------------------------------------------------------------------------------
+
+
+def answer(core: Facts, event: Asked) -> None:
+    """A donor serves a record to few peers at a time; the others find it elsewhere by then."""
+    f = core.fragments[event.get.fragment]
+    core.out.append(Reply(event.peer, event.get, _answer(core, f, event.get)))
+
+
+def _answer(core: Facts, f: Fragment, get: Get) -> Records | Part | None:
+    tip, now = f.tip, core.now
+    if get.want:
+        shown = [one for one in (tip, f.shown[0] if f.shown else tip) if one.head.id == get.want]
+        if not shown or get.part >= len(shown[0].parts):
+            return None
+        if f.shown and shown[0] is f.shown[0]:
+            f.shown = (shown[0], now + 2 * core.settings.deadline_s)
+        return _part(shown[0], get.part)
+    tip_id, number, since = f.served
+    if tip_id != tip.head.id or now - since >= core.settings.refresh_s:
+        number, since = 0, now
+    if number >= core.settings.fanout or tuple(get.have) >= tip.key:
+        return None  # others have it, or it is no news
+    f.served = (tip.head.id, number + 1, since)
+    chain: list[Record] = []
+    prev: Any = get.have[1]
+    while prev in f.records:
+        chain.append(f.records[prev])
+        prev = chain[-1].head.id
+    if chain and prev == tip.head.id:
+        return Records(tuple(chain))
+    if f.shown is None or now > f.shown[1] or f.shown[0].key <= tuple(get.have):
+        f.shown = (tip, now + 2 * core.settings.deadline_s)
+    return _part(f.shown[0], 0) if f.shown[0].parts else None
+
+
+def _part(tip: Tip, part: int) -> Part:
+    return Part(tip.head, tip.book, tip.parts, part)

@@ -1,0 +1,50 @@
+"""What all messages are made of: the base class, which names their kind, their place and who may begin with them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, ClassVar, get_args
+
+from msgspec import Meta, Struct
+
+from diloco.admission.invitation import Role
+
+__all__ = ["EVERYBODY", "MAX_FRAME_BYTES", "MEMBERS", "WORKERS", "Message", "Place", "Refusal"]
+
+MAX_FRAME_BYTES = 1 << 20  # the largest honest frame has 256 lines, or the digests of all parts of an anchor
+EVERYBODY: frozenset[Role] = frozenset(get_args(Role))
+MEMBERS: frozenset[Role] = frozenset({"worker", "host", "contributor"})
+WORKERS: frozenset[Role] = frozenset({"worker", "contributor"})
+
+
+class Place(Enum):
+    """Where in the conversations of two peers a message may stand."""
+
+    GREETING = "on a greeting stream"
+    HELLO = "first on a control stream"
+    CONTROL = "on a control stream"
+    REQUEST = "first on a bulk stream"
+    ANSWER = "later on any stream"
+
+    @property
+    def begins(self) -> bool:
+        """Whether a stream begins with such a message; admission checks the role of its sender then."""
+        return self in (Place.GREETING, Place.HELLO, Place.REQUEST)
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
+    """Base of all messages: frozen, strict, and no field that the schema does not know.
+
+    Attributes:
+        place: where it may stand.
+        roles: the admission roles that may begin a stream with it; empty for a message that begins none.
+    """
+
+    place: ClassVar[Place] = Place.ANSWER
+    roles: ClassVar[frozenset[Role]] = frozenset()
+
+
+class Refusal(Message, frozen=True, tag="refusal"):
+    """The stream is not wanted; `reason` is one line for the user of the other side."""
+
+    reason: Annotated[str, Meta(max_length=2048)]

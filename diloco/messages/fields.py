@@ -1,0 +1,74 @@
+"""The types of fields, each with a bound that no honest run reaches.
+
+    untrusted bytes -> type of the field (`PayloadError` outside of the bounds) -> arithmetic -> `at_most` -> message
+
+Under these bounds no sum is infinite. What a peer computes from such numbers is cut to the bounds before it says it, so
+no honest peer makes a message that its own schema refuses.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+__all__ = [
+    "MAX_BYTES", "MAX_COUNT", "MAX_FRAGMENTS", "MAX_LINES", "MAX_LOSS", "MAX_NAMED", "MAX_RANGES", "MAX_RATE",
+    "MAX_SECONDS", "MAX_TOKENS", "MAX_UNIT_RANGES", "Addresses", "Bytes", "Count", "Digest", "Index", "Instance",
+    "Length", "Loss", "Name", "Names", "Rate", "Raw", "Seal", "Seconds", "SomeSteps", "SomeTokens", "Stamp", "Tokens",
+    "Units", "Weight", "at_most", "forget_oldest", "within_bounds",
+]  # fmt: skip
+
+MAX_COUNT = 2**40  # With a version in each millisecond a fragment gets there in 35 years.
+MAX_TOKENS = 2**50  # a thousand times the tokens of the largest known runs; exact in a float
+MAX_BYTES = 2**60
+MAX_RATE = 1e6  # per second
+MAX_LOSS = 1e4  # nats per token: a thousand times that of a model that guesses
+MAX_SECONDS = 1e8  # three years
+MAX_LENGTH = 1e30  # the norm of a tensor
+MAX_FRAGMENTS = 2**16
+MAX_LINES = 256  # contributions to one version; their lines fit into a frame
+MAX_NAMED = 512  # peers in a hello; each of them may be called by whoever hears it
+MAX_UNIT_RANGES = 64  # ranges of sequences that one peer has at a time
+MAX_RANGES = 2**10  # ranges in a book
+
+Name = Annotated[str, Meta(max_length=128)]
+Names = Annotated[list[Name], Meta(max_length=4096)]
+ShortName = Annotated[str, Meta(max_length=24)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Raw = Annotated[bytes, Meta(max_length=1024)]  # a signature
+Seal = Annotated[str, Meta(pattern="^([0-9a-f]{128})?$")]  # empty in an open run, or where the peer has none
+Instance = Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
+Index = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+SomeSteps = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+SomeTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Stamp = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]  # milliseconds since 1970, or a little more
+Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+Rate = Annotated[float, Meta(ge=0, le=MAX_RATE)]  # 0 while there is no measurement
+Loss = Annotated[float, Meta(ge=0, le=MAX_LOSS)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+Length = Annotated[float, Meta(ge=0, le=MAX_LENGTH)]
+Weight = Annotated[float, Meta(ge=0, le=MAX_LENGTH)]
+Range = tuple[Tokens, Tokens]
+Units = tuple[Range, ...]
+"""Ranges [start, stop) of sequences: disjoint, ascending, none empty, no two touch (`core.units.sound`)."""
+Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
+
+
+def at_most(number: int, limit: int = MAX_COUNT) -> int:
+    """A count within its bounds: what is over the limit counts as the limit, and what is below 0 as 0."""
+    return min(max(number, 0), limit)
+
+
+def within_bounds(number: float, limit: float, least: float = 0.0) -> float:
+    """A measurement within its bounds. One that is negative, not finite or below the least is none, which is 0."""
+    return min(number, limit) if isfinite(number) and number >= least and number > 0 else 0.0
+
+
+def forget_oldest(known: dict[Any, Any], most: int) -> None:
+    """Drop the items that came first, until so many are left."""
+    while len(known) > most:
+        del known[next(iter(known))]

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from diloco.config.base import Name, RunOwned, Tuple
 from diloco.config.explain import Expected
-from diloco.config.names import CODECS, OPTIMIZERS, CodecDown, CodecUp, OptimizerName
+from diloco.config.names import OPTIMIZERS, CodecDown, CodecUp, OptimizerName
 from diloco.config.peer_local import RunPlace, SwarmPlace
 
 __all__ = [
@@ -146,13 +146,12 @@ class OuterConfig(RunOwned):
     """mean: weighted mean; rda: mean direction with the mean norm, piece by piece."""
     flatten: float = Field(0.0, ge=0, le=1)
     """How far singular values of each merged matrix are evened out: 0 not at all, 1 all equal."""
-    robust: Literal["auto", "none", "clip"] = Field(
-        "auto",
-        description="Of more than 3 contributions: clip: long ones shortened, reversed ones left out; auto: clip where "
-        "payloads are small; none: all count as they are.",
+    robust: Literal["clip", "none"] = Field(
+        "clip",
+        description="clip: long contributions are shortened, reversed ones left out; none: all count as is.",
     )
     clip_factor: float = Field(3.0, ge=1, le=1e6)
-    """Times the median norm that a contribution may have (robust: auto, clip)."""
+    """Times the median norm that a contribution may have (robust: clip)."""
     optimizer: OptimizerName = "nesterov"
     """nesterov: a step per version; delayed_nesterov: momentum once in `delay` contributions."""
     lr: float = Field(0.75, gt=0, le=10, description="Outer (Nesterov) learning rate.")
@@ -199,23 +198,6 @@ class OuterConfig(RunOwned):
         for problem in (*_contradictions_of_rounds(self), *_contradictions_of_updates(self)):
             raise ValueError(problem)
         return self
-
-    @property
-    def judging(self) -> Literal["none", "recent", "clip"]:
-        """How a syncer guards a version against bad contributions: what `robust` comes to with the other settings.
-
-        `recent` folds each contribution in as it arrives, clipped by the norms of those before it. `clip` keeps all
-        payloads of a version until it closes: `auto` does where a value takes a byte or less, and none does where a
-        version may close with one contribution, for it has a quorum.
-        """
-        if self.robust == "auto":
-            return "clip" if self.barrier and not CODECS[self.codec_up].wide else "recent"
-        return "recent" if self.robust == "clip" and not self.barrier else self.robust
-
-    @property
-    def judged_together(self) -> bool:
-        """Whether a syncer keeps the contributions to a version until it closes, instead of folding each into a sum."""
-        return self.judging == "clip"
 
     @property
     def windowed(self) -> bool:

@@ -4,8 +4,9 @@
     payloads    the interface of a codec; `codecs` and, with error feedback, `lossy` are the codecs
     digest      names for values, so that replicas can be compared and repaired in parts
     replica     every peer's half of a fragment: anchor, pseudo-gradient, updates
-    held        the syncer's half: contributions in, outer step, update out
-    merging     merge rules, and `Staged`, which keeps what they compare; their math is in `rda` and `robust`
+    aggregate   the author's half: contributions in, outer step, update out
+    robust      what each contribution counts, by comparison
+    merging     merge rules; the math of one is in `rda`
     spectrum    what evens out a merged matrix before the outer step
     optimizer   outer optimizers, and how large their steps are
     extensions  outer optimizers and codecs from users' code

@@ -1,9 +1,9 @@
 """Pseudo-gradients, their mean, and the outer optimizers.
 
-    delta      = anchor - local                  on each peer              pseudo_gradient_()
-    mean       = sum w_m delta_m / sum w_m       on the syncer             Codec.accumulate_(), mean_()
-    m          = beta m + mean                   on syncer and backup      Linear.follow_()
-    master     = master - lr (mean + beta m)     on the syncer, fp32       Linear.move_()
+    delta      = anchor - local                  on each peer              Replica.capture
+    mean       = sum w_m delta_m / sum w_m       on the author             Codec.accumulate_, mean_
+    m          = beta m + mean                   on author and heir        Linear.follow_
+    master     = master - lr (mean + beta m)     on the author, fp32       Linear.move_
 
 (DiLoCo, arXiv 2311.08105, Algorithm 1.) All vectors are fp32 of one shape (n,), and all functions work element by
 element, so a fragment may be processed chunk by chunk with the same result. Vectors that hold state between steps are
@@ -12,8 +12,8 @@ zeros before the first one. FedAvg is Nesterov with lr=1 and beta=0, and SGD (Sp
 `OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class says what one push does, in numbers. A step
 merges several contributions, which may complete a window of `delay` and begin the next. It is linear in the mean, the
 momentum and the window, so its coefficients (`Linear`) follow from the pushes, one after another, of the numbers 0
-and 1. The vectors belong to the syncer's `Held`, and those of a backup to its `OuterState`. Every syncer computes the
-same coefficients from what every peer knows, and so does a backup.
+and 1. The vectors are in an `OuterState`. An author computes the same coefficients as an heir, from what every peer
+knows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from diloco.config import OuterConfig
 
 __all__ = [
     "OPTIMIZERS", "Linear", "OuterOptimizer", "OuterStep", "Reach", "Transition", "delayed_nesterov", "lr_at",
-    "mean_", "momentum_at", "pseudo_gradient_",
+    "mean_", "momentum_at",
 ]  # fmt: skip
 
 Value = TypeVar("Value", float, Tensor)
@@ -111,12 +111,6 @@ class Linear(Transition):
         for window in windows:
             momentum.add_(window, alpha=self.momentum[2])
             window.mul_(self.window[2]).add_(mean, alpha=self.window[0])
-
-
-@torch.no_grad()
-def pseudo_gradient_(out: Tensor, anchor: Tensor, local: Tensor) -> None:
-    """out = anchor - local, all (n,) fp32; `out` may be `local`. It points uphill: optimizers subtract it."""
-    torch.sub(anchor, local, out=out)
 
 
 def mean_(weighted_sum: Tensor, total_weight: float) -> None:

@@ -1,20 +1,19 @@
 """A peer's half of every fragment: the anchor, the pseudo-gradient against it, and the updates that move it.
 
-    encode        base - local, chunk by chunk, as payload           (every peer)
-    hold          the syncer's half, `Held`: payloads -> update      (the syncer)
-    apply         update -> anchor, then its digest is compared      (every peer)
-    stand by      update -> momentum and window, as on the syncer    (the heir)
+    capture          base - local, chunk by chunk, as payload                    (every peer)
+    aggregates       payloads -> update (see `aggregate`)                        (the author)
+    apply_update_    update -> anchor, momentum and window; then its digest      (everybody, the author too)
 
 The *base* is the anchor that the local parameters started from. At a barrier it is the anchor itself. Where a fragment
 moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges. Parameters narrower than fp32
 started from a rounded base. The pseudo-gradient is measured from there; else it would hold the same rounding error in
 every round and on every peer, and the anchor would drift while nobody trains.
 
-Memory, in fp32 copies of the parameters: 1 for the anchors, 3 for the fragments held (see `held`), and 1 for the
-fragments this peer is backup of; with a windowed optimizer these are 4 and 2. Everything else is chunk-sized. Settings
-that add to it: a payload for each fragment whose exchange is overlapped (`capture`), 1 for error feedback, a base for
-the fragments held when versions do not wait for this peer. All tensors here live on the CPU; local parameters may be on
-any device (see `local`).
+Memory, in fp32 copies of the parameters: 1 for the anchors, 1 for the masters of this peer's own fragments, and for
+these and those that it may inherit 1 for the momentum, or 2 with a windowed optimizer. A payload for each fragment that
+is being exchanged (a quarter of a copy with int8), and whatever payloads wait for their version. Settings that add to
+it: 1 for error feedback, a base where versions do not wait for this peer. Everything else is chunk-sized. All tensors
+here live on the CPU; local parameters may be on any device (see `local`).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
+from diloco.outer.aggregate import Aggregate
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
-from diloco.outer.held import Held
 from diloco.outer.local import Local, Source
-from diloco.outer.optimizer import OPTIMIZERS, OuterStep, pseudo_gradient_
-from diloco.outer.payloads import Codec, buffer, norm_of
+from diloco.outer.optimizer import OPTIMIZERS, OuterStep
+from diloco.outer.payloads import buffer, norm_of
 from diloco.outer.state import OuterState, adopt_
 
 __all__ = ["Replica"]
@@ -54,9 +53,15 @@ class _Local:
     copy: Source | None = None  # of the local parameters as they are to be captured
     captured: Tensor | None = None  # (bytes,) uint8
 
+    @property
+    def start(self) -> Tensor:
+        """What the local parameters started from."""
+        return self.anchor if self.base is None else self.base
+
 
 class Replica:
-    """Anchors over the parameters of a model, and `held`, the outer state of the fragments that this peer is syncer of.
+    """Anchors over the parameters of a model, `aggregates` of the fragments that this peer is author of, and `states`:
+    momentum and window of these and of those that it may inherit.
 
     Args:
         parameters: the local parameters, by name or as `Local`; read when encoding, written by `load_local_`. They may
@@ -79,8 +84,8 @@ class Replica:
         self.rng: random.Random = random.SystemRandom()
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.anchors = [torch.empty(fragment.numel, dtype=torch.float32) for fragment in self.fragments]
-        self.held: dict[int, Held] = {}
-        self.standby: dict[int, OuterState] = {}  # of fragments held elsewhere
+        self.aggregates: dict[int, Aggregate] = {}
+        self.states: dict[int, OuterState] = {}
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
         self._local = [
             _Local(fragment, anchor, self.up.offsets(fragment.numel), self.down.offsets(fragment.numel))
@@ -92,25 +97,12 @@ class Replica:
 
     # -- what this peer sends -----------------------------------------------------------------------------------------
 
-    def encode(self, fragment: int, chunk: int) -> Tensor:
-        """Payload (uint8) of a chunk of the pseudo-gradient, captured or as it is now. Raises `DivergedError`."""
-        local = self._local[fragment]
-        if local.captured is not None:
-            return local.captured[local.payload_at[chunk] : local.payload_at[chunk + 1]]
-        payload = torch.empty(self.payload_nbytes(fragment, chunk), dtype=torch.uint8)
-        for delta in self._deltas(local, [self.chunks[fragment][chunk]]):
-            self.up.encode(delta, payload)
-        return payload
-
-    def _deltas(self, local: _Local, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-        """The pseudo-gradient in each of these ranges, fp32, in this thread's buffer."""
-        source = local.copy or Source(self.local, local.fragment)
+    def _deltas(self, local: _Local) -> Iterator[Tensor]:
+        """The pseudo-gradient, chunk by chunk, fp32, in this thread's buffer."""
+        source, ranges = local.copy or Source(self.local, local.fragment), self.chunks[local.fragment.index]
         for (start, stop), own in zip(ranges, source.local.read(source.fragment, ranges), strict=True):
-            delta = buffer("chunk", torch.float32, stop - start)
-            base = (local.anchor if local.base is None else local.base)[start:stop]
-            rounded = buffer("base", torch.float32, stop - start)
-            base = source.local.as_loaded(rounded, base, source.fragment, start)
-            pseudo_gradient_(delta, base, own)
+            delta, rounded = (buffer(name, torch.float32, stop - start) for name in ("chunk", "base"))
+            torch.sub(source.local.as_loaded(rounded, local.start[start:stop], source.fragment, start), own, out=delta)
             yield delta
 
     def copy_local(self, fragment: int) -> bool:
@@ -135,8 +127,10 @@ class Replica:
         """Whether some copy is not captured yet."""
         return any(local.copy is not None for local in self._local)
 
-    def capture(self, fragment: int) -> None:
-        """Keep the payload of the whole pseudo-gradient as it is now, until `release_capture`; training may go on.
+    @torch.no_grad()
+    def capture(self, fragment: int) -> Tensor:
+        """The payload (uint8) of the whole pseudo-gradient as it is now, kept until `release_capture`; training may go
+        on. Raises `DivergedError`.
 
         After `copy_local` the pseudo-gradient is that of then, and training goes on meanwhile. The payload is the same,
         bit for bit: values are copied, and what is computed is computed on the CPU either way.
@@ -146,13 +140,12 @@ class Replica:
         late; with less, what stays unsent fades, and stale directions are forgotten. The residual is never sent.
         """
         local, beta = self._local[fragment], self.settings.error_feedback
-        captured = torch.empty(self.payload_numel(fragment), dtype=torch.uint8)
+        captured = torch.empty(self.payload_nbytes(fragment), dtype=torch.uint8)
         residual = self.residuals.get(fragment)
         if beta and residual is None:
             residual = self.residuals[fragment] = torch.zeros(local.fragment.numel, dtype=torch.float32)
-        for chunk, delta in enumerate(self._deltas(local, self.chunks[fragment])):
-            start, stop = self.chunks[fragment][chunk]
-            payload = captured[local.payload_at[chunk] : local.payload_at[chunk + 1]]
+        payloads = self.payload_chunks(fragment, captured)
+        for delta, payload, (start, stop) in zip(self._deltas(local), payloads, self.chunks[fragment], strict=True):
             if residual is not None:
                 delta.add_(residual[start:stop], alpha=beta)
             self.up.encode(delta, payload)
@@ -160,6 +153,13 @@ class Replica:
                 self.up.accumulate_(delta, payload, -1.0)
                 residual[start:stop].copy_(delta)
         local.captured, local.copy = captured, None
+        return captured
+
+    def captured(self, fragment: int) -> Tensor:
+        """The payload that was captured last."""
+        captured = self._local[fragment].captured
+        assert captured is not None, f"fragment {fragment} is not captured"
+        return captured
 
     def release_capture(self, fragment: int) -> None:
         """Forget the captured payload, or the copy that it was to be made of."""
@@ -171,26 +171,18 @@ class Replica:
         if local.base is None and local.captured is None:
             local.base = local.anchor.clone()
 
-    def payload_nbytes(self, fragment: int, chunk: int) -> int:
-        """Length of `encode`'s result in bytes."""
-        payload_at = self._local[fragment].payload_at
-        return payload_at[chunk + 1] - payload_at[chunk]
-
-    def payload_numel(self, fragment: int) -> int:
+    def payload_nbytes(self, fragment: int) -> int:
         """Length of the payload of a whole fragment in bytes."""
         return self._local[fragment].payload_at[-1]
 
+    def payload_chunks(self, fragment: int, payload: Tensor) -> list[Tensor]:
+        """Views of the chunks of a whole payload. `PayloadError` if its length is wrong."""
+        return _parts(payload, self._local[fragment].payload_at)
+
     def payload_norm(self, fragment: int, payload: Tensor) -> float:
         """L2 norm of a whole contribution (uint8). `PayloadError` if it is invalid."""
-        if payload.numel() != self.payload_numel(fragment):
-            raise PayloadError(f"a contribution to fragment {fragment} has {payload.numel()} bytes")
-        return self._norm(fragment, self.up, payload, self._local[fragment].payload_at)
-
-    def _norm(self, fragment: int, codec: Codec, payload: Tensor, offsets: Sequence[int]) -> float:
-        ranges = zip(pairwise(offsets), self.chunks[fragment], strict=True)
-        return math.hypot(
-            *(norm_of(codec.values(payload[begin:end], stop - start)) for (begin, end), (start, stop) in ranges)
-        )
+        parts = zip(self.payload_chunks(fragment, payload), self.chunks[fragment], strict=True)
+        return math.hypot(*(norm_of(self.up.values(part, stop - start)) for part, (start, stop) in parts))
 
     # -- what this peer adopts ----------------------------------------------------------------------------------------
 
@@ -198,46 +190,40 @@ class Replica:
         """Length of a whole update of a fragment in bytes."""
         return self._local[fragment].update_at[-1]
 
+    def update_chunks(self, fragment: int, update: Tensor) -> list[Tensor]:
+        """Views of the chunks of a whole update. `PayloadError` if its length is wrong."""
+        return _parts(update, self._local[fragment].update_at)
+
+    def update_norm(self, fragment: int, update: Tensor) -> float:
+        """How far (L2) a whole update (uint8) moves the anchor that is here. `PayloadError` if it is invalid."""
+        norms = []
+        for part, (start, stop) in zip(self.update_chunks(fragment, update), self.chunks[fragment], strict=True):
+            values = self.down.values(part, stop - start)
+            if self.down.carries_values:
+                moved = buffer("moved", torch.float32, stop - start)
+                values = torch.sub(values, self.anchors[fragment][start:stop], out=moved)
+            norms.append(norm_of(values))
+        return math.hypot(*norms)
+
     def apply_update_(self, fragment: int, update: Tensor, step: OuterStep | None = None) -> str:
-        """Move the anchor by a whole update (uint8) and return its new digest. Without a `step` no state follows.
+        """Move the anchor by a whole update (uint8), with momentum and window if they are here, and return its new
+        digest. Without a `step` these stay behind.
 
         `PayloadError` before anything is changed when the length is wrong. An update that is invalid inside leaves an
         anchor that the caller repairs by fetching the fragment's state.
         """
-        if update.numel() != self.update_nbytes(fragment):
-            raise PayloadError(f"an update of fragment {fragment} has {update.numel()} bytes")
-        local, transition = self._local[fragment], None if step is None else self.optimizer.transition(step)
-        held = self.held.get(fragment)  # the syncer before this one published once more
-        state = None if step is None else self.standby.get(fragment) if held is None else held.state
-        if state is not None and step is not None:
-            state.join_(step)
-        for chunk, (start, stop) in enumerate(self.chunks[fragment]):
-            payload = update[local.update_at[chunk] : local.update_at[chunk + 1]]
-            anchor = local.anchor[start:stop]
-            if state is not None and transition is not None:
-                adopt_(self.down, transition, anchor, state.part(start, stop), payload)
-            else:
-                self.down.apply_update_(anchor, payload)
-        if state is not None and step is not None:
-            state.took_(step)
+        parts, anchor = self.update_chunks(fragment, update), self.anchors[fragment]
+        state = None if step is None else self.states.get(fragment)
+        if state is None or step is None:
+            for part, (start, stop) in zip(parts, self.chunks[fragment], strict=True):
+                self.down.apply_update_(anchor[start:stop], part)
+            return self.digest(fragment)
+        transition = self.optimizer.transition(step)
+        state.join_(step)
+        for part, (start, stop) in zip(parts, self.chunks[fragment], strict=True):
+            adopt_(self.down, transition, anchor[start:stop], state.part(start, stop), part)
+        state.took_(step)
         return self.digest(fragment)
-
-    def update_norm(self, fragment: int, update: Tensor) -> float:
-        """L2 norm of the displacement of the anchor that is here by a whole update (uint8), before it is applied.
-
-        `PayloadError` if the update is invalid.
-        """
-        if update.numel() != self.update_nbytes(fragment):
-            raise PayloadError(f"an update of fragment {fragment} has {update.numel()} bytes")
-        offsets = self._local[fragment].update_at
-        if not self.down.carries_values:
-            return self._norm(fragment, self.down, update, offsets)
-        norms = []
-        for (begin, end), (start, stop) in zip(pairwise(offsets), self.chunks[fragment], strict=True):
-            moved = buffer("moved", torch.float32, stop - start)
-            values = self.down.values(update[begin:end], stop - start)
-            norms.append(norm_of(torch.sub(values, self.anchors[fragment][start:stop], out=moved)))
-        return math.hypot(*norms)
 
     @torch.no_grad()
     def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
@@ -271,52 +257,44 @@ class Replica:
         """Digests of all anchors, by fragment."""
         return [self.digest(index) for index in range(len(self.fragments))]
 
-    # -- becoming backup and syncer -----------------------------------------------------------------------------------
+    # -- what an author keeps, and who may inherit ---------------------------------------------------------------------
 
     @property
-    def can_stand_by(self) -> bool:
-        """Whether a backup has anything to know, and can compute it from the updates."""
+    def can_follow(self) -> bool:
+        """Whether an heir has anything to know, and can compute it from the updates."""
         return self.optimizer.can_follow and (self.settings.momentum > 0 or self.settings.windowed)
 
-    def stand_by(self, fragments: Collection[int]) -> None:
-        """Be backup of these fragments, and of no others: follow momentum and window, from zeros on."""
-        if self.can_stand_by:
-            wanted = [fragment for fragment in fragments if fragment not in self.held]
-            self.standby = {one: self.standby.get(one) or self._zeros(one) for one in wanted}
+    def follow(self, fragments: Collection[int]) -> None:
+        """Keep momentum and window of these fragments, and of this peer's own, and of no others; from zeros on."""
+        wanted = {*self.aggregates, *(fragments if self.can_follow else ())}
+        self.states = {one: self.states.get(one) or self._zeros(one) for one in sorted(wanted)}
 
-    def hold(
-        self, fragment: int, version: int = 0, master: Tensor | None = None, state: OuterState | None = None
-    ) -> None:
-        """Become syncer of the anchor at that version, with the outer state of a checkpoint, or keep the one there is.
+    def hold(self, fragment: int, master: Tensor | None = None, state: OuterState | None = None) -> None:
+        """Become author, with master and outer state of a checkpoint, or keep what there is.
 
-        Without either the master starts at the anchor, with momentum and window of the backup, or zeros.
+        Without either the master starts at the anchor, and momentum and window as they were followed, or at zeros.
         """
-        standby, held = self.standby.pop(fragment, None), self.held.get(fragment)
-        if held is not None and master is None:
-            return
-        state = state or standby or self._zeros(fragment)
-        state.settle_(version)
-        self.held[fragment] = Held(
-            self.fragments[fragment], self.anchors[fragment], self.settings, self.rng,
-            master=master, state=state, norms=None if held is None else held.norms, shapes=self.local.shapes,
-        )  # fmt: skip
+        self.states[fragment] = state or self.states.get(fragment) or self._zeros(fragment)
+        if fragment not in self.aggregates or master is not None:
+            self.aggregates[fragment] = Aggregate(
+                self.fragments[fragment], self.anchors[fragment], self.settings, self.rng, self.local.shapes, master
+            )
 
-    def _zeros(self, fragment: int) -> OuterState:
-        return OuterState.zeros(self.fragments[fragment].numel, self.optimizer.num_buffers)
-
-    def renumber(self, fragment: int, version: int) -> None:
-        """The anchor that is here has another number from now on; so has what belongs to it."""
-        if fragment in self.standby:
-            self.standby[fragment].version = version
-        if fragment in self.held:
-            self.held[fragment].state.version = version
+    def release(self, fragment: int) -> None:
+        """Stop being author; momentum and window stay until the next `follow`."""
+        self.aggregates.pop(fragment, None)
 
     def plan(self, rounds: int | None) -> None:
         """The outer momentum rises over so many rounds."""
         self.settings = self.settings.model_copy(update={"rounds": rounds})
-        for optimizer in (self.optimizer, *(held.optimizer for held in self.held.values())):
+        for optimizer in (self.optimizer, *(aggregate.optimizer for aggregate in self.aggregates.values())):
             optimizer.settings = self.settings
 
-    def release(self, fragment: int) -> None:
-        """Stop being syncer."""
-        self.held.pop(fragment, None)
+    def _zeros(self, fragment: int) -> OuterState:
+        return OuterState.zeros(self.fragments[fragment].numel, self.optimizer.num_buffers)
+
+
+def _parts(whole: Tensor, offsets: Sequence[int]) -> list[Tensor]:
+    if whole.numel() != offsets[-1]:
+        raise PayloadError(f"{offsets[-1]} bytes of a fragment are expected, these are {whole.numel()}")
+    return [whole[begin:end] for begin, end in pairwise(offsets)]

@@ -7,15 +7,15 @@ order of their peers' names.
 Limits. There is no defence against a majority that colludes, nor against one person with many identities. A lie that
 stays within the norm and the angle allowed here moves the model, as a back door may. Clipping alone bounds the *length*
 of a lie; the angle is what takes a reversed contribution out. Fewer than `MIN_JUDGED` contributions have no majority to
-compare with. They are compared with earlier ones, with the momentum, and with the syncer's own. That bounds their
+compare with. They are compared with earlier ones, with the momentum, and with the author's own. That bounds their
 length, and takes out what opposes all of these.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer.payloads import norm_of
+from diloco.outer.fragments import chunks
+from diloco.outer.payloads import Codec, norm_of
 
-__all__ = [
-    "MIN_JUDGED", "Judgement", "Norms", "alike", "clip", "clip_few", "opposed", "opposes",
-]  # fmt: skip
+__all__ = ["MEMORY", "MIN_JUDGED", "SKETCH", "Comparison", "Judgement", "alike", "clip", "clip_few", "opposed", "usual"]
 
-MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, are not judged.
+MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, have no majority.
 OPPOSED_COSINE = -0.1
 """Least cosine with the mean of the others that is tolerated. Honest pseudo-gradients of one round agree: all cosines
 measured over the presets are positive, and a reversed contribution has the negative of an honest one's."""
@@ -43,35 +42,27 @@ ALIKE_VALUES = 1024  # Fewer are a toy, whose different data may well say the sa
 RISE = 4 / 3
 """Extra tolerance for norms of earlier rounds, which say less than norms of the same round: while the learning rate
 warms up, norms rise up to threefold from one round to the next."""
-MEMORY = 8  # norms remembered per chunk; few, because norms follow the learning rate
-ABSURD = 1000.0
-"""No honest pseudo-gradient has this many times the median norm; it is refused, where shorter ones are clipped."""
+SKETCH = 8192  # values of a chunk that are compared
+MEMORY = 8  # norms remembered; few, because norms follow the learning rate
 
 
 @dataclass(frozen=True)
 class Judgement:
     """What each contribution to a version counts, in the order in which they were given.
 
-    With `outer.merge=mean` the merged value is sum(coefficient x) / sum(weight). A contribution with coefficient below
-    weight is scaled down by their quotient before any average takes it; one with weight 0 is left out.
+    It is multiplied with its scale, and then averaged with its weight; with weight 0 it is left out.
     """
 
-    coefficients: tuple[float, ...]
     weights: tuple[float, ...]
+    scales: tuple[float, ...]
     clipped: tuple[int, ...] = ()  # indices of contributions that were scaled down
     left_out: tuple[int, ...] = ()
-
-    @property
-    def scales(self) -> list[float]:
-        """What each contribution is multiplied with before it is averaged; 0 for one that is left out."""
-        pairs = zip(self.coefficients, self.weights, strict=True)
-        return [coefficient / weight if weight else 0.0 for coefficient, weight in pairs]
 
 
 def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor: float, numel: int) -> Judgement:
     """Clip norms at `factor` times their median, and leave out the contributions that oppose the others.
 
-    Honest contributions come out with coefficient = weight, so that the mean is the plain one, bit for bit.
+    Honest contributions come out with scale 1, so that the mean is the plain one, bit for bit.
 
     Args:
         norms: L2 norms of n contributions, at least `MIN_JUDGED`.
@@ -83,46 +74,39 @@ def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor:
     limit = factor * statistics.median_low(norms)
     clipped = tuple(i for i, norm in enumerate(norms) if norm > limit)
     left_out = opposed(gram, numel)
-    scales = [limit / norm if norm > limit else 1.0 for norm in norms]
-    kept = [0.0 if i in left_out else weight for i, weight in enumerate(weights)]
-    coefficients = tuple(weight * scale for weight, scale in zip(kept, scales, strict=True))
-    return Judgement(coefficients, tuple(kept), clipped, left_out)
+    scales = tuple(limit / norm if norm > limit else 1.0 for norm in norms)
+    return Judgement(_without(left_out, weights), scales, clipped, left_out)
 
 
 def clip_few(
-    norms: Sequence[float], weights: Sequence[float], usual: float, references: Sequence[Tensor], numel: int,
+    norms: Sequence[float], weights: Sequence[float], expected: float, references: Sequence[Tensor], numel: int,
     factor: float, own: int | None,
 ) -> Judgement:  # fmt: skip
     """As `clip`, for fewer than `MIN_JUDGED` contributions: they are compared with what came before, and with the own.
 
     A contribution is left out if it opposes every reference. Without an own contribution those are a minority at most,
-    because the momentum may have to turn.
+    because the momentum may have to turn; the others that oppose it may be as long as is usual, and no longer.
 
     Args:
-        usual: norm of earlier contributions; 0 if none is known.
+        expected: norm that contributions usually have; 0 if none is known.
         references: directions that are known, the (n,) cosines of the contributions with each. numel: as in `clip`.
-        own: index of the syncer's own contribution, which is neither scaled down nor left out.
+        own: index of the author's own contribution, which is neither scaled down nor left out.
     """
     limit = _least_cosine(numel)
     out = [i for i in range(len(norms)) if references and all(float(cosines[i]) < limit for cosines in references)]
     left_out = tuple(i for i in out if i != own and (own is not None or 2 * len(out) < len(norms)))
-    longest = RISE * factor * usual if usual else math.inf
-    clipped = tuple(i for i, norm in enumerate(norms) if norm > longest and i != own and i not in left_out)
-    kept = tuple(0.0 if i in left_out else weight for i, weight in enumerate(weights))
-    coefficients = tuple(kept[i] * (longest / norms[i] if i in clipped else 1.0) for i in range(len(norms)))
-    return Judgement(coefficients, kept, clipped, left_out)
+    longest = [(1.0 if i in out else RISE * factor) * expected if expected else math.inf for i in range(len(norms))]
+    clipped = tuple(i for i, norm in enumerate(norms) if norm > longest[i] and i != own and i not in left_out)
+    scales = tuple(longest[i] / norms[i] if i in clipped else 1.0 for i in range(len(norms)))
+    return Judgement(_without(left_out, weights), scales, clipped, left_out)
+
+
+def _without(left_out: Sequence[int], weights: Sequence[float]) -> tuple[float, ...]:
+    return tuple(0.0 if i in left_out else weight for i, weight in enumerate(weights))
 
 
 def _least_cosine(numel: int) -> float:
     return min(OPPOSED_COSINE, -OPPOSED_DEVIATIONS / math.sqrt(numel))
-
-
-def opposes(x: Tensor, norm: float, reference: Tensor, reference_norm: float) -> bool:
-    """Whether (n,) values of that norm point against a reference; False if either is zero."""
-    if not norm or not reference_norm:
-        return False
-    cosine = float(torch.dot(x, reference)) / norm / reference_norm
-    return cosine < _least_cosine(x.numel())
 
 
 def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
@@ -153,42 +137,64 @@ def alike(gram: Tensor, numel: int) -> list[tuple[int, int, float]]:
     return [(one, other, float(gram[one, other])) for one, other in pairs]
 
 
-class Norms:
-    """Norms of recent contributions to one fragment, chunk by chunk; clips contributions that are folded in on arrival.
+def usual(norms: Sequence[float], momentum: Tensor | None) -> float:
+    """The norm that a contribution may be expected to have; 0 if nothing says it.
 
-    A new syncer knows no norms. Until it knows `MIN_JUDGED`, the norm of the momentum takes their place. A momentum
-    that sums means is longer than these. Without one, as at version 0, contributions pass as they are.
+    It is the median of those before. A new author knows none, so until it knows `MIN_JUDGED`, the norm of the momentum
+    takes its place, which is longer where it sums means.
+    """
+    if len(norms) >= MIN_JUDGED:
+        return statistics.median_low(norms)
+    return 0.0 if momentum is None else norm_of(momentum)
+
+
+class Comparison:
+    """Norms of the contributions to one version, and their directions, as far as sketches show them.
+
+    A *sketch* is some 8,000 values of a chunk at equal distances; a short chunk is its own sketch. The distance is odd,
+    so it is in step with no layer's width. A generator that only the author knows chooses where each sketch begins,
+    anew for each version, so nobody can be honest in exactly the sketched values. A cosine is known to about 0.01 from
+    one chunk, and better from several.
+
+    Args:
+        payloads: n whole contributions (uint8); `PayloadError` if one is invalid.
+        up: decodes them.
+        numel: elements of the fragment.
+        rng: see above.
 
     Attributes:
-        whole: norms of whole contributions, as they were merged.
+        norms: L2 norms of the whole contributions.
+        numel: how many values of each are compared.
+        cosines: (n, n) float64, of the sketches with each other.
     """
 
-    def __init__(self) -> None:
-        self.whole: deque[float] = deque(maxlen=MEMORY)
-        self._recent: dict[int, deque[float]] = {}
+    def __init__(self, payloads: Sequence[Tensor], up: Codec, numel: int, rng: random.Random) -> None:
+        offsets, norms = up.offsets(numel), [list[float]() for _ in payloads]
+        for payload in payloads:
+            if payload.numel() != offsets[-1]:
+                raise PayloadError(f"a contribution has {payload.numel()} bytes, not {offsets[-1]}")
+        sketches: list[list[Tensor]] = [[] for _ in payloads]
+        self._taken: list[tuple[int, int, int]] = []  # of each chunk: where a sketch begins and ends, and its distance
+        for chunk, (start, stop) in enumerate(chunks(numel)):
+            distance = max(1, (stop - start) // SKETCH - 1 | 1)
+            begin = rng.randrange(distance)
+            self._taken.append((start + begin, stop, distance))
+            for one, payload in enumerate(payloads):
+                values = up.values(payload[offsets[chunk] : offsets[chunk + 1]], stop - start)
+                norms[one].append(norm_of(values))
+                sketches[one].append(values[begin::distance] * math.sqrt(distance))  # as long as the whole chunk
+        self.norms = [math.hypot(*those) for those in norms]
+        self._sketches = torch.stack([torch.cat(those) for those in sketches])
+        self.numel = self._sketches.shape[1]
+        scaled = self._sketches / self._sketches.abs().amax(1, keepdim=True).clamp_min(1e-30)  # keeps squares finite
+        gram = (scaled @ scaled.T).double()
+        lengths = gram.diagonal().clamp_min(1e-30).sqrt()
+        self.cosines = gram / lengths.outer(lengths)
 
-    def usual(self, momentum: Tensor | None) -> float:
-        """The norm that a whole contribution may be expected to have; 0 if nothing says it."""
-        if len(self.whole) >= MIN_JUDGED:
-            return statistics.median_low(self.whole)
-        return 0.0 if momentum is None else norm_of(momentum)
-
-    def see(self, chunk: int, norm: float, factor: float, opposes: bool = False, momentum: float = 0.0) -> float:
-        """Remember the norm of a chunk, and return what the chunk is multiplied with, 1 unless it is too long.
-
-        A chunk that opposes the momentum may be as long as is usual, and no longer. `momentum` is the norm there.
-        Raises PayloadError, and remembers nothing, for a norm that is `ABSURD`.
-        """
-        usual = self.check(chunk, norm) or momentum
-        limit = (1.0 if opposes else RISE * factor) * usual if usual else math.inf
-        scale = limit / norm if norm > limit else 1.0
-        self._recent.setdefault(chunk, deque(maxlen=MEMORY)).append(norm * scale)
-        return scale
-
-    def check(self, chunk: int, norm: float) -> float:
-        """The median of the recent norms, or 0 while there are few. Raises PayloadError for a norm that is `ABSURD`."""
-        recent = self._recent.get(chunk, ())
-        median = statistics.median_high(recent) if len(recent) >= MIN_JUDGED else 0.0
-        if median and norm > ABSURD * median:
-            raise PayloadError(f"a contribution of norm {norm:.3g} is absurd where {median:.3g} is usual")
-        return median
+    def cosines_with(self, vector: Tensor) -> Tensor:
+        """(n,) float64 cosines of the contributions with a vector (numel,) fp32, by their sketches."""
+        parts = [vector[begin:end:distance] * math.sqrt(distance) for begin, end, distance in self._taken]
+        sketch, sketches = torch.cat(parts).double(), self._sketches.double()
+        lengths = torch.linalg.vector_norm(sketches, dim=1) * torch.linalg.vector_norm(sketch)
+        cosines: Tensor = torch.mv(sketches, sketch) / lengths.clamp_min(1e-300)
+        return cosines

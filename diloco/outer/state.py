@@ -1,4 +1,4 @@
-"""What the outer optimizer keeps of a fragment between two versions, on its syncer and on the backup of that."""
+"""What the outer optimizer keeps of a fragment between two versions, on its author and on whoever may follow that."""
 
 from __future__ import annotations
 
@@ -12,27 +12,24 @@ from diloco.outer.payloads import Codec, buffer
 
 __all__ = ["OuterState", "adopt_"]
 
-SETTLED = 16  # steps after which less than 1e-5 of an error in the momentum is left
-
 
 @dataclass
 class OuterState:
     """Momentum and window of a fragment, which both follow from the published updates alone.
+
+    A momentum that begins at zeros, or misses a step, is soon right (see `Linear.follow_`).
 
     Attributes:
         version: the version that they belong to.
         vectors: the momentum and the optimizer's further vectors, such as the window; each (numel,) fp32.
         pushes: contributions in the window.
         delay: contributions that make it full.
-        followed: steps in a row that made the vectors. The error of a momentum that began at zeros, or missed a step,
-            is less than half after each further one (see `Linear.follow_`).
     """
 
     version: int
     vectors: tuple[Tensor, ...]
     pushes: int = 0
     delay: int = 1
-    followed: int = 0
 
     @classmethod
     def zeros(cls, numel: int, num_buffers: int) -> OuterState:
@@ -52,42 +49,26 @@ class OuterState:
         """Views of a chunk of the vectors."""
         return [vector[start:stop] for vector in self.vectors]
 
-    def step(self, contributions: int, delay: int) -> OuterStep:
-        """The step that merges so many contributions; a window that they begin is full with `delay`."""
-        return OuterStep(self.version, contributions, self.pushes, self.delay if self.pushes else delay)
+    def step(self, version: int, contributions: int, delay: int) -> OuterStep:
+        """The step from a version that merges so many contributions; a window that they begin is full with `delay`."""
+        pushes = self.pushes if self.version == version else 0
+        return OuterStep(version, contributions, pushes, self.delay if pushes else delay)
 
-    def fits(self, step: OuterStep) -> bool:
-        """Whether the step goes on from here."""
+    def join_(self, step: OuterStep) -> None:
+        """Belong to the anchor that the step starts from. Of another one only the momentum is worth keeping."""
         here = (self.version, self.pushes, self.delay if self.pushes else step.delay)
-        return here == (step.version, step.pushes, step.delay)
+        if here != (step.version, step.pushes, step.delay):
+            for further in self.vectors[1:]:
+                further.zero_()
+        self.version, self.pushes, self.delay = step.version, step.pushes, step.delay
 
     def took_(self, step: OuterStep) -> None:
         """The vectors are those after this step."""
-        self.version, self.delay, self.followed = step.version + 1, step.delay, self.followed + 1
-        self.pushes = (step.pushes + step.contributions) % step.delay
-
-    def settle_(self, version: int) -> None:
-        """Belong to the anchor at that version. Of another version only the momentum is worth keeping."""
-        if self.version != version:
-            self.version, self.pushes, self.followed = version, 0, 0
-            for further in self.vectors[1:]:
-                further.zero_()
-
-    def join_(self, step: OuterStep) -> None:
-        """Go on with a step that does not follow what is here; what its window holds already is not known."""
-        if not self.fits(step):
-            self.version = -1
-            self.settle_(step.version)
-            self.pushes, self.delay = step.pushes, step.delay
-
-    @property
-    def known(self) -> bool:
-        """Whether the momentum is the syncer's, but for rounding."""
-        return self.followed >= min(self.version, SETTLED)
+        self.version, self.pushes = step.version + 1, (step.pushes + step.contributions) % step.delay
 
 
 def adopt_(codec: Codec, transition: Transition, anchor: Tensor, vectors: list[Tensor], update: Tensor) -> None:
-    """Move a chunk of an anchor by its update, and momentum and window with it; the syncer does it as a backup does."""
+    """Move a chunk of an anchor by its update, and momentum and window with it; the author does it as an heir does."""
     moved = buffer("moved", torch.float32, anchor.numel()).copy_(anchor)
     codec.apply_update_(anchor, update)
     transition.follow_(vectors, torch.sub(anchor, moved, out=moved))

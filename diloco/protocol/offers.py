@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from diloco.protocol.messages.heads import Line
 from diloco.protocol.patience import Arrival
@@ -41,10 +42,11 @@ class Offer:
     base_version: int
     tokens: int
     steps: int
-    chunks: int = 0
+    chunks: int = 0  # that have arrived on its newest stream
     whole: bool = False
     line: Line | None = None  # once it is whole
-    collects: bool = False  # its payload is collected whole, then folded in
+    payload: Any = None  # once it is whole
+    beside: bool = False  # the version does not wait for it
     late: bool = False  # it missed its version
     polled: int = 0  # chunks at the last poll
     progress_at: float = 0.0

@@ -321,7 +321,7 @@ class Peer(Elector):
         return [*([] if refused_before else [note]), *self.tick(now)]
 
     def arrived(self, peer: str, fragment: int, now: float, line: Line | None = None) -> list[Action]:
-        """The whole payload of a contribution is folded in, and its contributor has signed this line."""
+        """The whole payload of a contribution is here, and its contributor has signed this line."""
         syncer = self.fragments[fragment].syncer
         member = self.members.get(peer)
         if syncer is not None:

@@ -2,10 +2,8 @@
 
     offer -> (payload arrives) -> arrived -> poll says close -> merge, publish -> advance -> the next version collects
 
-Contributions are keyed by (peer, base version) under one term; a merged one is never merged again. At a barrier (no
-quorum) each chunk is folded in on arrival, or kept until `outer.robust` judges all contributions (`leave_out`); "folded
-in" covers both here. When a stream breaks midway, its chunks stay folded in (each has its own weight), and a retry goes
-on with the next chunk. Other payloads are collected whole, then folded in (`collects`).
+Contributions are keyed by (peer, base version) under one term; a merged one is never merged again. Each is kept,
+encoded, until the version closes.
 
 A contribution that missed its version is merged into a later one where the mode has that (`OuterConfig.carries_late`).
 Otherwise its tokens count as discarded.
@@ -16,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from diloco.config import OuterConfig
 from diloco.protocol.membership import Member
@@ -24,7 +23,7 @@ from diloco.protocol.messages.heads import MAX_LINES, Line
 from diloco.protocol.numbers import MAX_TOKENS, at_most, forget_oldest
 from diloco.protocol.offers import Close, Offer
 from diloco.protocol.patience import Arrival, Patience, about_to_send, active, grace_s
-from diloco.protocol.work import Weights
+from diloco.protocol.work import weigh
 
 __all__ = ["SYNC", "Syncer"]
 
@@ -74,12 +73,11 @@ class Syncer:
         self.grace_until: float | None = None
         self._settings = settings
         self._offers: dict[str, Offer] = {}
-        # By peer: base version of its newest contribution that is merged; that was left out, or is half merged.
+        # By peer: base version of its newest contribution that is merged; that was left out.
         self._merged, self._spent = dict(merged), dict[str, int]()
         # Contributions merged until each version; of versions that others made one is counted each.
         self._pushed, self._pushed_at = version, {version: version}
         self._active = 1  # peers that train
-        self._weights = Weights(settings)
         self._patience = Patience(version, now)
         self._closing: Close | None = None
 
@@ -121,7 +119,7 @@ class Syncer:
             self._patience.refused(peer, base, now)
         elif base > self.version:
             reason = f"{here}, {base} is in the future"
-        elif self._closing and not whole and not self._to_collect(peer, header):
+        elif self._closing and not whole and not self._is_beside(peer, header):
             reason = f"fragment {self.fragment} is closing version {self.version + 1} without this contribution"
         elif known is not None and whole and (known.tokens, known.base_version) != (header.tokens, base):
             reason = f"a contribution of {known.tokens} tokens is here already, this one claims {header.tokens}"
@@ -134,23 +132,14 @@ class Syncer:
         # Other numbers come from a peer that restarted; each chunk has a weight of its own.
         known.base_version, known.tokens, known.steps = header.base_version, header.tokens, header.steps
         known.taken_at = now - header.age_s
-        known.late = header.base_version < self.version
-        known.collects = known.collects or (not known.chunks and self._to_collect(peer, header))
-        self._weights.offered(header.tokens, header.steps)
-        return Verdict(accepted=True, first_chunk=known.chunks, version=self.version, term=self.term)
+        known.late, known.beside = header.base_version < self.version, self._is_beside(peer, header)
+        known.chunks = known.polled = 0
+        return Verdict(accepted=True, version=self.version, term=self.term)
 
-    def _to_collect(self, peer: str, header: Contribution) -> bool:
-        beside = header.base_version < self.version or peer in self._patience.slow
-        return beside or not self._settings.barrier
-
-    def collects(self, peer: str) -> bool:
-        """Whether the payload of this peer's contribution is collected whole, then folded in."""
-        return not self._settings.barrier or (peer in self._offers and self._offers[peer].collects)
-
-    def weight(self, peer: str) -> float:
-        """Weight of a contribution that is folded in before the others are known; see `Weights`."""
-        offer = self._offers[peer]
-        return self._weights.on_arrival(offer.tokens, offer.steps)
+    def _is_beside(self, peer: str, header: Contribution) -> bool:
+        """Whether it does not matter to it that a version closes meanwhile."""
+        late = header.base_version < self.version
+        return late or peer in self._patience.slow or not self._settings.barrier
 
     def discount(self, peer: str) -> float:
         """Factor by which staleness s reduces this contribution: (1 + s) ** -exponent (arXiv 2401.09135, section 4)."""
@@ -163,9 +152,9 @@ class Syncer:
         return self.staleness(base_version) > self._settings.staleness_limit
 
     def counted(self, peers: Collection[str]) -> tuple[dict[str, float], dict[str, float]]:
-        """Weights (see `Weights`) and discounts of all contributions to a version."""
+        """Weights (see `weigh`) and discounts of all contributions to a version."""
         counts = {peer: (self._offers[peer].tokens, self._offers[peer].steps) for peer in peers}
-        return self._weights.together(counts), {peer: self.discount(peer) for peer in peers}
+        return weigh(self._settings.weights, counts), {peer: self.discount(peer) for peer in peers}
 
     def leave_out(self, close: Close, peers: Collection[str]) -> Close:
         """Make the version without these whole contributions after all: they oppose the others (`outer.robust`)."""
@@ -175,18 +164,27 @@ class Syncer:
         kept = {peer: tokens for peer, tokens in close.contributors.items() if peer not in peers}
         return replace(close, contributors=kept, missing=tuple(sorted({*close.missing, *peers})))
 
-    def wants(self, peer: str, chunk: int, base_version: int) -> bool:
-        """Whether this chunk may be folded in. It may not when the version has closed, when the chunk was folded in
-        before, or when it belongs to an earlier contribution whose stream was slow.
+    def wants(self, peer: str, base_version: int) -> bool:
+        """Whether a payload from that version may be kept for the next one. It may not while that closes, or when it
+        belongs to an earlier contribution whose stream was slow.
         """
         offer = self._offers.get(peer)
-        if offer is None or self._closing or (chunk, base_version) != (offer.chunks, offer.base_version):
+        if offer is None or self._closing or offer.whole or offer.base_version != base_version:
             return False
-        return not self._too_late(offer.base_version)
+        return not self._too_late(base_version)
 
-    def folded(self, peer: str) -> None:
-        """The next chunk of this peer is folded in."""
-        self._offers[peer].chunks += 1
+    def progressed(self, peer: str) -> None:
+        """A chunk of this peer's payload has arrived."""
+        if peer in self._offers:
+            self._offers[peer].chunks += 1
+
+    def keep(self, peer: str, payload: Any) -> None:
+        """Keep a payload that the syncer wants; `arrived` comes next."""
+        self._offers[peer].payload = payload
+
+    def payload(self, peer: str) -> Any:
+        """That of a contribution that is whole."""
+        return self._offers[peer].payload
 
     def keeps(self, peer: str, base_version: int) -> bool:
         """Whether the contribution of this peer from that version may still go into the next one."""
@@ -291,13 +289,10 @@ class Syncer:
     def _close(self, whole: set[str], members: Mapping[str, Member], now: float) -> Close:
         missing: set[str] = set()
         if self._settings.barrier:
-            begun = {peer for peer, o in self._offers.items() if not o.collects}
+            begun = {peer for peer, offer in self._offers.items() if not offer.beside}
             missing = {*self.last_contributors, *begun} - whole
             awaited = [peer for peer, member in members.items() if peer not in whole and self._awaited(member, now)]
             self._patience.closed(self.version, self._arrivals(), awaited, members, now)
-            if not self._settings.judged_together:  # what has arrived of these is in the sum
-                half = {peer: o for peer, o in self._offers.items() if o.chunks and not (o.whole or o.collects)}
-                self._spent |= {peer: offer.base_version for peer, offer in half.items()}
         contributors = {peer: self._offers[peer].tokens for peer in sorted(whole)}
         delay = (self._settings.delay or active(members)) if self._settings.windowed else 1
         self._closing = Close(self.fragment, self.version, contributors, tuple(sorted(missing)), delay)
@@ -333,7 +328,6 @@ class Syncer:
             self.last_contributors = frozenset(whole)
             self.last_staleness = max((self.staleness(offer.base_version) for offer in whole.values()), default=0.0)
             self._merged |= {peer: offer.base_version for peer, offer in whole.items()}
-            self._weights.published((offer.tokens, offer.steps) for offer in whole.values())
         else:
             self._merged = dict(merged or {})
             self.last_contributors = frozenset(peer for peer, base in self._merged.items() if base == version - 1)
@@ -342,15 +336,14 @@ class Syncer:
         self._pushed_at[version] = self._pushed
         forget_oldest(self._pushed_at, COUNTED)
         self._patience.opens(version, now)
-        # A payload that is still on its way is no part of the version that closed, unless its first chunks were.
+        # A payload that is still on its way is no part of the version that closed.
         # A version that was fetched may contain what is on its way here as well.
         self._offers = {
             peer: offer
             for peer, offer in self._offers.items()
-            if self.collects(peer) and not offer.whole and offer.base_version > self._merged.get(peer, -1)
+            if offer.beside and not offer.whole and offer.base_version > self._merged.get(peer, -1)
             if self._spent.get(peer, -1) < offer.base_version
         }
         for offer in self._offers.values():
             offer.late = offer.base_version < version
-        self._weights.restart()
         self._closing = self.grace_until = None

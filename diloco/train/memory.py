@@ -128,10 +128,10 @@ def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
     yield "anchors", FP32
     if not outer.lockstep:  # the anchor moves while this peer trains on from an older one
         yield "anchors of the round under way", FP32
-        yield "payloads that are sent while training goes on", up / (fragments if outer.staggered else 1)
+    yield "payloads that are sent", up / (fragments if outer.staggered else 1)
     yield "what the codec lost", FP32 if outer.error_feedback else 0
     yield "master and momentum of fragments held", FP32 * (1 + vectors) * held
-    yield "contributions to them", held * (up * peers if outer.judged_together else FP32)
+    yield "contributions to them", held * up * peers
     yield "updates of them", held * (down if outer.barrier else FP32)
     yield "flattening", FP32 / fragments if outer.flatten else 0
     yield "momentum of fragments backed up", FP32 * vectors * held if peers > 1 else 0

@@ -58,6 +58,5 @@ def test_waiting_for_different_fragments_is_not_for_ever() -> None:
     a.heard("c", status_of("exchanging", [0, 1]), 0.6)
     assert a.offer("c", contribution).accepted
 
-    a.syncers[0].folded("c")
     assert a.arrived("c", 0, 1.0) == []
     assert [len(of_type(Merge, a.tick(now))) for now in (2.0, 6.0)] == [0, 1]

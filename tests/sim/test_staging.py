@@ -111,7 +111,7 @@ def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
                 train(go_on)
                 device.on_wait = once(moves)
                 replica.capture(fragment)
-            found += [replica.encode(fragment, chunk).clone() for chunk in range(len(replica.chunks[fragment]))]
+            found.append(replica.captured(fragment))
             if device is None:
                 train(go_on)
             replica.release_capture(fragment)
@@ -238,8 +238,7 @@ def test_an_accelerator_sends_what_the_cpu_sends(case: Case) -> None:
                 assert not replica.local.can_copy(replica.fragments[0]) or replica.copy_local(0)
                 replica.capture(0)
                 inner_step(replica, 100)
-            for chunk in range(len(here.chunks[0])):
-                assert torch.equal(here.encode(0, chunk), on_device.encode(0, chunk))
+            assert torch.equal(here.captured(0), on_device.captured(0))
             for replica in (here, on_device):
                 move(replica, 0, version)
                 replica.release_capture(0)
@@ -267,8 +266,7 @@ class Sending:
         monkeypatch.setattr("diloco.swarm.node.rounds.contribute", self._contribute)
 
     async def _contribute(self, context: Context, lease: Lease, header: Contribution) -> Answered:
-        for chunk in range(len(self.replica.chunks[lease.fragment])):
-            self.sent.append(self.replica.encode(lease.fragment, chunk).view(torch.float32).clone())
+        self.sent.append(self.replica.captured(lease.fragment).view(torch.float32).clone())
         self.host.context.tasks.notify()
         await asyncio.sleep(3600)
         raise AssertionError

@@ -53,8 +53,8 @@ MUTANTS = [
         "lost-lease-takes-the-outer-state",
         "A syncer loses its lease while a thread merges; the outer state is gone when the thread wants it.",
         "diloco.swarm.node.merging",
-        "digest = await in_thread(held.merge_, step, update, judged)",
-        "digest = await in_thread(lambda: self._replica.held[fragment.index].merge_(step, update, judged))",
+        "merged = aggregate.merge(",
+        "merged = self._replica.aggregates[aggregate.fragment.index].merge(",
         first=604,
     ),
     Mutant(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
+from diloco.outer.aggregate import Merged, Weighted
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import chunks, partition
-from diloco.outer.held import Held, Judged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.payloads import Codec
 from diloco.outer.replica import Replica
@@ -53,16 +53,16 @@ def round_trip(name: str, x: Tensor) -> Tensor:
     return decoded(name, encoded(name, x), x.numel())
 
 
-def payloads_of(one: Codec, values: Tensor) -> list[Tensor]:
-    """The payloads of all chunks."""
-    return [encoded(one, values[start:stop]) for start, stop in chunks(len(values))]
+def payload_of(one: Codec, values: Tensor) -> Tensor:
+    """The payload of a whole fragment."""
+    return torch.cat([encoded(one, values[start:stop]) for start, stop in chunks(len(values))])
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
 def syncer(parameters: Mapping[str, Tensor], settings: OuterConfig, fragments: int = 1) -> Replica:
-    """A peer that is syncer of everything, and compares the same values of contributions in every run."""
+    """A peer that is author of everything, and compares the same values of contributions in every run."""
     replica = Replica(parameters, partition({name: p.numel() for name, p in parameters.items()}, fragments), settings)
     replica.rng = random.Random(0)
     for fragment in range(fragments):
@@ -70,31 +70,30 @@ def syncer(parameters: Mapping[str, Tensor], settings: OuterConfig, fragments: i
     return replica
 
 
-def take(held: Held, peer: str, payloads: list[Tensor], weight: float = 1.0) -> None:
-    """A whole contribution, which is left as it is."""
-    for chunk, payload in enumerate(payloads):
-        before = payload.clone()
-        held.put(chunk, peer, payload, weight)
-        assert torch.equal(payload, before)
+def named(payloads: Iterable[Tensor], weights: Sequence[float] | None = None) -> list[Weighted]:
+    """Whole contributions of peers p0, p1 and so on; with weight 1 if nothing else is said."""
+    payloads = list(payloads)
+    return [Weighted(f"p{i}", x, weights[i] if weights else 1.0) for i, x in enumerate(payloads)]
 
 
-def merge(
-    held: Held, step: OuterStep, weights: Mapping[str, float] | None = None, me: str = ""
-) -> tuple[Tensor, str, Judged | None]:
-    """The update of a version of what was taken in, the anchor's digest, and what each contribution counted."""
-    judged = held.judge(weights or dict.fromkeys(held.staged._kept, 1.0), me=me) if held.staged is not None else None
-    update = torch.empty(held.down.offsets(held.fragment.numel)[-1], dtype=torch.uint8)
-    return update, held.merge_(step, update, judged), judged
+def make(
+    replica: Replica, those: Sequence[Weighted], fragment: int = 0, step: OuterStep | None = None, me: str = "",
+    delay: int = 1,
+) -> tuple[Merged, str]:  # fmt: skip
+    """The next version, which this author has adopted, and the anchor's digest."""
+    state, before = replica.states[fragment], [one.payload.clone() for one in those]
+    merged = replica.aggregates[fragment].merge(those, step or state.step(state.version, len(those), delay), state, me)
+    assert all(map(torch.equal, before, (one.payload for one in those)))
+    return merged, replica.apply_update_(fragment, merged.update, merged.step)
 
 
-def exchange(peers: Sequence[Replica], weights: Sequence[float], version: int = 0) -> None:
-    """One outer step of all fragments, of which the first peer is syncer; every peer adopts the update."""
-    names = {f"p{number}": weight for number, weight in enumerate(weights)}
-    for index, held in peers[0].held.items():
-        for peer, (name, weight) in zip(peers, names.items(), strict=True):
-            take(held, name, [peer.encode(index, chunk) for chunk in range(len(held.chunks))], weight)
-        update, digest, _ = merge(held, OuterStep(version, len(peers)), names)
+def exchange(peers: Sequence[Replica], weights: Sequence[float]) -> None:
+    """One outer step of all fragments, of which the first peer is author; every peer adopts the update."""
+    for index in peers[0].aggregates:
+        merged, digest = make(peers[0], named([peer.capture(index) for peer in peers], weights), index)
         for peer in peers[1:]:
-            assert peer.apply_update_(index, update) == digest
+            assert peer.apply_update_(index, merged.update) == digest
     for peer in peers:
+        for index in range(len(peer.fragments)):
+            peer.release_capture(index)
         peer.load_local_()

@@ -183,7 +183,7 @@ class Trainee:
 
     def holds(self) -> list[int]:
         """Fragments this peer is syncer of."""
-        return sorted(self.replica.held)
+        return sorted(self.replica.aggregates)
 
 
 def begin_together(*peers: Trainee, syncers: Sequence[Trainee] = ()) -> None:

@@ -204,7 +204,7 @@ class Story:
 
     def held(self, name: str) -> list[int]:
         """The fragments that a peer is syncer of."""
-        return sorted(self.node(name).replica.held)
+        return sorted(self.node(name).replica.aggregates)
 
     def made(self) -> list[Made]:
         """All versions that were made, also those that were lost."""
@@ -230,7 +230,9 @@ class Story:
 
     def dealt(self, nodes: list[Node]) -> Dealt:
         """Which data the last anchors of these nodes were learned from, and which data is left."""
-        [ledger] = [node.protocol.accounts.dealer.ledger for node in nodes if CONTROL_FRAGMENT in node.replica.held]
+        [ledger] = [
+            node.protocol.accounts.dealer.ledger for node in nodes if CONTROL_FRAGMENT in node.replica.aggregates
+        ]
         assert ledger is not None
         learned = self.watch.lineage.units(nodes[0].protocol.digests[CONTROL_FRAGMENT])
         return Dealt(learned, ledger.cursor, ledger.open, ledger.free)

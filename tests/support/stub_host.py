@@ -119,7 +119,7 @@ class StubHost:
         for action in actions:
             match action:
                 case Hold():
-                    self.replica.hold(action.fragment, self.protocol.fragments[action.fragment].version)
+                    self.replica.hold(action.fragment)
                 case Release():
                     self.replica.release(action.fragment)
                 case Merge():

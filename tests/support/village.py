@@ -114,7 +114,7 @@ class Village:
         self.round(peers, torch.ones(self.numel))
         for name in self.peers:
             self.network.uplinks[name]._bytes_per_s = UP
-        return sorted(peers, key=lambda peer: not peer.replica.held)
+        return sorted(peers, key=lambda peer: not peer.replica.aggregates)
 
     def round(self, peers: list[Villager], step: Tensor) -> None:
         """All of them subtract `step`, exchange, and train again."""

@@ -82,8 +82,8 @@ class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORK
 class Verdict(Message, kind="verdict"):
     """The syncer's answer to a contribution.
 
-    `accepted` means: send the payload from chunk `first_chunk` on. That is 0, or more when an earlier stream broke
-    midway, or the number of chunks when the syncer has the whole payload already. Otherwise `reason` says why not, and
+    `accepted` means: send the payload from chunk `first_chunk` on. That is 0, or the number of chunks when the syncer
+    has the whole payload already. Otherwise `reason` says why not, and
     `version` and `term` say where the syncer stands. `late` says that the swarm went on without the contribution; with
     `record_follows` the updates that it missed come next. `merged` says that this very contribution is in the model
     already, because its receipt was lost.

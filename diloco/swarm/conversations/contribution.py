@@ -1,23 +1,20 @@
 """A contribution, from the peer that learned it to the syncer that merges it.
 
-1. Contributor: header. Syncer: verdict, which says from which chunk on it wants the payload.
-2. Contributor: payload chunk by chunk, each encoded just before it is sent. At a barrier the syncer validates each
-   chunk on arrival and folds it in. With a quorum it collects the whole payload first, because the version may close
-   at any moment; so it does at a barrier with what comes late.
+1. Contributor: header. Syncer: verdict.
+2. Contributor: payload. The syncer validates it once it is whole, and keeps it until a version closes. What comes while
+   one is closing waits for the next.
 3. Contributor: its signed line. Syncer: receipt. Both wait for the version to close.
 4. Syncer: the update record, or several in a row if other versions were published meanwhile, or the state if that is
    smaller. The contributor adopts what comes once it is whole.
 
-The syncer's own contribution takes the same way through `fold_chunk` or `fold_whole`, without a stream.
+The syncer's own contribution takes the same way through `keep`, without a stream.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
@@ -34,9 +31,10 @@ from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.certificates import check_anchor, check_record
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.tasks import in_thread
+from diloco.swarm.wire.malloc import short_lived
 from diloco.swarm.wire.streams import Stream, only_stream
 
-__all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole", "line_of", "until_open"]
+__all__ = ["Answered", "answer", "contribute", "keep", "line_of"]
 
 Freeze = Callable[[int], Awaitable[framing.FragmentState]]
 
@@ -77,8 +75,8 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
                 return Answered(verdict, None)
             missed = expect(await stream.receive(), Record)
             return Answered(verdict, await framing.receive_records(stream, replica, fragment, missed, check))
-        for chunk in range(verdict.first_chunk, len(replica.chunks[fragment])):
-            await stream.send_payload(replica.encode(fragment, chunk))
+        for part in replica.payload_chunks(fragment, replica.captured(fragment))[verdict.first_chunk :]:
+            await stream.send_payload(part)
         await stream.send(Signed(line=line_of(context, header)))
         expect(await stream.receive(None), Receipt)
         sent_at = context.now()
@@ -113,10 +111,13 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
         return
     syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
     assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
-    await stream.send(verdict)
-    collects = syncer.collects(stream.peer)
+    whole = syncer.line(stream.peer) is not None  # from a stream that broke later
+    await stream.send(verdict.model_copy(update={"first_chunk": len(context.replica.chunks[fragment]) if whole else 0}))
     with only_stream(context.contributing, fragment, stream):  # an older one holds payload, and its peer is gone
-        before = await _take(context, stream, header, verdict, syncer, before)
+        if whole:
+            await _receive_line(context, stream, header)
+        else:
+            before = await _receive(context, stream, syncer, header)
     await stream.send(Receipt())
     await context.tasks.until(
         lambda: (
@@ -128,7 +129,7 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     closed_at = protocol.fragments[fragment].closed_at
     if records := context.records_since(fragment, header.base_version):
         await framing.send_records(stream, records, context.replica)
-    elif collects and context.holds(syncer):
+    elif context.holds(syncer):
         await framing.send_state(stream, await freeze(fragment), context.replica)
     else:
         raise _another_syncer(fragment)
@@ -137,73 +138,37 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
         protocol.delivered(context.now() - closed_at)
 
 
-async def _take(
-    context: Context, stream: Stream, header: Contribution, verdict: Verdict, syncer: Syncer, before: int
-) -> int:
-    """Take in what a verdict asks for; returns the version that it was not in yet, `before` unless others closed."""
-    if syncer.line(stream.peer) is not None:
-        await _receive_line(context, stream, header)  # the payload is here, from a stream that broke later
-        return before
-    if syncer.collects(stream.peer):
-        return await _collect(context, stream, syncer, header)
-    await _fold_on_arrival(context, stream, syncer, header, verdict.first_chunk)
-    return before
-
-
-async def _fold_on_arrival(
-    context: Context, stream: Stream, syncer: Syncer, header: Contribution, first_chunk: int
-) -> None:
-    """At a barrier: receive a contribution and fold it in chunk by chunk."""
-    replica, fragment, peer = context.replica, syncer.fragment, stream.peer
-    chunks, base_version = len(replica.chunks[fragment]), header.base_version
-    for chunk in range(first_chunk, chunks):
-        payload = await _receive_chunk(context, stream, fragment, chunk)
-        if not context.holds(syncer) or not syncer.wants(peer, chunk, base_version):
-            raise _closed_meanwhile(header)
-        with offences():
-            fold_chunk(context, syncer, peer, chunk, payload)
+async def _receive(context: Context, stream: Stream, syncer: Syncer, header: Contribution) -> int:
+    """Receive a contribution whole and keep it; returns the version that it was not in yet."""
+    replica, fragment = context.replica, syncer.fragment
+    payload = short_lived(replica.payload_nbytes(fragment))
+    for part in replica.payload_chunks(fragment, payload):
+        await stream.receive_payload(part)
+        syncer.progressed(stream.peer)
+        if not context.holds(syncer):
+            raise _another_syncer(fragment)
+    with offences():
+        await in_thread(replica.payload_norm, fragment, payload)
     line = await _receive_line(context, stream, header)
-    if not context.holds(syncer) or not syncer.wants(peer, chunks, base_version):
-        raise _closed_meanwhile(header)
-    context.do(context.protocol.arrived(peer, fragment, context.now(), line))
+    return await keep(context, syncer, header, payload, line)
 
 
-async def _collect(context: Context, stream: Stream, syncer: Syncer, header: Contribution) -> int:
-    """Receive a contribution whole and fold it in; returns the version that it was not in yet.
+async def keep(context: Context, syncer: Syncer, header: Contribution, payload: Tensor, line: Line) -> int:
+    """Keep a whole contribution for the version that the syncer makes next, once it is not closing one.
 
-    What comes while a version is closing is folded into the next one.
+    Returns the version that it was not in yet. Raises `PayloadError` when the syncer does not want it any more, or has
+    lost its lease.
     """
     fragment = syncer.fragment
-    chunks = range(len(context.replica.chunks[fragment]))
-    payloads = [await _receive_chunk(context, stream, fragment, chunk) for chunk in chunks]
+    await context.tasks.until(lambda: not syncer.closing or not context.holds(syncer))
     if not context.holds(syncer):
         raise _another_syncer(fragment)
-    line = await _receive_line(context, stream, header)
-    await asyncio.sleep(0)  # what came whole in this turn of the loop is folded in first
-    lock = context.locks[fragment]
-    async with lock.turn:
-        while True:
-            await until_open(context, syncer)
-            async with lock.writing():
-                with offences():
-                    before = await fold_whole(context, syncer, stream.peer, header, payloads, line)
-            if not context.holds(syncer):
-                raise _another_syncer(fragment)
-            if before is not None:
-                return before
-            if not syncer.closing:
-                raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
-
-
-async def until_open(context: Context, syncer: Syncer) -> None:
-    """Wait while a version is closing, or until the lease is lost; the caller has the `turn` of the lock."""
-    await context.tasks.until(lambda: not syncer.closing or not context.holds(syncer))
-
-
-async def _receive_chunk(context: Context, stream: Stream, fragment: int, chunk: int) -> Tensor:
-    payload = torch.empty(context.replica.payload_nbytes(fragment, chunk), dtype=torch.uint8)
-    await stream.receive_payload(payload)
-    return payload
+    if not syncer.wants(line.peer, header.base_version):
+        raise PayloadError(f"version {header.base_version + 1} of fragment {fragment} closed meanwhile")
+    before = context.protocol.fragments[fragment].version
+    syncer.keep(line.peer, payload)
+    context.do(context.protocol.arrived(line.peer, fragment, context.now(), line))
+    return before
 
 
 async def _receive_line(context: Context, stream: Stream, header: Contribution) -> Line:
@@ -227,52 +192,5 @@ def line_of(context: Context, header: Contribution) -> Line:
     return sign_line(context.protocol.signer, context.protocol.run_id, header.fragment, line)
 
 
-def _closed_meanwhile(header: Contribution) -> PayloadError:
-    return PayloadError(f"version {header.base_version + 1} of fragment {header.fragment} closed meanwhile")
-
-
 def _another_syncer(fragment: int) -> PayloadError:
     return PayloadError(f"fragment {fragment} has another syncer now")
-
-
-def fold_chunk(context: Context, syncer: Syncer, peer: str, chunk: int, payload: Tensor) -> None:
-    """Fold in a chunk that the syncer wants, or keep it until the version closes. `PayloadError` changes nothing."""
-    context.replica.held[syncer.fragment].put(chunk, peer, payload, syncer.weight(peer))
-    syncer.folded(peer)
-
-
-async def fold_whole(
-    context: Context, syncer: Syncer, peer: str, header: Contribution, payloads: Sequence[Tensor],
-    line: Line | None = None,
-) -> int | None:  # fmt: skip
-    """Fold in a contribution that was collected first. The caller holds the fragment's lock for writing.
-
-    This peer's own contribution has no `line` yet. Returns the version that it was not in yet, or None when the syncer
-    does not want it any more, or has lost its lease. `PayloadError` changes nothing.
-
-    The arithmetic takes a second per 10^9 parameters, so it runs in a thread while the protocol goes on:
-
-    1. All chunks are checked. Meanwhile the version may close without this contribution; then it is not wanted.
-    2. In the turn of the loop in which it is wanted, it counts as arrived. A version that closes from now on counts
-       it, and the merge of that version waits for the lock.
-    3. It is added to the sum. Should the lease be lost meanwhile, the sum goes with it.
-    """
-    held, before = context.replica.held.get(syncer.fragment), context.protocol.fragments[syncer.fragment].version
-    if held is None or not context.holds(syncer):
-        return None
-    seen = await in_thread(held.seen, payloads)
-    if not context.holds(syncer) or not syncer.wants(peer, 0, header.base_version):
-        return None
-    line = line or line_of(context, header)
-    weight, discount = syncer.weight(peer), syncer.discount(peer)
-    if context.protocol.outer.barrier:  # the others' chunks go into the same sums in this thread
-        for chunk, payload in enumerate(payloads):
-            held.put(chunk, peer, payload, weight, discount)
-            syncer.folded(peer)
-        context.do(context.protocol.arrived(peer, syncer.fragment, context.now(), line))
-        return before
-    for _ in payloads:
-        syncer.folded(peer)
-    context.do(context.protocol.arrived(peer, syncer.fragment, context.now(), line))
-    await in_thread(held.fold_whole, payloads, seen, weight, discount)
-    return before

@@ -70,7 +70,7 @@ async def send_records(stream: Stream, records: Sequence[UpdateRecord], replica:
     """Write the update records of versions in a row: each one's header, then its payload in the fragment's chunks."""
     for more, record in zip(reversed(range(len(records))), records, strict=True):
         await stream.send(record.header.model_copy(update={"more": more}))
-        for payload in _payloads(record.update, replica, record.header.fragment):
+        for payload in replica.update_chunks(record.header.fragment, record.update):
             await stream.send_payload(payload)
 
 
@@ -98,13 +98,9 @@ async def _receive_record(
         raise PayloadError(f"asked for fragment {fragment}, got a record of fragment {header.fragment}")
     check(header)
     update = short_lived(replica.update_nbytes(fragment))
-    for payload in _payloads(update, replica, fragment):
+    for payload in replica.update_chunks(fragment, update):
         await stream.receive_payload(payload)
     return UpdateRecord(header, update)
-
-
-def _payloads(update: Tensor, replica: Replica, fragment: int) -> Sequence[Tensor]:
-    return torch.split(update, [replica.down.nbytes(stop - start) for start, stop in replica.chunks[fragment]])
 
 
 async def send_state(stream: Stream, state: FragmentState, replica: Replica) -> None:

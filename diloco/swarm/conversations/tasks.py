@@ -157,14 +157,9 @@ class FragmentLock:
     """For an anchor: any number of readers or one writer. A reader that comes while others read waits for no writer.
 
     So a donor serves newcomers while its own checkpoint is written, which reads the anchor for minutes.
-
-    Attributes:
-        turn: whoever folds in a whole contribution takes this first, and keeps it until it is in. Otherwise those that
-            come while a version is made would overtake those that wait for it, again and again.
     """
 
     def __init__(self) -> None:
-        self.turn = asyncio.Lock()
         self._lock = asyncio.Lock()  # held by the writer, or by all readers together
         self._entrance = asyncio.Lock()
         self._readers = 0

@@ -79,12 +79,10 @@ class Actions:
         """Hold a fragment. One that had another syncer goes on with the momentum that is known here, or with none."""
         context, fragment = self._context, action.fragment
         if action.term > 1:
-            version, standby = context.protocol.fragments[fragment].version, context.replica.standby.get(fragment)
-            momentum = "kept" if fragment in context.replica.held else "restarted"
-            if standby is not None and standby.followed:
-                momentum = "kept" if standby.version == version and standby.known else "stale"
+            version, state = context.protocol.fragments[fragment].version, context.replica.states.get(fragment)
+            momentum = "restarted" if state is None else "kept" if state.version == version else "stale"
             context.note("takeover", fragment=fragment, term=action.term, version=version, momentum=momentum)
-        context.replica.hold(fragment, context.protocol.fragments[fragment].version)
+        context.replica.hold(fragment)
 
     def _wake(self) -> None:
         if not self._context.tasks.closed:

@@ -104,8 +104,8 @@ class Anchors:
         for fragment, lock in enumerate(self._context.locks):
             await lock.start_reading()
             self._saving.callback(lock.stop_reading)
-            held = replica.held.get(fragment)
-            vectors = [replica.anchors[fragment], *((held.master, *held.state.vectors) if held else ())]
+            own, state = replica.aggregates.get(fragment), replica.states.get(fragment)
+            vectors = [replica.anchors[fragment], *((own.master, *state.vectors) if own and state else ())]
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
             anchors.append(anchor)
             versions.append(protocol.fragments[fragment].version)
@@ -113,8 +113,8 @@ class Anchors:
             records.append(protocol.fragments[fragment].record)
             if fragment == CONTROL_FRAGMENT:
                 clock, cursor = protocol.applied_tokens, protocol.accounts.dealer.cursor_at(versions[fragment])
-            if held is not None:
-                outer[fragment] = (rest[0], replace(held.state, vectors=tuple(rest[1:])))
+            if own and state:
+                outer[fragment] = (rest[0], replace(state, vectors=tuple(rest[1:])))
             if copies:
                 self.end_snapshot()
         terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
@@ -255,28 +255,26 @@ class Anchors:
         """As syncer, give the anchor that is here a number above that one: its history goes on (see `forks`)."""
         here = self._protocol.fragments[fragment]
         async with self._context.locks[fragment].writing():
-            held, syncer = self._replica.held.get(fragment), here.syncer
-            if held is None or syncer is None or here.version > above or self._protocol.merging(fragment):
+            own, syncer = self._replica.aggregates.get(fragment), here.syncer
+            if own is None or syncer is None or here.version > above or self._protocol.merging(fragment):
                 self._protocol.catch_up_failed(fragment)
                 return
             record = self._number(syncer, here, above + 1)
             passed(self._protocol, fragment)
-            held.restart(above + 1)  # in the turn in which the protocol forgets the contributions too
+            own.restart()  # in the turn in which the protocol forgets the contributions too
             self._renumbered(here, record)
         self._context.note("renumbered", fragment=fragment, version=here.version, skipped=here.skipped)
 
     def _number(self, syncer: Syncer, anchor: Fragment | Anchor, number: int) -> Record:
         """As syncer, sign a higher number for an anchor."""
-        state = self._replica.held[syncer.fragment].state
-        state.settle_(number)
         self._context.records.pop(syncer.fragment, None)
-        return renumbered(self._protocol, anchor, syncer.term, number, (state.pushes, state.delay))
+        delay = self._replica.states[syncer.fragment].delay
+        return renumbered(self._protocol, anchor, syncer.term, number, (0, delay))
 
     def _renumbered(self, here: Fragment, record: Record) -> None:
         """The anchor that is here has a higher number. The lock is held."""
         if self.loaded[here.index] == (here.version, here.digest):
             self.loaded[here.index] = (record.version, here.digest)
-        self._replica.renumber(here.index, record.version)
         self._protocol.accounts.hear_data_cursor(record.head)
         now = self._context.now()
         self._context.do(self._protocol.adopted(here.index, record.version, here.digest, now, record=record))
@@ -319,7 +317,7 @@ class Anchors:
     ) -> None:
         """Tell the protocol that the anchor, whose lock is held, is at another version; its master begins there."""
         if self._protocol.fragments[fragment].syncer is not None:
-            self._replica.held[fragment].restart(version)
+            self._replica.aggregates[fragment].restart()
         else:
             self._replica.release(fragment)
         now = self._context.now()

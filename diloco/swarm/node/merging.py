@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from diloco.outer.held import Held, Judged
+from torch import Tensor
+
+from diloco.outer.aggregate import Aggregate, Merged, Weighted
 from diloco.outer.optimizer import OuterStep
-from diloco.outer.robust import Judgement
+from diloco.outer.state import OuterState
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.heads import lines_digest, shares_digest, sign_head
 from diloco.protocol.messages.heads import Head, Record
@@ -23,14 +25,6 @@ from diloco.swarm.wire.malloc import short_lived
 __all__ = ["Merging"]
 
 MOST_SAME = 256  # pairs of peers that are named
-
-
-def _compare(
-    held: Held, weights: Mapping[str, float], discounts: Mapping[str, float], me: str
-) -> tuple[Judged, list[tuple[str, str, float]]]:
-    """What each contribution counts, and which are alike."""
-    judged = held.judge(weights, discounts, me)
-    return judged, held.alike(judged[0])
 
 
 class Merging:
@@ -54,38 +48,45 @@ class Merging:
         async with self._context.locks[close.fragment].writing():
             if syncer is None or not self._context.holds(syncer) or not syncer.closes(close):
                 return
-            published = await self._merge(close, syncer, self._replica.held[close.fragment])
+            published = await self._merge(close, syncer, self._replica.aggregates[close.fragment])
         if not published:
             donors = () if fragment.lease is None else (fragment.lease.holder,)
             await self._anchors.catch_up(close.fragment, donors)
 
-    async def _merge(self, close: Close, syncer: Syncer, held: Held) -> bool:
-        """False when the lease was lost meanwhile. `held` stays what it is, even if the lease comes back."""
+    async def _merge(self, close: Close, syncer: Syncer, aggregate: Aggregate) -> bool:
+        """False when the lease was lost meanwhile. `aggregate` stays what it is, even if the lease comes back."""
         fragment, accounts = self._protocol.fragments[close.fragment], self._protocol.accounts
-        judged = None
-        await self._anchors.about_to_move(fragment.index, close.contributors)
-        if held.staged is not None and self._context.holds(syncer):
-            judged, pairs = await in_thread(_compare, held, *syncer.counted(close.contributors), self._protocol.me)
-            self._note_same(close, pairs)
-            close = self._without_opposed(close, syncer, *judged)
+        index = fragment.index
+        await self._anchors.about_to_move(index, close.contributors)
         if not self._context.holds(syncer):
             return False
-        update = short_lived(self._replica.update_nbytes(fragment.index))
-        cursor = accounts.data_cursor(fragment.index, close.contributors)  # of this version, should the lease be lost
-        step = held.state.step(len(close.contributors), close.delay)
-        digest = await in_thread(held.merge_, step, update, judged)
+        update, state = short_lived(self._replica.update_nbytes(index)), self._replica.states[index]
+        cursor = accounts.data_cursor(index, close.contributors)  # of this version, should the lease be lost
+        weights, discounts = syncer.counted(close.contributors)
+        those = [Weighted(peer, syncer.payload(peer), weights[peer], discounts[peer]) for peer in weights]
+        step = state.step(close.base_version, len(those), close.delay)
+        merged, digest = await in_thread(self._make, aggregate, those, step, state, update)
+        self._note_same(close, merged.alike)
+        close = self._without_opposed(close, syncer, merged)
         lost = not self._context.holds(syncer)
         if not lost:
-            cursor = accounts.data_cursor(fragment.index, close.contributors)
-        record = self._certificate(fragment, close, syncer, step, digest, cursor)
+            cursor = accounts.data_cursor(index, close.contributors)
+        record = self._certificate(fragment, close, syncer, merged.step, digest, cursor)
         if lost:
             accounts.hear_data_cursor(record.head)
-            self._anchors.moved(fragment.index, record.version, digest, contributors=record.contributors, record=record)
+            self._anchors.moved(index, record.version, digest, contributors=record.contributors, record=record)
             return False
         self._context.keep_record(UpdateRecord(record, update))
         now = self._context.now()
-        self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now, record))
+        self._context.do(self._protocol.published(index, digest, close.contributors, now, record))
         return True
+
+    def _make(
+        self, aggregate: Aggregate, those: Sequence[Weighted], step: OuterStep, state: OuterState, update: Tensor
+    ) -> tuple[Merged, str]:
+        """The version, and the digest of the anchor, which has moved."""
+        merged = aggregate.merge(those, step, state, self._protocol.me, update)
+        return merged, self._replica.apply_update_(aggregate.fragment.index, merged.update, merged.step)
 
     def _certificate(
         self, fragment: Fragment, close: Close, syncer: Syncer, step: OuterStep, digest: str, cursor: dict[str, Any]
@@ -119,14 +120,14 @@ class Merging:
         member = self._protocol.members.get(peer)
         return self._protocol.name if member is None else member.name
 
-    def _without_opposed(self, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement) -> Close:
+    def _without_opposed(self, close: Close, syncer: Syncer, merged: Merged) -> Close:
         """The close without the contributions that are left out. An event names their peers, another those clipped."""
-        left_out = [peers[i] for i in judged.left_out]
-        clipped = [peers[i] for i in judged.clipped if peers[i] not in left_out]
+        clipped = [peer for peer in merged.clipped if peer not in merged.left_out]
         named = {"fragment": close.fragment, "version": close.base_version + 1}
         if clipped:
             self._context.note("clipped", **named, peers=clipped)
-        if not left_out:
+        if not merged.left_out:
             return close
-        self._context.note("left_out", **named, peers=left_out, why="they point against the others' contributions")
-        return syncer.leave_out(close, left_out)
+        why = "they point against the others' contributions"
+        self._context.note("left_out", **named, peers=list(merged.left_out), why=why)
+        return syncer.leave_out(close, merged.left_out)

@@ -325,9 +325,10 @@ class Node:
         protocol, replica = self.protocol, self.replica
         if protocol.state == "starting":
             return  # a newcomer's link is busy with what it needs to begin
-        replica.stand_by({fragment for fragment, heir in protocol.heirs().items() if heir == protocol.me})
+        inherits = {fragment for fragment, heir in protocol.heirs().items() if heir == protocol.me}
+        replica.follow(inherits)
         keeps_up = protocol.trains and replica.settings.staleness_limit > 0
-        protocol.followed = set(replica.standby) if keeps_up else set()
+        protocol.followed = inherits & set(replica.states) if keeps_up else set()
 
     async def pause(self) -> None:
         """The training loop takes no inner steps until the next `enter`: it evaluates, or it saves."""

@@ -110,7 +110,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         data=options.data,
         signer=transport,
         planned=options.planned,
-        payload_bytes=[replica.payload_numel(fragment) for fragment in range(len(replica.fragments))],
+        payload_bytes=[replica.payload_nbytes(fragment) for fragment in range(len(replica.fragments))],
     )
     if options.blank and saved is None:
         protocol.blank, protocol.holds = True, False

@@ -10,15 +10,14 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco.errors import DivergedError, PayloadError
+from diloco.errors import PayloadError
 from diloco.protocol.belief import donors
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.succession import missed
-from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole, line_of, until_open
+from diloco.swarm.conversations.contribution import Answered, contribute, keep, line_of
 from diloco.swarm.conversations.framing import FragmentState
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.conversations.units import UnitSupply
@@ -117,19 +116,16 @@ class Rounds:
     async def send(self, counts: Mapping[int, Count]) -> None:
         """Begin to exchange these fragments, given the inner steps and tokens of each since the last time.
 
-        When training goes on meanwhile, the codec's loss is kept, or other processes have rows of the parameters, which
-        they hand over in this call only, the pseudo-gradients are captured first. Where training goes on and the
-        parameters are on an accelerator, they are copied there, and captured in the flight. There is a copy of one
-        fragment at a time, so of several fragments this waits for the capture of all but the last.
+        The pseudo-gradients are captured first. Where training goes on and the parameters are on an accelerator, they
+        are copied there, and captured in the flight. There is a copy of one fragment at a time, so of several fragments
+        this waits for the capture of all but the last.
         """
-        captures = self._settings.overlap or self._settings.error_feedback or not self._replica.local.is_whole
         for fragment, count in counts.items():
             if self._settings.overlap and self._replica.local.can_copy(self._replica.fragments[fragment]):
                 await self._depart_with_copy(fragment, count)
                 continue
-            if captures:
-                async with self._context.locks[fragment].reading():
-                    await in_thread(self._replica.capture, fragment)
+            async with self._context.locks[fragment].reading():
+                await in_thread(self._replica.capture, fragment)
             self._depart(fragment, count)
 
     async def _depart_with_copy(self, fragment: int, count: Count) -> None:
@@ -305,55 +301,25 @@ class Rounds:
             if not verdict.late:
                 await self._context.tasks.pause(RETRY_S)
             return
-        whole = True
         try:
-            if syncer.line(me) is not None:
-                pass  # it is here, and its flight was interrupted
-            elif not syncer.collects(me):
-                whole = await self._fold_chunks(syncer, header, verdict.first_chunk)
-            elif (folded_before := await self._fold_whole(syncer, header)) is not None:
-                before = folded_before
-            else:
-                await self._context.tasks.pause(RETRY_S)
-                return
-        except PayloadError as error:  # a payload of its own that it would refuse of others
-            remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
-            version = exchange.base_version + 1
-            raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None
+            if syncer.line(me) is None:  # else it is here, and its flight was interrupted
+                payload = self._replica.captured(fragment)
+                before = await keep(self._context, syncer, header, payload, line_of(self._context, header))
+        except PayloadError:
+            await self._context.tasks.pause(RETRY_S)
+            return
         waiting_since = self._context.now()
         await self._context.tasks.until(
             lambda: (
                 protocol.fragments[fragment].version > before
                 or not self._context.holds(syncer)
-                or (whole and not syncer.keeps(me, exchange.base_version))
+                or not syncer.keeps(me, exchange.base_version)
             )
         )
         seconds.wait += self._context.now() - waiting_since
-        if whole and syncer.version == before + 1:  # else it is late now
+        if syncer.version == before + 1:  # else it is late now
             exchange.recorded(syncer.last_contributors, me)
 
     def _header(self, exchange: Exchange, lease: Lease) -> Contribution:
         share = self._protocol.fragments[exchange.fragment].shares.get(self._protocol.me)
         return exchange.header(lease, self._context.now(), 0 if share is None else share.tokens)
-
-    async def _fold_whole(self, syncer: Syncer, header: Contribution) -> int | None:
-        """Fold in all of it at once. Returns the version that it was not in yet; None when it is not wanted."""
-        fragment, lock = syncer.fragment, self._context.locks[syncer.fragment]
-        async with lock.turn:
-            await until_open(self._context, syncer)
-            async with lock.writing():
-                chunks = range(len(self._replica.chunks[fragment]))
-                payloads = await in_thread(lambda: [self._replica.encode(fragment, chunk) for chunk in chunks])
-                return await fold_whole(self._context, syncer, self._protocol.me, header, payloads)
-
-    async def _fold_chunks(self, syncer: Syncer, header: Contribution, first_chunk: int) -> bool:
-        """At a barrier: fold in chunk by chunk; False when the version closes meanwhile, without this peer."""
-        me, fragment = self._protocol.me, syncer.fragment
-        for chunk in range(first_chunk, len(self._replica.chunks[fragment])):
-            if not self._context.holds(syncer) or not syncer.wants(me, chunk, header.base_version):
-                return False
-            fold_chunk(self._context, syncer, me, chunk, self._replica.encode(fragment, chunk))
-            if chunk + 1 < len(self._replica.chunks[fragment]):
-                await asyncio.sleep(0)  # lets the others' chunks in
-        self._context.do(self._protocol.arrived(me, fragment, self._context.now(), line_of(self._context, header)))
-        return True

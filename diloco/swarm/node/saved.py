@@ -52,5 +52,5 @@ class Saved:
         for fragment, anchor in enumerate(self.anchors):
             replica.anchors[fragment].copy_(anchor)
         for fragment, (master, state) in self.outer.items():
-            replica.hold(fragment, self.versions[fragment], master.clone(), state.clone())
+            replica.hold(fragment, master.clone(), state.clone())
         replica.residuals.update({fragment: residual.clone() for fragment, residual in self.residuals.items()})

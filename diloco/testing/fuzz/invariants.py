@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.outer.aggregate import Aggregate, Merged, Weighted
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import gather_
-from diloco.outer.held import Held, Judged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Note
@@ -151,49 +151,33 @@ class Watch:
 
     def _watch_bytes(self, replica: Replica) -> None:
         """Note the bytes of every payload that goes into a version: a name alone may be that of other bytes."""
-        hold = replica.hold
+        hold, apply_update_, made = replica.hold, replica.apply_update_, dict[int, list[bytes]]()
 
-        def holds(fragment: int, version: int = 0, *outer: Any) -> None:
-            before = replica.held.get(fragment)
-            hold(fragment, version, *outer)
-            if replica.held[fragment] is not before:
-                self._watch_held(replica.held[fragment])
+        def holds(fragment: int, *outer: Any) -> None:
+            before = replica.aggregates.get(fragment)
+            hold(fragment, *outer)
+            if replica.aggregates[fragment] is not before:
+                watch(fragment, replica.aggregates[fragment])
 
-        replica.hold = holds  # type: ignore[method-assign, assignment]
-        for held in replica.held.values():
-            self._watch_held(held)
+        def watch(fragment: int, aggregate: Aggregate) -> None:
+            merge = aggregate.merge
 
-    def _watch_held(self, held: Held) -> None:
-        put, fold_whole, merge_, restart = held.put, held.fold_whole, held.merge_, held.restart
-        taken: dict[str, list[bytes]] = {}  # by peer, chunk by chunk; a few values, or zeros, may be those of others
-        folded: list[bytes] = []
+            def merges(those: Sequence[Weighted], *rest: Any) -> Merged:
+                merged = merge(those, *rest)
+                made[fragment] = [one.peer.encode() + one.payload.numpy().tobytes() for one in those]
+                return merged
 
-        def puts(chunk: int, peer: str, payload: Tensor, *counts: float) -> None:
-            put(chunk, peer, payload, *counts)
-            taken.setdefault(peer, []).append(payload.numpy().tobytes())
+            aggregate.merge = merges  # type: ignore[method-assign, assignment]
 
-        def folds(payloads: Sequence[Tensor], *rest: Any) -> None:
-            fold_whole(payloads, *rest)
-            folded.append(b"".join(payload.numpy().tobytes() for payload in payloads))
-
-        def merges(step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
-            digest = merge_(step, update, judged)
-            whole = [peer for peer in sorted(taken) if len(taken[peer]) == len(held.chunks)]
-            counted = [peer for peer in whole if judged is None or peer in judged[0]]
-            self.lineage.payloads[digest] = [*folded, *(b"".join([peer.encode(), *taken[peer]]) for peer in counted)]
-            forget()
+        def applies(fragment: int, update: Tensor, step: OuterStep | None = None) -> str:
+            digest = apply_update_(fragment, update, step)
+            if fragment in made:
+                self.lineage.payloads[digest] = made.pop(fragment)
             return digest
 
-        def forget() -> None:
-            taken.clear()
-            folded.clear()
-
-        def restarts(version: int) -> None:
-            restart(version)
-            forget()
-
-        held.put, held.fold_whole = puts, folds  # type: ignore[method-assign, assignment]
-        held.merge_, held.restart = merges, restarts  # type: ignore[method-assign]
+        replica.hold, replica.apply_update_ = holds, applies  # type: ignore[method-assign, assignment]
+        for fragment, aggregate in replica.aggregates.items():
+            watch(fragment, aggregate)
 
     def _made(self, digest: str, made: Made) -> None:
         self.lineage.add(digest, made)
@@ -240,10 +224,10 @@ class Watch:
         peer = node.protocol
         held = {lease.fragment: lease.term for lease in peer.leases.held_by(name)}
         collecting = {fragment: syncer.term for fragment, syncer in sorted(peer.syncers.items())}
-        if held != collecting or not collecting.keys() <= node.replica.held.keys():
+        if held != collecting or not collecting.keys() <= node.replica.aggregates.keys():
             raise Violation(
                 f"{name} holds {held} (fragment: term), is syncer of {collecting} and has the outer state of "
-                f"{sorted(node.replica.held)}"
+                f"{sorted(node.replica.aggregates)}"
             )
         for fragment, syncer in sorted(peer.syncers.items()):
             if syncer.version != peer.versions[fragment]:

@@ -10,7 +10,7 @@ from diloco.outer.fragments import partition
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
-from tests.support.outer import merge, outer, relative_error
+from tests.support.outer import make, named, outer, relative_error
 
 NUMEL = 4096
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
@@ -28,7 +28,7 @@ class Rounds:
         start[:400] += 1.0
         self.syncer, self.backup = (Replica({"w": start}, partition({"w": NUMEL}, 1), plan) for _ in range(2))
         self.syncer.hold(0)
-        self.backup.stand_by([0])
+        self.backup.follow([0])
         self.drift = self.noise()
 
     def noise(self) -> Tensor:
@@ -51,11 +51,8 @@ class Rounds:
 
 
 def merged(syncer: Replica, deltas: list[Tensor]) -> tuple[Tensor, OuterStep]:
-    held = syncer.held[0]
-    for delta in deltas:
-        held.fold(0, delta.view(torch.uint8), 1.0)
-    step = held.state.step(len(deltas), DELAY)
-    return merge(held, step)[0], step
+    made, _ = make(syncer, named(delta.view(torch.uint8) for delta in deltas), delay=DELAY)
+    return made.update, made.step
 
 
 def assert_same(one: OuterState, other: OuterState, bound: float = 1e-6) -> None:
@@ -71,11 +68,10 @@ def test_a_backup_knows_the_state_whatever_the_codec_loses(optimizer: str, codec
     rounds = Rounds(codec, optimizer=optimizer, momentum_warmup=5, lr_by_peers={1: 0.4, 4: 0.8})
     for _ in range(15):
         rounds.versions(1)
-        assert_same(rounds.backup.standby[0], rounds.syncer.held[0].state)
-    rounds.backup.hold(0, 15)
-    assert_same(rounds.backup.held[0].state, rounds.syncer.held[0].state)
-    assert not rounds.backup.standby
-    assert torch.equal(rounds.backup.held[0].master, rounds.syncer.anchors[0])
+        assert_same(rounds.backup.states[0], rounds.syncer.states[0])
+    rounds.backup.hold(0)
+    assert_same(rounds.backup.states[0], rounds.syncer.states[0])
+    assert torch.equal(rounds.backup.aggregates[0].master, rounds.syncer.anchors[0])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -86,14 +82,14 @@ def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str) -> None:
     for version in range(8):
         merged(undisturbed.syncer, undisturbed.deltas(1))
         if version == 3:
-            rounds.backup.hold(0, version)
+            rounds.backup.hold(0)
             rounds.syncer = rounds.backup
         update, step = merged(rounds.syncer, rounds.deltas(1))
         if version < 3:
             rounds.backup.apply_update_(0, update, step)
-    ours, theirs = (one.syncer.held[0] for one in (rounds, undisturbed))
-    assert relative_error(theirs.master - start, ours.master - start) < 1e-4
-    assert_same(ours.state, theirs.state, 1e-4)
+    ours, theirs = (one.syncer.aggregates[0].master for one in (rounds, undisturbed))
+    assert relative_error(theirs - start, ours - start) < 1e-4
+    assert_same(rounds.syncer.states[0], undisturbed.syncer.states[0], 1e-4)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -104,26 +100,27 @@ def test_a_backup_that_begins_late_or_misses_an_update_is_soon_right(optimizer: 
     rounds.backup.anchors[0].copy_(rounds.syncer.anchors[0])
     for followed in (1, 16, 32):
         rounds.versions(16 if followed > 1 else 1)
-        state, true = rounds.backup.standby[0], rounds.syncer.held[0].state
+        state, true = rounds.backup.states[0], rounds.syncer.states[0]
         error = relative_error(true.momentum, state.momentum)
-        assert (state.version, state.pushes, state.known) == (true.version, true.pushes, followed > 1)
+        assert (state.version, state.pushes) == (true.version, true.pushes)
         assert error > 0.1 if followed == 1 else error < 1e-4
     rounds.publish()
     rounds.backup.anchors[0].copy_(rounds.syncer.anchors[0])
     rounds.versions(1)
-    assert not state.known and relative_error(true.momentum, state.momentum) < 0.5
-    rounds.backup.hold(0, true.version + 1)
-    heir = rounds.backup.held[0].state
-    assert (heir.version, heir.pushes) == (true.version + 1, 0) and heir.momentum.any()
-    assert not any(further.any() for further in heir.vectors[1:]), "what is in the window is not known"
+    assert relative_error(true.momentum, state.momentum) < 0.5
+    rounds.backup.hold(0)
+    step = state.step(true.version + 1, 3, DELAY)
+    state.join_(step)
+    assert step.pushes == 0 and state.momentum.any()
+    assert not any(further.any() for further in state.vectors[1:]), "what is in the window is not known"
 
 
 def test_a_backup_follows_what_it_is_backup_of() -> None:
     rounds = Rounds("int8")
     rounds.versions(2)
-    momentum = rounds.backup.standby[0].momentum
-    rounds.backup.stand_by([0])
-    assert rounds.backup.standby[0].momentum is momentum and momentum.any()
-    rounds.backup.stand_by([])
-    rounds.syncer.stand_by([0])
-    assert not rounds.backup.standby and not rounds.syncer.standby, "it is syncer"
+    momentum = rounds.backup.states[0].momentum
+    rounds.backup.follow([0])
+    assert rounds.backup.states[0].momentum is momentum and momentum.any()
+    rounds.backup.follow([])
+    rounds.syncer.follow([])
+    assert not rounds.backup.states and rounds.syncer.states, "it is author"

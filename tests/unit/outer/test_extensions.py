@@ -20,7 +20,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
 from diloco.outer.payloads import LIMIT, buffer, refuse_diverged
 from tests.support.extensions import MISSING, installed
-from tests.support.outer import EXACT, gaussian, merge, outer, payloads_of, syncer, take
+from tests.support.outer import EXACT, gaussian, make, named, outer, payload_of, syncer
 
 pytestmark = pytest.mark.usefixtures("registers")
 
@@ -87,9 +87,8 @@ def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
         syncer({"w": torch.zeros(CHUNK + 5)}, outer(optimizer="sign", lr=0.5, **EXACT)),
         gaussian(CHUNK + 5),
     )
-    assert not replica.can_stand_by, "as a momentum does not follow from its updates"
-    take(replica.held[0], "peer", payloads_of(replica.up, delta))
-    merge(replica.held[0], OuterStep(0, 1))
+    assert not replica.can_follow, "as a momentum does not follow from its updates"
+    make(replica, named([payload_of(replica.up, delta)]))
     assert torch.equal(replica.anchors[0], -0.5 * delta.sign())
 
 
@@ -98,15 +97,13 @@ def test_a_registered_class_is_all_that_a_new_codec_takes() -> None:
     settings = outer(codec_up="thirds", codec_down="thirds", lr=1, momentum=0, robust="clip")
     replica = syncer({"w": torch.arange(CHUNK + 5.0) % 509}, settings)
     replica.local.tensors["w"].mul_(0.5)
-    take(replica.held[0], "peer", [replica.encode(0, chunk) for chunk in range(2)])
-    merge(replica.held[0], OuterStep(0, 1))
+    make(replica, named([replica.capture(0)]))
     assert torch.equal(replica.anchors[0], replica.local.tensors["w"])
 
 
 def test_a_codec_does_not_publish_unless_it_says_so() -> None:
     register(Thirds)
     assert codec("thirds").nbytes(10) == 30
-    assert outer(codec_up="thirds").judging == "recent"  # two bytes per value or more
     with refused("codec_down=thirds is for contributions only; expected one of fp32, fp16, int8, e3m0"):
         outer(codec_down="thirds")
 

@@ -10,7 +10,7 @@ from diloco.outer.optimizer import (
     OPTIMIZERS,
     delayed_nesterov,
 )
-from tests.support.outer import EXACT, gaussian, merge, outer, relative_error, syncer
+from tests.support.outer import EXACT, gaussian, make, named, outer, relative_error, syncer
 
 
 @pytest.mark.parametrize("delay", [1, 4, 16])
@@ -44,27 +44,26 @@ def test_a_momentum_step_belongs_to_a_window_of_contributions(settings: dict[str
     """Versions that merge several contributions end where the same contributions end that are pushed one by one."""
     fixed = {"quorum": 1, "staleness_limit": 9, "lr": 0.5, "momentum": 0.8, "momentum_warmup": 0, **EXACT}
     replica = syncer({"w": gaussian(200)}, outer(**{"optimizer": "delayed_nesterov", **fixed, **settings}))
-    held, delay, pushed, c = replica.held[0], 4, 0, replica.settings.delay_c
+    state, delay, pushed, c = replica.states[0], 4, 0, replica.settings.delay_c
     plain = (replica.anchors[0].double(), torch.zeros(200).double(), torch.zeros(200).double())
     for version, contributions in enumerate(groups * 3):
         deltas = [gaussian(200, 100 * version + peer + 1, 0.1) for peer in range(contributions)]
-        for delta in deltas:
-            held.fold(0, delta.view(torch.uint8), 1.0)
-        merge(held, held.state.step(contributions, delay))
+        make(replica, named(delta.view(torch.uint8) for delta in deltas), delay=delay)
         mean = torch.stack(deltas).double().mean(0)
         for _ in deltas:  # each of them counts as their mean, in whatever order they came
             pushed += 1
             rates = {"lr": 0.5, "beta": 0.8, "delay": delay, "last": pushed % delay == 0}
             plain = delayed_nesterov(*plain, mean, **rates, c=c)  # type: ignore[arg-type]
-        for ours, theirs in zip((held.master, *held.state.vectors), plain, strict=True):
+        for ours, theirs in zip((replica.aggregates[0].master, *state.vectors), plain, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
-        assert (held.state.version, held.state.pushes) == (version + 1, pushed % delay)
+        assert (state.version, state.pushes) == (version + 1, pushed % delay)
 
 
 def test_a_windows_length_changes_with_the_next_window_only() -> None:
-    state, steps = syncer({"w": torch.zeros(4)}, outer(optimizer="delayed_nesterov")).held[0].state, []
-    for delay in (3, 2, 2, 2, 2):
-        steps.append(state.step(1, delay))
+    state, steps = syncer({"w": torch.zeros(4)}, outer(optimizer="delayed_nesterov")).states[0], []
+    for version, delay in enumerate((3, 2, 2, 2, 2)):
+        steps.append(state.step(version, 1, delay))
+        state.join_(steps[-1])
         state.took_(steps[-1])
     assert [(step.pushes, step.delay) for step in steps] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
 

@@ -12,7 +12,7 @@ from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.fragments import BLOCK, CHUNK
 from diloco.outer.optimizer import OPTIMIZERS, OuterOptimizer, OuterStep, Transition
-from tests.support.outer import gaussian, merge, outer, payloads_of, syncer, take
+from tests.support.outer import gaussian, make, named, outer, payload_of, syncer
 
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
 FEW = 3 * BLOCK + 500
@@ -26,20 +26,19 @@ def test_an_update_is_no_longer_than_its_contributions_allow(optimizer: str, cod
     quorum = {"quorum": 1, "staleness_limit": 9} if OPTIMIZERS[optimizer].windowed else {}
     settings = outer(optimizer=optimizer, codec_up="fp32", codec_down=codec, momentum_warmup=0, robust="none", **quorum)
     peer, reach, drift = syncer({"w": torch.zeros(FEW)}, settings), (0.0, 0.0, 0.0), gaussian(FEW, 1)
-    held = peer.held[0]
+    own, state = peer.aggregates[0], peer.states[0]
     for version in range(24):
         scale = (1e-3, 1e-3, -1e-3, 1e-6)[version // 3 % 4]
         deltas = [scale * (drift + gaussian(FEW, 100 * version + one)) for one in range(3)]
-        for name, delta in zip("abc", deltas, strict=True):
+        for delta in deltas:
             delta[::BLOCK] *= outlier
-            take(held, name, payloads_of(held.up, delta))
-        step, before = held.state.step(3, 4), peer.anchors[0].clone()
-        limit, reach = peer.optimizer.reach(step, max(float(delta.norm()) for delta in deltas), reach)
-        update, _, _ = merge(held, step)
+        before = peer.anchors[0].clone()
+        merged, _ = make(peer, named(delta.view(torch.uint8) for delta in deltas), delay=4)
+        limit, reach = peer.optimizer.reach(merged.step, max(float(delta.norm()) for delta in deltas), reach)
         moved = float((peer.anchors[0] - before).norm())
         behind = syncer({"w": before}, settings)
-        assert behind.update_norm(0, update) == pytest.approx(moved, rel=1e-3, abs=1e-5) and moved <= limit
-        lengths = [*(float(vector.norm()) for vector in held.state.vectors), float((held.master - held.anchor).norm())]
+        assert behind.update_norm(0, merged.update) == pytest.approx(moved, rel=1e-3, abs=1e-5) and moved <= limit
+        lengths = [*(float(vector.norm()) for vector in state.vectors), float((own.master - own.anchor).norm())]
         for length, longest in zip((lengths[0], lengths[-1]), (reach[0], reach[2]), strict=True):
             assert length <= 2 * longest
 
@@ -67,9 +66,9 @@ def test_the_reach_of_a_step_that_is_not_linear_is_infinite() -> None:
 def test_the_norm_of_a_payload_is_that_of_its_values(codec: str, scale: float) -> None:
     feedback = {"error_feedback": 0.9, "momentum": 0.0} if codec in ("stat2", "topk") else {}
     peer = syncer({"w": torch.zeros(CHUNK + 5000)}, outer(codec_up=codec, **feedback))
-    payloads = payloads_of(peer.up, scale * gaussian(CHUNK + 5000))
-    values = [peer.up.values(part, numel).double() for part, numel in zip(payloads, (CHUNK, 5000), strict=True)]
-    whole = torch.cat(payloads)
+    whole = payload_of(peer.up, scale * gaussian(CHUNK + 5000))
+    parts = zip(peer.payload_chunks(0, whole), (CHUNK, 5000), strict=True)
+    values = [peer.up.values(part, numel).double() for part, numel in parts]
     assert peer.payload_norm(0, whole) == pytest.approx(float(torch.cat(values).norm()), rel=1e-3)
     with pytest.raises(PayloadError):
         peer.payload_norm(0, whole[:-1])

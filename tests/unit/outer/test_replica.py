@@ -1,4 +1,4 @@
-"""The outer step as peers take it together: encode, fold, merge, apply, with no network between them."""
+"""The outer step as peers take it together: capture, merge, apply, with no network between them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer.fragments import CHUNK, partition
+from diloco.outer.fragments import partition
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
-from tests.support.outer import EXACT, exchange, merge, outer, take
+from tests.support.outer import EXACT, exchange, make, named, outer
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scale": ()}
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
@@ -29,7 +29,7 @@ def replica(parameters: Mapping[str, Tensor], fragments: int = 1, **settings: ob
 def alike(
     count: int, value: float = 0.0, shapes: Mapping[str, tuple[int, ...]] = SHAPES, **options: object
 ) -> list[Replica]:
-    """Replicas of peers that start with equal parameters; the first is syncer of everything."""
+    """Replicas of peers that start with equal parameters; the first is author of everything."""
     starts = [{name: torch.full(shape, value) for name, shape in shapes.items()} for _ in range(count)]
     peers = [replica(parameters, **options) for parameters in starts]
     for fragment in peers[0].fragments:
@@ -59,32 +59,16 @@ def test_four_workers_follow_what_was_worked_out_by_hand(codec: str, fragments: 
             move(peer, gradient)
         exchange(peers, [4.0, 2.0, 1.0, 1.0])
         master -= step
-        for fragment, state in peers[0].held.items():
+        for fragment, own in peers[0].aggregates.items():
+            state = peers[0].states[fragment].momentum
             exactly = {} if codec == "e3m0" else {"rtol": 0, "atol": 0}  # thirds are not exact
-            torch.testing.assert_close(state.state.momentum, torch.full_like(state.master, momentum), **exactly)
-            torch.testing.assert_close(state.master, torch.full_like(state.master, master), **exactly)
+            torch.testing.assert_close(state, torch.full_like(state, momentum), **exactly)
+            torch.testing.assert_close(own.master, torch.full_like(state, master), **exactly)
             if codec != "e3m0":  # 15/32 has more bits than a power of two; the residual stays in the master
-                assert torch.equal(peers[3].anchors[fragment], state.master)
+                assert torch.equal(peers[3].anchors[fragment], own.master)
         assert len({tuple(peer.digests()) for peer in peers}) == 1
         for peer in peers:
             assert all(torch.equal(values, peers[0].local.tensors[name]) for name, values in peer.local.tensors.items())
-
-
-def test_a_chunk_is_averaged_over_the_contributions_that_arrived() -> None:
-    peers = alike(3, shapes={"long": (CHUNK + 10,)}, lr=1.0, momentum=0.0)
-    first, whole, broken = peers
-    for peer, step in zip(peers, (1.0, 3.0, 5.0), strict=True):
-        move(peer, step)
-    for chunk in (0, 1):
-        first.held[0].fold(chunk, first.encode(0, chunk), 1.0)
-        first.held[0].fold(chunk, whole.encode(0, chunk), 1.0)
-    first.held[0].fold(0, broken.encode(0, 0), 2.0)  # then its stream breaks
-    update, _, _ = merge(first.held[0], OuterStep(0, 1))
-    assert first.anchors[0][:CHUNK].unique().tolist() == [-(1 + 3 + 2 * 5) / 4]
-    assert first.anchors[0][CHUNK:].unique().tolist() == [-(1 + 3) / 2]
-    assert broken.apply_update_(0, update) == whole.apply_update_(0, update) == first.digest(0)
-    for part in first.held[0].sums:
-        assert not part.total.any() and part.weight == 0.0, "the next round starts anew"
 
 
 def test_an_invalid_update_leaves_the_anchor_as_it_was() -> None:
@@ -96,34 +80,31 @@ def test_an_invalid_update_leaves_the_anchor_as_it_was() -> None:
     assert peer.digest(0) == before
 
 
-def test_a_syncer_takes_over_a_state_or_starts_at_the_anchor() -> None:
+def test_an_author_takes_over_a_state_or_starts_at_the_anchor() -> None:
     [peer] = alike(1, 3.0, fragments=2)
-    assert torch.equal(peer.held[0].master, peer.anchors[0]) and not peer.held[0].state.momentum.any()
-    assert peer.held[0].master is not peer.anchors[0], "the residual is their difference"
+    assert torch.equal(peer.aggregates[0].master, peer.anchors[0]) and not peer.states[0].momentum.any()
+    assert peer.aggregates[0].master is not peer.anchors[0], "the residual is their difference"
     master, momentum = torch.full_like(peer.anchors[0], 4.0), torch.full_like(peer.anchors[0], 5.0)
-    peer.hold(0, 7, master, OuterState(7, (momentum,)))
+    peer.hold(0, master, OuterState(7, (momentum,)))
     peer.hold(0)  # again, as the claim after a checkpoint was resumed from does
-    assert torch.equal(peer.held[0].master, master) and torch.equal(peer.held[0].state.momentum, momentum)
+    assert peer.aggregates[0].master is master and peer.states[0].momentum is momentum
     peer.release(0)
     peer.release(0)
-    assert sorted(peer.held) == [1]
+    assert sorted(peer.aggregates) == [1]
     peer.hold(0)
-    assert torch.equal(peer.held[0].master, peer.anchors[0]) and not peer.held[0].state.momentum.any()
+    assert torch.equal(peer.aggregates[0].master, peer.anchors[0]) and peer.states[0].momentum is momentum
 
 
-def test_a_held_fragment_restarts_with_the_momentum_there_is() -> None:
+def test_an_author_restarts_with_the_momentum_there_is() -> None:
     """From its new anchor."""
     [peer], fetched = alike(1, momentum=0.5), torch.arange(21.0)
     move(peer, 1.0)
     exchange([peer], [1.0])
-    move(peer, 1.0)
-    held = peer.held[0]
-    held.fold(0, peer.encode(0, 0), 2.0)
     peer.anchors[0].copy_(fetched)
-    held.restart(1)
-    assert torch.equal(held.master, fetched) and held.master.data_ptr() != peer.anchors[0].data_ptr()
-    assert not held.sums[0].total.any() and held.sums[0].weight == 0.0
-    torch.testing.assert_close(held.state.momentum, torch.ones(21))
+    own = peer.aggregates[0]
+    own.restart()
+    assert torch.equal(own.master, fetched) and own.master.data_ptr() != peer.anchors[0].data_ptr()
+    torch.testing.assert_close(peer.states[0].momentum, torch.ones(21))
 
 
 ROUNDS_WITHOUT_TRAINING = {
@@ -155,22 +136,21 @@ def test_the_anchor_stays_where_it_is_while_nobody_trains(down: str, mode: str) 
                 for fragment in range(2):
                     peer.hold(fragment)
                     rest(peer, fragment, version)
-                    held = peer.held[fragment]
-                    assert torch.equal(held.master, held.anchor) and not held.state.momentum.any(), "nothing adds up"
+                    own = peer.aggregates[fragment]
+                    assert torch.equal(own.master, own.anchor), "nothing adds up"
+                    assert not peer.states[fragment].momentum.any()
                 for now, then in zip((*peer.anchors, peer.local.tensors["w"]), before, strict=True):
                     assert torch.equal(now, then), (up, dtype, version)
 
 
 def rest(peer: Replica, fragment: int, version: int) -> None:
     """One round of a fragment without an inner step."""
-    settings, held, step = peer.settings, peer.held[fragment], OuterStep(version, 1)
-    if settings.overlap or settings.error_feedback:
-        peer.capture(fragment)
+    settings = peer.settings
     if settings.quorum:
         peer.keep_base(fragment)
-    take(held, "a", [peer.encode(fragment, chunk) for chunk in range(len(held.chunks))])
+    payload = peer.capture(fragment)
     peer.release_capture(fragment)
-    merge(held, step)
+    make(peer, named([payload]), fragment, OuterStep(version, 1))
     peer.load_local_([fragment], settings.mixing)
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
 
 from diloco.outer.fragments import CHUNK, Fragment, Slice, partition
-from diloco.outer.held import Held
-from diloco.outer.optimizer import OuterStep
 from diloco.outer.spectrum import Matrix, flatten_, matrices
-from tests.support.outer import EXACT, gaussian, merge, outer, payloads_of, take
+from tests.support.outer import EXACT, gaussian, make, named, outer, payload_of, syncer
 
 
 def reference(matrix: Tensor, part: float) -> Tensor:
@@ -61,13 +57,11 @@ def test_a_version_is_made_of_flattened_matrices(robust: str) -> None:
     shapes = {"a": (CHUNK - 2048,), "b": (64, 64), "c": (10,)}
     [fragment] = partition({name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}, 1)
     settings = outer(lr=1.0, momentum=0.0, flatten=0.5, robust=robust, **EXACT)
-    held = Held(fragment, torch.zeros(fragment.numel), settings, random.Random(0), shapes=shapes)
+    peer = syncer({name: torch.zeros(shape) for name, shape in shapes.items()}, settings)
     contributions = [gaussian(fragment.numel, seed) + 1 for seed in range(4)]
-    for peer, delta in zip("abcd", contributions, strict=True):
-        take(held, peer, payloads_of(held.up, delta))
-    merge(held, OuterStep(0, 4))
+    make(peer, named(payload_of(peer.up, delta) for delta in contributions))
     mean = torch.stack(contributions).mean(0)
     begin, end = CHUNK - 2048, CHUNK + 2048
-    assert held.chunks[0][1] == CHUNK < end, "the matrix is in two chunks"
+    assert peer.chunks[0][0][1] == CHUNK < end, "the matrix is in two chunks"
     mean[begin:end] = reference(mean[begin:end].view(64, 64), 0.5).flatten()
-    torch.testing.assert_close(held.anchor, -mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(peer.anchors[0], -mean, rtol=1e-4, atol=1e-5)

@@ -23,9 +23,8 @@ from diloco.outer.optimizer import (
     mean_,
     momentum_at,
 )
-from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.syncer import Syncer
-from tests.support.outer import merge, outer, syncer, take
+from diloco.protocol.work import weigh
+from tests.support.outer import make, named, outer, syncer
 
 DELTAS = [0.2, 0.4, 0.6, 1.2]
 NUMEL = 5
@@ -93,14 +92,10 @@ def test_nesterov_by_rates(rates: Callable[[int], tuple[float, float]], golden: 
     ],
 )
 def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
-    sums = Syncer(0, 1, 0, outer(weights=kind))
-    digests = {"base_digest": "0" * 64, "manifest_hash": "0" * 64}
-    for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True):
-        header = Contribution(**digests, fragment=0, term=1, base_version=0, steps=steps, tokens=1000)
-        assert sums.offer(peer, header).accepted
+    weights = weigh(kind, {peer: (1000, steps) for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True)})
     master, momentum = full(10.0), full(0.0)
     for expected in golden:
-        nesterov_(master, momentum, merged(DELTAS, [sums.weight(peer) for peer in "abcd"]), 0.5, 0.5)
+        nesterov_(master, momentum, merged(DELTAS, [weights[peer] for peer in "abcd"]), 0.5, 0.5)
         assert_all(master, expected)
 
 
@@ -114,9 +109,7 @@ def test_sparse_with_error_feedback() -> None:
     peer = syncer({"w": torch.full((3,), 10.0)}, settings)
     for version, expected in enumerate(([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])):
         peer.local.tensors["w"].sub_(torch.tensor([4.0, 3.0, -3.5]))
-        peer.capture(0)
-        take(peer.held[0], "peer", [peer.encode(0, 0)])
-        merge(peer.held[0], OuterStep(version, 1))
+        make(peer, named([peer.capture(0)]), step=OuterStep(version, 1))
         peer.release_capture(0)
         peer.load_local_()
         assert peer.anchors[0].tolist() == expected

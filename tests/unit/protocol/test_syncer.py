@@ -1,13 +1,8 @@
-"""Syncer: a version closes when everybody has arrived who can be expected, and each chunk of each peer counts once."""
+"""Syncer: a version closes when everybody has arrived who can be expected, and each contribution counts once."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.config import OuterConfig
 from diloco.protocol.membership import STALL_FLOOR_S, STALL_UNMEASURED_S, Member
@@ -21,12 +16,6 @@ from tests.support.certificates import CHUNKS
 from tests.support.core import contribution_of
 
 TERM, VERSION = 3, 7
-
-
-def wants(syncer: Syncer, peer: str, chunk: int) -> bool:
-    """Asked by the stream of the contribution that was offered last."""
-    offer = syncer._offers.get(peer)
-    return syncer.wants(peer, chunk, -1 if offer is None else offer.base_version)
 
 
 def contribution(base_version: int = VERSION, term: int = TERM, tokens: int = 100, **fields: object) -> Contribution:
@@ -52,21 +41,19 @@ def crawling(peers: str, now: float, version: int = VERSION) -> dict[str, Member
 
 
 def send(syncer: Syncer, peers: str, tokens: int = 100, chunks: int = CHUNKS, now: float = 0.0) -> None:
-    """Each sends its payload from where the syncer wants it, or a part of it."""
+    """Each sends its payload, or a part of it."""
     for peer in peers:
-        verdict = syncer.offer(peer, contribution(syncer.version, tokens=tokens), now=now)
-        assert verdict.accepted
-        for chunk in range(verdict.first_chunk, chunks):
-            assert wants(syncer, peer, chunk)
-            syncer.folded(peer)
+        assert syncer.offer(peer, contribution(syncer.version, tokens=tokens), now=now).accepted
+        for _ in range(chunks):
+            syncer.progressed(peer)
         if chunks == CHUNKS:
+            assert syncer.wants(peer, syncer.version)
             syncer.arrived(peer, now)
 
 
 def late(syncer: Syncer, peer: str, now: float) -> None:
-    """A payload that missed its version is collected, and folded in at once."""
-    assert syncer.offer(peer, contribution(), 2, now=now).accepted and syncer.collects(peer)
-    syncer.folded(peer)
+    """A payload that missed its version."""
+    assert syncer.offer(peer, contribution(), 2, now=now).accepted and syncer.wants(peer, VERSION)
     syncer.arrived(peer, now=now)
 
 
@@ -158,8 +145,7 @@ def test_who_was_missing_is_expected_again_once_it_is_quick(syncer: Syncer) -> N
     for now in (50.0, 60.0):
         send(syncer, "ab", now=now)
         assert goes_on(now), "nobody waits for it"
-    assert syncer.offer("s", contribution(VERSION + 1), now=60.5).accepted and syncer.collects("s")
-    syncer.folded("s")
+    assert syncer.offer("s", contribution(VERSION + 1), now=60.5).accepted
     syncer.arrived("s", now=60.5)  # 50 s after version 8 was there; the others take 10
     assert not goes_on(61.0), "the others are still training"
     round_of(syncer, "ab", 10.0, 60.0)
@@ -248,14 +234,9 @@ def test_what_was_left_out_is_not_merged_later(syncer: Syncer) -> None:
     send(syncer, "abs")
     close = syncer.poll({}, 0.0)
     assert close is not None and syncer.leave_out(close, ["s"]).contributors == {"a": 100, "b": 100}
-    half = Syncer(0, TERM, VERSION, OuterConfig(method="diloco", sync_every=1, robust="none"))
-    send(half, "a")
-    send(half, "s", chunks=1)  # a part of it is in the sum
-    assert half.poll({}, 0.0) is not None
-    for each in (syncer, half):
-        each.advance(VERSION + 1)
-        verdict = each.offer("s", contribution())
-        assert not verdict.accepted and verdict.late
+    syncer.advance(VERSION + 1)
+    verdict = syncer.offer("s", contribution())
+    assert not verdict.accepted and verdict.late
 
 
 def test_what_is_late_makes_no_version_when_others_are_done(syncer: Syncer) -> None:
@@ -295,18 +276,18 @@ def test_what_does_not_fit_is_refused(header: Contribution, reason: str) -> None
     assert (verdict.version, verdict.term) == (VERSION, TERM)
 
 
-def test_nothing_is_folded_into_a_version_that_closes(syncer: Syncer) -> None:
+def test_nothing_is_added_to_a_version_that_closes(syncer: Syncer) -> None:
     send(syncer, "a")
     send(syncer, "b", chunks=1)
     assert syncer.poll(members(A), 0.0) == Close(0, VERSION, {"a": 100}, ("b",))
-    assert not wants(syncer, "b", 1)
+    assert not syncer.wants("b", VERSION)
     syncer.arrived("b")  # too late
     for peer in "bc":
         verdict = syncer.offer(peer, contribution())
         assert not verdict.accepted and "closing" in verdict.reason and verdict.version == VERSION
     syncer.advance(VERSION + 1)
-    assert syncer.offer("b", contribution(VERSION + 1)).first_chunk == 0
-    assert not wants(syncer, "a", 0) and syncer.poll({}, 0.0) is None
+    assert syncer.offer("b", contribution(VERSION + 1)).accepted
+    assert not syncer.wants("a", VERSION) and syncer.poll({}, 0.0) is None
     send(syncer, "a", tokens=7)
     assert syncer.poll({}, 0.0) == Close(0, VERSION + 1, {"a": 7}, ("b",)), "the next version collects anew"
 
@@ -315,39 +296,18 @@ def test_a_peer_that_restarted_may_go_on_with_other_tokens(syncer: Syncer) -> No
     """Refusing it would be a deadlock: the peer is alive and expected, and could never become whole."""
     send(syncer, "a", tokens=100, chunks=1)
     send(syncer, "b", tokens=100)
-    verdict = syncer.offer("a", contribution(tokens=40))
-    assert verdict.accepted and verdict.first_chunk == 1
-    assert (syncer.weight("a"), syncer.weight("b")) == (0.4, 1.0)  # the unit does not change midway
     send(syncer, "a", tokens=40)
     close = syncer.poll(ALL | members(member("c", "done")), 0.0)
     assert close is not None and close.tokens == 140
 
 
-@settings(max_examples=50)
-@given(st.integers(0, 10**9))
-def test_however_streams_break_each_chunk_counts_once(seed: int) -> None:
-    r, syncer, peers = random.Random(seed), Syncer(0, TERM, VERSION), "abcd"
-    for version in range(VERSION, VERSION + 3):
-        folded: Counter[tuple[str, int]] = Counter()
-        streams: dict[str, int] = {}  # the chunk that is under way on each open stream
-        everybody = members(*(member(peer, version=version) for peer in peers))
-        while (close := syncer.poll(everybody, 0.0)) is None:
-            peer = r.choice(peers)
-            if peer not in streams or r.random() < 0.2:
-                verdict = syncer.offer(peer, contribution(version, tokens=r.randint(1, 5)))
-                if verdict.accepted:
-                    streams[peer] = verdict.first_chunk
-            elif streams[peer] == CHUNKS:
-                syncer.arrived(peer)
-            elif wants(syncer, peer, streams[peer]):
-                folded[peer, streams[peer]] += 1
-                syncer.folded(peer)
-                streams[peer] += 1
-            else:
-                del streams[peer]
-        assert tuple(close.contributors) == tuple(peers) and close.base_version == version
-        assert folded == Counter({(peer, chunk): 1 for peer in peers for chunk in range(CHUNKS)})
-        syncer.advance(version + 1)
+def test_a_payload_that_is_here_is_kept_once(syncer: Syncer) -> None:
+    """However often its stream breaks."""
+    for _ in range(3):
+        send(syncer, "a", chunks=1)
+    send(syncer, "a")
+    assert not syncer.wants("a", VERSION) and syncer.offer("a", contribution()).accepted, "it did not hear that"
+    assert syncer.poll({}, 0.0) == Close(0, VERSION, {"a": 100}, ())
 
 
 # -- with a quorum ----------------------------------------------------------------------------------------------------
@@ -358,12 +318,9 @@ def quick(**settings: object) -> Syncer:
 
 
 def contribute(syncer: Syncer, peers: str, base_version: int = VERSION, **how: float) -> None:
-    """Payloads that were collected first, folded in at once."""
     for peer in peers:
         assert syncer.offer(peer, contribution(base_version), **how).accepted  # type: ignore[arg-type]
-        for chunk in range(CHUNKS):
-            assert wants(syncer, peer, chunk)
-            syncer.folded(peer)
+        assert syncer.wants(peer, base_version)
         syncer.arrived(peer)
 
 
@@ -441,12 +398,12 @@ def test_a_payload_on_its_way_survives_the_close_that_it_missed() -> None:
     assert syncer.offer("b", contribution()).accepted
     contribute(syncer, "a")
     publish(syncer, ALL)
-    assert wants(syncer, "b", 0) and syncer.weight("b") == 1.0 and syncer.staleness(VERSION) == 1.0
+    assert syncer.wants("b", VERSION) and syncer.staleness(VERSION) == 1.0
     again = syncer.offer("a", contribution())
     assert not again.accepted and again.merged, "it is in the model"
     contribute(syncer, "a", VERSION + 1)
     publish(syncer, ALL)
-    assert not wants(syncer, "b", 0), "too late now"
+    assert not syncer.wants("b", VERSION), "too late now"
 
 
 def test_a_window_has_a_contribution_for_each_active_peer() -> None:
@@ -481,7 +438,7 @@ def test_a_slow_stream_is_not_taken_for_the_next_contribution() -> None:
     contribute(syncer, "a")
     publish(syncer, ALL)
     assert syncer.offer("a", contribution(VERSION + 1)).accepted
-    assert not syncer.wants("a", 0, VERSION) and syncer.wants("a", 0, VERSION + 1)
+    assert not syncer.wants("a", VERSION) and syncer.wants("a", VERSION + 1)
 
 
 def test_what_is_in_a_version_that_was_fetched_is_dropped() -> None:
@@ -489,5 +446,5 @@ def test_what_is_in_a_version_that_was_fetched_is_dropped() -> None:
     for peer in "ab":
         assert syncer.offer(peer, contribution()).accepted
     syncer.advance(VERSION + 1, {"a": VERSION})
-    assert not syncer.wants("a", 0, VERSION) and syncer.wants("b", 0, VERSION)
+    assert not syncer.wants("a", VERSION) and syncer.wants("b", VERSION)
     assert syncer.offer("a", contribution()).merged

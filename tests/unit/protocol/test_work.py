@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.config import OuterConfig
-from diloco.protocol.work import Weights, capped, impossible
+from diloco.protocol.work import capped, impossible, weigh
 from tests.support.core import contribution_of
 
 
@@ -33,16 +32,6 @@ def test_a_weight_is_at_most_twice_the_median() -> None:
 
 @pytest.mark.parametrize(("kind", "expected"), [("tokens", 2.0), ("tokens2_per_step", 2.0), ("uniform", 1.0)])
 def test_weights_of_a_version_are_capped(kind: str, expected: float) -> None:
-    weights = Weights(OuterConfig(method="diloco", sync_every=1, weights=kind))  # type: ignore[arg-type]
     counts = {"a": (8, 4), "b": (8, 4), "c": (8, 4), "l": (2**40, 4)}
-    assert weights.together(counts) == {"a": 1.0, "b": 1.0, "c": 1.0, "l": expected}
-
-
-def test_the_cap_of_what_is_folded_in_comes_from_those_before() -> None:
-    weights = Weights(OuterConfig(method="diloco", sync_every=1))
-    weights.offered(8, 4)
-    assert weights.on_arrival(800, 4) == 100.0, "nothing is known yet"
-    weights.published([(8, 4), (8, 4), (8, 4), (8000, 4)])
-    weights.restart()
-    assert weights.on_arrival(8, 4) == 1.0
-    assert weights.on_arrival(800, 4) == 2.0
+    weights = weigh(kind, counts)
+    assert {peer: weight / weights["a"] for peer, weight in weights.items()} == {"a": 1, "b": 1, "c": 1, "l": expected}

@@ -18,11 +18,11 @@ from diloco.protocol.messages.bulk import Contribution, StateHeader, Verdict
 from diloco.protocol.shares import Share
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.contribution import Answered, fold_whole
+from diloco.swarm.conversations.contribution import Answered, keep
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
 from diloco.swarm.conversations.parts import copy_state
 from diloco.testing.fuzz.crowd import small_pieces
-from tests.support.certificates import MANIFEST, RUN, Keys, record_of
+from tests.support.certificates import MANIFEST, RUN, Keys, line_of, record_of
 from tests.support.coroutines import Slow, turns, until
 from tests.support.stub_host import ME, OTHER, StubHost
 
@@ -168,8 +168,8 @@ async def test_a_cancelled_exchange_sends_nothing_more(monkeypatch: pytest.Monke
     sent: list[float] = []
 
     async def slowly(context: Context, lease: Lease, header: Contribution) -> Answered:
-        for chunk in range(len(context.replica.chunks[0])):
-            sent.append(float(context.replica.encode(0, chunk).view(torch.float32)[0]))
+        for part in context.replica.payload_chunks(0, context.replica.captured(0)):
+            sent.append(float(part.view(torch.float32)[0]))
             await asyncio.sleep(0)
         await asyncio.sleep(3600)
         raise AssertionError
@@ -214,29 +214,25 @@ def quorum_host() -> StubHost:
     return StubHost(ME, quorum=1, staleness_limit=4)
 
 
-async def test_what_is_folded_in_while_a_version_closes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_comes_while_a_version_closes_is_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     host = quorum_host()
-    await host.anchors.load()
-    fold = Slow(host.replica.held[0].fold)
-    monkeypatch.setattr(host.replica.held[0], "fold", fold)
+    await host.learn()
+    merge = Slow(host.replica.aggregates[0].merge)
+    monkeypatch.setattr(host.replica.aggregates[0], "merge", merge)
     syncer, header = offered(host)
-    host.parameters["w"].sub_(1.0)
-    payloads = [host.replica.encode(0, 0)]
-
-    async def arrive() -> int | None:
-        async with host.context.locks[0].writing():
-            return await fold_whole(host.context, syncer, OTHER, header, payloads)
-
-    arriving = asyncio.ensure_future(arrive())
-    await until(fold.began.is_set)
-    host.do(host.protocol.tick(host.now()))
+    exchanging = asyncio.ensure_future(host.exchange())
+    await until(merge.began.is_set)
     assert host.protocol.merging(0), "the quorum is there"
-    fold.go_on.set()
-    assert await arriving == 0
-    await host.context.tasks.until(lambda: host.protocol.versions[0] == 1)
-    assert host.protocol.fragments[0].merged() == {OTHER: 0}
-    assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1.0), "and it is in the version"
-    assert threading.main_thread() not in fold.threads
+    payload, line = torch.full((24,), 0, dtype=torch.uint8), line_of(OTHER, 0, header.base_digest, 10)
+    keeping = asyncio.ensure_future(keep(host.context, syncer, header, payload, line))
+    await turns(100)
+    assert not keeping.done()
+    merge.go_on.set()
+    assert await keeping == 1 and await exchanging == (0, 1)
+    await host.context.tasks.until(lambda: host.protocol.versions[0] == 2)
+    assert host.protocol.fragments[0].merged() == {ME: 0, OTHER: 1}
+    assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1.0)
+    assert threading.main_thread() not in merge.threads
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -96,7 +96,6 @@ def offer(peer: Peer, sender: str, units: Units) -> None:
 def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
     """A contribution, whole, and the version that it makes."""
     offer(peer, sender, units)
-    peer.syncers[0].folded(sender)
     peer.arrived(sender, 0, 13.0)
     return peer.published(0, digest_of(peer.syncers[0].version + 1), {sender: 1}, 13.0)
 

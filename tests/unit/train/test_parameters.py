@@ -199,7 +199,7 @@ def test_storage_that_is_bound_anew_is_followed(change: Callable[[nn.Linear], No
         for parameter in model.parameters():
             parameter.sub_(1.0)
     delta = torch.empty(20)
-    codec("fp32").decode(replica.encode(0, 0), delta)
+    codec("fp32").decode(replica.capture(0), delta)
     torch.testing.assert_close(delta, torch.ones(20))
     replica.load_local_()
     assert torch.equal(torch.cat([p.detach().float().flatten() for p in model.parameters()]), replica.anchors[0])

@@ -97,13 +97,13 @@ def test_when_everything_was_down_nothing_is_merged_again(config: Config) -> Non
 
 def test_a_window_that_is_not_full_survives_a_restart(config: Config) -> None:
     host = host_of(optimizer="delayed_nesterov")
-    kept = host.replica.held[0].state
+    kept = host.replica.states[0]
     kept.pushes, kept.delay = 2, 4
     for number, vector in enumerate(kept.vectors, 1):
         vector.fill_(number)
     saved_by(host, config)
     loaded(config).load_(resumed := host_of(optimizer="delayed_nesterov").replica)
-    state = resumed.held[0].state
+    state = resumed.states[0]
     assert (state.version, state.pushes, state.delay) == (1, 2, 4)
     assert all(map(torch.equal, state.vectors, kept.vectors))
 
@@ -164,10 +164,10 @@ def test_tensors_of_a_checkpoint_are_a_replica_s_own(config: Config) -> None:
     saved = asyncio.run(host_of().anchors.snapshot(copies=True))
     one, two = host_of().replica, host_of().replica
     saved.load_(one)
-    for vector in (one.anchors[0], one.held[0].master, one.held[0].state.momentum):
+    for vector in (one.anchors[0], one.aggregates[0].master, one.states[0].momentum):
         vector.fill_(9.0)
     saved.load_(two)
-    assert not (two.anchors[0] == 9.0).any() and not (two.held[0].state.momentum == 9.0).any()
+    assert not (two.anchors[0] == 9.0).any() and not (two.states[0].momentum == 9.0).any()
 
 
 def test_a_peer_does_not_join_by_its_own_address_file(config: Config) -> None:

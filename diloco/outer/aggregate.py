@@ -1,0 +1,170 @@
+"""The author's half of a fragment: contributions in, the next update out, once for each version.
+
+    contributions, encoded   -> judged   by norms and directions of all of them (`robust`)
+                             -> averaged (`merging`, `spectrum`)
+                             -> an outer step of the master (`optimizer`)
+    master - anchor          -> encoded: the update
+
+A contribution stays encoded from its arrival until the version closes. The update moves the anchor, momentum and window
+in `Replica.apply_update_`, on the author as on everybody else. What its encoding lost stays in master - anchor, for the
+updates after it.
+
+Memory, in fp32 copies of the fragment: 1 for the master; with `outer.flatten` 1 more while a version is made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from diloco.config import OuterConfig
+from diloco.outer.codecs import codec
+from diloco.outer.fragments import Fragment, chunks
+from diloco.outer.merging import AVERAGES, Part
+from diloco.outer.optimizer import OPTIMIZERS, OuterStep
+from diloco.outer.payloads import buffer
+from diloco.outer.rda import directional_pieces
+from diloco.outer.robust import MEMORY, MIN_JUDGED, Comparison, Judgement, alike, clip, clip_few, usual
+from diloco.outer.spectrum import flatten_, matrices
+from diloco.outer.state import OuterState
+
+__all__ = ["Aggregate", "Merged", "Weighted"]
+
+
+class Weighted(NamedTuple):
+    """A whole contribution, encoded (uint8), with its weight, which is positive; a late one counts at a discount."""
+
+    peer: str
+    payload: Tensor
+    weight: float
+    discount: float = 1.0
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The update (uint8) that makes a version, its step, and the peers whose contributions it leaves out, or scales
+    down; those left out are not in the step. `alike` are pairs of peers whose contributions are nearly parallel, and
+    the cosine.
+    """
+
+    update: Tensor
+    step: OuterStep
+    left_out: tuple[str, ...] = ()
+    clipped: tuple[str, ...] = ()
+    alike: tuple[tuple[str, str, float], ...] = ()
+
+
+class Aggregate:
+    """What the author of a fragment keeps between two versions.
+
+    Args:
+        anchor: (numel,) fp32, this peer's anchor of the fragment; read only.
+        settings: codecs, merge rule and outer optimizer.
+        rng: decides what of contributions is compared; nobody else may be able to foresee it.
+        shapes: of the parameters, by name; only `outer.flatten` needs them.
+        master: (numel,) fp32, what the anchor would be without the codec's loss; starts at the anchor.
+    """
+
+    def __init__(
+        self, fragment: Fragment, anchor: Tensor, settings: OuterConfig, rng: random.Random,
+        shapes: Mapping[str, Sequence[int]] = MappingProxyType({}), master: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.fragment, self.anchor, self.settings = fragment, anchor, settings
+        self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
+        self.optimizer = OPTIMIZERS[settings.optimizer](settings)
+        self.master = anchor.clone() if master is None else master
+        self.norms: deque[float] = deque(maxlen=MEMORY)  # of recent contributions, as they were merged
+        self.chunks = tuple(chunks(fragment.numel))
+        self._up_at, self._update_at = self.up.offsets(fragment.numel), self.down.offsets(fragment.numel)
+        self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
+        self._matrices = matrices(fragment, shapes) if settings.flatten else []
+        self._rng = rng
+
+    def merge(
+        self, contributions: Sequence[Weighted], step: OuterStep, state: OuterState, me: str = "",
+        update: Tensor | None = None,
+    ) -> Merged:  # fmt: skip
+        """Make the update of the next version, in the memory given or in new one. It moves the master, not the anchor.
+
+        The order of contributions does not matter. The state is that before the step; a window that does not fit is
+        forgotten. `me` is this peer. An invalid payload raises `PayloadError` and changes nothing; a master that is not
+        finite raises `DivergedError`.
+        """
+        contributions = sorted(contributions, key=lambda one: one.peer)
+        peers = [one.peer for one in contributions]
+        unit = contributions[0].weight  # equal ones weigh exactly 1, so sums of 4- and 8-bit payloads are exact
+        weights = [one.weight / unit for one in contributions]
+        found = Comparison([one.payload for one in contributions], self.up, self.fragment.numel, self._rng)
+        state.join_(step)
+        judged = self._judge(found, weights, state, peers.index(me) if me in peers else None)
+        counted = [
+            (one.payload, weight, scale * one.discount)
+            for one, weight, scale in zip(contributions, judged.weights, judged.scales, strict=True)
+            if weight
+        ]
+        step = replace(step, contributions=len(counted))
+        update = torch.empty(self._update_at[-1], dtype=torch.uint8) if update is None else update
+        self._step_(counted, step, state, update)
+        pairs = alike(found.cosines, found.numel)
+        return Merged(
+            update, step, tuple(peers[i] for i in judged.left_out), tuple(peers[i] for i in judged.clipped),
+            tuple((peers[one], peers[other], cosine) for one, other, cosine in pairs),
+        )  # fmt: skip
+
+    def _judge(self, found: Comparison, weights: Sequence[float], state: OuterState, own: int | None) -> Judgement:
+        """What each contribution counts; remembers the norms of those that count."""
+        factor, momentum = self.settings.clip_factor, state.momentum
+        if self.settings.robust == "none":
+            return Judgement(tuple(weights), (1.0,) * len(weights))
+        if len(weights) >= MIN_JUDGED:
+            judged = clip(found.norms, found.cosines, weights, factor, found.numel)
+        else:
+            references = [] if own is None else [found.cosines[own]]
+            if momentum.any():
+                references.append(found.cosines_with(momentum))
+            # The momentum of another optimizer may be far shorter than what it is made of.
+            expected = usual(self.norms, momentum if self.optimizer.can_follow else None)
+            judged = clip_few(found.norms, weights, expected, references, found.numel, factor, own)
+        scaled = zip(found.norms, judged.scales, judged.weights, strict=True)
+        self.norms.extend(norm * scale for norm, scale, weight in scaled if weight)
+        return judged
+
+    def _step_(
+        self, counted: Sequence[tuple[Tensor, float, float]], step: OuterStep, state: OuterState, update: Tensor
+    ) -> None:
+        """Move the master by the average of what counts, and encode what it is ahead of the anchor, chunk by chunk."""
+        transition, flattened = self.optimizer.transition(step), self._flattened(counted) if self._matrices else None
+        for chunk, (start, stop) in enumerate(self.chunks):
+            if flattened is None:
+                mean = buffer("merged", torch.float32, stop - start)
+                self._average(mean, chunk, counted)
+            else:
+                mean = flattened[start:stop]
+            master = self.master[start:stop]
+            transition.move_(master, mean, state.part(start, stop))
+            payload = update[self._update_at[chunk] : self._update_at[chunk + 1]]
+            self.down.encode_update(master, self.anchor[start:stop], payload)
+
+    def _average(self, out: Tensor, chunk: int, counted: Sequence[tuple[Tensor, float, float]]) -> None:
+        begin, end = self._up_at[chunk : chunk + 2]
+        parts = [Part(payload[begin:end], weight, scale) for payload, weight, scale in counted]
+        AVERAGES[self.settings.merge](out, self.up, parts, self._pieces[chunk])
+
+    def _flattened(self, counted: Sequence[tuple[Tensor, float, float]]) -> Tensor:
+        """The average of the whole fragment, because a matrix may lie in several chunks, after `flatten_`."""
+        whole = torch.empty(self.fragment.numel, dtype=torch.float32)
+        for chunk, (start, stop) in enumerate(self.chunks):
+            self._average(whole[start:stop], chunk, counted)
+        flatten_(whole, self._matrices, self.settings.flatten)
+        return whole
+
+    def restart(self) -> None:
+        """Start from the anchor, which another author's update or state has moved."""
+        self.master.copy_(self.anchor)

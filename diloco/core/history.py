@@ -24,6 +24,7 @@ __all__ = [
     "wrong", "wrong_state",
 ]  # fmt: skip
 
+Reach = tuple[float, float, float]
 OTHERS = ""  # stands in a ledger for the peers that were absent longest and are named no more
 
 
@@ -37,17 +38,17 @@ class Signer(Protocol):
 class Arithmetic(Protocol):
     """What a history needs to know of the outer optimizer."""
 
-    def bounds(self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: float) -> Bounds:
+    def bounds(self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: Reach) -> Bounds:
         """How far the step to version `number` moves an anchor, if it merges so many contributions, none longer than
-        `longest`, and the momentum is no longer than `reach`.
+        `longest`, and momentum and window are no longer than `reach`. Equal on all machines.
         """
 
 
 class Bounds(NamedTuple):
-    """`update`: an honest update is no longer than that; `reach`: the momentum is no longer than that afterwards."""
+    """`update`: an honest update is no longer than that; `reach`: momentum and window are not, afterwards."""
 
     update: float
-    reach: float
+    reach: Reach
 
 
 class Record(NamedTuple):

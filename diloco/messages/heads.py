@@ -144,7 +144,7 @@ class Book(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
         recent: ids of the heads before the tip.
         merged: the sequences in the anchor; only of fragment 0.
         pushes: contributions of the momentum window that is open. delay: how many that window takes.
-        reach: the momentum is no longer than that.
+        reach: how long momentum, window, and what encodings lost may be (`OuterOptimizer.reach`).
     """
 
     ledger: Annotated[dict[Name, Entry], Meta(max_length=MAX_LEDGER)]
@@ -152,7 +152,7 @@ class Book(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
     merged: Annotated[tuple[Range, ...], Meta(max_length=MAX_RANGES)] = ()
     pushes: Count = 0
     delay: Annotated[int, Meta(ge=1, le=100_000)] = 1
-    reach: Length = 0.0
+    reach: tuple[Length, Length, Length] = (0.0, 0.0, 0.0)
 
     def of(self, peer: str) -> tuple[int, int]:
         """Newest stamp and tokens of a peer."""

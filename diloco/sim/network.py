@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from diloco.errors import SwarmError
 from diloco.sim.notary import Notary
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.streams import CONTROL
 from diloco.swarm.wire.transport import Handler, Reader, Writer
@@ -263,7 +262,8 @@ class Network:
         """Open a stream; its writer is the outgoing pipe. A call into a cut, either way, is answered if that ends."""
         if cut := self._cuts.get((source, target)) or self._cuts.get((target, source)):
             try:
-                await within(UNANSWERED_S, cut.wait())
+                async with asyncio.timeout(UNANSWERED_S):
+                    await cut.wait()
             except TimeoutError:
                 raise TimeoutError(f"{target} does not answer") from None
         trip_s = self.latency_s(source, target) if target in self._links else 0.0

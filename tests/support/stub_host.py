@@ -27,7 +27,6 @@ from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.rounds import Rounds
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from tests.support.certificates import MANIFEST, Keys, line_of, record_of
 from tests.support.coroutines import PATIENCE_S
@@ -178,4 +177,4 @@ class StubHost:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(within(PATIENCE_S, test()))
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))

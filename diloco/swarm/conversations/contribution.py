@@ -12,7 +12,8 @@ The syncer's own contribution takes the same way through `keep`, without a strea
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,7 +33,7 @@ from diloco.swarm.conversations.certificates import check_anchor, check_record
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.malloc import short_lived
-from diloco.swarm.wire.streams import Stream, only_stream
+from diloco.swarm.wire.streams import Stream
 
 __all__ = ["Answered", "answer", "contribute", "keep", "line_of"]
 
@@ -113,7 +114,7 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
     whole = syncer.line(stream.peer) is not None  # from a stream that broke later
     await stream.send(verdict.model_copy(update={"first_chunk": len(context.replica.chunks[fragment]) if whole else 0}))
-    with only_stream(context.contributing, fragment, stream):  # an older one holds payload, and its peer is gone
+    with _only_stream(context.contributing, fragment, stream):  # an older one holds payload, and its peer is gone
         if whole:
             await _receive_line(context, stream, header)
         else:
@@ -194,3 +195,18 @@ def line_of(context: Context, header: Contribution) -> Line:
 
 def _another_syncer(fragment: int) -> PayloadError:
     return PayloadError(f"fragment {fragment} has another syncer now")
+
+
+@contextmanager
+def _only_stream(streams: dict[tuple[str, int], Stream], fragment: int, stream: Stream) -> Iterator[None]:
+    """One stream of a peer about a fragment at a time, kept in `streams`: a newer one ends the older one."""
+    key = (stream.peer, fragment)
+    older = streams.pop(key, None)
+    if older is not None:
+        older.close()
+    streams[key] = stream
+    try:
+        yield
+    finally:
+        if streams.get(key) is stream:
+            del streams[key]

@@ -13,8 +13,6 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from diloco.swarm.wire.deadline import within
-
 __all__ = ["FragmentLock", "Tasks", "in_thread"]
 
 logger = logging.getLogger(__name__)
@@ -133,7 +131,8 @@ class Tasks:
         woken = asyncio.get_running_loop().create_future()
         self._waiting[woken] = lambda: True
         try:
-            await within(timeout_s, woken)
+            async with asyncio.timeout(timeout_s):
+                await woken
         except TimeoutError:
             return
         finally:

@@ -23,7 +23,6 @@ from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.watch import request_manifest
 from diloco.swarm.node.options import RunSpec
-from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import IN_USE
 from diloco.swarm.wire.streams import BROKEN, CONTROL, Stream
 from diloco.swarm.wire.transport import Reader, Refused, Writer
@@ -153,7 +152,8 @@ class ControlMesh:
             return False
         stream: Stream | None = None
         try:
-            reader, writer = await within(DIAL_TIMEOUT_S, self._context.transport.open(peer, CONTROL))
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                reader, writer = await self._context.transport.open(peer, CONTROL)
             stream = Stream(peer, reader, writer, self._context.traffic)
             await stream.send(
                 self._protocol.hello().model_copy(
@@ -207,7 +207,8 @@ class ControlMesh:
         try:
             while not (outgoing.over or ended.done()):
                 await outgoing.awake.wait()
-                await within(DIAL_TIMEOUT_S, outgoing.flush())
+                async with asyncio.timeout(DIAL_TIMEOUT_S):
+                    await outgoing.flush()
             if not ended.done():
                 return  # this side has ended it
         except BROKEN as error:

@@ -32,7 +32,6 @@ from diloco.swarm.node.options import NodeOptions, make_context
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.rounds import Count, Exchanged, Rounds, Seconds
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 
@@ -148,7 +147,8 @@ class Node:
 
     async def _until_or(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         try:
-            await within(timeout_s, self.context.tasks.until(condition))
+            async with asyncio.timeout(timeout_s):
+                await self.context.tasks.until(condition)
         except TimeoutError:
             peers = [member.name for member in self.protocol.members.all()]
             self.context.note("gave_up_waiting", what=what, timeout_s=round(timeout_s, 1), peers=peers)
@@ -214,8 +214,9 @@ class Node:
         if self._interrupted:
             return None
         self._units.refill()  # without an answer in time, training begins with data of its own order
-        with suppress(asyncio.TimeoutError):
-            await within(FIRST_UNITS_S, self.context.tasks.until(lambda: self._interrupted or not self._units.asking))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_UNITS_S):
+                await self.context.tasks.until(lambda: self._interrupted or not self._units.asking)
         position = 0 if cold else self.protocol.first_position(self.context.now())
         self.protocol.warming = cold
         await self.enter("starting" if cold else "training")

@@ -27,7 +27,7 @@ from diloco.protocol.messages.base import MEMBERS
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.identity import Identity, verify
 
-__all__ = ["BoundedStorage", "GuardedP2P", "MemberRecords", "Members"]
+__all__ = ["BoundedStorage", "GuardedP2P", "Members"]
 
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
 MAX_ADDRESSES, MAX_RECORD_BYTES = 4, 4096
@@ -35,52 +35,39 @@ MAX_OWNERS = 4096  # of records; those that end first make room
 _CONTEXT = b"diloco record"
 
 
-class Members:
-    """A node of the DHT, for the addresses of one run; raises `ConnectionError` when the daemon does not answer."""
+class Members(RecordValidatorBase):  # type: ignore[misc]
+    """The addresses of one run. As hivemind's validator it signs this peer's record and checks those of others."""
 
-    def __init__(self, node: DHTNode, key: str, me: str) -> None:
-        self._node, self._key, self._me = node, key, me
+    def __init__(self, run_id: str, identity: Identity, gate: Gate) -> None:
+        self._key, self._identity, self._gate = f"{run_id}/peers", identity, gate
+        self._raw_key = DHTID.generate(source=self._key).to_bytes()
 
-    @classmethod
-    async def join(
-        cls, p2p: P2P, run_id: str, identity: Identity, gate: Gate, seeds: Sequence[str], serves: bool
-    ) -> Members:
+    async def join(self, p2p: P2P, seeds: Sequence[str], serves: bool) -> None:
         """Join through these peers; a node that does not serve stores nothing for others."""
-        key, peers = f"{run_id}/peers", [Multiaddr(f"/p2p/{seed}") for seed in seeds] or None
-        records = MemberRecords(key, identity, lambda peer, why: gate.on_refused(peer, why))
-        node = await DHTNode.create(p2p=p2p, initial_peers=peers, record_validator=records, client_mode=not serves)
-        node.protocol.storage, node.protocol.cache = BoundedStorage(), BoundedStorage()
-        return cls(node, key, identity.me)
+        peers = [Multiaddr(f"/p2p/{seed}") for seed in seeds] or None
+        self._node = await DHTNode.create(p2p=p2p, initial_peers=peers, record_validator=self, client_mode=not serves)
+        self._node.protocol.storage, self._node.protocol.cache = BoundedStorage(), BoundedStorage()
 
     async def announce(self, addresses: Sequence[str], life_s: float) -> None:
-        """Store where this peer is."""
+        """Store where this peer is; `ConnectionError` when the daemon does not answer."""
         ends_at = get_dht_time() + life_s
         try:
-            await self._node.store(self._key, list(addresses[:MAX_ADDRESSES]), ends_at, subkey=self._me)
+            await self._node.store(self._key, list(addresses[:MAX_ADDRESSES]), ends_at, subkey=self._identity.me)
         except (ControlFailure, P2PDaemonError) as error:
             raise ConnectionError(str(error)) from error
 
     async def announced(self) -> dict[str, list[str]]:
-        """Addresses, which may be any text, of the peers that have stored theirs."""
+        """Addresses, which may be any text, of the peers that have stored theirs; raises as `announce`."""
         try:
             found = await self._node.get(self._key, latest=True)
         except (ControlFailure, P2PDaemonError) as error:
             raise ConnectionError(str(error)) from error
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {peer: list(record.value) for peer, record in found.value.items()}
+        records = found.value if found is not None and isinstance(found.value, dict) else {}
+        return {peer: list(record.value) for peer, record in records.items()}
 
     async def shutdown(self) -> None:
         """End the node."""
         await self._node.shutdown()
-
-
-class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Signs this peer's record and checks those of others. `on_refused` is called for each that is wrong."""
-
-    def __init__(self, key: str, identity: Identity, on_refused: Callable[[str, str], None]) -> None:
-        self._key = DHTID.generate(source=key).to_bytes()
-        self._identity, self.on_refused = identity, on_refused
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """The value with this peer's signature, which carries its key."""
@@ -95,11 +82,11 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
         owner = _unpack(record.subkey)
         reason = self._objection(record, owner)
         if reason is not None:
-            self.on_refused(str(owner)[:100], f"a record in the DHT under its name {reason}")
+            self._gate.on_refused(str(owner)[:100], f"a record in the DHT under its name {reason}")
         return reason is None
 
     def _objection(self, record: DHTRecord, owner: object) -> str | None:
-        if record.key != self._key:
+        if record.key != self._raw_key:
             return "has a key that nothing here uses"
         if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > get_dht_time() + MAX_LIFE_S:
             return "is too large or lasts too long"

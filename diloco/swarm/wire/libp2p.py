@@ -174,7 +174,8 @@ class Libp2p:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
                 p2p.gate, p2p.greet = gate, partial(self.greet, again=False)
-                self._members = await Members.join(p2p, run_id, identity, gate, self.seeds, self.reachable)
+                self._members = Members(run_id, identity, gate)
+                await self._members.join(p2p, self.seeds, self.reachable)
         except BaseException as error:
             await self.close()
             if isinstance(error, DilocoError) or not isinstance(error, Exception):

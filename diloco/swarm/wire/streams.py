@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Message, Refusal, decode, encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
-from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.transport import Reader, Transport, Writer
 
 if TYPE_CHECKING:  # a process that only watches has no tensors, and does not load torch
     from torch import Tensor
 
-__all__ = ["BROKEN", "BULK", "CONTROL", "Stream", "Traffic", "only_stream", "open_bulk"]
+__all__ = ["BROKEN", "BULK", "CONTROL", "Stream", "Traffic", "open_bulk"]
 
 CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0
 
-# Raised by reading from or writing to a peer that vanished. Before Python 3.11 asyncio's timeout is no `OSError`.
-BROKEN = (EOFError, OSError, asyncio.TimeoutError)
+BROKEN = (EOFError, OSError)  # raised by reading from or writing to a peer that vanished, or takes too long
 
 _LENGTH_BYTES = 4
 _DISCARD_BYTES = 1 << 16
@@ -103,7 +101,8 @@ class Stream:
         await self._traffic.throttle(payload.numel())
         self._writer.write(payload.numpy().data)
         self._traffic.bytes_sent += payload.numel()
-        await within(SENDING_FACTOR * self._patience_s(), self._writer.drain())
+        async with asyncio.timeout(SENDING_FACTOR * self._patience_s()):
+            await self._writer.drain()
 
     async def receive_payload(self, out: Tensor) -> None:
         """Fill a uint8 tensor from the stream. As long as bytes come, the link may be as thin as it likes."""
@@ -112,7 +111,8 @@ class Stream:
         self._filled = filled = 0
         while self._filled < out.numel():
             try:
-                await within(self._patience_s(), self._fill(out.numpy().data))
+                async with asyncio.timeout(self._patience_s()):
+                    await self._fill(out.numpy().data)
             except TimeoutError:
                 if self._filled == filled:
                     raise
@@ -158,24 +158,10 @@ class Stream:
 @asynccontextmanager
 async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> AsyncIterator[Stream]:
     """A bulk stream to a peer, which ends with the `async with` block."""
-    reader, writer = await within(OPEN_TIMEOUT_S, transport.open(peer, BULK))
+    async with asyncio.timeout(OPEN_TIMEOUT_S):
+        reader, writer = await transport.open(peer, BULK)
     stream = Stream(peer, reader, writer, traffic)
     try:
         yield stream
     finally:
         stream.close()
-
-
-@contextmanager
-def only_stream(streams: dict[tuple[str, int], Stream], fragment: int, stream: Stream) -> Iterator[None]:
-    """One stream of a peer about a fragment at a time, kept in `streams`: a newer one ends the older one."""
-    key = (stream.peer, fragment)
-    older = streams.pop(key, None)
-    if older is not None:
-        older.close()
-    streams[key] = stream
-    try:
-        yield
-    finally:
-        if streams.get(key) is stream:
-            del streams[key]

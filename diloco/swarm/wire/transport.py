@@ -38,27 +38,14 @@ Handler = Callable[[str, Reader, Writer], Awaitable[None]]
 
 
 class Transport(Protocol):
-    """One peer's access to the network.
+    """One peer's access to the network. `ConnectionError` or `TimeoutError` when a peer is not there."""
 
-    Attributes:
-        me: this peer's id; the other side of every stream knows it for certain.
-        seeds: ids of the peers through which it joined.
-        addresses: where others reach it, best first; empty for a peer that listens nowhere.
-        reachable: whether others can open a connection to it. To a peer that is not, they open streams over the
-            connections that it has opened itself.
-        advice: what would make it reachable, if it is not.
-        where: addresses of a peer by its id. The owner sets it, because it may know addresses that the network does
-            not.
-
-    A method that fails because a peer is not there raises `ConnectionError` or `TimeoutError`.
-    """
-
-    me: str
-    seeds: list[str]
-    addresses: list[str]
-    reachable: bool
-    advice: str
-    where: Callable[[str], Sequence[str]]
+    me: str  # this peer's id; the other side of every stream knows it for certain
+    seeds: list[str]  # ids of the peers through which it joined
+    addresses: list[str]  # where others reach it, best first; empty for a peer that listens nowhere
+    reachable: bool  # whether others can connect; if not, they open streams over connections that it has opened
+    advice: str  # what would make it reachable, if it is not
+    where: Callable[[str], Sequence[str]]  # addresses of a peer by its id, which the owner may know better
 
     async def handle(self, protocol: str, handler: Handler) -> None:
         """Call `handler(peer, reader, writer)` for each stream that a peer opens for this protocol."""
@@ -85,9 +72,7 @@ class Transport(Protocol):
         """Try to connect to a peer at each of these addresses as if it were new; the error by address, "" for none."""
 
     def may_call(self, address: str) -> bool:
-        """Whether to call an address because a peer says that another one is there.
-
-        Public addresses are called. Addresses of a LAN or of this machine are called only where this session has
+        """Whether to call an address on hearsay. One of a LAN or of this machine is called only where this session has
         connections of its own: nobody may turn a volunteer against its own network.
         """
 

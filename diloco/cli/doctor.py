@@ -23,7 +23,7 @@ from diloco.cli.volunteer import PeerDirectory, fit_to_machine, lock_peer_direct
 from diloco.config import Config
 from diloco.config.address import Address, scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.swarm.client.ask import CLOCK_LIMIT_S, Found, look, parse_manifest, try_to_listen
+from diloco.swarm.client.ask import Found, check_clock, look, parse_manifest, try_to_listen
 from diloco.swarm.wire.gate import Gate, watching
 from diloco.text import counted, one_line
 from diloco.train.machine import GIB, inspect_machine
@@ -36,7 +36,6 @@ PROBE_BYTES = 2**20
 CHECKPOINT_BYTES = 20  # per parameter: anchor, AdamW's two moments, master and momentum
 THIN_BITS_PER_S = 10e6
 FAR_S = 0.5
-SLOW_CLOCK_S = 1.0
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
@@ -146,10 +145,7 @@ class Doctor:
     def _clock(self, found: Found) -> tuple[str, ...]:
         ahead_s = self.figures["clock_ahead_s"] = found.ahead_s or 0.0
         text = f"{ahead_s:+.3f} s against the swarm (by peer {', '.join(f'{one.ahead_s:+.3f}' for one in found.peers)})"
-        if abs(ahead_s) > CLOCK_LIMIT_S:
-            remedy = f"more than {CLOCK_LIMIT_S:.0f} s is refused; set it, for example by timedatectl set-ntp true"
-            return "failed", text, remedy
-        return ("ok", text) if abs(ahead_s) <= SLOW_CLOCK_S else ("warning", text, "let NTP set it")
+        return ("ok", text) if check_clock(found) is None else ("warning", text, "let NTP set it")
 
     def _bandwidth(self, found: Found) -> tuple[str, ...]:
         rated = [peer for peer in found.peers if peer.up_bytes_per_s and peer.down_bytes_per_s]

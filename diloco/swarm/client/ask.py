@@ -29,7 +29,7 @@ from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
 
 __all__ = [
-    "CLOCK_LIMIT_S", "Found", "Wanted", "check_clock", "fetch_files", "look", "parse_manifest", "revoke",
+    "Found", "Wanted", "check_clock", "fetch_files", "look", "parse_manifest", "revoke",
     "try_to_listen",
 ]  # fmt: skip
 

@@ -10,7 +10,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -160,27 +161,33 @@ class Libp2p:
             from diloco.swarm.wire.dht import GuardedP2P, Members  # imports torch, which takes longer than a visit
 
             kind = GuardedP2P
-        p2p = await _listening(kind, network, identity_path)
-        self = cls(p2p, [], gate)
+        listens = network.reachable != "no"
+        if listens:
+            check_free(network.listen)
+        daemon = start_daemon(
+            kind,
+            host_maddrs=[*map(Multiaddr, network.listen)] or None,
+            announce_maddrs=[*map(Multiaddr, network.announce)] or None,
+            no_listen=not listens,
+            dht_mode="server" if listens else "client",
+            identity_path=str(identity_path),
+        )
+        self = await cls._of(daemon, gate, network.listen)
         self._identity, gate.instance = identity, secrets.token_hex(8)
-        try:
+        async with self._or_ended():
             await self._meet(seeds, "swarm.initial_peers=")
-            if network.reachable != "no":
-                self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()])
+            if listens:
+                self.addresses = best_first([str(one) for one in await self._p2p.get_visible_maddrs()])
             self.reachable = bool(self.addresses)
             # Within one machine nobody doubts that others can call this peer, unless it names an address.
             in_doubt = seeds and (network.announce or any(scope(seed) != "loopback" for seed in seeds))
             if ask is not None and network.reachable == "auto" and in_doubt:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
-                p2p.gate, p2p.greet = gate, partial(self.greet, again=False)
-                self._members = Members(run_id, identity, gate)
-                await self._members.join(p2p, self.seeds, self.reachable)
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, DilocoError) or not isinstance(error, Exception):
-                raise
-            raise _broken(error) from error
+                self._p2p.gate, self._p2p.greet = gate, partial(self.greet, again=False)
+                members = Members(run_id, identity, gate)
+                await members.join(self._p2p, self.seeds, self.reachable)
+                self._members = members
         logger.debug("daemon of %s started by process %d", self.me, os.getpid())
         return self
 
@@ -195,21 +202,35 @@ class Libp2p:
         """
         addresses = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:
-            Identity.read(identity_path)
-        try:
-            p2p = await mute(None if identity_path is None else str(identity_path))
-        except (P2PDaemonError, OSError) as error:
-            raise _broken(error) from error
-        try:
-            self = cls(p2p, [], gate or Gate())
+            Identity.read(identity_path)  # makes it
+        self = await cls._of(mute(None if identity_path is None else str(identity_path)), gate or Gate())
+        async with self._or_ended():
             await self._meet(addresses)
-        except BaseException:
-            await p2p.shutdown()
-            raise
         return self
 
+    @classmethod
+    async def _of(cls, daemon: Awaitable[P2P], gate: Gate, listen: Sequence[str] = ()) -> Libp2p:
+        try:
+            return cls(await daemon, [], gate)
+        except (P2PDaemonError, OSError, ValueError) as error:
+            raise _broken(error, listen) from error
+
+    @asynccontextmanager
+    async def _or_ended(self) -> AsyncIterator[None]:
+        """Whatever fails inside ends the daemon."""
+        try:
+            yield
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, DilocoError) or not isinstance(error, Exception):
+                raise
+            raise _broken(error) from error
+
     async def _meet(self, addresses: Sequence[str], named: str = "") -> None:
-        """Call these addresses and greet whoever answers. `SwarmError` when nobody does; it begins with `named`."""
+        """Call these addresses and greet whoever answers.
+
+        `SwarmError` when nobody answers (it begins with `named`), all refuse this peer, or it believes none of them.
+        """
         outcome = await call_each(self._p2p, addresses)
         self.silent = {address: why for address, why in outcome.items() if why}
         self.seeds = list(dict.fromkeys(peer_id_of(address) for address in outcome if address not in self.silent))
@@ -217,17 +238,11 @@ class Libp2p:
             raise SwarmError(named + _nobody(outcome))
         self._ranges |= {scope(address) for address in outcome}
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
-        await self._greet_seeds()
-
-    async def _greet_seeds(self) -> None:
-        """Comes first. `SwarmError` when all seeds refuse this peer, or it believes none of them."""
-        greetings = (self.greet(seed, again=False) for seed in self.seeds)
-        answers = await asyncio.gather(*greetings, return_exceptions=True)
+        answers = await asyncio.gather(*(self.greet(seed, False) for seed in self.seeds), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
                 raise answer
-        in_use = any(isinstance(answer, Refused) and str(answer) == IN_USE for answer in answers)
-        if any(answer is None for answer in answers) and not in_use:
+        if None in answers and not any(isinstance(answer, Refused) and str(answer) == IN_USE for answer in answers):
             return
         for answer in answers:
             if isinstance(answer, Refused):
@@ -320,21 +335,3 @@ class Libp2p:
         for part in (self._members, self._p2p):
             if part is not None:
                 await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)
-
-
-async def _listening(kind: type[P2P], network: SwarmConfig, identity_path: Path) -> P2P:
-    """A daemon that listens where the settings say, and knows nobody."""
-    listens = network.reachable != "no"
-    if listens:
-        check_free(network.listen)
-    try:
-        return await start_daemon(
-            kind,
-            host_maddrs=[*map(Multiaddr, network.listen)] or None,
-            announce_maddrs=[*map(Multiaddr, network.announce)] or None,
-            no_listen=not listens,
-            dht_mode="server" if listens else "client",
-            identity_path=str(identity_path),
-        )
-    except (P2PDaemonError, OSError, ValueError) as error:
-        raise _broken(error, network.listen) from error

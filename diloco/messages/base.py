@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, get_args
 from msgspec import Meta, Struct
 
 from diloco.admission.invitation import Role
+from diloco.messages.fields import printable
 
 __all__ = ["EVERYBODY", "MAX_FRAME_BYTES", "MEMBERS", "WORKERS", "Message", "Place", "Refusal"]
 
@@ -48,3 +49,6 @@ class Refusal(Message, frozen=True, tag="refusal"):
     """The stream is not wanted; `reason` is one line for the user of the other side."""
 
     reason: Annotated[str, Meta(max_length=2048)]
+
+    def __post_init__(self) -> None:
+        printable(self, "reason")

@@ -6,13 +6,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from diloco.messages.base import MEMBERS, Message, Place
-from diloco.messages.fields import Bytes, Count, Digest, Index
+from diloco.messages.base import MEMBERS, WORKERS, Message, Place
+from diloco.messages.fields import Bytes, Count, Digest, Index, SomeSteps
 from diloco.messages.heads import Book, Head, Key, Line
 
-__all__ = ["MAX_PARTS", "MAX_RECORDS", "Get", "No", "PartHeader", "Push", "RecordHeader"]
+__all__ = [
+    "MAX_MOMENTS", "MAX_PARTS", "MAX_RECORDS", "Get", "InnerHeader", "InnerRequest", "No", "PartHeader", "Push",
+    "RecordHeader",
+]  # fmt: skip
 
 MAX_PARTS = 2**13  # their digests fill half a frame; a part has 2**20 values
+MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill half a frame
 MAX_RECORDS = 8  # kept by a peer, and sent in a row
 
 
@@ -52,3 +56,23 @@ class PartHeader(Message, frozen=True, tag="part"):
     book: Book
     digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_PARTS)]
     part: Count
+
+
+class InnerRequest(Message, frozen=True, tag="inner_request"):
+    """Asks for the state of the inner optimizer; a newcomer's first question once it has the anchor."""
+
+    place, roles = Place.REQUEST, WORKERS
+    manifest_hash: Digest
+
+
+class InnerHeader(Message, frozen=True, tag="inner"):
+    """Header of an inner optimizer's state; the fp32 values of its tensors follow.
+
+    Attributes:
+        names, numels: name and number of elements of each tensor.
+        steps: inner steps that the optimizer has counted for each parameter.
+    """
+
+    names: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=MAX_MOMENTS)]
+    numels: Annotated[list[Count], Meta(max_length=MAX_MOMENTS)]
+    steps: Annotated[list[SomeSteps], Meta(max_length=MAX_MOMENTS)]

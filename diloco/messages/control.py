@@ -65,9 +65,9 @@ class Revocations(Message, frozen=True, tag="revocations"):
 
     place = Place.CONTROL
     number: SomeSteps
-    token_ids: Annotated[list[Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]], Meta(max_length=MAX_REVOKED)]
+    token_ids: Annotated[list[Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]], Meta(max_length=MAX_REVOKED)]
     peer_ids: Annotated[list[Name], Meta(max_length=MAX_REVOKED)]
-    signature: Annotated[str, Meta(pattern="^[0-9a-f]{128}$")]
+    signature: Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]
 
 
 class Figures(Message, frozen=True, tag="figures"):
@@ -147,7 +147,7 @@ class Hello(Message, frozen=True, tag="hello"):
     peers: Annotated[list[Name], Meta(max_length=MAX_NAMED)] = field(default_factory=list)
     addresses: Annotated[dict[Name, Addresses], Meta(max_length=MAX_NAMED + 1)] = field(default_factory=dict)
     seal: Seal = ""
-    sequences: Annotated[str, Meta(pattern="^([0-9a-f]{16}-[0-9]{1,15}x[0-9]{1,7})?$")] = ""
+    sequences: Annotated[str, Meta(pattern=r"^([0-9a-f]{16}-[0-9]{1,15}x[0-9]{1,7})?\Z")] = ""
     instance: Instance = ""
 
 

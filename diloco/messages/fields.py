@@ -11,13 +11,16 @@ from __future__ import annotations
 from math import isfinite
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
+
+from diloco.text import plain
 
 __all__ = [
     "MAX_BYTES", "MAX_COUNT", "MAX_FRAGMENTS", "MAX_LINES", "MAX_LOSS", "MAX_NAMED", "MAX_RANGES", "MAX_RATE",
     "MAX_SECONDS", "MAX_TOKENS", "MAX_UNIT_RANGES", "Addresses", "Bytes", "Count", "Digest", "Index", "Instance",
     "Length", "Loss", "Name", "Names", "Rate", "Raw", "Seal", "Seconds", "SomeSteps", "SomeTokens", "Stamp", "Tokens",
-    "Units", "Weight", "at_most", "forget_oldest", "within_bounds",
+    "Units", "Weight", "at_most", "forget_oldest", "printable", "within_bounds",
 ]  # fmt: skip
 
 MAX_COUNT = 2**40  # With a version in each millisecond a fragment gets there in 35 years.
@@ -36,10 +39,10 @@ MAX_RANGES = 2**10  # ranges in a book
 Name = Annotated[str, Meta(max_length=128)]
 Names = Annotated[list[Name], Meta(max_length=4096)]
 ShortName = Annotated[str, Meta(max_length=24)]
-Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Raw = Annotated[bytes, Meta(max_length=1024)]  # a signature
-Seal = Annotated[str, Meta(pattern="^([0-9a-f]{128})?$")]  # empty in an open run, or where the peer has none
-Instance = Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
+Seal = Annotated[str, Meta(pattern=r"^([0-9a-f]{128})?\Z")]  # empty in an open run, or where the peer has none
+Instance = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 Index = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 SomeSteps = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
@@ -66,6 +69,12 @@ def at_most(number: int, limit: int = MAX_COUNT) -> int:
 def within_bounds(number: float, limit: float, least: float = 0.0) -> float:
     """A measurement within its bounds. One that is negative, not finite or below the least is none, which is 0."""
     return min(number, limit) if isfinite(number) and number >= least and number > 0 else 0.0
+
+
+def printable(one: Struct, *fields: str) -> None:
+    """For `__post_init__`: of text that people read, control characters become spaces, which move no cursor."""
+    for field in fields:
+        force_setattr(one, field, plain(getattr(one, field)))
 
 
 def forget_oldest(known: dict[Any, Any], most: int) -> None:

@@ -1,0 +1,165 @@
+"""Messages: what is valid comes through unchanged; everything else is a `PayloadError` at once, and no other error."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from diloco.errors import PayloadError
+from diloco.messages.base import EVERYBODY, MAX_FRAME_BYTES, Message, Refusal
+from diloco.messages.codec import KINDS, NEXT_WIRE_VERSION, OtherVersion, UnknownKind, decode, encode, expect
+from diloco.messages.control import MAX_GREETING_BYTES, Figures, Greeting, Hello, Offer, Status
+from diloco.messages.heads import Line
+from diloco.messages.watching import MAX_PIECE_BYTES, Ask, DialBackReply, Piece, ProbeReply
+
+D = "ab" * 32
+STATUS = Status(tips={0: (7, D), 3: (9, D)}, steps=4, units=((1, 5),), figures=Figures(tokens=3, loss=2.5))
+HELLO = Hello(NEXT_WIRE_VERSION, "run", D, "ann", True, True, STATUS, addresses={"a": ["/ip4/1.2.3.4/tcp/1"]})
+LINE = Line(0, "a", 5, D, 4, 100, ((0, 4),), 1.5, D, "ann", b"signature")
+PLAIN = {"kind": "status"}
+
+
+def pack(fields: Any) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+def with_(message: Message, **fields: Any) -> bytes:
+    """The frame of a message with other fields, valid or not."""
+    return pack({**msgspec.msgpack.decode(encode(message), strict=False), **fields})
+
+
+def nested(depth: int) -> bytes:
+    return b"\x82\xa4kind\xa6status\xa4tips" + b"\x91" * depth
+
+
+def over(kind: str, **fields: Any) -> bytes:
+    return pack({"kind": kind, **fields})
+
+
+WRONG: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "truncated"),
+    "cut off": (encode(HELLO)[:-3], "truncated"),
+    "something after it": (encode(STATUS) + b"\x00", "trailing"),
+    "no map": (pack([1, 2]), "Expected `object`"),
+    "no kind": (pack({"steps": 1}), "missing required field `kind`"),
+    "a kind that is no text": (pack({"kind": 5}), "Expected `str`"),
+    "a kind with a line break": (pack({"kind": "re\neipt"}), "no kind is called re eipt"),
+    "a kind as long as a frame": (pack({"kind": "x" * 900_000}), "no kind is called xxx"),
+    "an unknown field": (with_(STATUS, **{"lo\nud": 1}), "status: .*unknown field `lo ud`"),
+    "an unknown field inside": (with_(STATUS, figures={"kind": "figures", "loud": 1}), "unknown field `loud`"),
+    "50,000 unknown fields": (pack({**PLAIN, **{f"k{n}": 0 for n in range(50_000)}}), "unknown field `k0`"),
+    "a missing field": (over("ask"), "missing required field `what`"),
+    "true for a number": (with_(STATUS, steps=True), r"Expected `int`, got `bool` - at `\$.steps`"),
+    "a float for a number": (with_(STATUS, steps=1.0), "Expected `int`, got `float`"),
+    "text for a number": (with_(STATUS, steps="1"), "Expected `int`, got `str`"),
+    "none for a number": (with_(STATUS, steps=None), "Expected `int`, got `None`"),
+    "a negative number": (with_(STATUS, steps=-1), "Expected `int` >= 0"),
+    "a number out of bounds": (with_(STATUS, steps=2**63), "Expected `int` <= "),
+    "NaN": (with_(STATUS, steps_per_s=math.nan), "Expected `float`"),
+    "infinity": (with_(STATUS, steps_per_s=math.inf), "Expected `float`"),
+    "NaN in an array": (with_(Offer(LINE), line=[*msgspec.structs.astuple(LINE)[:7], math.nan, D]), "Expected `float`"),
+    "an array that is too long": (with_(Offer(LINE), line=[*msgspec.structs.astuple(LINE), 1]), "Expected `array`"),
+    "a digest that is none": (over("ask", what=D + "\n"), "matching regex"),
+    "too many ranges": (with_(STATUS, units=[[2 * n, 2 * n + 1] for n in range(2000)]), "Expected `array` of length"),
+    "a range of three": (with_(STATUS, units=[[1, 2, 3]]), "Expected `array` of length 2"),
+    "a map that is too long": (with_(STATUS, tips={n: 0 for n in range(100_000)}), "Expected `object` of length"),
+    "a map that announces 4 billion": (b"\x82\xa4kind\xa6status\xa4tips\xdf\xff\xff\xff\xff", "truncated|length"),
+    "a list that announces 4 billion": (b"\x82\xa4kind\xa6status\xa5hears\xdd\xff\xff\xff\xff", "truncated|length"),
+    "a million wrong items": (b"\x82\xa4kind\xa6status\xa5hears\xdd\x00\x0f\x00\x00" + b"\x01" * 0xF0000, "Expected"),
+    "a million items": (b"\x82\xa4kind\xa6status\xa5hears\xdd\x00\x0f\x00\x00" + b"\xa0" * 0xF0000, "of length <="),
+    "text that is no UTF-8": (b"\x82\xa4kind\xa3ask\xa4what\xa2\xff\xff", "utf-8"),
+    "a key that is no UTF-8": (b"\x82\xa4kind\xa3ask\xa2\xff\xff\xa0", "utf-8|unknown field"),
+    "a key that is no text": (pack({"kind": "ask", 1: 2}), "Expected `str`"),
+    "nested deeply": (nested(100_000), "Expected|recursion"),
+    "nested deeply in what is unknown": (b"\x82\xa1x" + b"\x91" * 900_000, "recursion"),
+    "an extension": (pack({**PLAIN, "steps": msgspec.msgpack.Ext(5, b"data")}), "Expected `int`, got `ext`"),
+    "a wrong timestamp": (b"\x82\xa4kind\xa6status\xa5steps\xc7\x0c\xff" + b"\xff" * 12, "Expected `int`, got `ext`"),
+    "more than a frame": (bytes(MAX_FRAME_BYTES + 1), "over the limit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_at_once_and_shortly(name: str) -> None:
+    frame, why = WRONG[name]
+    begun_at = time.perf_counter()
+    with pytest.raises(PayloadError, match=why) as caught:
+        decode(frame)
+    assert time.perf_counter() - begun_at < 0.1
+    assert len(str(caught.value)) < 400 and str(caught.value).isprintable()
+    assert not isinstance(caught.value, UnknownKind | OtherVersion)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        STATUS,
+        HELLO,
+        Offer(LINE, 2.0),
+        Ask(D),
+        Piece(NEXT_WIRE_VERSION, b"x" * MAX_PIECE_BYTES, more=True),
+        Refusal("no"),
+    ],
+)
+def test_a_message_comes_through_unchanged(message: Message) -> None:
+    assert decode(encode(message)) == message
+    assert len(encode(message)) < MAX_FRAME_BYTES
+
+
+def test_a_broadcast_is_encoded_once() -> None:
+    assert encode(STATUS) is encode(STATUS)
+    assert encode(Ask("manifest")) != encode(Ask("snapshot"))
+
+
+def test_a_kind_that_a_newer_peer_may_know_is_told_from_nonsense() -> None:
+    with pytest.raises(UnknownKind, match="messages of kind trumpet are not known here; install the same"):
+        decode(pack({"kind": "trumpet", "loud": True}))
+
+
+@pytest.mark.parametrize("first", [HELLO, Piece(NEXT_WIRE_VERSION, b"")])
+def test_another_wire_version_is_refused_by_that_whatever_else_is_in_it(first: Message) -> None:
+    text = "wire version 11 there does not fit 12 here; install the same diloco version on both sides"
+    for other in ({}, {"status": 5, "data": 5}, {"unknown": 1}):
+        with pytest.raises(OtherVersion) as caught:
+            decode(with_(first, wire_version=11, **other))
+        assert str(caught.value) == text
+    with pytest.raises(PayloadError, match="Expected `int`, got `str`") as nonsense:
+        decode(with_(first, wire_version="x"))
+    assert not isinstance(nonsense.value, OtherVersion)
+
+
+def test_a_conversation_expects_one_kind_or_a_refusal() -> None:
+    assert expect(STATUS, Status) is STATUS
+    for message, why in (
+        (STATUS, "expected Hello, got Status"),
+        (Refusal("the model\ndiffers"), "refused: the model d"),
+    ):
+        with pytest.raises(PayloadError, match=why):
+            expect(message, Hello)
+
+
+def test_text_that_people_read_moves_no_cursor() -> None:
+    said = "a\x1b[2J\nb"
+    probed = ProbeReply(NEXT_WIRE_VERSION, said, said, 1.0, [], [], said)
+    for message, fields in (
+        (Refusal(said), ["reason"]), (probed, ["run_id", "name", "observed"]),
+        (DialBackReply([], said, said), ["why", "observed"]),
+    ):  # fmt: skip
+        assert {getattr(decode(encode(message)), field) for field in fields} == {"a [2J b"}
+
+
+def test_admission_lets_each_role_begin_these_conversations() -> None:
+    for kind, message in KINDS.items():
+        assert message.place.begins == bool(message.roles), kind
+    may = {role: {kind for kind, message in KINDS.items() if role in message.roles} for role in EVERYBODY}
+    watching, hosting = {"greeting", "ask", "probe", "dial_back"}, {"hello", "push", "get"}
+    everything = watching | hosting | {"inner_request"}
+    assert may == {"observer": watching, "host": watching | hosting, "worker": everything, "contributor": everything}
+
+
+def test_a_refusal_and_a_greeting_fit_the_frame_of_a_stranger() -> None:
+    longest = Greeting(credential="x" * 2048, revoked=2**40, instance="a" * 16)
+    assert max(len(encode(longest)), len(encode(Refusal("x" * 2048)))) < MAX_GREETING_BYTES

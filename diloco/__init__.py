@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from diloco.extensions import register
     from diloco.integrations.accelerate import AccelerateSwarm
     from diloco.integrations.lightning import DilocoLightningCallback
     from diloco.integrations.trainer import DilocoCallback
-    from diloco.outer.extensions import register
     from diloco.outer.optimizer import OuterOptimizer
     from diloco.outer.payloads import Codec
     from diloco.rundir.comparison import compare
@@ -38,7 +38,7 @@ _PLACES = {
     "OuterOptimizer": ("diloco.outer.optimizer", "", ""),
     "Swarm": ("diloco.train.api", "", ""),
     "compare": ("diloco.rundir.comparison", "", ""),
-    "register": ("diloco.outer.extensions", "", ""),
+    "register": ("diloco.extensions", "", ""),
 }
 
 

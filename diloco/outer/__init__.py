@@ -9,7 +9,6 @@
     merging     merge rules; the math of one is in `rda`
     spectrum    what evens out a merged matrix before the outer step
     optimizer   outer optimizers, and how large their steps are
-    extensions  outer optimizers and codecs from users' code
 
 How to add to them: `diloco/README.md` (How to add things).
 """

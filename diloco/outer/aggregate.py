@@ -26,10 +26,10 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
-from diloco.outer.fragments import Fragment, chunks
+from diloco.outer.fragments import Fragment
 from diloco.outer.merging import AVERAGES, Part
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
-from diloco.outer.payloads import buffer
+from diloco.outer.payloads import Layout, buffer
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MEMORY, MIN_JUDGED, Comparison, Judgement, alike, clip, clip_few, usual
 from diloco.outer.spectrum import flatten_, matrices
@@ -61,6 +61,9 @@ class Merged:
     alike: tuple[tuple[str, str, float], ...] = ()
 
 
+_Counted = tuple[Sequence[Tensor], float, float]  # the chunks of a payload, weight and scale
+
+
 class Aggregate:
     """What the author of a fragment keeps between two versions.
 
@@ -81,9 +84,8 @@ class Aggregate:
         self.optimizer = OPTIMIZERS[settings.optimizer](settings)
         self.master = anchor.clone() if master is None else master
         self.norms: deque[float] = deque(maxlen=MEMORY)  # of recent contributions, as they were merged
-        self.chunks = tuple(chunks(fragment.numel))
-        self._up_at, self._update_at = self.up.offsets(fragment.numel), self.down.offsets(fragment.numel)
-        self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
+        self._payloads, self._updates = Layout(self.up, fragment.numel), Layout(self.down, fragment.numel)
+        self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self._payloads.ranges]
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
         self._rng = rng
 
@@ -101,16 +103,16 @@ class Aggregate:
         peers = [one.peer for one in contributions]
         unit = contributions[0].weight  # equal ones weigh exactly 1, so sums of 4- and 8-bit payloads are exact
         weights = [one.weight / unit for one in contributions]
-        found = Comparison([one.payload for one in contributions], self.up, self.fragment.numel, self._rng)
+        found = Comparison([one.payload for one in contributions], self.up, self._payloads, self._rng)
         state.join_(step)
         judged = self._judge(found, weights, state, peers.index(me) if me in peers else None)
         counted = [
-            (one.payload, weight, scale * one.discount)
+            (self._payloads.split(one.payload), weight, scale * one.discount)
             for one, weight, scale in zip(contributions, judged.weights, judged.scales, strict=True)
             if weight
         ]
         step = replace(step, contributions=len(counted))
-        update = torch.empty(self._update_at[-1], dtype=torch.uint8) if update is None else update
+        update = torch.empty(self._updates.nbytes, dtype=torch.uint8) if update is None else update
         self._step_(counted, step, state, update)
         pairs = alike(found.cosines, found.numel)
         return Merged(
@@ -136,12 +138,12 @@ class Aggregate:
         self.norms.extend(norm * scale for norm, scale, weight in scaled if weight)
         return judged
 
-    def _step_(
-        self, counted: Sequence[tuple[Tensor, float, float]], step: OuterStep, state: OuterState, update: Tensor
-    ) -> None:
+    def _step_(self, counted: Sequence[_Counted], step: OuterStep, state: OuterState, update: Tensor) -> None:
         """Move the master by the average of what counts, and encode what it is ahead of the anchor, chunk by chunk."""
         transition, flattened = self.optimizer.transition(step), self._flattened(counted) if self._matrices else None
-        for chunk, (start, stop) in enumerate(self.chunks):
+        for chunk, (payload, (start, stop)) in enumerate(
+            zip(self._updates.split(update), self._updates.ranges, strict=True)
+        ):
             if flattened is None:
                 mean = buffer("merged", torch.float32, stop - start)
                 self._average(mean, chunk, counted)
@@ -149,18 +151,16 @@ class Aggregate:
                 mean = flattened[start:stop]
             master = self.master[start:stop]
             transition.move_(master, mean, state.part(start, stop))
-            payload = update[self._update_at[chunk] : self._update_at[chunk + 1]]
             self.down.encode_update(master, self.anchor[start:stop], payload)
 
-    def _average(self, out: Tensor, chunk: int, counted: Sequence[tuple[Tensor, float, float]]) -> None:
-        begin, end = self._up_at[chunk : chunk + 2]
-        parts = [Part(payload[begin:end], weight, scale) for payload, weight, scale in counted]
+    def _average(self, out: Tensor, chunk: int, counted: Sequence[_Counted]) -> None:
+        parts = [Part(payloads[chunk], weight, scale) for payloads, weight, scale in counted]
         AVERAGES[self.settings.merge](out, self.up, parts, self._pieces[chunk])
 
-    def _flattened(self, counted: Sequence[tuple[Tensor, float, float]]) -> Tensor:
+    def _flattened(self, counted: Sequence[_Counted]) -> Tensor:
         """The average of the whole fragment, because a matrix may lie in several chunks, after `flatten_`."""
         whole = torch.empty(self.fragment.numel, dtype=torch.float32)
-        for chunk, (start, stop) in enumerate(self.chunks):
+        for chunk, (start, stop) in enumerate(self._payloads.ranges):
             self._average(whole[start:stop], chunk, counted)
         flatten_(whole, self._matrices, self.settings.flatten)
         return whole

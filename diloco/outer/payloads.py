@@ -7,7 +7,6 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from diloco.errors import DivergedError, PayloadError
 from diloco.outer.fragments import BLOCK, CHUNK, chunks
 
 __all__ = [
-    "LIMIT", "Codec", "Integers", "assert_chunk", "blockwise", "buffer", "exponents_of", "is_aligned",
+    "LIMIT", "Codec", "Integers", "Layout", "assert_chunk", "blockwise", "buffer", "exponents_of", "is_aligned",
     "is_within", "magnitude_of", "norm_of", "power_of_two", "refuse_diverged",
 ]  # fmt: skip
 
@@ -67,12 +66,6 @@ class Codec(ABC):
         self._check_length(payload, numel)
         return payload.split_with_sizes(self._sizes(numel))
 
-    def offsets(self, numel: int) -> tuple[int, ...]:
-        """Where the payload of each chunk begins in that of a whole fragment of `numel` elements, and where it ends."""
-        lengths = [stop - start for start, stop in chunks(numel)]
-        nbytes = {length: self.nbytes(length) for length in set(lengths)}
-        return tuple(accumulate((nbytes[length] for length in lengths), initial=0))
-
     @abstractmethod
     def encode(self, x: Tensor, out: Tensor) -> None:
         """Write the payload of `x` to `out`."""
@@ -109,6 +102,23 @@ class Codec(ABC):
             raise PayloadError(
                 f"{self.name} payload of {numel} elements has {payload.numel()} bytes, not {self.nbytes(numel)}"
             )
+
+
+class Layout:
+    """Where the chunks of a whole fragment lie in its values (`ranges`, half-open) and in its payload of `nbytes`."""
+
+    def __init__(self, one: Codec, numel: int) -> None:
+        self.ranges = tuple(chunks(numel))
+        lengths = [stop - start for start, stop in self.ranges]
+        nbytes = {length: one.nbytes(length) for length in set(lengths)}
+        self._sizes = [nbytes[length] for length in lengths]
+        self.nbytes = sum(self._sizes)
+
+    def split(self, payload: Tensor) -> Sequence[Tensor]:
+        """Views of the chunks of a whole payload. PayloadError if its length is wrong."""
+        if payload.numel() != self.nbytes:
+            raise PayloadError(f"{self.nbytes} bytes of a fragment are expected, these are {payload.numel()}")
+        return payload.split_with_sizes(self._sizes)
 
 
 def magnitude_of(x: Tensor) -> float:

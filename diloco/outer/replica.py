@@ -21,42 +21,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.errors import PayloadError
 from diloco.outer.aggregate import Aggregate
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
-from diloco.outer.payloads import buffer, norm_of
-from diloco.outer.state import OuterState, adopt_
+from diloco.outer.payloads import Layout, buffer, norm_of
+from diloco.outer.state import OuterState
 
 __all__ = ["Replica"]
-
-
-@dataclass
-class _Local:
-    """What every peer has of one fragment."""
-
-    fragment: Fragment
-    anchor: Tensor  # (numel,) fp32
-    payload_at: tuple[int, ...]  # where chunks begin in a payload
-    update_at: tuple[int, ...]  # where chunks begin in an update
-    base: Tensor | None = None  # (numel,) what the local parameters started from, where it is not the anchor
-    copy: Source | None = None  # of the local parameters as they are to be captured
-    captured: Tensor | None = None  # (bytes,) uint8
-
-    @property
-    def start(self) -> Tensor:
-        """What the local parameters started from."""
-        return self.anchor if self.base is None else self.base
 
 
 class Replica:
@@ -87,23 +66,16 @@ class Replica:
         self.aggregates: dict[int, Aggregate] = {}
         self.states: dict[int, OuterState] = {}
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
-        self._local = [
-            _Local(fragment, anchor, self.up.offsets(fragment.numel), self.down.offsets(fragment.numel))
-            for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
-        ]
-        for local in self._local:
-            for start, stop in self.chunks[local.fragment.index]:
-                self.local.gather_(local.anchor[start:stop], local.fragment, start, stop)
+        self._payloads = [Layout(self.up, fragment.numel) for fragment in self.fragments]
+        self._updates = [Layout(self.down, fragment.numel) for fragment in self.fragments]
+        self._bases: dict[int, Tensor] = {}  # what local parameters started from, where it is not the anchor
+        self._copies: dict[int, Source] = {}  # of local parameters as they are to be captured
+        self._captured: dict[int, Tensor] = {}
+        for fragment, anchor, ranges in zip(self.fragments, self.anchors, self.chunks, strict=True):
+            for start, stop in ranges:
+                self.local.gather_(anchor[start:stop], fragment, start, stop)
 
     # -- what this peer sends -----------------------------------------------------------------------------------------
-
-    def _deltas(self, local: _Local) -> Iterator[Tensor]:
-        """The pseudo-gradient, chunk by chunk, fp32, in this thread's buffer."""
-        source, ranges = local.copy or Source(self.local, local.fragment), self.chunks[local.fragment.index]
-        for (start, stop), own in zip(ranges, source.local.read(source.fragment, ranges), strict=True):
-            delta, rounded = (buffer(name, torch.float32, stop - start) for name in ("chunk", "base"))
-            torch.sub(source.local.as_loaded(rounded, local.start[start:stop], source.fragment, start), own, out=delta)
-            yield delta
 
     def copy_local(self, fragment: int) -> bool:
         """Copy the fragment's local parameters on their device, for the next `capture`; training may go on at once.
@@ -111,21 +83,20 @@ class Replica:
         The anchor may move before that capture only after `keep_base`. Returns False, and has no copy, when the device
         has no memory for one; then `capture` has to come first.
         """
-        local = self._local[fragment]
         try:
-            local.copy = self.local.copied(local.fragment)
+            self._copies[fragment] = self.local.copied(self.fragments[fragment])
         except torch.OutOfMemoryError:
             return False
         return True
 
     def is_taken(self, fragment: int) -> bool:
         """Whether the next exchange does not need the local parameters any more: they are captured, or copied."""
-        return self._local[fragment].copy is not None or self._local[fragment].captured is not None
+        return fragment in self._copies or fragment in self._captured
 
     @property
     def capturing(self) -> bool:
         """Whether some copy is not captured yet."""
-        return any(local.copy is not None for local in self._local)
+        return bool(self._copies)
 
     @torch.no_grad()
     def capture(self, fragment: int) -> Tensor:
@@ -139,45 +110,52 @@ class Replica:
         is encoded: e = beta e + delta - sent (SparseLoCo, arXiv 2508.15706). With beta = 1 nothing is ever lost, only
         late; with less, what stays unsent fades, and stale directions are forgotten. The residual is never sent.
         """
-        local, beta = self._local[fragment], self.settings.error_feedback
+        beta, residual = self.settings.error_feedback, self.residuals.get(fragment)
         captured = torch.empty(self.payload_nbytes(fragment), dtype=torch.uint8)
-        residual = self.residuals.get(fragment)
         if beta and residual is None:
-            residual = self.residuals[fragment] = torch.zeros(local.fragment.numel, dtype=torch.float32)
-        payloads = self.payload_chunks(fragment, captured)
-        for delta, payload, (start, stop) in zip(self._deltas(local), payloads, self.chunks[fragment], strict=True):
+            residual = self.residuals[fragment] = torch.zeros_like(self.anchors[fragment])
+        payloads, ranges = self.payload_chunks(fragment, captured), self.chunks[fragment]
+        for delta, payload, (start, stop) in zip(self._deltas(fragment), payloads, ranges, strict=True):
             if residual is not None:
                 delta.add_(residual[start:stop], alpha=beta)
             self.up.encode(delta, payload)
             if residual is not None:
                 self.up.accumulate_(delta, payload, -1.0)
                 residual[start:stop].copy_(delta)
-        local.captured, local.copy = captured, None
+        self._captured[fragment] = captured
+        self._copies.pop(fragment, None)
         return captured
 
+    def _deltas(self, index: int) -> Iterator[Tensor]:
+        """The pseudo-gradient, chunk by chunk, fp32, in this thread's buffer."""
+        local, fragment = self._copies.get(index) or Source(self.local, self.fragments[index])
+        for (start, stop), own in zip(self.chunks[index], local.read(fragment, self.chunks[index]), strict=True):
+            delta, rounded = (buffer(name, torch.float32, stop - start) for name in ("chunk", "base"))
+            base = self._bases.get(index, self.anchors[index])[start:stop]  # it may move between two chunks
+            torch.sub(local.as_loaded(rounded, base, fragment, start), own, out=delta)
+            yield delta
+
     def captured(self, fragment: int) -> Tensor:
-        """The payload that was captured last."""
-        captured = self._local[fragment].captured
-        assert captured is not None, f"fragment {fragment} is not captured"
-        return captured
+        """The payload that is captured."""
+        return self._captured[fragment]
 
     def release_capture(self, fragment: int) -> None:
         """Forget the captured payload, or the copy that it was to be made of."""
-        self._local[fragment].captured = self._local[fragment].copy = None
+        self._captured.pop(fragment, None)
+        self._copies.pop(fragment, None)
 
     def keep_base(self, fragment: int) -> None:
         """Copy the anchor before it moves, if local parameters started from it and are not captured yet."""
-        local = self._local[fragment]
-        if local.base is None and local.captured is None:
-            local.base = local.anchor.clone()
+        if fragment not in self._bases and fragment not in self._captured:
+            self._bases[fragment] = self.anchors[fragment].clone()
 
     def payload_nbytes(self, fragment: int) -> int:
         """Length of the payload of a whole fragment in bytes."""
-        return self._local[fragment].payload_at[-1]
+        return self._payloads[fragment].nbytes
 
-    def payload_chunks(self, fragment: int, payload: Tensor) -> list[Tensor]:
+    def payload_chunks(self, fragment: int, payload: Tensor) -> Sequence[Tensor]:
         """Views of the chunks of a whole payload. `PayloadError` if its length is wrong."""
-        return _parts(payload, self._local[fragment].payload_at)
+        return self._payloads[fragment].split(payload)
 
     def payload_norm(self, fragment: int, payload: Tensor) -> float:
         """L2 norm of a whole contribution (uint8). `PayloadError` if it is invalid."""
@@ -188,11 +166,11 @@ class Replica:
 
     def update_nbytes(self, fragment: int) -> int:
         """Length of a whole update of a fragment in bytes."""
-        return self._local[fragment].update_at[-1]
+        return self._updates[fragment].nbytes
 
-    def update_chunks(self, fragment: int, update: Tensor) -> list[Tensor]:
+    def update_chunks(self, fragment: int, update: Tensor) -> Sequence[Tensor]:
         """Views of the chunks of a whole update. `PayloadError` if its length is wrong."""
-        return _parts(update, self._local[fragment].update_at)
+        return self._updates[fragment].split(update)
 
     def update_norm(self, fragment: int, update: Tensor) -> float:
         """How far (L2) a whole update (uint8) moves the anchor that is here. `PayloadError` if it is invalid."""
@@ -205,24 +183,19 @@ class Replica:
             norms.append(norm_of(values))
         return math.hypot(*norms)
 
-    def apply_update_(self, fragment: int, update: Tensor, step: OuterStep | None = None) -> str:
-        """Move the anchor by a whole update (uint8), with momentum and window if they are here, and return its new
-        digest. Without a `step` these stay behind.
+    def apply_update_(self, fragment: int, update: Tensor, step: OuterStep) -> str:
+        """Move the anchor by a whole update (uint8), with momentum and window if they are here; returns its new digest.
 
         `PayloadError` before anything is changed when the length is wrong. An update that is invalid inside leaves an
         anchor that the caller repairs by fetching the fragment's state.
         """
-        parts, anchor = self.update_chunks(fragment, update), self.anchors[fragment]
-        state = None if step is None else self.states.get(fragment)
-        if state is None or step is None:
-            for part, (start, stop) in zip(parts, self.chunks[fragment], strict=True):
+        parts = zip(self.update_chunks(fragment, update), self.chunks[fragment], strict=True)
+        anchor, state = self.anchors[fragment], self.states.get(fragment)
+        if state is not None:
+            state.apply_(step, self.optimizer.transition(step), self.down, anchor, parts)
+        else:
+            for part, (start, stop) in parts:
                 self.down.apply_update_(anchor[start:stop], part)
-            return self.digest(fragment)
-        transition = self.optimizer.transition(step)
-        state.join_(step)
-        for part, (start, stop) in zip(parts, self.chunks[fragment], strict=True):
-            adopt_(self.down, transition, anchor[start:stop], state.part(start, stop), part)
-        state.took_(step)
         return self.digest(fragment)
 
     @torch.no_grad()
@@ -233,8 +206,8 @@ class Replica:
         2501.18512, Algorithm 2).
         """
         for index in range(len(self.fragments)) if fragments is None else fragments:
-            assert self._local[index].copy is None, f"fragment {index} is not captured yet; its base would be lost"
-            self._local[index].base = None
+            assert index not in self._copies, f"fragment {index} is not captured yet; its base would be lost"
+            self._bases.pop(index, None)
             if not mixing:
                 self.show_anchor_(index)
                 continue
@@ -292,9 +265,3 @@ class Replica:
 
     def _zeros(self, fragment: int) -> OuterState:
         return OuterState.zeros(self.fragments[fragment].numel, self.optimizer.num_buffers)
-
-
-def _parts(whole: Tensor, offsets: Sequence[int]) -> list[Tensor]:
-    if whole.numel() != offsets[-1]:
-        raise PayloadError(f"{offsets[-1]} bytes of a fragment are expected, these are {whole.numel()}")
-    return [whole[begin:end] for begin, end in pairwise(offsets)]

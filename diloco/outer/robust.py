@@ -22,9 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.errors import PayloadError
-from diloco.outer.fragments import chunks
-from diloco.outer.payloads import Codec, norm_of
+from diloco.outer.payloads import Codec, Layout, norm_of
 
 __all__ = ["MEMORY", "MIN_JUDGED", "SKETCH", "Comparison", "Judgement", "alike", "clip", "clip_few", "opposed", "usual"]
 
@@ -158,9 +156,7 @@ class Comparison:
 
     Args:
         payloads: n whole contributions (uint8); `PayloadError` if one is invalid.
-        up: decodes them.
-        numel: elements of the fragment.
-        rng: see above.
+        up: decodes them. layout: where their chunks are. rng: see above.
 
     Attributes:
         norms: L2 norms of the whole contributions.
@@ -168,19 +164,16 @@ class Comparison:
         cosines: (n, n) float64, of the sketches with each other.
     """
 
-    def __init__(self, payloads: Sequence[Tensor], up: Codec, numel: int, rng: random.Random) -> None:
-        offsets, norms = up.offsets(numel), [list[float]() for _ in payloads]
-        for payload in payloads:
-            if payload.numel() != offsets[-1]:
-                raise PayloadError(f"a contribution has {payload.numel()} bytes, not {offsets[-1]}")
+    def __init__(self, payloads: Sequence[Tensor], up: Codec, layout: Layout, rng: random.Random) -> None:
+        norms, parts = [list[float]() for _ in payloads], [layout.split(payload) for payload in payloads]
         sketches: list[list[Tensor]] = [[] for _ in payloads]
         self._taken: list[tuple[int, int, int]] = []  # of each chunk: where a sketch begins and ends, and its distance
-        for chunk, (start, stop) in enumerate(chunks(numel)):
+        for chunk, (start, stop) in enumerate(layout.ranges):
             distance = max(1, (stop - start) // SKETCH - 1 | 1)
             begin = rng.randrange(distance)
             self._taken.append((start + begin, stop, distance))
-            for one, payload in enumerate(payloads):
-                values = up.values(payload[offsets[chunk] : offsets[chunk + 1]], stop - start)
+            for one, whole in enumerate(parts):
+                values = up.values(whole[chunk], stop - start)
                 norms[one].append(norm_of(values))
                 sketches[one].append(values[begin::distance] * math.sqrt(distance))  # as long as the whole chunk
         self.norms = [math.hypot(*those) for those in norms]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from diloco.outer.optimizer import OuterStep, Transition
 from diloco.outer.payloads import Codec, buffer
 
-__all__ = ["OuterState", "adopt_"]
+__all__ = ["OuterState"]
 
 
 @dataclass
@@ -62,13 +63,14 @@ class OuterState:
                 further.zero_()
         self.version, self.pushes, self.delay = step.version, step.pushes, step.delay
 
-    def took_(self, step: OuterStep) -> None:
-        """The vectors are those after this step."""
+    def apply_(
+        self, step: OuterStep, transition: Transition, codec: Codec, anchor: Tensor,
+        parts: Iterable[tuple[Tensor, tuple[int, int]]],
+    ) -> None:  # fmt: skip
+        """Move an anchor by the chunks of its update, each with its range, and the vectors by what it moved."""
+        self.join_(step)
+        for update, (start, stop) in parts:
+            moved = buffer("moved", torch.float32, stop - start).copy_(anchor[start:stop])
+            codec.apply_update_(anchor[start:stop], update)
+            transition.follow_(self.part(start, stop), torch.sub(anchor[start:stop], moved, out=moved))
         self.version, self.pushes = step.version + 1, (step.pushes + step.contributions) % step.delay
-
-
-def adopt_(codec: Codec, transition: Transition, anchor: Tensor, vectors: list[Tensor], update: Tensor) -> None:
-    """Move a chunk of an anchor by its update, and momentum and window with it; the author does it as an heir does."""
-    moved = buffer("moved", torch.float32, anchor.numel()).copy_(anchor)
-    codec.apply_update_(anchor, update)
-    transition.follow_(vectors, torch.sub(anchor, moved, out=moved))

@@ -92,7 +92,7 @@ def exchange(peers: Sequence[Replica], weights: Sequence[float]) -> None:
     for index in peers[0].aggregates:
         merged, digest = make(peers[0], named([peer.capture(index) for peer in peers], weights), index)
         for peer in peers[1:]:
-            assert peer.apply_update_(index, merged.update) == digest
+            assert peer.apply_update_(index, merged.update, merged.step) == digest
     for peer in peers:
         for index in range(len(peer.fragments)):
             peer.release_capture(index)

@@ -169,7 +169,7 @@ class Watch:
 
             aggregate.merge = merges  # type: ignore[method-assign, assignment]
 
-        def applies(fragment: int, update: Tensor, step: OuterStep | None = None) -> str:
+        def applies(fragment: int, update: Tensor, step: OuterStep) -> str:
             digest = apply_update_(fragment, update, step)
             if fragment in made:
                 self.lineage.payloads[digest] = made.pop(fragment)

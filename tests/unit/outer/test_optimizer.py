@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from diloco.config import names
+from diloco.outer.codecs import codec
 from diloco.outer.optimizer import (
     OPTIMIZERS,
+    Linear,
     delayed_nesterov,
 )
 from tests.support.outer import EXACT, gaussian, make, named, outer, relative_error, syncer
@@ -63,8 +65,7 @@ def test_a_windows_length_changes_with_the_next_window_only() -> None:
     state, steps = syncer({"w": torch.zeros(4)}, outer(optimizer="delayed_nesterov")).states[0], []
     for version, delay in enumerate((3, 2, 2, 2, 2)):
         steps.append(state.step(version, 1, delay))
-        state.join_(steps[-1])
-        state.took_(steps[-1])
+        state.apply_(steps[-1], Linear((1.0,) * 3, (0.0,) * 3, (0.0,) * 3), codec("fp32"), torch.zeros(4), [])
     assert [(step.pushes, step.delay) for step in steps] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
 
 

@@ -76,7 +76,7 @@ def test_an_invalid_update_leaves_the_anchor_as_it_was() -> None:
     before, nan = peer.digest(0), torch.full((21,), float("nan")).view(torch.uint8)
     for payload in (nan, nan[:-4], torch.zeros(21 * 4 + 1, dtype=torch.uint8)):
         with pytest.raises(PayloadError):
-            peer.apply_update_(0, payload)
+            peer.apply_update_(0, payload, OuterStep(0, 1))
     assert peer.digest(0) == before
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from diloco.outer.aggregate import Merged, Weighted
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
+from diloco.outer.payloads import Layout
 from diloco.outer.replica import Replica
 from diloco.outer.robust import SKETCH, Comparison, clip, clip_few
 from diloco.testing.fuzz.lying import Lying
@@ -145,7 +146,7 @@ def test_sketches_of_long_contributions_show_a_reversed_one() -> None:
     common = torch.randn(numel, generator=generator)
     deltas = [common + 2 * torch.randn(numel, generator=generator) for _ in range(5)]
     deltas[1] *= -1
-    found = Comparison([payload_of(INT8, delta) for delta in deltas], INT8, numel, random.Random(1))
+    found = Comparison([payload_of(INT8, delta) for delta in deltas], INT8, Layout(INT8, numel), random.Random(1))
     assert 2 * SKETCH <= found.numel < 2.2 * SKETCH
     torch.testing.assert_close(found.cosines, unit(torch.stack(deltas)), rtol=0, atol=5 * found.numel**-0.5)
     assert clip(found.norms, found.cosines, [1.0] * 5, 3.0, found.numel).left_out == (1,)
@@ -154,8 +155,8 @@ def test_sketches_of_long_contributions_show_a_reversed_one() -> None:
 
 
 def test_sketches_begin_elsewhere_in_each_version() -> None:
-    payloads, source = [encoded(torch.randn(CHUNK)) for _ in range(2)], random.Random(1)
-    assert len({float(Comparison(payloads, INT8, CHUNK, source).cosines[0, 1]) for _ in range(20)}) > 5
+    payloads, source, layout = [encoded(torch.randn(CHUNK)) for _ in range(2)], random.Random(1), Layout(INT8, CHUNK)
+    assert len({float(Comparison(payloads, INT8, layout, source).cosines[0, 1]) for _ in range(20)}) > 5
 
 
 # -- the rules --------------------------------------------------------------------------------------------------------

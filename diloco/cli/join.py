@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -221,23 +221,22 @@ def _look(config: Config, address: Address, identity: Path, steps: Steps) -> Fou
     from diloco.swarm.client.ask import look
     from diloco.swarm.wire.gate import watching
 
-    def connected(answered: int, silent: Mapping[str, str]) -> None:
-        steps.show(f"{counted(answered, 'peer')} reached" + "".join(f"; {one}: {why}" for one, why in silent.items()))
-        steps.go_to("manifest")
-
     gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
     steps.show(f"calling {len(address.peers)} peers" if len(address.peers) > 1 else f"calling {address.peers[0]}")
     try:
-        return look(address.peers, identity, on_connected=connected, gate=gate)
+        found = look(address.peers, identity, gate=gate)
     except SwarmError as error:
         others = known_addresses(address.peers)
-        if steps.name != "connect" or not others:
+        if "cannot be reached" not in str(error) or not others:
             raise
         steps.show(f"nobody answers there; calling {len(others)} more that were in this run before")
         try:
-            return look(others, identity, on_connected=connected, gate=gate)
+            found = look(others, identity, gate=gate)
         except SwarmError:
             raise SwarmError(f"{error}; {len(others)} more that were in this run before do not answer either") from None
+    silent = "".join(f"; {one}: {why}" for one, why in found.silent.items())
+    steps.show(f"{counted(len(found.peers), 'peer')} reached{silent}")
+    return found
 
 
 def _import_the_rest() -> None:

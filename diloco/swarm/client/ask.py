@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -65,18 +65,6 @@ class Found:
         return statistics.median(peer.ahead_s for peer in self.peers) if self.peers else None
 
 
-@asynccontextmanager
-async def _visiting(
-    addresses: Sequence[str], gate: Gate | None, identity_path: Path | None = None
-) -> AsyncIterator[Libp2p]:
-    """A connection to the peers at these addresses that ends with the `async with` block; raises as `Libp2p.visit`."""
-    visitor = await Libp2p.visit(addresses, gate, identity_path)
-    try:
-        yield visitor
-    finally:
-        await visitor.close()
-
-
 async def _of_any(
     peers: Iterable[str], question: Callable[[str], Awaitable[T]], explain: Callable[[list[str]], str]
 ) -> T:
@@ -94,14 +82,12 @@ def look(
     initial_peers: Sequence[str],
     identity_path: Path | None = None,
     measure_bytes: int = 0,
-    on_connected: Callable[[int, dict[str, str]], None] = lambda answered, silent: None,
     gate: Gate | None = None,
 ) -> Found:
     """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured with so many.
 
     Args:
         identity_path: this peer's key, for a swarm that admits identities; None makes a new identity.
-        on_connected: called with the number of addresses that answered, and what is wrong with the others.
         gate: shows the invitation to a closed run, and believes only peers of that run (`gate.watching`).
 
     Raises:
@@ -119,7 +105,7 @@ def look(
         return f"{','.join(initial_peers)} answers, but is no diloco peer; check the address"
 
     async def ask() -> Found:
-        async with _visiting(initial_peers, gate, identity_path) as visitor:
+        async with aclosing(await Libp2p.visit(initial_peers, gate, identity_path)) as visitor:
 
             async def manifest(peer: str) -> str:
                 reply = await request_manifest(visitor, peer)
@@ -127,7 +113,6 @@ def look(
                     raise PayloadError(UNSEALED)
                 return reply.text
 
-            on_connected(len(visitor.seeds), visitor.silent)
             peers = await _probe_all(visitor, visitor.seeds)
             met = {visitor.me, *(peer.peer for peer in peers)}
             more = dict.fromkeys(one for peer in peers for one in peer.reply.known if one not in met)
@@ -182,7 +167,7 @@ async def fetch_files(
 
     Raises `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or permission.
     """
-    async with _visiting(initial_peers, gate, identity_path) as visitor:
+    async with aclosing(await Libp2p.visit(initial_peers, gate, identity_path)) as visitor:
         for digest, (place, limit) in wanted.items():
             content = await _file(visitor, digest, min(limit, most_bytes), place.name)
             most_bytes -= len(content)
@@ -212,12 +197,9 @@ def try_to_listen(
     )
 
     async def listen_and_ask() -> tuple[list[str], bool, str]:
-        peer = await Libp2p.connect(network, identity_path, gate)
-        try:
+        async with aclosing(await Libp2p.connect(network, identity_path, gate)) as peer:
             reachable, advice = (await ask_to_be_called(peer)) if seeds else (peer.reachable, "")
             return peer.addresses, reachable, advice
-        finally:
-            await peer.close()
 
     return asyncio.run(listen_and_ask())
 
@@ -229,7 +211,7 @@ async def revoke(initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked:
     takes the list.
     """
     assert gate.admission is not None
-    async with _visiting(initial_peers, gate) as visitor:  # the greeting brings the swarm's list
+    async with aclosing(await Libp2p.visit(initial_peers, gate)) as visitor:  # the greeting brings the swarm's list
         there = gate.admission.revoked
         if there.number:
             revoked = revoked.extended(key, gate.admission.run_id, there.token_ids, there.peer_ids, there.number)

@@ -335,3 +335,5 @@ class Libp2p:
         for part in (self._members, self._p2p):
             if part is not None:
                 await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)
+
+    aclose = close  # for `contextlib.aclosing`

@@ -95,7 +95,7 @@ def test_a_file_is_written_whole_or_not_at_all(wrong: bool, tmp_path: Path, monk
     class Visitor:
         seeds = ("liar", "donor")
 
-        async def close(self) -> None: ...
+        async def aclose(self) -> None: ...
 
     async def visit(*where: Any) -> Visitor:
         return Visitor()

@@ -22,7 +22,7 @@ from diloco.messages.heads import Line
 
 __all__ = [
     "account", "answered", "captured", "contribute", "delivered", "discarded", "loaded", "not_sent", "offered", "own",
-    "pass_on", "stepped", "take_turn",
+    "pass_on", "stepped", "take_turn", "wanted",
 ]  # fmt: skip
 
 MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
@@ -145,6 +145,11 @@ def _judged(core: Facts, f: Fragment | None, line: Line) -> Any:
     full = held >= core.settings.bag or (held + 1) * f.sizes.payload > core.settings.bag_bytes
     signed = is_signed(line, line.peer, core.identity.signer, core.identity.run_id)
     return "no" if not signed or (not known and full) else "want"
+
+
+def wanted(core: Facts, line: Line) -> bool:
+    """Whether the payload of a contribution is wanted here."""
+    return line.fragment < len(core.fragments) and _judged(core, core.fragments[line.fragment], line) == "want"
 
 
 def _impossible(core: Facts, line: Line) -> bool:

@@ -404,6 +404,11 @@ class Facts:
         """The author of the next version of a fragment."""
         return self.author(f, f.tip.head.next)
 
+    def second(self, f: Fragment) -> str:
+        """Who is the author if the one whom the tip names goes."""
+        rest = [peer for peer in self.members.able(self.is_author()) if peer != self.author_of(f)]
+        return min(rest, key=lambda peer: score(f.index, peer), default="")
+
     def heir(self, f: Fragment) -> str:
         """Whom the head that this peer makes names: itself, for what the encoding lost is here; another one if it may
         make no more, or has more fragments than its share.

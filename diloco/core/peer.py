@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco.config import WIRE_VERSION
 from diloco.core import author, contributions, data, tips
 from diloco.core.events import (
     Action,
@@ -39,6 +38,7 @@ from diloco.core.members import AddressBook, Members
 from diloco.core.patience import Patience
 from diloco.core.units import NONE
 from diloco.messages.bulk import Get
+from diloco.messages.codec import NEXT_WIRE_VERSION, objection_to_wire
 from diloco.messages.control import Answer, Figures, Grant, Hello, Lease, Offer, Planned, Status
 from diloco.messages.fields import MAX_NAMED, MAX_RANGES, MAX_RATE, at_most, forget_oldest, within_bounds
 from diloco.messages.heads import Line
@@ -188,6 +188,53 @@ class Peer:
         core = self.facts
         has_data = bool(core.queue) or not core.wanted or not core.settings.leased
         return core.trains_now and not core.waits and has_data
+
+    def wants(self, line: Line) -> bool:
+        """Whether the payload of a contribution is wanted here."""
+        return contributions.wanted(self.facts, line)
+
+    def discarded(self) -> int:
+        """Tokens of this peer that are not in the model here, nor on their way there."""
+        return contributions.discarded(self.facts, self.facts.control)
+
+    def name(self, peer: str) -> str:
+        """The display name of a peer that is here."""
+        member = self.facts.members.get(peer)
+        return self.facts.identity.name if peer == self.facts.me else member.hello.name if member else ""
+
+    def others_at(self) -> list[str]:
+        """One address of each other peer that is here."""
+        named = self.addresses.all(member.peer for member in self.facts.members.all())
+        return [addresses[0] for addresses in named.values()]
+
+    def status(self) -> Status:
+        """All that this peer has and does."""
+        return self._status(whole=True)
+
+    def objection(self, hello: Hello) -> str | None:
+        """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
+        me, fragments = self.facts.identity, len(self.facts.fragments)
+        if (objection := objection_to_wire(hello.wire_version)) is not None:
+            return objection
+        if hello.run_id != me.run_id:
+            return f"run.id={hello.run_id} is not the run here, which is run.id={me.run_id}"
+        if hello.manifest_hash != me.manifest_hash:
+            return f"the manifest {hello.manifest_hash[:12]} differs from {me.manifest_hash[:12]} here"
+        if len(hello.status.tips) != fragments:
+            return f"{len(hello.status.tips)} fragments there, {fragments} here"
+        return None
+
+    def misfit(self, message: object) -> str | None:
+        """Why no honest peer of this run says that, in one line; None when one may."""
+        fragments = len(self.facts.fragments)
+        match message:
+            case Hello(status=Status(tips=tips)) | Status(tips=tips):
+                said = max(tips, default=0)
+            case Offer(line=Line(fragment=said)) | Answer(fragment=said):
+                pass
+            case _:
+                return None
+        return None if said < fragments else f"a message about fragment {said}, and the run has {fragments}"
 
     # -- members ------------------------------------------------------------------------------------------------------
 
@@ -366,7 +413,7 @@ class Peer:
         if len(peers) > MAX_NAMED:  # each peer names others, so a newcomer hears of nearly all
             peers = sorted(peers, key=lambda peer: score(0, f"{me.me} {peer}"))[:MAX_NAMED]
         return Hello(
-            wire_version=WIRE_VERSION, run_id=me.run_id, manifest_hash=me.manifest_hash, name=me.name,
+            wire_version=NEXT_WIRE_VERSION, run_id=me.run_id, manifest_hash=me.manifest_hash, name=me.name,
             trains=me.trains, authors=me.may_author, device=me.device, peers=peers,
             addresses=self.addresses.all([me.me, *peers]), status=self._status(whole=True), sequences=me.data,
         )  # fmt: skip

@@ -44,6 +44,11 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     place: ClassVar[Place] = Place.ANSWER
     roles: ClassVar[frozenset[Role]] = frozenset()
 
+    @property
+    def kind(self) -> str:
+        """Its name on the wire."""
+        return str(self.__struct_config__.tag)
+
 
 class Refusal(Message, frozen=True, tag="refusal"):
     """The stream is not wanted; `reason` is one line for the user of the other side."""

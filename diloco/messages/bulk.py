@@ -11,8 +11,8 @@ from diloco.messages.fields import Bytes, Count, Digest, Index, SomeSteps
 from diloco.messages.heads import Book, Head, Key, Line
 
 __all__ = [
-    "MAX_MOMENTS", "MAX_PARTS", "MAX_RECORDS", "Get", "InnerHeader", "InnerRequest", "No", "PartHeader", "Push",
-    "RecordHeader",
+    "MAX_MOMENTS", "MAX_PARTS", "MAX_RECORDS", "Get", "Got", "InnerHeader", "InnerRequest", "No", "PartHeader", "Push",
+    "RecordHeader", "Values",
 ]  # fmt: skip
 
 MAX_PARTS = 2**13  # their digests fill half a frame; a part has 2**20 values
@@ -42,6 +42,14 @@ class No(Message, frozen=True, tag="no"):
     """Not here, or not now."""
 
 
+class Got(Message, frozen=True, tag="got"):
+    """A payload is here, whole."""
+
+
+class Values(Message, frozen=True, tag="values"):
+    """The part of the anchor that was asked for follows."""
+
+
 class RecordHeader(Message, frozen=True, tag="record"):
     """A head whose encoded update follows. So many records come after it, each of the next head."""
 
@@ -50,12 +58,11 @@ class RecordHeader(Message, frozen=True, tag="record"):
 
 
 class PartHeader(Message, frozen=True, tag="part"):
-    """One part of the anchor of a head follows; `digests` are those of all parts."""
+    """The first part of the anchor of a head follows; `digests` are those of all parts."""
 
     head: Head
     book: Book
     digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_PARTS)]
-    part: Count
 
 
 class InnerRequest(Message, frozen=True, tag="inner_request"):

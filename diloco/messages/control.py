@@ -35,7 +35,7 @@ from diloco.messages.heads import Key, Line
 
 __all__ = [
     "MAX_GREETING_BYTES", "MAX_WANTED", "Answer", "Figures", "Grant", "Greeting", "Hello", "Lease", "Offer", "Planned",
-    "Revocations", "Status",
+    "Revocations", "Status", "Welcome",
 ]  # fmt: skip
 
 MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # room for a credential, or for a refusal of 2048 characters
@@ -149,6 +149,10 @@ class Hello(Message, frozen=True, tag="hello"):
     seal: Seal = ""
     sequences: Annotated[str, Meta(pattern=r"^([0-9a-f]{16}-[0-9]{1,15}x[0-9]{1,7})?\Z")] = ""
     instance: Instance = ""
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The sender of a hello may go on."""
 
 
 class Offer(Message, frozen=True, tag="offer"):

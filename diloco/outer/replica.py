@@ -28,7 +28,7 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.outer.aggregate import Aggregate
 from diloco.outer.codecs import codec
-from diloco.outer.digest import digest_of
+from diloco.outer.digest import PartHasher, digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
@@ -182,6 +182,21 @@ class Replica:
                 values = torch.sub(values, self.anchors[fragment][start:stop], out=moved)
             norms.append(norm_of(values))
         return math.hypot(*norms)
+
+    @torch.no_grad()
+    def foresee(self, fragment: int, update: Tensor) -> tuple[float, tuple[str, ...]]:
+        """How far (L2) a whole update (uint8) would move the anchor, and the digests of its parts after that; nothing
+        is changed. `PayloadError` if it is invalid.
+        """
+        anchor, norms, parts, hasher = self.anchors[fragment], [], [], PartHasher()
+        pieces = zip(self.update_chunks(fragment, update), self.chunks[fragment], strict=True)
+        for piece, (start, stop) in pieces:
+            after, moved = (buffer(name, torch.float32, stop - start) for name in ("after", "moved"))
+            after.copy_(anchor[start:stop])
+            self.down.apply_update_(after, piece)
+            norms.append(norm_of(torch.sub(after, anchor[start:stop], out=moved)))
+            parts += hasher.take(after)
+        return math.hypot(*norms), (*parts, *hasher.rest())
 
     def apply_update_(self, fragment: int, update: Tensor, step: OuterStep) -> str:
         """Move the anchor by a whole update (uint8), with momentum and window if they are here; returns its new digest.

@@ -40,7 +40,8 @@ STOREYS = {
     "swarm": [
         {"wire"},
         {"conversations"},
-        {"node", "client"},
+        {"rpc"},
+        {"node", "newnode", "client"},
     ],
 }
 LONGEST_FUNCTION = 50  # lines of code
@@ -59,7 +60,7 @@ HOMES = {
     "torch.distributed": {"train"},
     "torch": {"outer", "extensions", "model", "data", "swarm", "rundir", "train", "sim", "integrations", "testing"},
     "numpy": {"outer", "data", "rundir", "train"},
-    "blake3": {"outer", "data", "messages", "core"},
+    "blake3": {"outer", "data", "messages", "core", "swarm"},
     "safetensors": {"model", "rundir"},
     "msgspec": {"messages", "core", "swarm", "testing"},
     "msgpack": {"protocol", "swarm", "testing"},

@@ -1,0 +1,1 @@
+"""One peer in the swarm: the core, its tensors and its streams."""

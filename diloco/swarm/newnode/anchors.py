@@ -1,0 +1,239 @@
+"""The tensors of a node: pseudo-gradients taken, anchors moved and loaded, versions merged, checkpoints copied.
+
+The core asks for each of these and is told what came of it. Work on whole fragments runs in a thread. Whoever reads or
+moves an anchor holds the fragment's lock until the thread has ended and the core knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from diloco.core.events import Applied, Apply, Captured, Loaded, Merge, Merged, Replace
+from diloco.core.history import state_of
+from diloco.errors import DivergedError, PayloadError
+from diloco.messages.heads import Line
+from diloco.outer.aggregate import Aggregate, Weighted
+from diloco.outer.aggregate import Merged as Made
+from diloco.outer.digest import part_digests, part_ranges
+from diloco.outer.optimizer import OuterStep
+from diloco.swarm.conversations.tasks import in_thread
+from diloco.swarm.newnode.context import Context
+from diloco.swarm.newnode.saved import Saved
+from diloco.swarm.rpc.state import payload_digest
+from diloco.swarm.wire.malloc import short_lived
+
+__all__ = ["Anchors"]
+
+MOST_SAME = 64  # pairs of peers with the same data that are named
+
+
+class Anchors:
+    """Everything that reads or writes an anchor. What a thread fails with is the node's failure."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._replica, self._core = context, context.replica, context.core
+        self._shown: dict[int, tuple[str, Tensor]] = {}  # kept for those who fetch its parts
+        self._saving = ExitStack()  # locks that are held until the checkpoint is written
+        self._same: set[tuple[str, str]] = set()
+
+    # -- what this peer has learned -----------------------------------------------------------------------------------
+
+    async def capture(self, line: Line) -> None:
+        """Take and encode a pseudo-gradient. With an overlap training may go on as soon as the parameters are copied.
+
+        Raises `DivergedError` when it is not finite.
+        """
+        fragment = line.fragment
+        if self._replica.settings.overlap and self._replica.local.can_copy(self._replica.fragments[fragment]):
+            if await in_thread(self._replica.copy_local, fragment):
+                self._context.tasks.spawn(self._encode(line))
+                return
+        await self._encode(line)
+
+    async def _encode(self, line: Line) -> None:
+        fragment = line.fragment
+        async with self._context.locks[fragment].reading():
+            payload, norm, root = await in_thread(self._encoded, fragment)
+        self._context.do(Captured(line, payload, norm, root))
+
+    def _encoded(self, fragment: int) -> tuple[Tensor, float, str]:
+        try:
+            payload = self._replica.capture(fragment)
+        finally:
+            self._replica.release_capture(fragment)
+        try:
+            norm = self._replica.payload_norm(fragment, payload)
+        except PayloadError as error:  # it would be refused of others, too
+            remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
+            raise DivergedError(f"training diverged: {error}; {remedy}") from None
+        return payload, norm, payload_digest(payload)
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    async def load(self, fragment: int) -> None:
+        """The local parameters of a fragment become its anchor, or are mixed with it where training went on."""
+        f = self._core.facts.fragments[fragment]
+        mixing = 0.0 if f.waiting is None or f.adrift else self._replica.settings.mixing
+        async with self._context.locks[fragment].reading():
+            await in_thread(self._replica.load_local_, [fragment], mixing)
+            self._context.do(Loaded(fragment, f.tip.head.id))
+
+    async def show(self) -> None:
+        """The parameters become the anchors, but are not counted as loaded."""
+        for fragment, lock in enumerate(self._context.locks):
+            async with lock.reading():
+                await in_thread(self._replica.show_anchor_, fragment)
+
+    # -- as author ----------------------------------------------------------------------------------------------------
+
+    async def merge(self, action: Merge) -> None:
+        """Make the update of the next version."""
+        fragment = action.fragment
+        async with self._context.locks[fragment].reading():
+            self._replica.hold(fragment)
+            aggregate, state = self._replica.aggregates[fragment], self._replica.states[fragment]
+            step = OuterStep(action.number - 1, len(action.shares), action.pushes, action.delay)
+            weighted = [Weighted(one.line.peer, one.payload, one.weight, one.discount) for one in action.shares]
+            update = short_lived(self._replica.update_nbytes(fragment))
+            made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me, update)
+            digest = await in_thread(payload_digest, update)
+        self._tell(action, made)
+        self._context.do(Merged(fragment, action.base, update, digest, frozenset(made.left_out)))
+
+    def _tell(self, action: Merge, made: Made) -> None:
+        said = {"fragment": action.fragment, "version": action.number}
+        if clipped := [peer for peer in made.clipped if peer not in made.left_out]:
+            self._context.note("clipped", **said, peers=clipped)
+        if made.left_out:
+            why = "they point against the others' contributions"
+            self._context.note("left_out", **said, peers=list(made.left_out), why=why)
+        for one, other, cosine in made.alike:
+            if (one, other) not in self._same and len(self._same) < MOST_SAME:
+                self._same.add((one, other))
+                names = [self._core.name(peer) for peer in (one, other)]
+                self._context.note("same_data", **said, peers=[one, other], names=names, cosine=round(cosine, 6))
+
+    # -- moving -------------------------------------------------------------------------------------------------------
+
+    async def apply(self, action: Apply) -> None:
+        """Move an anchor by an update, if it leads to what its head says."""
+        async with self._context.locks[action.fragment].writing():
+            self._context.do(await self._context.tasks.complete(self._apply(action)))
+
+    async def _apply(self, action: Apply) -> Applied:
+        fragment, head, replica = action.fragment, action.head, self._replica
+        if not action.own:
+            try:
+                norm, parts = await in_thread(replica.foresee, fragment, action.update)
+            except PayloadError:
+                norm, parts = float("inf"), ()
+            if not norm <= action.limit:
+                return Applied(fragment, head.id, why="far")
+            if state_of(action.book, parts) != head.state:
+                here = await in_thread(part_digests, replica.anchors[fragment])
+                damaged = here != self._core.facts.fragments[fragment].tip.parts
+                return Applied(fragment, head.id, why="digest", damaged=damaged)
+        await self._about_to_move(fragment)
+        step = OuterStep(head.number - 1, len(head.counted), action.pushes, head.delay)
+        await in_thread(replica.apply_update_, fragment, action.update, step)
+        if action.own:
+            parts = await in_thread(part_digests, replica.anchors[fragment])
+        elif fragment in replica.aggregates:
+            await in_thread(replica.aggregates[fragment].restart)
+        return Applied(fragment, head.id, parts)
+
+    async def replace(self, action: Replace) -> None:
+        """Replace an anchor by parts, each of which has its digest."""
+        async with self._context.locks[action.fragment].writing():
+            self._context.do(await self._context.tasks.complete(self._replace(action)))
+
+    async def _replace(self, action: Replace) -> Applied:
+        fragment, replica = action.fragment, self._replica
+        await self._about_to_move(fragment)
+        anchor = replica.anchors[fragment]
+        for (start, stop), values in zip(part_ranges(anchor.numel()), action.parts, strict=True):
+            anchor[start:stop].copy_(values)
+        if fragment in replica.aggregates:
+            await in_thread(replica.aggregates[fragment].restart)
+        return Applied(fragment, action.head.id, await in_thread(part_digests, anchor))
+
+    async def _about_to_move(self, fragment: int) -> None:
+        """Keep what others read of this anchor, and the base of what is being learned from it."""
+        core = self._core.facts
+        f, shown = core.fragments[fragment], self._shown.get(fragment)
+        kept = f.shown[0].head.id if f.shown and self._context.now() < f.shown[1] else ""
+        if kept == f.tip.head.id:
+            self._shown[fragment] = (kept, await in_thread(self._replica.anchors[fragment].clone))
+        elif shown and shown[0] != kept:
+            del self._shown[fragment]
+        if core.trains_now and f.waiting is None and f.base == f.tip.head.id:
+            await in_thread(self._replica.keep_base, fragment)
+
+    async def read_part(self, fragment: int, head: str, part: int) -> Tensor | None:
+        """Values (fp32) of a part of the anchor of a head; None when that is not here any more."""
+        f, shown = self._core.facts.fragments[fragment], self._shown.get(fragment)
+        start, stop = part_ranges(self._replica.fragments[fragment].numel)[part]
+        if shown and shown[0] == head:
+            return shown[1][start:stop]
+        async with self._context.locks[fragment].reading():
+            return self._replica.anchors[fragment][start:stop].clone() if f.tip.head.id == head else None
+
+    def follow(self) -> None:
+        """Keep momentum and window of the fragments of which this peer is author, or would be next."""
+        core = self._core.facts
+        heirs = [f.index for f in core.fragments if core.me in (core.author_of(f), core.second(f))]
+        for f in core.fragments:
+            if f.index in self._replica.aggregates and core.author_of(f) != core.me and not f.merge:
+                self._replica.release(f.index)
+        self._replica.follow(heirs)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    async def snapshot(self, copies: bool) -> Saved:
+        """Anchors with their tips, outer states and residuals, each fragment at one moment.
+
+        Without `copies` the tensors are the live ones. They stay locked until `end_snapshot`, and an anchor that is due
+        to move meanwhile waits: a checkpoint takes long to write, and there may be no memory for copies.
+        """
+        self.end_snapshot()
+        try:
+            return await self._snapshot(copies)
+        except BaseException:
+            self.end_snapshot()
+            raise
+
+    async def _snapshot(self, copies: bool) -> Saved:
+        core, replica = self._core.facts, self._replica
+        anchors, tips, outer = [], [], {}
+        for fragment, lock in enumerate(self._context.locks):
+            await lock.start_reading()
+            self._saving.callback(lock.stop_reading)
+            aggregate: Aggregate | None = replica.aggregates.get(fragment)
+            vectors = [replica.anchors[fragment]]
+            vectors += [aggregate.master, *replica.states[fragment].vectors] if aggregate else []
+            anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
+            anchors.append(anchor)
+            tips.append(replace(core.fragments[fragment].tip))
+            if aggregate is not None:
+                outer[fragment] = (rest[0], replace(replica.states[fragment], vectors=tuple(rest[1:])))
+            if copies:
+                self.end_snapshot()
+        await self._context.tasks.until(lambda: not replica.capturing)  # which makes and changes residuals
+        residuals = dict(replica.residuals)
+        if copies:
+            residuals = dict(zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True))
+        return Saved(anchors, tips, core.processed, core.stamp, outer, residuals, self._core.others_at())
+
+    def end_snapshot(self) -> None:
+        """The tensors of the last snapshot may move again."""
+        self._saving.close()
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return [tensor.clone() for tensor in tensors]

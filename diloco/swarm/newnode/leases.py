@@ -1,0 +1,53 @@
+"""The sequences that this peer trains on, between the core, which asks for them, and the training loop."""
+
+from __future__ import annotations
+
+import threading
+
+from diloco.core.units import NONE, count, difference, first, union
+from diloco.messages.fields import Units
+
+__all__ = ["LeasedData"]
+
+ROUNDS_AHEAD = 2  # the data must last until an heir answers when an author dies
+
+
+class LeasedData:
+    """What is leased and not trained on yet; called from the training loop and from the node beside it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: Units = NONE  # as the core knows it: what was taken is in it until the step is done
+        self._taken: Units = NONE
+        self.wanted = 0  # sequences that the core should have ahead
+
+    def expect(self, sequences_per_round: int) -> None:
+        """The training loop is going to take that many in a round."""
+        self.wanted = ROUNDS_AHEAD * sequences_per_round
+
+    def have(self, queue: Units) -> None:
+        """That is leased to this peer now."""
+        with self._lock:
+            self._queue = queue
+            self._taken = difference(self._taken, difference(self._taken, queue))
+
+    def take(self, number: int) -> Units | None:
+        """The next sequences to train on; None when there are not enough."""
+        with self._lock:
+            taken = first(difference(self._queue, self._taken), number)
+            if count(taken) < number:
+                return None
+            self._taken = union(self._taken, taken)
+            return taken
+
+    def ahead(self, number: int) -> Units:
+        """Up to `number` sequences that would be taken next, as it looks now."""
+        with self._lock:
+            return first(difference(self._queue, self._taken), number)
+
+    def trained(self) -> Units:
+        """What was taken since this was called last: a step has trained on it."""
+        with self._lock:
+            taken, self._taken = self._taken, NONE
+            self._queue = difference(self._queue, taken)
+            return taken

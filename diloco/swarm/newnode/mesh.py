@@ -1,0 +1,418 @@
+"""The control mesh: one outgoing stream to every peer, one incoming from it, and the DHT to find new ones.
+
+What this peer says goes out on its own stream; what it hears comes in on the other's. No payload travels here, so a
+link that is full of pseudo-gradients does not starve heartbeats. A stream that ends is noticed at once:
+
+1. A peer is killed. The streams to it and from it read end-of-file within milliseconds.
+2. It is dialled once more. Its daemon is gone too, or lingers and accepts a stream that nobody answers.
+3. Without an answer it is lost, and the protocol drops it from the round that waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec.structs import replace
+
+from diloco.core.events import Connected, Heard, Lost
+from diloco.errors import DilocoError, PayloadError, SwarmError
+from diloco.messages import codec
+from diloco.messages.base import Message, Place, Refusal
+from diloco.messages.codec import UnknownKind, expect
+from diloco.messages.control import Hello, Revocations, Welcome
+from diloco.protocol.limits import CONTROL_STREAMS, Dials, Limiter, control_messages, frame_bytes
+from diloco.protocol.penalties import Offence, offences
+from diloco.swarm.conversations.watch import request_manifest
+from diloco.swarm.newnode.context import Context
+from diloco.swarm.newnode.options import RunSpec
+from diloco.swarm.wire.gate import IN_USE
+from diloco.swarm.wire.streams import BROKEN, CONTROL, Stream
+from diloco.swarm.wire.transport import Reader, Refused, Writer
+
+__all__ = ["ControlMesh"]
+
+logger = logging.getLogger(__name__)
+
+DIAL_TIMEOUT_S = 10.0
+CLOSE_S = 2.0
+DIALS_EVERY_S = 0.25
+FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
+ALIVE_S = 6.0  # in which a process speaks or its stream ends; shorter than DIAL_TIMEOUT_S
+RECORD_LIFE_S = 60.0  # of this peer's addresses in the DHT
+RECORD_PERIOD_S = 15.0
+CONTRIBUTES = "who was not invited to this run contributes and makes no versions; ask its owner for a link"
+SHOWN = 5  # settings that differ between two manifests
+
+
+class ControlMesh:
+    """Keeps a node connected to all others of the run.
+
+    A peer that cannot be reached is left out, and dialled again when it is heard of again. A wrong run or manifest is
+    refused on the stream with the reason. Nothing here raises at the node; when a peer whose word counts refuses this
+    one, `refusal` says why. After the start it counts only as long as no other lets this peer in.
+    """
+
+    def __init__(self, context: Context, run: RunSpec) -> None:
+        self.refusal: str | None = None
+        self._context = context
+        self._run = run
+        self._core = context.core
+        self._gate: Any = context.gate
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._incoming: dict[str, Stream] = {}
+        context.gate.twin = self._twin
+        self._dialling: dict[str, asyncio.Task[bool]] = {}
+        self._dials = Dials()  # peers that others have named
+        fragments = len(context.core.facts.fragments)
+        self._streams, self._messages = Limiter(*CONTROL_STREAMS), control_messages(fragments)
+        self._hello_bytes, self._frame_bytes = frame_bytes(fragments, context.gate.admission is not None)
+        self._checking: set[str] = set()
+        self._started = False
+        self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
+
+    async def start(self) -> list[str]:
+        """Listen, and dial the seeds and the peers that the DHT names; returns the seeds that answered."""
+        await self._context.transport.handle(CONTROL, self._serve)
+        seeds = self._context.transport.seeds
+        answered = await asyncio.gather(*(self.dial(peer) for peer in seeds))
+        self._started = True
+        self._context.tasks.spawn(self._discover())
+        return [peer for peer, ok in zip(seeds, answered, strict=True) if ok]
+
+    def broadcast(self, message: Message) -> None:
+        """Say something to every connected peer; never blocks."""
+        for outgoing in self._outgoing.values():
+            outgoing.say(message)
+
+    def tell(self, peer: str, message: Message) -> None:
+        """Say something to one peer, if it is connected; never blocks."""
+        outgoing = self._outgoing.get(peer)
+        if outgoing is not None:
+            outgoing.say(message)
+
+    def disconnect(self, peer: str) -> None:
+        """End both streams of a peer that is given up; if it lives, it notices and calls."""
+        outgoing = self._outgoing.pop(peer, None)
+        if outgoing is not None:
+            outgoing.end()
+        stream = self._incoming.pop(peer, None)
+        if stream is not None:
+            stream.close()
+
+    async def close(self) -> None:
+        """Send what was said, and end all streams. The node's tasks are closed already, so no new ones begin."""
+        for outgoing in self._outgoing.values():
+            outgoing.end()
+        senders = list(self._senders)
+        if senders:
+            await asyncio.wait(senders, timeout=CLOSE_S)
+        for sender in senders:
+            sender.cancel()
+        for stream in self._incoming.values():
+            stream.close()  # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
+
+    def expel(self) -> None:
+        """Drop the peers that are no longer admitted; fail when this peer is not."""
+        context = self._context
+        for peer, reason in context.gate.expel().items():
+            self.disconnect(peer)
+            context.do(Lost(peer, reason))
+        lapsed = context.gate.lapsed()
+        if lapsed is not None:
+            context.tasks.fail(SwarmError(f"the swarm refused this peer: {lapsed}"))
+
+    def all_greeted(self) -> bool:
+        """Whether no call is under way, and every peer that answered one has said hello in turn."""
+        answered = not self._dials and all(task.done() for task in self._dialling.values())
+        return answered and all(peer in self._core.facts.members for peer in self._outgoing)
+
+    def dial(self, peer: str) -> asyncio.Task[bool]:
+        """Open our stream to a peer unless there is one; the result says whether it answered.
+
+        Raises `ConnectionError` when the node is closed.
+        """
+        task = self._dialling.get(peer)
+        if task is None or task.done():
+            task = self._dialling[peer] = self._context.tasks.start(self._dial(peer))
+            task.add_done_callback(lambda _: self._dialled(peer))
+        return task
+
+    def _dialled(self, peer: str) -> None:
+        task = self._dialling.get(peer)
+        if task is not None and task.done():
+            del self._dialling[peer]
+
+    def _dial_named(self, peers: Iterable[str]) -> None:
+        """Dial peers that another peer or the DHT names: many at once would make this peer a tool of whoever did."""
+        waiting = len(self._dials) > 0
+        known = {self._core.facts.me, *self._outgoing, *self._dialling}
+        self._dials.hear(peer for peer in peers if peer not in known)
+        if not waiting:
+            self._dial_due()
+
+    def _dial_due(self) -> None:
+        if self._context.tasks.closed:
+            return
+        for peer in self._dials.due(self._context.now()):
+            self.dial(peer)
+        if self._dials:
+            asyncio.get_running_loop().call_later(DIALS_EVERY_S, self._dial_due)
+
+    async def _dial(self, peer: str) -> bool:
+        if peer in self._outgoing or peer == self._core.facts.me:
+            return True
+        if self._penalty(peer) is not None:
+            return False
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                reader, writer = await self._context.transport.open(peer, CONTROL)
+            stream = Stream(peer, reader, writer, self._context.traffic, codec)
+            gate = self._context.gate
+            await stream.send(replace(self._core.hello(), seal=gate.memory.seal, instance=gate.instance))
+            answer = await stream.receive(DIAL_TIMEOUT_S)
+            if isinstance(answer, Refusal):
+                raise Refused(answer.reason)
+            expect(answer, Welcome)
+        except (*BROKEN, PayloadError) as error:
+            if stream is not None:
+                stream.close()
+            if isinstance(error, Refused):
+                await self._refused(peer, str(error))
+            logger.debug("dialling %s failed: %r", peer, error)
+            return False
+        if self._started:
+            self.refusal = None
+        outgoing = self._outgoing[peer] = _Outgoing(stream)
+        outgoing.say(self._core.status())  # what changed since the hello was broadcast to the others only
+        sender = asyncio.create_task(self._keep(peer, outgoing))
+        self._senders[sender] = None
+        sender.add_done_callback(self._senders.pop)
+        return True
+
+    async def _refused(self, peer: str, reason: str) -> None:
+        """A peer does not let this one in. Only the word of a seed, or of a peer that is believed, counts."""
+        context = self._context
+        context.note("refused_us", peer=peer, why=reason)
+        if peer not in context.transport.seeds and not (context.gate.believes(peer) and context.gate.authors(peer)):
+            return
+        if "manifest" in reason:
+            try:
+                differing = self._run.differences((await request_manifest(context.transport, peer)).text)
+                reason = f"the run there has other settings: {'; '.join(differing[:SHOWN])}; use the same"
+            except (*BROKEN, DilocoError) as error:
+                logger.debug("the manifest of %s could not be compared: %r", peer, error)
+        if not (self._started and self._outgoing):
+            self.refusal = f"the swarm refused this peer: {reason}"
+            context.tasks.notify()
+
+    async def _keep(self, peer: str, outgoing: _Outgoing) -> None:
+        """Our side of the stream to a peer, until either side ends it."""
+        stream = outgoing.stream
+        ended = asyncio.create_task(_ended(stream))
+        ended.add_done_callback(lambda _: outgoing.awake.set())
+        try:
+            while not (outgoing.over or ended.done()):
+                await outgoing.awake.wait()
+                async with asyncio.timeout(DIAL_TIMEOUT_S):
+                    await outgoing.flush()
+            if not ended.done():
+                return  # this side has ended it
+        except BROKEN as error:
+            logger.debug("the stream to %s broke: %r", peer, error)
+        finally:
+            ended.cancel()
+            stream.close()
+            if self._outgoing.get(peer) is outgoing:
+                del self._outgoing[peer]
+        await self._check(peer)
+
+    async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
+        """Their stream to us: hello, then whatever they say."""
+        context, stream = self._context, Stream(peer, reader, writer, self._context.traffic, codec)
+        why = self._streams.opened(peer, context.now())
+        if why is not None:
+            logger.debug("a control stream of %s is over a limit: %s", peer, why)
+            stream.close()
+            return
+        try:
+            await self._listen(peer, stream)
+        finally:
+            self._streams.closed(peer)
+            stream.close()
+        if self._incoming.get(peer) is stream:
+            del self._incoming[peer]
+            await self._check(peer)
+
+    async def _listen(self, peer: str, stream: Stream) -> None:
+        context = self._context
+        try:
+            penalty = self._penalty(peer)
+            if penalty is not None:  # and nothing that it says is decoded
+                await stream.refuse(penalty, discard=self._hello_bytes)
+                return
+            with offences():
+                hello = expect(await stream.receive(limit=self._hello_bytes), Hello)
+            objection = self._objection(peer, hello) or await self._twin(peer, hello.instance)
+            if objection is not None:
+                await stream.refuse(objection, discard=0)
+                return
+            self._check_possible(peer, hello)
+            await stream.send(Welcome())
+            self._greet(peer, hello, stream)
+            while True:
+                try:
+                    with offences():
+                        message = await stream.receive(None, self._frame_bytes)
+                except UnknownKind as error:
+                    logger.debug("%s may be newer: %s", peer, error)
+                    continue
+                self._check_possible(peer, message)
+                self._hear(peer, message)
+                delay_s = self._messages.of(peer, context.now()).delay_s(context.now())
+                if delay_s:  # it says more than any honest peer, so it is read more slowly
+                    await asyncio.sleep(delay_s)
+        except PayloadError as error:
+            await self._give_up(peer, stream, error)
+        except BROKEN as error:
+            logger.debug("the stream from %s ended: %r", peer, error)
+
+    def _objection(self, peer: str, hello: Hello) -> str | None:
+        """Why a peer may not connect."""
+        gate = self._context.gate
+        reason: str | None = self._gate.objection(peer, hello)
+        if reason is None and hello.authors and not gate.authors(peer):
+            reason = CONTRIBUTES
+        if reason is not None:
+            gate.on_refused(peer, reason)
+            return reason
+        if self._context.tasks.closed:
+            return "this peer is leaving"
+        return self._core.objection(hello)
+
+    async def _twin(self, peer: str, instance: str) -> str | None:
+        """Why a process may not connect whose identity another one has that lives: it still speaks. The stream of one
+        that was killed ends, or is silent.
+        """
+        older, member = self._incoming.get(peer), self._core.facts.members.get(peer)
+        if older is None or member is None or older.instance == instance:
+            return None
+        spoke, until = older.received, self._context.now() + ALIVE_S
+        while older.received == spoke and self._incoming.get(peer) is older and self._context.now() < until:
+            await asyncio.sleep(ALIVE_S / 60)
+        silent = older.received == spoke and 0.0 < 3 * member.interval_s < ALIVE_S
+        return None if silent or self._incoming.get(peer) is not older else IN_USE
+
+    def _greet(self, peer: str, hello: Hello, stream: Stream) -> None:
+        if self._context.tasks.closed:
+            raise ConnectionError("this node is closed")  # since the hello was read
+        self._incoming[peer], stream.instance = stream, hello.instance
+        self._context.gate.learn_seal(self._run.manifest_hash, hello.seal)
+        self._context.do(Connected(peer, hello))
+        self._context.tasks.spawn(self._call_back(peer))
+        self._dial_named(hello.peers)
+
+    def _hear(self, peer: str, message: Message) -> None:
+        context = self._context
+        if isinstance(message, Revocations):
+            self._gate.hear(message)
+            return
+        context.do(Heard(peer, message))
+
+    def _check_possible(self, peer: str, message: Message) -> None:
+        """Raises `Offence` for what no honest peer of this run says on a control stream."""
+        if message.place not in (Place.HELLO, Place.CONTROL):
+            raise Offence(f"a control stream does not carry {type(message).__name__}")
+        if (why := self._core.misfit(message)) is not None:
+            raise Offence(why)
+
+    def _penalty(self, peer: str) -> str | None:
+        return self._context.penalties.refusal(peer, self._context.now())
+
+    async def _give_up(self, peer: str, stream: Stream, error: PayloadError) -> None:
+        """A peer that said something invalid is lost. When it calls again it hears for how long it is refused."""
+        context, new = self._context, self._incoming.get(peer) is not stream
+        if isinstance(error, Offence):
+            context.offence(peer, str(error))
+        context.do(Lost(peer, str(error)))
+        self.disconnect(peer)
+        if new:
+            with contextlib.suppress(*BROKEN, PayloadError):
+                await stream.refuse(str(error), discard=0)
+
+    async def _call_back(self, peer: str) -> None:
+        """Dial a peer that connected. A call that had begun before may fail, because its connection is replaced."""
+        if not await self.dial(peer):
+            await self.dial(peer)
+
+    async def _check(self, peer: str) -> None:
+        """A stream ended. A peer that said goodbye is gone; any other gets one more call before it counts as lost."""
+        member = self._core.facts.members.get(peer)
+        if self._context.tasks.closed or member is None or peer in self._checking:
+            return
+        self._checking.add(peer)
+        try:
+            outgoing = self._outgoing.pop(peer, None)
+            if outgoing is not None:
+                outgoing.end()
+            said_goodbye = member.status.leaves
+            if said_goodbye or not await self.dial(peer):
+                why = "said goodbye" if said_goodbye else "connection reset"
+                self._context.do(Lost(peer, why))
+        finally:
+            self._checking.discard(peer)
+
+    async def _discover(self) -> None:
+        """Once in a while: tell the DHT where this peer is, and dial the peers that it names. It only gives hints."""
+        transport = self._context.transport
+        while True:
+            named: dict[str, list[str]] = {}
+            try:
+                await transport.announce(RECORD_LIFE_S)
+                named = await transport.announced()
+            except BROKEN as error:
+                logger.debug("the DHT did not answer: %r", error)
+            self._core.addresses.hear("", named)
+            self._dial_named(named)
+            for member in self._core.facts.members.all():
+                self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
+            await asyncio.sleep(RECORD_PERIOD_S)
+
+
+class _Outgoing:
+    """Our side of the control stream to a peer. What is said is written at once, and nobody waits for it.
+
+    Once `FLUSH_BYTES` are written the sender is `awake`: it waits until the peer has taken them, with a deadline. So a
+    peer that takes nothing costs so many bytes and what is said before the deadline.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.over = False
+        self.awake = asyncio.Event()
+        self._nbytes = 0
+
+    def say(self, message: Message) -> None:
+        self._nbytes += self.stream.push(message)
+        if self._nbytes > FLUSH_BYTES:
+            self.awake.set()
+
+    def end(self) -> None:
+        """Nothing more is said."""
+        self.over = True
+        self.awake.set()
+
+    async def flush(self) -> None:
+        self._nbytes = 0
+        self.awake.clear()
+        await self.stream.flush()
+
+
+async def _ended(stream: Stream) -> None:
+    """Returns when the other side ends a stream on which it has nothing to say."""
+    with contextlib.suppress(*BROKEN, PayloadError):
+        await stream.receive(None)

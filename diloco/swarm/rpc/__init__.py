@@ -1,0 +1,1 @@
+"""What peers ask each other: one file a question, both sides."""

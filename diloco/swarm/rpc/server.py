@@ -1,0 +1,95 @@
+"""The answering side of bulk streams: which function answers which request, and what is refused before any of them."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+from diloco.errors import PayloadError
+from diloco.messages import codec
+from diloco.messages.base import Message, Place, Refusal
+from diloco.protocol.limits import REQUEST_BYTES, bulk_streams
+from diloco.protocol.penalties import Offence, Penalties, offences
+from diloco.swarm.conversations.tasks import Tasks
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.wire.transport import Reader, Writer
+
+__all__ = ["Server"]
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[Stream, Any], Awaitable[None]]
+
+
+class Owner(Protocol):
+    """The node whose streams are answered."""
+
+    gate: Gate
+    traffic: Traffic
+    penalties: Penalties
+    tasks: Tasks
+
+    def now(self) -> float: ...
+    def note(self, kind: str, **fields: object) -> None: ...
+    def offence(self, peer: str, reason: str) -> None: ...
+
+
+class Server:
+    """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason."""
+
+    def __init__(self, owner: Owner, fragments: int, answers: Mapping[type[Message], Answer]) -> None:
+        self.serving = 0  # streams under way
+        self._owner, self._answers = owner, answers
+        self._limiter = bulk_streams(fragments)
+
+    async def serve(self, peer: str, reader: Reader, writer: Writer) -> None:
+        """Handle one incoming stream until it ends."""
+        owner, stream = self._owner, Stream(peer, reader, writer, self._owner.traffic, codec)
+        why = self._limiter.opened(peer, owner.now())
+        if why is not None:
+            logger.debug("a bulk stream of %s is over a limit: %s", peer, why)
+            with suppress(*BROKEN, PayloadError):
+                await stream.send(Refusal(why))  # and no answer is awaited: that would hold the stream open
+            stream.close()
+            return
+        self.serving += 1
+        try:
+            await self._answer(stream)
+            await stream.drained()
+        except PayloadError as error:
+            owner.note("refused", peer=peer, why=str(error))
+            if isinstance(error, Offence):
+                owner.offence(peer, str(error))
+            with suppress(*BROKEN, PayloadError):
+                await stream.refuse(str(error))
+        except BROKEN as error:
+            logger.debug("a bulk stream of %s broke: %r", peer, error)
+            # An error and its frames are a cycle, which would keep the copy of a fragment until the collector runs.
+            traceback.clear_frames(error.__traceback__)
+        finally:
+            self.serving -= 1
+            self._limiter.closed(peer)
+            stream.close()
+            owner.tasks.notify()
+
+    async def _answer(self, stream: Stream) -> None:
+        owner = self._owner
+        penalty = owner.penalties.refusal(stream.peer, owner.now())
+        if penalty is not None:  # and nothing that it says is decoded
+            await stream.refuse(penalty)
+            return
+        with offences():
+            request = await stream.receive(limit=REQUEST_BYTES)
+        if request.place is not Place.REQUEST:
+            raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
+        objection = owner.gate.objection(stream.peer, request)
+        if objection is not None:
+            raise PayloadError(objection)
+        answer = self._answers.get(type(request))
+        if answer is None:
+            raise PayloadError(f"{type(request).__name__} is not answered here")
+        await answer(stream, request)

@@ -1,0 +1,158 @@
+"""Get: what is newer than a head, in records or in parts, or one part of an anchor.
+
+1. Asker: `Get`. Donor: records, each a head with its update; or the first part of its anchor, with head, book and the
+   digests of all parts; or one part; or `No`.
+2. The asker checks every byte against a digest before the core hears of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from diloco.core.events import Broke, Event, Gave, Part, Records, Reply
+from diloco.core.facts import Goal
+from diloco.core.history import Record
+from diloco.errors import PayloadError
+from diloco.messages.bulk import Get, No, PartHeader, RecordHeader, Values
+from diloco.outer.codecs import Codec, codec
+from diloco.outer.digest import part_digest, part_ranges
+from diloco.outer.replica import Replica
+from diloco.swarm.wire.malloc import short_lived
+from diloco.swarm.wire.streams import BROKEN, Stream
+
+__all__ = ["Donor", "ask", "payload_digest", "serve"]
+
+logger = logging.getLogger(__name__)
+
+PIECE = 1 << 16  # elements sent at a time: small, so that a shared link stays fair
+
+
+class Donor(Protocol):
+    """Reads the anchors of a node."""
+
+    async def read_part(self, fragment: int, head: str, part: int) -> Tensor | None:
+        """Values (fp32) of a part of the anchor of a head; None when that is not here any more."""
+
+
+def anchor_codec(replica: Replica, number: int) -> Codec:
+    """How an anchor travels without loss: as its last update did, if that carried the values themselves."""
+    return replica.down if replica.down.carries_values and number > 0 else codec("fp32")
+
+
+def payload_digest(payload: Tensor) -> str:
+    """The digest (hex) of encoded bytes (uint8)."""
+    return blake3(payload.numpy().data).hexdigest()
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+
+async def ask(
+    stream: Stream, get: Get, replica: Replica, goal: Goal | None, thread: Callable[..., Awaitable[str]]
+) -> Records | Part | None:
+    """The answer of a donor. `goal` is what is fetched in parts, if it is. `thread` runs a function beside the loop.
+
+    Raises `PayloadError` for an answer that is no good, and what a stream raises.
+    """
+    await stream.send(get)
+    answer = await stream.receive()
+    match answer:
+        case No():
+            return None
+        case RecordHeader():
+            return Records(tuple(await _records(stream, get, answer, replica, thread)))
+        case PartHeader() if not get.want:
+            await _check_head(answer, get, replica)
+            values = await _values(stream, replica, get.fragment, 0, answer.head.number, answer.digests[0], thread)
+            return Part(answer.head, answer.book, answer.digests, 0, values)
+        case Values() if goal is not None and get.want == goal.head.id:
+            digest, number = goal.digests[get.part], goal.head.number
+            values = await _values(stream, replica, get.fragment, get.part, number, digest, thread)
+            return Part(goal.head, goal.book, goal.digests, get.part, values)
+    raise PayloadError(f"{type(answer).__name__} is no answer to a question for fragment {get.fragment}")
+
+
+async def _check_head(answer: PartHeader, get: Get, replica: Replica) -> None:
+    parts = len(part_ranges(replica.fragments[get.fragment].numel))
+    if answer.head.fragment != get.fragment or len(answer.digests) != parts:
+        raise PayloadError(f"asked for fragment {get.fragment} of {parts} parts, got another one")
+
+
+async def _records(
+    stream: Stream, get: Get, header: RecordHeader, replica: Replica, thread: Callable[..., Awaitable[str]]
+) -> list[Record]:
+    found: list[Record] = []
+    while True:
+        head = header.head
+        if head.fragment != get.fragment or (found and head.prev != found[-1].head.id):
+            raise PayloadError(f"a record of fragment {head.fragment} does not follow what fragment {get.fragment} has")
+        update = short_lived(replica.update_nbytes(get.fragment))
+        for piece in replica.update_chunks(get.fragment, update):
+            await stream.receive_payload(piece)
+        if await thread(payload_digest, update) != head.update:
+            raise PayloadError(f"the update of a record of fragment {get.fragment} is not what its head names")
+        found.append(Record(head, update))
+        if header.more == 0:
+            return found
+        following = await stream.receive()
+        if not isinstance(following, RecordHeader) or following.more != header.more - 1:
+            raise PayloadError("a record does not say how many follow")
+        header = following
+
+
+async def _values(
+    stream: Stream, replica: Replica, fragment: int, part: int, number: int, digest: str,
+    thread: Callable[..., Awaitable[str]],
+) -> Tensor:  # fmt: skip
+    start, stop = part_ranges(replica.fragments[fragment].numel)[part]
+    values, how = torch.empty(stop - start, dtype=torch.float32), anchor_codec(replica, number)
+    for piece in torch.split(values, PIECE):
+        payload = torch.empty(how.nbytes(piece.numel()), dtype=torch.uint8)
+        await stream.receive_payload(payload)
+        how.decode(payload, piece)
+    if await thread(part_digest, values) != digest:
+        raise PayloadError(f"part {part} of fragment {fragment} is not what its digest says")
+    return values
+
+
+async def asked(peer: str, get: Get, answering: Awaitable[Records | Part | None], note: Callable[..., None]) -> Event:
+    """What the core hears of a question, whatever came of it."""
+    try:
+        return Gave(peer, get, await answering)
+    except PayloadError as error:
+        note("fetch_failed", fragment=get.fragment, donor=peer, why=str(error))
+        return Broke(peer, get, bad=True)
+    except BROKEN as error:
+        logger.debug("%s gave no answer: %r", peer, error)
+        traceback.clear_frames(error.__traceback__)  # an error and its frames are a cycle, which would keep a part
+        return Broke(peer, get)
+
+
+# -- answering --------------------------------------------------------------------------------------------------------
+
+
+async def serve(stream: Stream, reply: Reply, replica: Replica, donor: Donor) -> None:
+    """Send what the core answers."""
+    get, answer = reply.get, reply.answer
+    if isinstance(answer, Records):
+        for more, record in zip(reversed(range(len(answer.records))), answer.records, strict=True):
+            await stream.send(RecordHeader(record.head, more))
+            for piece in replica.update_chunks(get.fragment, record.update):
+                await stream.send_payload(piece)
+        return
+    values = None if answer is None else await donor.read_part(get.fragment, answer.head.id, answer.part)
+    if answer is None or values is None:
+        return await stream.send(No())
+    await stream.send(Values() if get.want else PartHeader(answer.head, answer.book, answer.digests))
+    how = anchor_codec(replica, answer.head.number)
+    for piece in torch.split(values, PIECE):
+        payload = torch.empty(how.nbytes(piece.numel()), dtype=torch.uint8)
+        how.encode(piece, payload)
+        await stream.send_payload(payload)

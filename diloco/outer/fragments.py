@@ -26,19 +26,9 @@ from torch import Tensor
 from diloco.errors import ConfigError
 
 __all__ = [
-    "BLOCK",
-    "CHUNK",
-    "Fragment",
-    "Slice",
-    "as_loaded",
-    "chunks",
-    "gather_",
-    "gathered",
-    "partition",
-    "read_",
-    "scatter_",
-    "write_",
-]
+    "BLOCK", "CHUNK", "Fragment", "Slice", "as_loaded", "chunks", "gather_", "gathered", "partition", "read_",
+    "scatter_", "write_",
+]  # fmt: skip
 
 BLOCK = 4096  # elements that share one scale in the block codecs
 CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32

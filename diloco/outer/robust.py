@@ -165,28 +165,29 @@ class Comparison:
     """
 
     def __init__(self, payloads: Sequence[Tensor], up: Codec, layout: Layout, rng: random.Random) -> None:
-        norms, parts = [list[float]() for _ in payloads], [layout.split(payload) for payload in payloads]
-        sketches: list[list[Tensor]] = [[] for _ in payloads]
-        self._taken: list[tuple[int, int, int]] = []  # of each chunk: where a sketch begins and ends, and its distance
-        for chunk, (start, stop) in enumerate(layout.ranges):
+        self._taken: list[slice] = []  # of each chunk, in the whole fragment
+        for start, stop in layout.ranges:
             distance = max(1, (stop - start) // SKETCH - 1 | 1)
-            begin = rng.randrange(distance)
-            self._taken.append((start + begin, stop, distance))
+            self._taken.append(slice(start + rng.randrange(distance), stop, distance))
+        parts, norms = [layout.split(payload) for payload in payloads], [list[float]() for _ in payloads]
+        self.numel = sum(len(range(taken.start, taken.stop, taken.step)) for taken in self._taken)
+        self._sketches, end = torch.empty(len(parts), self.numel, dtype=torch.float32), 0
+        for chunk, ((start, stop), taken) in enumerate(zip(layout.ranges, self._taken, strict=True)):
+            begin, end = end, end + len(range(taken.start, stop, taken.step))
             for one, whole in enumerate(parts):
                 values = up.values(whole[chunk], stop - start)
                 norms[one].append(norm_of(values))
-                sketches[one].append(values[begin::distance] * math.sqrt(distance))  # as long as the whole chunk
+                sketch = values[taken.start - start :: taken.step]
+                torch.mul(sketch, math.sqrt(taken.step), out=self._sketches[one, begin:end])  # as long as the chunk
         self.norms = [math.hypot(*those) for those in norms]
-        self._sketches = torch.stack([torch.cat(those) for those in sketches])
-        self.numel = self._sketches.shape[1]
-        scaled = self._sketches / self._sketches.abs().amax(1, keepdim=True).clamp_min(1e-30)  # keeps squares finite
-        gram = (scaled @ scaled.T).double()
+        self._sketches /= self._sketches.abs().amax(1, keepdim=True).clamp_min(1e-30)  # keeps squares finite
+        gram = (self._sketches @ self._sketches.T).double()
         lengths = gram.diagonal().clamp_min(1e-30).sqrt()
         self.cosines = gram / lengths.outer(lengths)
 
     def cosines_with(self, vector: Tensor) -> Tensor:
         """(n,) float64 cosines of the contributions with a vector (numel,) fp32, by their sketches."""
-        parts = [vector[begin:end:distance] * math.sqrt(distance) for begin, end, distance in self._taken]
+        parts = [vector[taken] * math.sqrt(taken.step) for taken in self._taken]
         sketch, sketches = torch.cat(parts).double(), self._sketches.double()
         lengths = torch.linalg.vector_norm(sketches, dim=1) * torch.linalg.vector_norm(sketch)
         cosines: Tensor = torch.mv(sketches, sketch) / lengths.clamp_min(1e-300)

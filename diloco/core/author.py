@@ -25,6 +25,8 @@ def close(core: Facts, f: Fragment) -> None:
     """Make the next version, if it is time."""
     if f.merge or f.moving or f.behind() or f.damaged or not core.ready or core.over(f.tip):
         return
+    if core.now < f.again:
+        return core.wake(f.again)
     here = {peer: item for peer, item in sorted(f.bag.items()) if not f.tip.objection(item.line)}
     whole = _without_collisions(here)
     missing = _missing(core, f, here)
@@ -114,14 +116,15 @@ def merged(core: Facts, event: Merged) -> None:
     """The update of the next version is made, unless the tip has moved meanwhile."""
     f = core.fragments[event.fragment]
     merge, f.merge = f.merge, None
-    if merge is None or event.update is None or f.tip.head.id != event.base or f.moving:
+    if merge is None or f.tip.head.id != event.base or f.moving:
         return
     lines = tuple(
         (share.line, 0.0 if share.line.peer in event.left_out else share.weight * share.discount)
         for share in merge.shares
     )
     tokens = sum(line.tokens for line, weight in lines if weight)
-    if not tokens:
+    if event.update is None or not tokens:
+        f.again = core.now + core.settings.refresh_s
         return
     head = Head(
         f.index, f.tip.head.number + 1, f.tip.head.id, core.me, core.heir(f), lines, merge.delay,

@@ -21,8 +21,8 @@ from diloco.messages.fields import MAX_TOKENS, MAX_UNIT_RANGES, at_most
 from diloco.messages.heads import Line
 
 __all__ = [
-    "account", "answered", "captured", "contribute", "delivered", "discarded", "loaded", "not_sent", "offered", "own",
-    "pass_on", "stepped", "take_turn", "wanted",
+    "account", "answered", "captured", "contribute", "delivered", "discarded", "impossible", "loaded", "not_sent",
+    "offered", "own", "pass_on", "stepped", "take_turn", "wanted",
 ]  # fmt: skip
 
 MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
@@ -122,7 +122,7 @@ def pass_on(core: Facts, f: Fragment, author: str) -> None:
             core.shun(author, SHUNNED * patience_s)
             core.note("stuck", fragment=f.index, author=author, waited_s=round(core.now - known, 1))
         elif way and (item.to != way or core.now >= item.again):
-            item.to, item.again, item.got = way, core.now + core.settings.refresh_s, known
+            item.to, item.again, item.got, item.asked = way, core.now + core.settings.refresh_s, known, True
             core.send(way, Offer(item.line, min(core.now - item.taken, 1e8)))
 
 
@@ -134,17 +134,16 @@ def offered(core: Facts, peer: str, offer: Offer) -> None:
 
 
 def _judged(core: Facts, f: Fragment | None, line: Line) -> Any:
-    if f is None or _impossible(core, line):
+    if f is None or impossible(core, line):
         return "no"
     known = f.bag.get(line.peer)
     if known and known.line == line:
         return "got"
     if f.tip.objection(line) == "in" or (known and known.line.stamp > line.stamp):
         return "no"
-    held = sum(1 for peer in f.bag if peer != core.me)
-    full = held >= core.settings.bag or (held + 1) * f.sizes.payload > core.settings.bag_bytes
-    signed = is_signed(line, line.peer, core.identity.signer, core.identity.run_id)
-    return "no" if not signed or (not known and full) else "want"
+    if not known and _is_full(core, f) and (f.tip.objection(line) or not _misfit(core, f)):
+        return "no"
+    return "want" if is_signed(line, line.peer, core.identity.signer, core.identity.run_id) else "no"
 
 
 def wanted(core: Facts, line: Line) -> bool:
@@ -152,7 +151,17 @@ def wanted(core: Facts, line: Line) -> bool:
     return line.fragment < len(core.fragments) and _judged(core, core.fragments[line.fragment], line) == "want"
 
 
-def _impossible(core: Facts, line: Line) -> bool:
+def _is_full(core: Facts, f: Fragment) -> bool:
+    room = min(core.settings.bag, core.settings.bag_bytes // f.sizes.payload)
+    return sum(1 for peer in f.bag if peer != core.me) >= room
+
+
+def _misfit(core: Facts, f: Fragment) -> str:
+    """Whose contribution is for another tip, and makes room for one that fits this tip."""
+    return next((peer for peer, item in f.bag.items() if peer != core.me and f.tip.objection(item.line)), "")
+
+
+def impossible(core: Facts, line: Line) -> bool:
     """Whether no honest peer makes these claims."""
     per_step = core.identity.tokens_per_step
     claims = per_step is not None and line.tokens > line.steps * per_step
@@ -167,11 +176,9 @@ def answered(core: Facts, peer: str, answer: Answer) -> None:
     f = core.fragments[answer.fragment]
     item = f.bag.get(answer.peer)
     if item and item.line.stamp == answer.stamp and item.to == peer:
-        if answer.says == "want":
-            item.again = (
-                core.now + core.settings.deadline_s + (f.sizes.payload if f else 0) / core.settings.min_bytes_per_s
-            )
-            item.got = None
+        wants, item.asked = answer.says == "want" and item.asked, False
+        if wants:
+            item.again, item.got = core.now + core.deadline_s(f.sizes.payload), None
             core.out.append(Push(peer, item.line, item.payload, answer.at))
         elif answer.says == "got" and item.got is None:
             item.got = core.now
@@ -180,8 +187,12 @@ def answered(core: Facts, peer: str, answer: Answer) -> None:
 def delivered(core: Facts, event: Delivered) -> None:
     """The payload of a contribution that was wanted is here."""
     line = event.line
-    f = core.fragments[line.fragment]
+    f = core.fragments[line.fragment] if line.fragment < len(core.fragments) else None
+    if f is None:
+        return
     if _judged(core, f, line) == "want":
+        if line.peer not in f.bag and _is_full(core, f):
+            f.bag.pop(_misfit(core, f), None)
         f.bag[line.peer] = Item(line, event.payload, core.now, core.now)
         core.untold_data = core.untold_data or f is core.control
     held = f.bag.get(line.peer)

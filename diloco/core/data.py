@@ -18,7 +18,6 @@ from diloco.messages.fields import MAX_RANGES, MAX_UNIT_RANGES, Units, forget_ol
 __all__ = ["deal", "granted", "has", "lease", "leased", "lost"]
 
 MOST_PEERS = 4096  # to whom sequences are granted
-MOST_WANTED = 4  # times what others ask for: data ahead, under way, and sent
 LEAP = 2**24  # No honest peer has sequences this far past the merged ones, so one message cannot use up the list.
 
 
@@ -40,6 +39,7 @@ def lease(core: Facts) -> None:
         core.queue, core.untold_data = union(core.queue, deal(core, core.me, core.wanted, has(core))), True
     elif (way := core.way(dealer)) and core.now >= core.lease_again:
         core.lease_again = core.now + core.settings.refresh_s
+        core.lease_from = way
         core.send(way, Lease(core.me, min(core.wanted, MAX_WANTED), has(core)[:MAX_RANGES]))
 
 
@@ -70,11 +70,11 @@ def leased(core: Facts, peer: str, message: Lease) -> None:
         core.send(peer, Grant(message.peer, deal(core, message.peer, message.want, message.has)))
 
 
-def granted(core: Facts, message: Grant) -> None:
-    """Data for this peer, or for one that asked by way of it."""
-    if message.peer == core.me:
-        new = difference(difference(message.units, core.control.tip.book.merged), has(core))
-        core.queue, core.untold_data = union(core.queue, new), True
+def granted(core: Facts, peer: str, message: Grant) -> None:
+    """Data for this peer, which has asked for it once, or for one that asked by way of it."""
+    if message.peer == core.me and peer == core.lease_from:
+        new = difference(difference(union(message.units), core.control.tip.book.merged), has(core))
+        core.queue, core.lease_from, core.untold_data = union(core.queue, first(new, core.wanted)), "", True
     elif message.peer in core.members:
         core.send(message.peer, message)
 

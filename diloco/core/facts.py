@@ -26,13 +26,14 @@ from diloco.core.patience import Patience
 from diloco.core.units import NONE, union
 from diloco.messages.base import Message
 from diloco.messages.control import Planned
-from diloco.messages.fields import Units
+from diloco.messages.fields import MAX_TOKENS, Units, forget_oldest
 from diloco.messages.heads import Book, Head, Key, Line
 
 __all__ = [
     "CONTROL", "Facts", "Fetch", "Fragment", "Goal", "Identity", "Item", "Moving", "Settings", "Sizes", "score",
 ]  # fmt: skip
 
+MOST_SHUNNED = 1024
 CONTROL = 0  # the fragment whose book has the swarm clock and the data
 
 
@@ -142,6 +143,7 @@ class Item:
     since: float
     taken: float
     to: str = ""  # whom it was offered
+    asked: bool = False  # they have not answered yet
     again: float = 0.0  # when it is offered again
     got: float | None = None  # since when they have it
 
@@ -192,6 +194,7 @@ class Fragment:
         base: id of the head from which training here started. unsent: tokens since then; steps, units: the same.
         draft: a contribution whose payload is being made.
         waiting: it has sent; inner steps that it may make before it needs a head.
+        again: when a version is tried again whose making failed.
         discarded: tokens that were counted as discarded.
     """
 
@@ -216,6 +219,7 @@ class Fragment:
     served: tuple[str, int, float] = ("", 0, 0.0)
     bag: dict[str, Item] = field(default_factory=dict)
     enough: float | None = None
+    again: float = 0.0
     unsent: int = 0
     steps: int = 0
     units: Units = NONE
@@ -267,7 +271,8 @@ class Facts:
         shunned: authors that are passed over, until when.
         processed: tokens, over all lives. stamp: the newest. steps: inner steps of this life.
         position: inner steps of this cycle. cycle: how many there are. turn: a fragment is due. due: those to send.
-        queue: sequences to train on. granted: by peer, what this author dealt, and until when it is kept.
+        queue: sequences to train on. lease_from: who was asked for more.
+        granted: by peer, what this author dealt, and until when it is kept.
         out: actions for the owner.
     """
 
@@ -301,6 +306,7 @@ class Facts:
     queue: Units = NONE
     wanted: int = 0
     lease_again: float = 0.0
+    lease_from: str = ""
     granted: dict[str, tuple[Units, float]] = field(default_factory=dict)
     planned: Planned = (0, 0, 0)
     sync_s: float = 0.0
@@ -322,9 +328,10 @@ class Facts:
         return self.fragments[CONTROL]
 
     def over(self, tip: Tip) -> bool:
-        """Whether the run ends with that head, as it is planned."""
+        """Whether the run ends with that head: as it is planned, or because nothing is greater."""
         steps, tokens, _ = self.planned
-        return bool(steps and tip.head.number >= steps) or bool(tokens and self.control.tip.head.work >= tokens)
+        tokens = tokens or MAX_TOKENS
+        return bool(steps and tip.head.number >= steps) or max(tip.head.work, self.control.tip.head.work) >= tokens
 
     @property
     def trains_now(self) -> bool:
@@ -413,7 +420,8 @@ class Facts:
         """Whom the head that this peer makes names: itself, for what the encoding lost is here; another one if it may
         make no more, or has more fragments than its share.
         """
-        able = [peer for peer in self.members.able(self.is_author()) if self.shunned.get(peer, 0.0) <= self.now]
+        able = [peer for peer in self.members.authors() if self.shunned.get(peer, 0.0) <= self.now]
+        able += [self.me] * self.is_author()
         if self.me not in able:
             return self.author(f)
         held = Counter(self.author_of(one) for one in self.fragments)
@@ -433,4 +441,6 @@ class Facts:
 
     def shun(self, author: str, seconds: float) -> None:
         """Pass an author over, in all fragments, for so long or until it makes a version."""
+        self.shunned = {peer: until for peer, until in self.shunned.items() if until > self.now}
         self.shunned[author] = self.now + seconds
+        forget_oldest(self.shunned, MOST_SHUNNED)

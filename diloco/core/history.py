@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from diloco.core.units import count, overlaps, sound, union
-from diloco.messages.fields import MAX_RANGES, MAX_TOKENS, Units, at_most
+from diloco.messages.fields import MAX_LENGTH, MAX_RANGES, MAX_TOKENS, Units, at_most
 from diloco.messages.heads import MAX_LEDGER, Book, Entry, Head, Key, Line, digest
 
 __all__ = [
@@ -117,7 +117,7 @@ def wrong(tip: Tip, head: Head, signer: Signer, run_id: str) -> str:
     counted, here = head.counted, tip.head
     if head.prev != here.id or head.number != here.number + 1 or head.fragment != here.fragment or not counted:
         return "it does not follow"
-    if head.work != at_most(here.work + sum(line.tokens for line in counted), MAX_TOKENS):
+    if head.work != here.work + sum(line.tokens for line in counted):
         return "its work is not that of its contributions"
     if tip.book.pushes and head.delay != tip.book.delay:
         return "a window changes its length"
@@ -138,7 +138,7 @@ def wrong(tip: Tip, head: Head, signer: Signer, run_id: str) -> str:
 
 def wrong_state(head: Head, book: Book, parts: Sequence[str], signer: Signer, run_id: str) -> str:
     """Why that is no state of a history that one would switch to; empty if it is one."""
-    if head.number and not is_signed(head, head.author, signer, run_id):
+    if not is_signed(head, head.author, signer, run_id) if head.number else head.work:
         return "its author has not signed it"
     if OTHERS not in book.ledger or not sound(book.merged) or head.work != at_most(book.tokens, MAX_TOKENS):
         return "its work is not that of its contributions"
@@ -161,7 +161,8 @@ def follow(tip: Tip, head: Head, late: int, arithmetic: Arithmetic) -> tuple[Boo
     longest = max(line.norm for line in counted)
     bounds = arithmetic.bounds(head.number, len(counted), before.pushes, head.delay, longest, before.reach)
     pushes = (before.pushes + len(counted)) % head.delay
-    return Book(ledger, recent, merged, pushes, head.delay, bounds.reach), bounds.update
+    momentum, window, lost = (min(length, MAX_LENGTH) for length in bounds.reach)
+    return Book(ledger, recent, merged, pushes, head.delay, (momentum, window, lost)), bounds.update
 
 
 def _sum_up_the_oldest(ledger: dict[str, Entry]) -> None:

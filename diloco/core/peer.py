@@ -258,7 +258,7 @@ class Peer:
 
     def _connected(self, peer: str, hello: Hello) -> None:
         core = self.facts
-        if len(hello.status.tips) != len(core.fragments) or not hello.status.whole:
+        if hello.status.tips.keys() != set(range(len(core.fragments))) or not hello.status.whole:
             return
         if core.members.join(peer, hello, core.now):
             core.note("join", peer=peer, name=hello.name, live=len(core.members) + 1)
@@ -342,7 +342,7 @@ class Peer:
             case Lease():
                 data.leased(core, peer, message)
             case Grant():
-                data.granted(core, message)
+                data.granted(core, peer, message)
         return True
 
     def _hear_tips(self, peer: str, status: Status) -> bool:

@@ -11,12 +11,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from diloco.core.contributions import impossible
 from diloco.core.events import Applied, Apply, Ask, Asked, Gave, Load, Part, Records, Replace, Reply
 from diloco.core.facts import Facts, Fetch, Fragment, Goal, Moving, score
-from diloco.core.history import Record, Tip, follow, sign, state_of, wrong, wrong_state
+from diloco.core.history import Record, Tip, follow, is_signed, sign, state_of, wrong, wrong_state
 from diloco.core.units import NONE, difference, overlaps
 from diloco.messages.bulk import Get
 from diloco.messages.fields import forget_oldest
+from diloco.messages.heads import Head
 
 __all__ = ["answer", "applied", "broke", "fetch", "gave", "load"]
 
@@ -24,6 +26,7 @@ PAUSE_S = 1.0  # before somebody else is asked after a donor said: not now
 PARTS_EACH = 2  # that one donor is asked for at a time
 SHUNNED = 8  # times `stuck_s`: how long the author of a head is passed over that no honest one makes
 REFUSED = 1024  # heads that are remembered
+REMEMBERED = 4096  # donors that failed
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -86,6 +89,7 @@ def _failed(core: Facts, f: Fragment, donor: str, seconds: float = 0.0) -> None:
     asked = f.fetch
     if donor:  # else it was a pause
         f.later[donor] = core.now + (seconds or core.settings.refresh_s)
+        forget_oldest(f.later, REMEMBERED)
     if asked and asked.goal:  # others have the rest
         asked.asked = {part: one for part, one in asked.asked.items() if one[0] != donor}
     elif asked and asked.donor == donor:
@@ -141,23 +145,32 @@ def _move(core: Facts, f: Fragment, peer: str = "") -> None:
         return
     record, tip = f.coming.pop(0), f.tip
     head = record.head
-    reason = "before" if head.id in f.refused else wrong(tip, head, core.identity.signer, core.identity.run_id)
+    reason = "before" if head.id in f.refused else _wrong(core, tip, head)
     if reason:
-        _refuse(core, f, peer, reason, head.id, head.author)
-        return
+        return _refuse(core, f, peer, reason, head)
     book, limit = follow(tip, head, core.settings.late, core.arithmetic)
     f.moving = Moving(head, book, record.update, peer)
     core.out.append(Apply(f.index, head, book, record.update, limit, tip.book.pushes))
 
 
-def _refuse(core: Facts, f: Fragment, donor: str, why: str, head: str, author: str) -> None:
-    """No honest author makes that head."""
+def _wrong(core: Facts, tip: Tip, head: Head) -> str:
+    if not core.identity.is_author(head.author):
+        return "its author may make no versions"
+    if any(impossible(core, line) for line, _ in head.lines):
+        return "it has a contribution that no honest peer makes"
+    return wrong(tip, head, core.identity.signer, core.identity.run_id)
+
+
+def _refuse(core: Facts, f: Fragment, donor: str, why: str, head: Head) -> None:
+    """No honest author makes that head. Whoever gave it has made it, unless its author has signed it."""
     f.coming = []
-    f.refused[head] = None
+    f.refused[head.id] = None
     forget_oldest(f.refused, REFUSED)
-    core.shun(author, SHUNNED * core.settings.stuck_s)
-    core.note("refused_head", fragment=f.index, head=head, author=author, why=why)
-    _failed(core, f, donor, SHUNNED * core.settings.stuck_s if donor == author else 0.0)
+    signed = is_signed(head, head.author, core.identity.signer, core.identity.run_id)
+    if signed:
+        core.shun(head.author, SHUNNED * core.settings.stuck_s)
+    core.note("refused_head", fragment=f.index, head=head.id, author=head.author, why=why)
+    _failed(core, f, donor, 0.0 if signed and donor != head.author else SHUNNED * core.settings.stuck_s)
 
 
 def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
@@ -168,7 +181,8 @@ def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
         if peer != asked.donor:
             return
         foreign = f.refused.keys() & {head.id, *part.book.recent}
-        good = head.fragment == f.index and head.key > f.tip.key and len(part.digests) == f.sizes.parts
+        good = head.fragment == f.index and head.key > f.tip.key and core.identity.is_author(head.author)
+        good = good and len(part.digests) == f.sizes.parts > part.part
         if (
             not good
             or foreign
@@ -203,7 +217,7 @@ def applied(core: Facts, event: Applied) -> None:
     if event.why:
         f.coming = []
         if event.why == "far":
-            return _refuse(core, f, moving.donor, "it moves too far", moving.head.id, moving.head.author)
+            return _refuse(core, f, moving.donor, "it moves too far", moving.head)
         f.torn, f.damaged = True, event.damaged  # the anchor here is damaged, or the author's was
         core.note("digest_mismatch", fragment=f.index, number=moving.head.number, damaged=event.damaged)
         return
@@ -255,8 +269,9 @@ def load(core: Facts, f: Fragment) -> None:
 
 def answer(core: Facts, event: Asked) -> None:
     """A donor serves a record to few peers at a time; the others find it elsewhere by then."""
-    f = core.fragments[event.get.fragment]
-    core.out.append(Reply(event.peer, event.get, _answer(core, f, event.get)))
+    get = event.get
+    answer = _answer(core, core.fragments[get.fragment], get) if get.fragment < len(core.fragments) else None
+    core.out.append(Reply(event.peer, get, answer))
 
 
 def _answer(core: Facts, f: Fragment, get: Get) -> Records | Part | None:

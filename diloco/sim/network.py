@@ -364,7 +364,7 @@ class SimTransport:
             await self._gate.greet(peer, lambda: self._network.open(self.me, peer, GREETING), protocol == CONTROL)
         return await self._network.open(self.me, peer, protocol)
 
-    async def announce(self, life_s: float) -> None:
+    async def announce(self, life_s: float, met: Sequence[str]) -> None:
         """Everybody finds it after a round trip of this peer's own latency."""
         await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
         self._network.announced[self.me] = (self.addresses, self._network.loop.seconds + life_s)

@@ -38,16 +38,24 @@ def test_a_peer_that_libp2p_cannot_find_is_called_where_it_said_that_it_is(tmp_p
 
 
 def test_members_find_each_other_through_any_one_that_lives(tmp_path: Path) -> None:
+    """Also those of two halves that have lost each other, once two peers have met."""
+
     async def scene() -> None:
-        network, peers = SwarmConfig(), list[Libp2p]()
+        peers = list[Libp2p]()
         try:
-            for name in ("first", "second", "third"):
-                seeds = tuple(peers[-1].addresses[:1]) if peers else ()  # each knows the one before
-                joining = network.model_copy(update={"initial_peers": seeds})
-                peers.append(await Libp2p.connect(joining, tmp_path / name, Gate(), "run"))
-            first, _, third = peers
-            await first.announce(60.0)
-            assert await third.announced() == {first.me: first.addresses[:4]}
+            for name, through in (("first", None), ("second", 0), ("third", None), ("fourth", 2)):
+                seeds = () if through is None else tuple(peers[through].addresses[:1])
+                network = SwarmConfig().model_copy(update={"initial_peers": seeds})
+                peers.append(await Libp2p.connect(network, tmp_path / name, Gate(), "run"))
+            first, second, third, fourth = peers
+            await first.announce(60.0, [])
+            assert await second.announced() == {first.me: first.addresses[:4]} and await fourth.announced() == {}
+            second.where = {third.me: third.addresses[:1]}.__getitem__
+            with pytest.raises(ConnectionError, match="not supported"):
+                await second.open(third.me, BULK)
+            for one, met in ((second, [third.me]), (third, [second.me]), (first, [second.me])):
+                await one.announce(60.0, met)
+            assert await fourth.announced() == {one.me: one.addresses[:4] for one in (first, second, third)}
         finally:
             for peer in peers:
                 await peer.close()

@@ -372,7 +372,7 @@ class ControlMesh:
         while True:
             named: dict[str, list[str]] = {}
             try:
-                await transport.announce(RECORD_LIFE_S)
+                await transport.announce(RECORD_LIFE_S, [member.peer for member in self._core.facts.members.all()])
                 named = await transport.announced()
             except BROKEN as error:
                 logger.debug("the DHT did not answer: %r", error)

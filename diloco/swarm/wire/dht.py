@@ -8,6 +8,8 @@ sender, so any receiver could repeat the request; here a call is bound to the id
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ __all__ = ["BoundedStorage", "GuardedP2P", "Members"]
 
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
 MAX_ADDRESSES, MAX_RECORD_BYTES = 4, 4096
+ASKED_IN = 8  # at a time; a peer that nobody can call never comes in
 MAX_OWNERS = 4096  # of records; those that end first make room
 _CONTEXT = b"diloco record"
 
@@ -48,10 +51,16 @@ class Members(RecordValidatorBase):  # type: ignore[misc]
         self._node = await DHTNode.create(p2p=p2p, initial_peers=peers, record_validator=self, client_mode=not serves)
         self._node.protocol.storage, self._node.protocol.cache = BoundedStorage(), BoundedStorage()
 
-    async def announce(self, addresses: Sequence[str], life_s: float) -> None:
-        """Store where this peer is; `ConnectionError` when the daemon does not answer."""
-        ends_at = get_dht_time() + life_s
+    async def announce(self, addresses: Sequence[str], life_s: float, met: Sequence[str]) -> None:
+        """Store where this peer is; `ConnectionError` when the daemon does not answer.
+
+        Of the members that it has `met`, some that the DHT does not know are asked in: so it becomes one again after a
+        split as soon as any two peers have found each other.
+        """
+        protocol, ends_at = self._node.protocol, get_dht_time() + life_s
+        unknown = [peer for peer in map(PeerID.from_base58, met) if peer not in protocol.routing_table]
         try:
+            await asyncio.gather(*map(protocol.call_ping, random.sample(unknown, min(len(unknown), ASKED_IN))))
             await self._node.store(self._key, list(addresses[:MAX_ADDRESSES]), ends_at, subkey=self._identity.me)
         except (ControlFailure, P2PDaemonError) as error:
             raise ConnectionError(str(error)) from error

@@ -285,9 +285,9 @@ class Libp2p:
                     raise ConnectionError(f"{peer} cannot be reached: {error}") from error
         raise AssertionError
 
-    async def announce(self, life_s: float) -> None:
+    async def announce(self, life_s: float, met: Sequence[str]) -> None:
         assert self._members is not None
-        await self._members.announce(self.addresses, life_s)
+        await self._members.announce(self.addresses, life_s, met)
 
     async def announced(self) -> dict[str, list[str]]:
         assert self._members is not None

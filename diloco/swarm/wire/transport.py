@@ -53,8 +53,8 @@ class Transport(Protocol):
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         """Open a stream to a peer; `Refused` or `Disbelieved` when one of the two does not admit the other."""
 
-    async def announce(self, life_s: float) -> None:
-        """Put this peer's addresses for so many seconds where every peer of the run finds them."""
+    async def announce(self, life_s: float, met: Sequence[str]) -> None:
+        """Put this peer's addresses for so many seconds where every peer of the run finds them; `met` come in, too."""
 
     async def announced(self) -> dict[str, list[str]]:
         """Addresses by peer, as those have announced them; they may be any text, and the peer may be gone."""

@@ -8,8 +8,8 @@ so that the step does not shrink as 1 / sqrt(peers) when peers disagree, and one
 peers. `add_directions_` adds each decoded contribution, and `radial_directional_` then turns the sum into the average.
 
 The paper averages tensor by tensor. We average *piece* by piece, a piece being the part of a tensor that lies in one
-chunk. Its norm is known when the chunk arrives, so the syncer keeps nothing beside the sum and trusts no norm that a
-peer claims. Elements outside all pieces get the plain mean, as embeddings do in the paper.
+chunk, so that no average needs more than a chunk at a time. Elements outside all pieces get the plain mean, as
+embeddings do in the paper.
 """
 
 from __future__ import annotations

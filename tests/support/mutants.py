@@ -55,7 +55,7 @@ MUTANTS = [
         "diloco.swarm.node.merging",
         "merged = aggregate.merge(",
         "merged = self._replica.aggregates[aggregate.fragment.index].merge(",
-        first=604,
+        first=46,
     ),
     Mutant(
         "half-open",

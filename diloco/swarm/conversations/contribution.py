@@ -12,6 +12,7 @@ The syncer's own contribution takes the same way through `keep`, without a strea
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,6 +162,7 @@ async def keep(context: Context, syncer: Syncer, header: Contribution, payload: 
     lost its lease.
     """
     fragment = syncer.fragment
+    await asyncio.sleep(0)  # what came whole in this turn of the loop is kept first
     await context.tasks.until(lambda: not syncer.closing or not context.holds(syncer))
     if not context.holds(syncer):
         raise _another_syncer(fragment)

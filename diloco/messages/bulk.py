@@ -69,7 +69,6 @@ class InnerRequest(Message, frozen=True, tag="inner_request"):
     """Asks for the state of the inner optimizer; a newcomer's first question once it has the anchor."""
 
     place, roles = Place.REQUEST, WORKERS
-    manifest_hash: Digest
 
 
 class InnerHeader(Message, frozen=True, tag="inner"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from diloco.messages.base import EVERYBODY, MAX_FRAME_BYTES, Message, Place
 from diloco.messages.fields import MAX_COUNT, Addresses, Count, Name, Seal, printable
 
-__all__ = ["MAX_PIECE_BYTES", "MAX_PROBE_BYTES", "Ask", "DialBack", "DialBackReply", "Piece", "Probe", "ProbeReply"]
+__all__ = ["MAX_PIECE_BYTES", "MAX_PROBE_BYTES", "Ask", "Piece", "Probe", "ProbeReply"]
 
 MAX_PIECE_BYTES = MAX_FRAME_BYTES // 2  # the longest manifest is one piece
 MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
@@ -25,8 +25,8 @@ class Ask(Message, frozen=True, tag="ask"):
 
 
 class Piece(Message, frozen=True, tag="piece"):
-    """A piece of what was asked for: canonical JSON, a packed `snapshot.Snapshot`, or bytes of a file. The next message
-    is the next piece if there is `more`. `seal` goes with a manifest: the run key's signature of its hash.
+    """A piece of what was asked for: canonical JSON, a packed `snapshot.Snapshot`, or bytes of a file. Another one
+    follows if there is `more`. `seal` is the run key's signature of the manifest's hash, in a closed run.
     """
 
     wire_version: Count
@@ -38,15 +38,25 @@ class Piece(Message, frozen=True, tag="piece"):
 class Probe(Message, frozen=True, tag="probe"):
     """Asks whether a peer is well and how well it is connected. `sends` meaningless bytes follow, and `wants` bytes
     come back behind the reply; the time that they take gives the bandwidth.
+
+    `call`: at these addresses the asker wants to be called over a new connection, to know whether others can reach it.
     """
 
     place, roles = Place.REQUEST, EVERYBODY
     sends: ProbeBytes = 0
     wants: ProbeBytes = 0
+    call: Addresses = field(default_factory=list)
 
 
 class ProbeReply(Message, frozen=True, tag="probe_reply"):
-    """Its clock, where others reach it, whom it knows, and from where the asker's connection comes, if it can tell."""
+    """What a peer says of itself to one that does not know it yet.
+
+    Attributes:
+        unix_s: its clock when it sends the reply.
+        addresses: where others reach it. known: ids of some peers that it is connected to.
+        observed: multiaddr from which the asker's connection comes; empty where the peer does not know it.
+        reached: where the asker answered a call. why: it did not elsewhere.
+    """
 
     wire_version: Count
     run_id: Name
@@ -55,26 +65,8 @@ class ProbeReply(Message, frozen=True, tag="probe_reply"):
     addresses: Addresses
     known: Annotated[list[Name], Meta(max_length=64)]
     observed: Annotated[str, Meta(max_length=256)] = ""
-
-    def __post_init__(self) -> None:
-        printable(self, "run_id", "name", "observed")
-
-
-class DialBack(Message, frozen=True, tag="dial_back"):
-    """Asks to be called at these addresses over a new connection: can others reach the asker? Called are only addresses
-    with the IP that its connection comes from, and only the asker answers to its id: nobody turns this against others.
-    """
-
-    place, roles = Place.REQUEST, EVERYBODY
-    addresses: Addresses
-
-
-class DialBackReply(Message, frozen=True, tag="dial_back_reply"):
-    """The addresses at which the asker answered, why it did not at others, and from where its connection comes."""
-
-    reached: Addresses
+    reached: Addresses = field(default_factory=list)
     why: Annotated[str, Meta(max_length=512)] = ""
-    observed: Annotated[str, Meta(max_length=256)] = ""
 
     def __post_init__(self) -> None:
-        printable(self, "why", "observed")
+        printable(self, "run_id", "name", "observed", "why")

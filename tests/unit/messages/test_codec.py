@@ -14,7 +14,7 @@ from diloco.messages.base import EVERYBODY, MAX_FRAME_BYTES, Message, Refusal
 from diloco.messages.codec import KINDS, NEXT_WIRE_VERSION, OtherVersion, UnknownKind, decode, encode, expect
 from diloco.messages.control import MAX_GREETING_BYTES, Figures, Greeting, Hello, Offer, Status
 from diloco.messages.heads import Line
-from diloco.messages.watching import MAX_PIECE_BYTES, Ask, DialBackReply, Piece, ProbeReply
+from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, ProbeReply
 
 D = "ab" * 32
 STATUS = Status(tips={0: (7, D), 3: (9, D)}, steps=4, units=((1, 5),), figures=Figures(tokens=3, loss=2.5))
@@ -143,10 +143,9 @@ def test_a_conversation_expects_one_kind_or_a_refusal() -> None:
 
 def test_text_that_people_read_moves_no_cursor() -> None:
     said = "a\x1b[2J\nb"
-    probed = ProbeReply(NEXT_WIRE_VERSION, said, said, 1.0, [], [], said)
+    probed = ProbeReply(NEXT_WIRE_VERSION, said, said, 1.0, [], [], said, [], said)
     for message, fields in (
-        (Refusal(said), ["reason"]), (probed, ["run_id", "name", "observed"]),
-        (DialBackReply([], said, said), ["why", "observed"]),
+        (Refusal(said), ["reason"]), (probed, ["run_id", "name", "observed", "why"]),
     ):  # fmt: skip
         assert {getattr(decode(encode(message)), field) for field in fields} == {"a [2J b"}
 
@@ -155,7 +154,7 @@ def test_admission_lets_each_role_begin_these_conversations() -> None:
     for kind, message in KINDS.items():
         assert message.place.begins == bool(message.roles), kind
     may = {role: {kind for kind, message in KINDS.items() if role in message.roles} for role in EVERYBODY}
-    watching, hosting = {"greeting", "ask", "probe", "dial_back"}, {"hello", "push", "get"}
+    watching, hosting = {"greeting", "ask", "probe"}, {"hello", "push", "get"}
     everything = watching | hosting | {"inner_request"}
     assert may == {"observer": watching, "host": watching | hosting, "worker": everything, "contributor": everything}
 

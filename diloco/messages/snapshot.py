@@ -1,0 +1,201 @@
+"""What one peer knows of the swarm, for watchers: `diloco status --json`, the dashboard, Prometheus and wandb.
+
+    Snapshot -> pack (JSON, deflated) -> pieces (`watching.Piece`) -> unpack (bounded, validated) -> Snapshot
+
+Times are unix seconds by the answering peer's clock. Histories go from old to new. All text is printable.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from diloco.errors import PayloadError
+from diloco.messages.fields import Addresses, Bytes, Count, Index, Loss, Name, Rate, Seconds, Tokens, printable
+from diloco.messages.phase_seconds import PhaseSeconds
+from diloco.messages.watching import MAX_PIECE_BYTES
+from diloco.text import plain
+
+__all__ = [
+    "MAX_HISTORY", "MAX_PACKED_BYTES", "MAX_PEERS", "MAX_ROWS", "SHORT", "Contributor", "Event", "FragmentRow",
+    "LedgerTotals", "LossPoint", "PeerRow", "Round", "RunInfo", "Snapshot", "pack", "unpack",
+]  # fmt: skip
+
+SHORT = 6  # last characters of a peer id; all ids begin alike
+MAX_PEERS, MAX_ROWS, MAX_HISTORY = 1024, 4096, 512  # rows of fragments; rounds, events, and points of the loss
+MAX_PACKED_BYTES = MAX_TEXT_BYTES = 16 * MAX_PIECE_BYTES
+
+Unix = Annotated[float, Meta(ge=0, le=1e12)]
+Text = Annotated[str, Meta(max_length=4096)]
+
+
+class _Row(Struct, frozen=True, forbid_unknown_fields=True):
+    def __post_init__(self) -> None:
+        printable(self, *(name for name in self.__struct_fields__ if isinstance(getattr(self, name), str)))
+
+
+class RunInfo(_Row, frozen=True):
+    """The run, its budgets (None: no limit), outer steps that all fragments have seen, swarm clock, and who answers."""
+
+    run_id: Name
+    mode: Name
+    model: Name
+    outer_steps: Count | None
+    tokens: Tokens | None
+    version: Count
+    applied_tokens: Tokens
+    at: Unix
+    answered_by: Name
+
+
+class PeerRow(_Row, frozen=True):
+    """A peer's last status, `seconds` of its last round, where it may be called, and whether it may make versions."""
+
+    peer_id: Name
+    name: Name
+    state: Literal["starting", "ready", "training", "exchanging", "evaluating", "leaving"]
+    trains: bool
+    authors: bool
+    device: Name
+    version: Count
+    version_lag: Count
+    inner_step: Count
+    target_steps: Count
+    steps_per_s: Rate
+    tokens: Tokens
+    loss: Loss | None
+    bytes_sent: Bytes
+    bytes_received: Bytes
+    last_seen_s: Seconds
+    seconds: PhaseSeconds | None
+    addresses: Addresses
+
+
+class FragmentRow(_Row, frozen=True):
+    """The tip that is here, whom it names as the next author, who is that now, and how many contributions are here.
+
+    following: `author` is another peer; collecting: this one; alone: nobody. fetching: others have more than is here.
+    settling: this peer has just come, and listens first.
+    """
+
+    fragment: Index
+    version: Count
+    work: Tokens
+    id: Name
+    next: Name
+    author: Name | None
+    here: Count
+    state: Literal["following", "collecting", "fetching", "settling", "alone"]
+
+
+class Round(_Row, frozen=True):
+    """A version: connected, training and merged peers when it came, its oldest base, and mean times of its round."""
+
+    fragment: Index
+    version: Count
+    live: Count
+    participating: Count
+    merged: Count
+    staleness: Count
+    seconds: PhaseSeconds | None
+    closed_at: Unix
+
+
+class Contributor(_Row, frozen=True):
+    """A line of the public record: a peer's part in the control fragment, and its payload in all; "": many peers."""
+
+    peer_id: Name
+    name: Name
+    outer_steps: Count
+    tokens: Tokens
+    bytes: Bytes
+    first_version: Count
+    last_version: Count
+
+
+class LedgerTotals(_Row, frozen=True):
+    """Where the tokens are: processed = applied + discarded + in_flight."""
+
+    processed: Tokens
+    applied: Tokens
+    discarded: Tokens
+    in_flight: Tokens
+    contributions: Annotated[list[Contributor], Meta(max_length=MAX_PEERS)]
+
+
+class LossPoint(_Row, frozen=True):
+    """Mean training loss of the peers that train (nats per token), and the lowest and highest of them."""
+
+    at: Unix
+    tokens: Tokens
+    loss: Loss
+    low: Loss
+    high: Loss
+
+
+class Event(_Row, frozen=True):
+    """A line of the answering peer's event log."""
+
+    at: Unix
+    kind: Name
+    text: Text
+
+
+class Snapshot(_Row, frozen=True):
+    """The swarm as one peer sees it; `left_out`: peers that are missing. `samples`: version, prompt, and what its model
+    wrote after it, when the answering peer evaluated last.
+    """
+
+    run: RunInfo
+    peers: Annotated[list[PeerRow], Meta(max_length=MAX_PEERS)]
+    fragments: Annotated[list[FragmentRow], Meta(max_length=MAX_ROWS)]
+    rounds: Annotated[list[Round], Meta(max_length=MAX_HISTORY)]
+    ledger: LedgerTotals
+    loss: Annotated[list[LossPoint], Meta(max_length=MAX_HISTORY)]
+    events: Annotated[list[Event], Meta(max_length=MAX_HISTORY)]
+    left_out: Count = 0
+    samples: Annotated[list[tuple[Count, Text, Text]], Meta(max_length=16)] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.samples[:] = [(version, _lines(prompt), _lines(text)) for version, prompt, text in self.samples]
+
+    def names(self) -> dict[str, str]:
+        """A display name for each peer, also of those that are gone; equal names are followed by the end of the id."""
+        named = {row.peer_id: row.name for row in self.ledger.contributions}
+        named |= {row.peer_id: row.name for row in self.peers}
+        often = Counter(named.values())
+        return {
+            peer: name if name and often[name] == 1 else f"{name}-{peer[-SHORT:]}".lstrip("-")
+            for peer, name in named.items()
+        }
+
+    def json(self, indent: int = -1) -> bytes:
+        """As one object, on one line or indented."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=indent)
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(plain, text.split("\n")))
+
+
+def pack(snapshot: Snapshot) -> list[bytes]:
+    """The pieces of a snapshot, one for each reply."""
+    packed = zlib.compress(snapshot.json(), 3)
+    assert len(packed) <= MAX_PACKED_BYTES, "the limits of a snapshot's lists are too wide"
+    return [packed[at : at + MAX_PIECE_BYTES] for at in range(0, len(packed), MAX_PIECE_BYTES)]
+
+
+def unpack(packed: bytes) -> Snapshot:
+    """The snapshot that untrusted bytes hold; `PayloadError` when they hold none, or one that is too large."""
+    inflating = zlib.decompressobj()
+    try:
+        text = inflating.decompress(packed, MAX_TEXT_BYTES)
+        if inflating.eof and not inflating.unused_data:
+            return msgspec.json.decode(text, type=Snapshot)
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PayloadError(f"that is no snapshot: {plain(str(error)[:200])}") from None
+    raise PayloadError(f"a snapshot is cut off, or longer than {MAX_TEXT_BYTES} bytes")

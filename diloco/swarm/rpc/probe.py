@@ -1,0 +1,166 @@
+"""Probe: what time is it there, how fast is the link, can others call me?
+
+Any stranger may ask, so the answering side has limits. It calls back one asker at a time, only at the asker's own id
+(libp2p checks that it answers), and only at the IP that its connection comes from: nobody turns this against others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from diloco.config.address import host_of, problem
+from diloco.core.peer import Peer
+from diloco.errors import PayloadError
+from diloco.messages import codec
+from diloco.messages.watching import Probe, ProbeReply
+from diloco.protocol.limits import CALL_EVERY_S, CALLS_PER_MINUTE, PROBE_BYTES, PROBE_BYTES_IN_ALL
+from diloco.swarm.rpc.allowance import Allowance
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
+from diloco.swarm.wire.transport import Transport
+
+__all__ = ["ProbeServer", "Probed", "ask_to_be_called", "probe"]
+
+logger = logging.getLogger(__name__)
+
+CALLS_AT_ONCE = 4  # addresses of one request
+ASKED_PEERS = 3
+ANSWER_S = 30.0
+KNOWN_PEERS = 16
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found."""
+
+    peer: str
+    reply: ProbeReply
+    round_trip_s: float
+    ahead_s: float  # our clock minus its, give or take half of the round trip
+    up_bytes_per_s: float | None = None  # where payload was sent
+    down_bytes_per_s: float | None = None
+
+
+async def probe(transport: Transport, peer: str, nbytes: int = 0) -> Probed:
+    """Ask a peer for its clock and its addresses; with `nbytes`, also measure the link each way with that many.
+
+    Raises what is in `BROKEN` when it does not answer, and `PayloadError` when it refuses or answers something else.
+    """
+    sent_at, unix_s = time.monotonic(), time.time()
+    reply = await _ask(transport, peer, Probe())
+    trip_s = time.monotonic() - sent_at
+    up, down = await _bandwidth(transport, peer, nbytes, trip_s) if nbytes else (None, None)
+    return Probed(peer, reply, trip_s, unix_s + trip_s / 2 - reply.unix_s, up, down)
+
+
+async def _ask(transport: Transport, peer: str, request: Probe) -> ProbeReply:
+    async with open_bulk(transport, peer, Traffic(), codec) as stream:
+        await stream.send(request)
+        return codec.expect(await stream.receive(ANSWER_S), ProbeReply)
+
+
+async def _bandwidth(transport: Transport, peer: str, nbytes: int, trip_s: float) -> tuple[float, float]:
+    payload = torch.zeros(nbytes, dtype=torch.uint8)
+    async with open_bulk(transport, peer, Traffic(), codec) as stream:
+        begun_at = time.monotonic()
+        await stream.send(Probe(nbytes, nbytes))
+        await stream.send_payload(payload)
+        codec.expect(await stream.receive(ANSWER_S), ProbeReply)  # sent once the whole payload is there
+        turned_at = time.monotonic()
+        await stream.receive_payload(payload)
+    return nbytes / max(turned_at - begun_at - trip_s, 1e-6), nbytes / max(time.monotonic() - turned_at, 1e-6)
+
+
+async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
+    """Whether others can connect to this peer, as the first seed that can tell says; and if not, what would help.
+
+    When no seed can tell, the answer is yes. If that is wrong, others only need longer to reach this peer.
+    """
+    places = [address.rpartition("/p2p/")[0] for address in transport.addresses[:CALLS_AT_ONCE]]
+    for peer in transport.seeds[:ASKED_PEERS]:
+        try:
+            reply = await _ask(transport, peer, Probe(call=places))
+        except (*BROKEN, PayloadError) as error:
+            logger.debug("%s does not say whether it can call back: %r", peer, error)
+            continue
+        reached = bool(set(reply.reached) & set(places))
+        return reached, "" if reached else _advice(places, reply)
+    return True, ""
+
+
+def _advice(places: list[str], reply: ProbeReply) -> str:
+    """The settings that would make a peer reachable, from what a call back found."""
+    if reply.reached and _is_place(reply.reached[0]):
+        return f"others reach this peer at another address than it says; add 'swarm.announce=[{reply.reached[0]}]'"
+    port = next((place.split("/tcp/")[1].split("/")[0] for place in places if "/tcp/" in place), "4100")
+    family, host = reply.observed.split("/")[1:3] if host_of(reply.observed) else ("ip4", "PUBLIC_IP")
+    return (
+        f"others cannot call this peer ({reply.why or 'nobody tried'}); open TCP port {port} of this machine, forward "
+        f"it on the router, and add 'swarm.listen=[/ip4/0.0.0.0/tcp/{port}]' "
+        f"'swarm.announce=[/{family}/{host}/tcp/{port}]'"
+    )
+
+
+class ProbeServer:
+    """The answering side. A request over a limit is refused with the reason."""
+
+    def __init__(self, transport: Transport, core: Peer, now: Callable[[], float]) -> None:
+        self._transport, self._core, self._now = transport, core, now
+        self._measured = Allowance(PROBE_BYTES, PROBE_BYTES_IN_ALL, 60.0)
+        self._called: dict[str, float] = {}  # when each asker was called last
+        self._calls: deque[float] = deque(maxlen=CALLS_PER_MINUTE)
+        self._calling = asyncio.Lock()
+
+    async def answer(self, stream: Stream, request: Probe) -> None:
+        """Say what this peer is, and take and send the payload, or call, as is asked for."""
+        transport, nbytes = self._transport, request.sends + request.wants
+        if nbytes and not self._measured.take(stream.peer, nbytes, self._now()):
+            raise PayloadError("enough has been measured for a while; ask another peer")
+        if request.sends:
+            await stream.receive_payload(torch.empty(request.sends, dtype=torch.uint8))
+        observed, identity = await transport.observed(stream.peer), self._core.facts.identity
+        outcome = await self._call(stream.peer, request.call, observed) if request.call else {}
+        reply = ProbeReply(
+            codec.NEXT_WIRE_VERSION, identity.run_id, identity.name, time.time(),
+            addresses=[address for address in transport.addresses if len(address) <= 256][:16],
+            known=[member.peer for member in self._core.facts.members.all()][:KNOWN_PEERS], observed=observed[:256],
+            reached=[address for address, failure in outcome.items() if not failure],
+            why="; ".join(f"{address}: {failure}" for address, failure in outcome.items() if failure)[:512],
+        )  # fmt: skip
+        await stream.send(reply)
+        if request.wants:
+            await stream.send_payload(torch.zeros(request.wants, dtype=torch.uint8))
+
+    async def _call(self, peer: str, addresses: list[str], observed: str) -> dict[str, str]:
+        """Why the asker could not be called, by address; "" where it could."""
+        now = self._now()
+        self._called = {asker: at for asker, at in self._called.items() if now - at < CALL_EVERY_S}
+        busy = len(self._calls) == CALLS_PER_MINUTE and now - self._calls[0] < 60.0
+        if busy or peer in self._called or self._calling.locked():
+            raise PayloadError("too many calls back for a while; ask another peer")
+        self._called[peer] = now
+        self._calls.append(now)
+        wanted = _callable(addresses, observed)
+        async with self._calling:
+            return await self._transport.call_anew(peer, wanted) if wanted else {}
+
+
+def _callable(addresses: list[str], observed: str) -> list[str]:
+    """The addresses that an asker names, each with the asker's own IP in the place of the one it names."""
+    _, family, host, *_ = [*observed.split("/"), "", "", ""]
+    if family not in ("ip4", "ip6"):
+        return []
+    named = [address.split("/") for address in addresses if address.startswith(("/ip4/", "/ip6/"))]
+    own = ["/".join(["", family, host, *parts[3:]]) for parts in named if len(parts) >= 5]
+    return [address for address in dict.fromkeys(own) if _is_place(address)][:CALLS_AT_ONCE]
+
+
+def _is_place(address: str) -> bool:
+    """Whether a multiaddr is valid except that it names no peer id."""
+    return (problem(address) or "").startswith("/p2p/PEER_ID is missing")

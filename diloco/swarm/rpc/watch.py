@@ -1,0 +1,92 @@
+"""Ask: the manifest, a snapshot of the swarm, or a small file that the manifest names by its SHA-256, in pieces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from diloco.errors import PayloadError
+from diloco.messages import codec
+from diloco.messages.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
+from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece
+from diloco.protocol.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S
+from diloco.swarm.conversations.tasks import in_thread
+from diloco.swarm.rpc.allowance import Allowance
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
+from diloco.swarm.wire.transport import Transport
+
+__all__ = ["Informant", "request_file", "request_manifest", "request_snapshot"]
+
+
+async def request_manifest(transport: Transport, peer: str) -> tuple[str, str]:
+    """The manifest of a peer's run as untrusted JSON text, and its seal; `PayloadError` when the peer refuses."""
+    content, seal = await _request(transport, peer, "manifest", MAX_PIECE_BYTES)
+    return content.decode(errors="replace"), seal
+
+
+async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
+    """What a peer knows of the swarm; `PayloadError` when it refuses, or answers nonsense or in another version."""
+    return unpack((await _request(transport, peer, "snapshot", MAX_PACKED_BYTES))[0])
+
+
+async def request_file(transport: Transport, peer: str, digest: str, most_bytes: int) -> bytes:
+    """A file of the run; `PayloadError` when the peer does not have it, or sends another or a longer one."""
+    content = (await _request(transport, peer, digest, most_bytes))[0]
+    if sha256(content).hexdigest() != digest:
+        raise PayloadError(f"file {digest[:12]} is another one than the manifest names")
+    return content
+
+
+async def _request(transport: Transport, peer: str, what: str, most_bytes: int) -> tuple[bytes, str]:
+    content = bytearray()
+    async with open_bulk(transport, peer, Traffic(), codec) as stream:
+        await stream.send(Ask(what))
+        while True:
+            piece = codec.expect(await stream.receive(), Piece)
+            content += piece.data
+            if len(content) > most_bytes:
+                raise PayloadError(f"{what[:12]} has more than {most_bytes} bytes")
+            if not piece.more:
+                return bytes(content), piece.seal
+
+
+@dataclass(eq=False)
+class Informant:
+    """The answering side. `snapshot` makes the pieces of one; `files` are those that the manifest names, by digest."""
+
+    gate: Gate
+    traffic: Traffic
+    manifest: str
+    snapshot: Callable[[], list[bytes]]
+    files: Mapping[str, Path]
+    now: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._given = Allowance(FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S)
+
+    async def answer(self, stream: Stream, request: Ask) -> None:
+        """Send what is asked for; `PayloadError` when it is not here, or enough was sent."""
+        if request.what in ("manifest", "snapshot"):
+            for piece in [self.manifest.encode()] if request.what == "manifest" else self.snapshot():
+                await stream.send(Piece(codec.NEXT_WIRE_VERSION, piece, more=True))
+        else:
+            await self._send_file(stream, request.what)
+        await stream.send(Piece(codec.NEXT_WIRE_VERSION, b"", seal=self.gate.memory.seal))
+
+    async def _send_file(self, stream: Stream, digest: str) -> None:
+        try:
+            file = self.files[digest].open("rb")
+        except (KeyError, OSError) as error:
+            raise PayloadError("no file with that digest is here; ask another peer") from error
+        with file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if not self._given.take(stream.peer, nbytes, self.now()):
+                raise PayloadError("enough files were sent for a while; ask another peer")
+            for _ in range(0, nbytes, MAX_PIECE_BYTES):
+                piece = await in_thread(file.read, MAX_PIECE_BYTES)
+                await self.traffic.throttle(len(piece))
+                await stream.send(Piece(codec.NEXT_WIRE_VERSION, piece, more=True))

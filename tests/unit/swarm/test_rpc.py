@@ -1,0 +1,267 @@
+"""Questions of peers, both sides: who gives what, how much of it, and what the asker believes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.errors import PayloadError
+from diloco.messages import codec
+from diloco.messages.codec import NEXT_WIRE_VERSION
+from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, Probe
+from diloco.swarm.rpc import watch
+from diloco.swarm.rpc.inner_state import InnerDonor, InnerState, Layout, fetch_inner
+from diloco.swarm.rpc.probe import ProbeServer, _callable, ask_to_be_called, probe
+from diloco.swarm.rpc.watch import Informant, request_file, request_manifest, request_snapshot
+from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
+from tests.support.coroutines import until
+from tests.support.newcore import core, join
+from tests.support.two_sides import Transport
+from tests.unit.messages.test_snapshot import SEEN, pack
+
+CONTENT = bytes(range(256)) * 4096 + b"the end"  # two whole pieces, and some more
+DIGEST, GONE = sha256(CONTENT).hexdigest(), "ab" * 32
+
+
+# -- manifest, snapshot, files ----------------------------------------------------------------------------------------
+
+
+def informant(tmp_path: Path) -> Any:
+    (tmp_path / "file").write_bytes(CONTENT)
+    gate: Any = SimpleNamespace(memory=SimpleNamespace(seal="a" * 128))
+    files = {DIGEST: tmp_path / "file", GONE: tmp_path / "gone"}
+    return Transport(Informant(gate, Traffic(), '{"ä": 1}', lambda: pack(SEEN), files, lambda: 0.0).answer)
+
+
+async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_others(tmp_path: Path) -> None:
+    there = informant(tmp_path)
+    assert await request_manifest(there, "p") == ('{"ä": 1}', "a" * 128)
+    assert await request_snapshot(there, "p") == SEEN
+    assert await request_file(there, "p", DIGEST, len(CONTENT)) == CONTENT
+    for digest in (sha256(b"secret").hexdigest(), GONE):
+        with pytest.raises(PayloadError, match="refused: no file with that digest is here; ask another peer"):
+            await request_file(there, "p", digest, 9)
+
+
+async def test_an_asker_gets_only_so_many_bytes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FILE_BYTES", 2 * len(CONTENT))
+    there = informant(tmp_path)
+    for _ in range(2):
+        await request_file(there, "p", DIGEST, len(CONTENT))
+    with pytest.raises(PayloadError, match="enough files were sent for a while"):
+        await request_file(there, "p", DIGEST, len(CONTENT))
+
+
+def saying(*pieces: bytes, version: int = NEXT_WIRE_VERSION) -> Any:
+    async def answer(stream: Stream, request: Ask) -> None:
+        for piece in pieces:
+            await stream.send(Piece(version, piece, more=True))
+        await stream.send(Piece(version, b""))
+
+    return Transport(answer)
+
+
+async def test_only_what_was_asked_for_is_believed() -> None:
+    with pytest.raises(PayloadError, match="is another one than the manifest names"):
+        await request_file(saying(CONTENT[:9]), "p", DIGEST, len(CONTENT))
+    with pytest.raises(PayloadError, match=f"has more than {len(CONTENT)} bytes"):
+        await request_file(saying(*[b"x" * MAX_PIECE_BYTES] * 9), "p", DIGEST, len(CONTENT))
+    with pytest.raises(PayloadError, match=f"manifest has more than {MAX_PIECE_BYTES} bytes"):
+        await request_manifest(saying(*[b"x" * MAX_PIECE_BYTES] * 2), "p")
+    with pytest.raises(PayloadError, match="that is no snapshot"):
+        await request_snapshot(saying(b"nonsense"), "p")
+    with pytest.raises(PayloadError, match="wire version 11 there does not fit 12 here"):
+        await request_snapshot(saying(b"", version=11), "p")
+    assert (await request_manifest(saying(b"\xff"), "p"))[0] == "\ufffd", "which is no JSON"
+
+
+# -- probes -----------------------------------------------------------------------------------------------------------
+
+
+class Network(Transport):
+    """An asker that comes from `observed`, and answers calls at port 22 only."""
+
+    addresses = ("/ip4/198.51.100.7/tcp/22/p2p/asker", "/ip4/10.0.0.9/tcp/80/p2p/asker")
+
+    def __init__(self, observed: str = "/ip4/198.51.100.7/tcp/51000", asker: str = "asker") -> None:
+        self.now, self.called, self.place = 1000.0, list[str](), observed
+        transport: Any = self
+        peer = core()
+        join(peer)
+        self.server = ProbeServer(transport, peer, lambda: self.now)
+        super().__init__(self.server.answer, asker)
+
+    async def observed(self, peer: str) -> str:
+        return self.place
+
+    async def call_anew(self, peer: str, addresses: list[str]) -> dict[str, str]:
+        self.called += [f"{address} {peer}" for address in addresses]
+        return {address: "" if "/22" in address else "timeout" for address in addresses}
+
+    async def obeys(self, *asked: tuple[str, Probe]) -> list[bool]:
+        found = []
+        for self._asker, request in asked:
+            async with open_bulk(self, "p", Traffic(), codec) as stream:  # type: ignore[arg-type]
+                await stream.send(request)
+                await stream.send_payload(torch.zeros(request.sends, dtype=torch.uint8))
+                found.append(not isinstance(await stream.receive(), codec.Refusal))
+        return found
+
+
+async def test_a_probe_finds_clock_names_and_bandwidth() -> None:
+    network: Any = Network()
+    found = await probe(network, "p", nbytes=1000)
+    assert (found.reply.run_id, found.reply.name, found.reply.known) == ("run", "me", ["b" * 46])
+    assert abs(found.ahead_s) < 1 and found.up_bytes_per_s and found.down_bytes_per_s
+    assert (await probe(network, "p")).up_bytes_per_s is None
+
+
+async def test_only_the_address_that_an_asker_comes_from_is_called() -> None:
+    network: Any = Network()
+    assert await ask_to_be_called(network) == (True, "")
+    assert network.called == ["/ip4/198.51.100.7/tcp/22 asker", "/ip4/198.51.100.7/tcp/80 asker"]
+    for unknown in ("", "/p2p-circuit", "/dns/x.example/tcp/1", "nonsense"):
+        assert _callable(["/ip4/203.0.113.9/tcp/4100"], unknown) == []
+    other = "/ip4/198.51.100.9/tcp/1"
+    network = Network(other)
+    assert await ask_to_be_called(network) == (
+        False,
+        f"others reach this peer at another address than it says; add 'swarm.announce=[{other[:-1]}22]'",
+    )
+    network.addresses = ("/ip4/10.0.0.9/tcp/80/p2p/asker",)
+    assert await ask_to_be_called(network) == (True, ""), "who refuses to call does not know"
+    network.now += 11
+    reachable, advice = await ask_to_be_called(network)
+    assert (
+        not reachable
+        and "timeout); open TCP port 80 of this machine" in advice
+        and "/ip4/198.51.100.9/tcp/80]" in advice
+    )
+
+
+async def test_calls_back_and_measurements_are_few_per_asker_and_in_all() -> None:
+    network = Network()
+    request, large = Probe(call=["/ip4/198.51.100.7/tcp/4100"]), Probe(2**22, 2**22)
+    assert await network.obeys(("one", request), ("one", request)) == [True, False]
+    network.now += 11
+    others = [(f"peer {number}", request) for number in range(40)]
+    assert (await network.obeys(("one", request), *others)).count(True) == 19
+    assert await network.obeys(*[("one", large)] * 10) == [True] * 4 + [False] * 6
+    others = [(f"other {number}", large) for number in range(6)]
+    assert await network.obeys(*others) == [True] * 4 + [False] * 2, "together"
+    assert await network.obeys(("one", Probe())) == [True], "asking is free"
+    network.now += 61
+    assert await network.obeys(("another", request), ("one", large)) == [True, True]
+
+
+# -- the inner optimizer's state --------------------------------------------------------------------------------------
+
+LAYOUT = Layout(("0.w.exp_avg", "0.w.exp_avg_sq"), (2, 2), 1)
+STATE = InnerState(LAYOUT, (6,), torch.tensor([-1.0, 2.0, 3.0, 4.0]))
+
+
+class Asker:
+    """A joiner among peers that train; donors answer with `give`."""
+
+    def __init__(self, give: Callable[[], InnerState | None]) -> None:
+        self.core, self.notes, self.asked = core(), list[tuple[str, dict[str, object]]](), list[str]()
+        self._give = InnerDonor(give)
+
+    def now(self) -> float:
+        return 0.0
+
+    def note(self, kind: str, **fields: object) -> None:
+        self.notes.append((kind, fields))
+
+    def open(self, peer: str) -> Any:
+        self.asked.append(peer)
+        transport: Any = Transport(self._give.answer)
+        return open_bulk(transport, peer, Traffic(), codec)
+
+    async def fetch(self, layout: Layout = LAYOUT, seed: int = 0) -> InnerState | None:
+        self.asked.clear()
+        self.notes.clear()
+        return await fetch_inner(self, layout, random.Random(seed))
+
+
+async def test_a_joiner_has_a_donor_s_moments() -> None:
+    asker = Asker(lambda: STATE)
+    join(asker.core, "p", steps_per_s=1.0)
+    found = await asker.fetch()
+    assert found is not None and torch.equal(found.values, STATE.values) and found.steps == (6,)
+    assert asker.notes == [("inner_state", {"from": "p", "seconds": 0.0, "bytes": 16})]
+
+
+async def test_donors_are_drawn_among_those_that_train_and_resumed_ones_come_last() -> None:
+    asker = Asker(lambda: None)
+    for name, said in {
+        "slow": {"steps_per_s": 0.5}, "host": {"trains": False}, "new": {},
+        "gone": {"leaves": True, "steps_per_s": 9.0},
+        "fast": {"steps_per_s": 3.0}, "other": {"steps_per_s": 1.0}, "liar": {"steps_per_s": 1e6},
+    }.items():  # fmt: skip
+        join(asker.core, name, **said)
+    first = set()
+    for seed in range(8):
+        assert await asker.fetch(seed=seed) is None
+        assert len(asker.asked) == 3 and set(asker.asked) <= {"slow", "fast", "other", "liar"}
+        assert asker.notes[0] == (
+            "inner_state_failed",
+            {"donor": asker.asked[0], "why": "refused: no inner optimizer state is here"},
+        )
+        first.add(asker.asked[0])
+    assert len(first) > 2, "the draw decides"
+
+
+def spoiled(at: int, value: float) -> InnerState:
+    values = STATE.values.clone()
+    values[at] = value
+    return replace(STATE, values=values)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (spoiled(0, math.nan), "0.w.exp_avg holds nan to nan"),
+        (spoiled(0, 1e30), "0.w.exp_avg holds 2 to 1e"),
+        (spoiled(3, -1e-6), "0.w.exp_avg_sq holds -1e-06 to 3"),
+        (replace(STATE, steps=(1, 2)), "in another order or number than here"),
+        (InnerState(Layout(LAYOUT.names[::-1], (2, 2), 1), (6,), torch.zeros(4)), "in another order or number"),
+        (InnerState(Layout(LAYOUT.names, (2, 3), 1), (6,), torch.zeros(5)), "the inner state there has 5 elements"),
+    ],
+)
+async def test_a_state_that_cannot_be_is_refused_by_both_sides(given: InnerState, why: str) -> None:
+    for donor_checks in (True, False):
+        asker = Asker(lambda: given)
+        join(asker.core, "p", steps_per_s=1.0)
+        if not donor_checks:
+            asker._give._kept = lambda: given  # type: ignore[assignment]
+        assert await asker.fetch() is None
+        [(kind, fields)] = asker.notes
+        assert kind == "inner_state_failed" and why in str(fields["why"])
+        assert str(fields["why"]).startswith("refused") == (donor_checks and "holds" in why)
+
+
+async def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
+    made: list[int] = []
+
+    def make() -> InnerState:
+        made.append(1)
+        return replace(STATE, values=STATE.values.clone())
+
+    asker = Asker(make)
+    join(asker.core, "p", steps_per_s=1.0)
+    assert None not in await asyncio.gather(*(fetch_inner(asker, LAYOUT, random.Random(0)) for _ in range(2)))
+    assert len(made) == 1
+    await until(lambda: asker._give._kept is None or asker._give._kept() is None)  # a thread lets go a moment later
+    await asker.fetch()
+    assert len(made) == 2

@@ -95,9 +95,9 @@ class Aggregate:
     ) -> Merged:  # fmt: skip
         """Make the update of the next version, in the memory given or in new one. It moves the master, not the anchor.
 
-        The order of contributions does not matter. The state is that before the step; a window that does not fit is
-        forgotten. `me` is this peer. An invalid payload raises `PayloadError` and changes nothing; a master that is not
-        finite raises `DivergedError`.
+        The order of contributions, one at least, does not matter. The state is that before the step; a window that does
+        not fit is forgotten. `me` is this peer. An invalid payload raises `PayloadError` and changes nothing; a master
+        that is not finite raises `DivergedError`.
         """
         contributions = sorted(contributions, key=lambda one: one.peer)
         peers = [one.peer for one in contributions]

@@ -220,16 +220,15 @@ class OuterOptimizer(ABC):
         """How long the update of a step may be that is made of contributions no longer than `longest`, and the reach
         after it. It also publishes what earlier encodings lost. Infinite unless the step is `Linear`.
         """
-        made = self.transition(step)
+        made, (momentum, window, lost) = self.transition(step), before
         if not isinstance(made, Linear):
             return math.inf, (math.inf, math.inf, math.inf)
-        lengths = (longest, *before[:2])
-        moved, momentum, window = (
-            sum(abs(part) * length for part, length in zip(row, lengths, strict=True) if part)
-            for row in (made.moved, made.momentum, made.window)
-        )
-        due = moved + before[2]
-        return (1 + LOST) * due, (momentum, window, LOST * due)
+
+        def length(row: tuple[float, ...]) -> float:  # no `sum`, which rounds otherwise from Python 3.12 on
+            return abs(row[0]) * longest + abs(row[1]) * momentum + abs(row[2]) * window
+
+        due = length(made.moved) + lost
+        return (1 + LOST) * due, (length(made.momentum), length(made.window), LOST * due)
 
     def _columns(self, step: OuterStep) -> list[tuple[float, float, float]]:
         """What becomes of parameters, momentum and window, for a mean, a momentum and a window of 1."""

@@ -172,17 +172,6 @@ class Replica:
         """Views of the chunks of a whole update. `PayloadError` if its length is wrong."""
         return self._updates[fragment].split(update)
 
-    def update_norm(self, fragment: int, update: Tensor) -> float:
-        """How far (L2) a whole update (uint8) moves the anchor that is here. `PayloadError` if it is invalid."""
-        norms = []
-        for part, (start, stop) in zip(self.update_chunks(fragment, update), self.chunks[fragment], strict=True):
-            values = self.down.values(part, stop - start)
-            if self.down.carries_values:
-                moved = buffer("moved", torch.float32, stop - start)
-                values = torch.sub(values, self.anchors[fragment][start:stop], out=moved)
-            norms.append(norm_of(values))
-        return math.hypot(*norms)
-
     @torch.no_grad()
     def foresee(self, fragment: int, update: Tensor) -> tuple[float, tuple[str, ...]]:
         """How far (L2) a whole update (uint8) would move the anchor, and the digests of its parts after that; nothing

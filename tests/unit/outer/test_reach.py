@@ -10,6 +10,7 @@ import torch
 
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
+from diloco.outer.digest import fragment_digest
 from diloco.outer.fragments import BLOCK, CHUNK
 from diloco.outer.optimizer import OPTIMIZERS, OuterOptimizer, OuterStep, Transition
 from tests.support.outer import gaussian, make, named, outer, payload_of, syncer
@@ -37,7 +38,9 @@ def test_an_update_is_no_longer_than_its_contributions_allow(optimizer: str, cod
         limit, reach = peer.optimizer.reach(merged.step, max(float(delta.norm()) for delta in deltas), reach)
         moved = float((peer.anchors[0] - before).norm())
         behind = syncer({"w": before}, settings)
-        assert behind.update_norm(0, merged.update) == pytest.approx(moved, rel=1e-3, abs=1e-5) and moved <= limit
+        norm, parts = behind.foresee(0, merged.update)
+        assert norm == pytest.approx(moved, rel=1e-3, abs=1e-5) and moved <= limit
+        assert fragment_digest(parts) == peer.digest(0) and torch.equal(behind.anchors[0], before)
         lengths = [*(float(vector.norm()) for vector in state.vectors), float((own.master - own.anchor).norm())]
         for length, longest in zip((lengths[0], lengths[-1]), (reach[0], reach[2]), strict=True):
             assert length <= 2 * longest

@@ -93,7 +93,7 @@ class FragmentRow(_Row, frozen=True):
 
 
 class Round(_Row, frozen=True):
-    """A version: connected, training and merged peers when it came, its oldest base, and mean times of its round."""
+    """A version: connected, training and merged peers when it came, its oldest base, and how long rounds took."""
 
     fragment: Index
     version: Count

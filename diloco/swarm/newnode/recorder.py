@@ -44,7 +44,6 @@ class Recorder:
         self._core = core
         self._manifest = manifest_text
         self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
-        self._seconds: dict[int, list[PhaseSeconds]] = {}  # by version of the control fragment: what peers told
         self._events: deque[schema.Event] = deque(maxlen=schema.MAX_HISTORY)
         self._samples: list[tuple[int, str, str]] = []
         self._loss: list[schema.LossPoint] = []
@@ -74,12 +73,9 @@ class Recorder:
         with self._harmless():
             everybody = self._everybody(now)
             for member in everybody:
-                figures, known = member.figures, self._last.pop(member.peer, Figures())
-                self._last[member.peer] = figures  # the newest are the last that are forgotten
-                if figures.rounds != known.rounds and (seconds := shown.phases(figures)):
-                    self._seconds.setdefault(shown.version(self._core.facts.control, member), []).append(seconds)
+                self._last.pop(member.peer, None)  # who was heard last is forgotten last
+                self._last[member.peer] = member.figures
             forget_oldest(self._last, 4 * schema.MAX_PEERS)
-            forget_oldest(self._seconds, schema.MAX_HISTORY)
             losses = [member.figures.loss for member in everybody if member.status.trains and member.figures.loss]
             if losses and (not self._loss or now >= self._loss[-1].at + self._loss_every_s):
                 tokens, mean = self._core.facts.control.tip.head.work, sum(losses) / len(losses)
@@ -118,22 +114,20 @@ class Recorder:
     def _round(self, tip: Tip, now: float) -> schema.Round:
         facts, lines = self._core.facts, tip.head.counted
         behind = [at for at, base in enumerate(reversed(tip.book.recent)) for line in lines if line.base == base]
+        told = [seconds for one in self._everybody(now) if (seconds := shown.phases(one.figures))]
+        mean = [sum(phase) / len(told) for phase in zip(*map(astuple, told), strict=True)]
         return schema.Round(
             tip.head.fragment, tip.head.number, len(facts.members) + 1, facts.num_trainers(), len(lines),
-            max(behind, default=0), None, now,
+            max(behind, default=0), PhaseSeconds(*mean) if told else None, now,
         )  # fmt: skip
 
     def _snapshot(self, now: float) -> schema.Snapshot:
         facts, since, everybody = self._core.facts, time.time() - now, self._everybody(now)
-        seconds = {
-            version: PhaseSeconds(*(sum(phase) / len(told) for phase in zip(*map(astuple, told), strict=True)))
-            for version, told in self._seconds.items()
-        }
         return schema.Snapshot(
             run=shown.run(self._core, self._manifest, since + now),
             peers=[shown.peer(self._core, member, now) for member in everybody[: schema.MAX_PEERS]],
             fragments=[shown.fragment(facts, f) for f in facts.fragments[: schema.MAX_ROWS]],
-            rounds=[replace(r, closed_at=since + r.closed_at, seconds=seconds.get(r.version)) for r in self._rounds],
+            rounds=[replace(one, closed_at=since + one.closed_at) for one in self._rounds],
             ledger=shown.ledger(facts, self._last | {member.peer: member.figures for member in everybody}),
             loss=[replace(point, at=since + point.at) for point in self._loss],
             events=[replace(event, at=since + event.at) for event in self._events],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -113,8 +112,7 @@ class ProbeServer:
     def __init__(self, transport: Transport, core: Peer, now: Callable[[], float]) -> None:
         self._transport, self._core, self._now = transport, core, now
         self._measured = Allowance(PROBE_BYTES, PROBE_BYTES_IN_ALL, 60.0)
-        self._called: dict[str, float] = {}  # when each asker was called last
-        self._calls: deque[float] = deque(maxlen=CALLS_PER_MINUTE)
+        self._called = Allowance(60.0 / CALL_EVERY_S, CALLS_PER_MINUTE, 60.0)
         self._calling = asyncio.Lock()
 
     async def answer(self, stream: Stream, request: Probe) -> None:
@@ -139,13 +137,8 @@ class ProbeServer:
 
     async def _call(self, peer: str, addresses: list[str], observed: str) -> dict[str, str]:
         """Why the asker could not be called, by address; "" where it could."""
-        now = self._now()
-        self._called = {asker: at for asker, at in self._called.items() if now - at < CALL_EVERY_S}
-        busy = len(self._calls) == CALLS_PER_MINUTE and now - self._calls[0] < 60.0
-        if busy or peer in self._called or self._calling.locked():
+        if self._calling.locked() or not self._called.take(peer, 1, self._now()):
             raise PayloadError("too many calls back for a while; ask another peer")
-        self._called[peer] = now
-        self._calls.append(now)
         wanted = _callable(addresses, observed)
         async with self._calling:
             return await self._transport.call_anew(peer, wanted) if wanted else {}

@@ -50,7 +50,20 @@ def stepped(core: Facts, event: Stepped) -> None:
         core.turn = core.turn or core.position in turns
     elif core.position >= core.cycle:
         core.due = list(core.fragments)
+    core.due += [f for f in core.fragments if f not in core.due and _hurries(core, f)]
     core.position %= core.cycle
+
+
+def _hurries(core: Facts, f: Fragment) -> bool:
+    """Whether what was learned is as much as one line may claim, or would soon be late: a peer that is much slower than
+    the rest sends after fewer steps.
+    """
+    if f.steps >= MOST_CYCLES * core.settings.sync_every:
+        return True
+    recent = f.tip.book.recent
+    if not f.unsent or f.waiting is not None or f.base not in recent or own(core, f) is not None:
+        return False
+    return 2 * (len(recent) - recent.index(f.base)) >= core.settings.late
 
 
 def loaded(core: Facts, event: Loaded) -> None:

@@ -1,0 +1,205 @@
+"""A swarm of cores alone, in virtual time: messages take a while, and tensors are three integers.
+
+swarm = Swarm(Settings(sync_every=10)); peer = swarm.add("a"); swarm.until(100.0)      peer.tip(), swarm.made
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.core import events
+from diloco.core.facts import Facts, Identity, Settings, Sizes
+from diloco.core.history import Tip, genesis
+from diloco.core.peer import Peer as Core
+from diloco.core.units import count, first
+from diloco.messages.bulk import PartHeader, RecordHeader
+from diloco.messages.codec import decode, encode
+from diloco.messages.heads import Head
+from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Saved, Signer, hexed
+from tests.support.links import Links
+
+
+@dataclass(eq=False)
+class Peer:
+    """One peer: its core, its anchors, and a training loop whose steps take `step_s`, of `batch` sequences each."""
+
+    name: str
+    settings: Settings
+    trains: bool = True
+    authors: bool = True
+    step_s: float = 1.0
+    batch: int = 1
+    cycle: int = 0  # inner steps, if it has a number of its own (DyLU)
+    core: Core | None = None
+    life: int = 0
+    frozen: bool = False
+    hangs: bool = False  # its training loop does
+    stuck: bool = False  # its merges hang
+    stepping: bool = False
+    inbox: list[events.Event] = field(default_factory=list)
+    notes: list[tuple[float, str, dict[str, object]]] = field(default_factory=list)
+
+    anchors: Anchors = field(init=False)
+
+    @property
+    def facts(self) -> Facts:
+        """What its core knows."""
+        assert self.core is not None
+        return self.core.facts
+
+    def tip(self, index: int = 0) -> Tip:
+        """Of a fragment."""
+        return self.facts.fragments[index].tip
+
+    def saved(self) -> Saved:
+        """A checkpoint of now."""
+        tips = tuple(f.tip for f in self.facts.fragments)
+        return Saved(tips, tuple(self.anchors.now), self.facts.processed, self.facts.stamp)
+
+
+class Swarm(Links):
+    """Peers, whose work on tensors takes `work_s`."""
+
+    def __init__(
+        self, settings: Settings, latency_s: float = 0.03, bulk_s: float = 0.5, work_s: float = 0.0, seed: int = 0
+    ) -> None:
+        super().__init__(latency_s, bulk_s, seed)
+        self.settings, self.work_s = settings, work_s
+        self.peers: dict[str, Peer] = {}
+        self.made: list[tuple[float, Head]] = []  # every version, and when its author had it
+        self.heads: dict[str, Head] = {}
+
+    # -- peers --------------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, saved: Saved | None = None, **fields: Any) -> Peer:
+        """A peer that starts now."""
+        peer = Peer(name, **{"settings": self.settings, **fields})
+        for other in self.peers:
+            self.at(self.now, self.reconnect, name, other)
+        self.peers[name] = peer
+        self.start(peer, saved)
+        return peer
+
+    def start(self, peer: Peer, saved: Saved | None = None, wall_ms: int = 0) -> None:
+        """Start its next life."""
+        settings = peer.settings
+        anchors = tuple(tuple(range(i, i + PARTS)) for i in range(settings.fragments))
+        tips = tuple(genesis(i, RUN, tuple(map(hexed, anchor))) for i, anchor in enumerate(anchors))
+        saved = saved or Saved(tips, anchors, 0, 0)
+        identity = Identity(peer.name, peer.name, RUN, "0" * 64, Signer(peer.name), peer.trains, peer.authors)
+        peer.life, peer.frozen, peer.stuck, peer.stepping, peer.inbox = peer.life + 1, False, False, False, []
+        peer.notes = []
+        peer.core = Core(
+            identity, settings, Arithmetic(), saved.tips, [Sizes(1, 1, 1000, PARTS)] * settings.fragments, self.now,
+            wall_ms or 10**6 + int(self.now * 1000), saved.processed, saved.stamp,
+        )  # fmt: skip
+        peer.anchors = Anchors(peer.core.facts, saved.anchors)
+        self.heads |= {tip.head.id: tip.head for tip in saved.tips}
+        cycle = peer.cycle or settings.sync_every
+        self.at(self.now, self._later, peer, peer.life, events.Wanted(2 * cycle * peer.batch, cycle))
+        self.at(self.now + self.random.random(), self._tick, peer, peer.life)
+
+    def _tick(self, peer: Peer, life: int) -> None:
+        if peer.life == life:
+            self.tell(peer, events.Tick())
+            self.at(self.now + 1.0, self._tick, peer, life)
+
+    def _later(self, peer: Peer, life: int, event: events.Event) -> None:
+        if peer.life == life:
+            self.tell(peer, event)
+
+    def die(self, peer: Peer) -> None:
+        """The process ends; the others hear of it, unless the network is cut."""
+        peer.core, peer.life = None, peer.life + 1
+        for pair in [pair for pair in self.epochs if peer.name in pair]:
+            self.drop(pair, peer.name)
+
+    def thaw(self, peer: Peer) -> None:
+        """It wakes up, and finds what came meanwhile."""
+        inbox, peer.frozen, peer.inbox = peer.inbox, False, []
+        for event in [*inbox, events.Tick()]:
+            self.tell(peer, event)
+
+    # -- what cores ask for -------------------------------------------------------------------------------------------
+
+    def arrives(self, peer: str, event: Any) -> None:
+        """A message of another peer."""
+        self.tell(self.peers[peer], event)
+
+    def greets(self, peer: str) -> Any:
+        """What it says first; None while it cannot."""
+        one = self.peers[peer]
+        return None if one.core is None or one.frozen else decode(encode(one.core.hello()))
+
+    def tell(self, peer: Peer, event: events.Event) -> None:
+        """Something happens to a peer."""
+        if peer.core is None:
+            return
+        if peer.frozen:
+            peer.inbox += [event] if not isinstance(event, events.Tick) else []
+            return
+        actions = peer.core.receive(event, self.now)
+        for f in peer.facts.fragments:
+            if f.tip.head.id not in self.heads:
+                self.heads[f.tip.head.id] = f.tip.head
+                self.made.append((self.now, f.tip.head))
+        self.check(peer)
+        for action in actions:
+            self.do(peer, action)
+        if peer.core and peer.core.runs and not peer.stepping and not peer.hangs:
+            peer.stepping = True
+            self.at(self.now + peer.step_s * self.random.uniform(0.95, 1.05), self._step, peer, peer.life)
+
+    def check(self, peer: Peer) -> None:
+        """What the fuzz looks at after each event."""
+
+    def _step(self, peer: Peer, life: int) -> None:
+        if peer.life == life:
+            peer.stepping = False
+            units = first(peer.facts.queue, peer.batch)
+            if units and not peer.facts.leaving:
+                self.tell(peer, events.Stepped(count(units), units, 1 / peer.step_s))
+
+    def do(self, peer: Peer, action: events.Action) -> None:
+        """Carry one action out."""
+        match action:
+            case events.Send(to, message):
+                self.carry(peer.name, to, events.Heard(peer.name, decode(encode(message))))
+            case events.Broadcast(message):
+                event = events.Heard(peer.name, decode(encode(message)))
+                for member in peer.facts.members.all():
+                    self.carry(peer.name, member.peer, event)
+            case events.Push(to, line, payload):
+                self.carry(peer.name, to, events.Delivered(peer.name, line, payload), events.Broke(to, line), True)
+            case events.Ask(to, get):
+                self.carry(peer.name, to, events.Asked(peer.name, get), events.Broke(to, get))
+            case events.Reply(to, get, answer):
+                gave = events.Gave(peer.name, get, self._written(peer, answer))
+                self.carry(peer.name, to, gave, bulk=answer is not None)
+            case events.Disconnect(to):
+                self.drop(frozenset((peer.name, to)), peer.name)
+            case events.Note(kind, said):
+                peer.notes.append((self.now, kind, said))
+            case events.Wake(when):
+                self.at(when, self._later, peer, peer.life, events.Tick())
+            case events.Exit():
+                self.die(peer)
+            case events.Merge() if peer.stuck:
+                pass
+            case _:
+                self.at(self.now + self.work_s * self.random.uniform(0.5, 2.0), self._work, peer, peer.life, action)
+
+    def _work(self, peer: Peer, life: int, action: events.Action) -> None:
+        if peer.life == life:
+            self.tell(peer, peer.anchors.done(action))
+
+    def _written(self, peer: Peer, answer: Any) -> Any:
+        match answer:
+            case events.Records(records):
+                for record in records:
+                    decode(encode(RecordHeader(record.head)))
+            case events.Part(head):
+                answer = peer.anchors.filled(head.fragment, answer)
+                decode(encode(PartHeader(head, answer.book, answer.digests)))
+        return answer

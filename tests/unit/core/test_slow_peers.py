@@ -1,0 +1,39 @@
+"""Nobody works for nothing: a peer that is much slower than the rest sends what it has after fewer steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.core.facts import Settings
+from tests.support.swarm_without_tensors import Swarm
+
+MODES = {
+    "barrier": Settings(sync_every=10),
+    "quorum": Settings(sync_every=10, quorum=2, grace_s=1.0),
+    "staggered": Settings(sync_every=10, staggered=True, fragments=2),
+    "overlap": Settings(sync_every=10, overlap=2),
+    "few late versions": Settings(sync_every=10, late=2),
+}
+
+
+@pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
+def test_the_tokens_of_a_peer_that_is_twenty_times_slower_arrive(settings: Settings) -> None:
+    swarm = Swarm(settings)
+    for name in "abc":
+        swarm.add(name)
+    slow = swarm.add("d", step_s=20.0)
+    swarm.until(600.0)
+    assert slow.facts.processed > 25
+    for f in slow.facts.fragments:
+        assert slow.tip(f.index).book.of("d")[1] > 20
+        assert slow.core and slow.core.discarded() <= 1
+    assert not any(peer.core.discarded() for peer in swarm.peers.values() if peer.core and peer is not slow)
+    assert slow.tip().head.number > 30, "the others waited"
+
+
+def test_peers_of_one_speed_send_after_a_whole_cycle() -> None:
+    swarm = Swarm(Settings(sync_every=10))
+    for name in "abc":
+        swarm.add(name)
+    swarm.until(200.0)
+    assert {line.tokens for _, head in swarm.made for line, _ in head.lines} == {10}

@@ -12,7 +12,7 @@ from diloco.messages.fields import printable
 
 __all__ = ["EVERYBODY", "MAX_FRAME_BYTES", "MEMBERS", "WORKERS", "Message", "Place", "Refusal"]
 
-MAX_FRAME_BYTES = 1 << 20  # the largest honest frame has 256 lines, or the digests of all parts of an anchor
+MAX_FRAME_BYTES = 1 << 21  # the largest honest frame has a head of 256 lines, a book of 2048 peers, and 8192 digests
 EVERYBODY: frozenset[Role] = frozenset(get_args(Role))
 MEMBERS: frozenset[Role] = frozenset({"worker", "host", "contributor"})
 WORKERS: frozenset[Role] = frozenset({"worker", "contributor"})

@@ -15,8 +15,8 @@ __all__ = [
     "RecordHeader", "Values",
 ]  # fmt: skip
 
-MAX_PARTS = 2**13  # their digests fill half a frame; a part has 2**20 values
-MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill half a frame
+MAX_PARTS = 2**13  # their digests fill a quarter of a frame; a part has 2**20 values
+MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill a quarter of a frame
 MAX_RECORDS = 8  # kept by a peer, and sent in a row
 
 

@@ -11,10 +11,36 @@ import pytest
 
 from diloco.errors import PayloadError
 from diloco.messages.base import EVERYBODY, MAX_FRAME_BYTES, Message, Refusal
+from diloco.messages.bulk import (
+    MAX_MOMENTS,
+    MAX_PARTS,
+    Get,
+    Got,
+    InnerHeader,
+    InnerRequest,
+    No,
+    PartHeader,
+    Push,
+    RecordHeader,
+    Values,
+)
 from diloco.messages.codec import KINDS, NEXT_WIRE_VERSION, OtherVersion, UnknownKind, decode, encode, expect
-from diloco.messages.control import MAX_GREETING_BYTES, Figures, Greeting, Hello, Offer, Status
-from diloco.messages.heads import Line
-from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, ProbeReply
+from diloco.messages.control import (
+    MAX_GREETING_BYTES,
+    Answer,
+    Figures,
+    Grant,
+    Greeting,
+    Hello,
+    Lease,
+    Offer,
+    Revocations,
+    Status,
+    Welcome,
+)
+from diloco.messages.fields import MAX_LINES, MAX_RANGES, MAX_UNIT_RANGES
+from diloco.messages.heads import MAX_LATE, MAX_LEDGER, Book, Entry, Head, Line
+from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, Probe, ProbeReply
 
 D = "ab" * 32
 STATUS = Status(tips={0: (7, D), 3: (9, D)}, steps=4, units=((1, 5),), figures=Figures(tokens=3, loss=2.5))
@@ -93,20 +119,56 @@ def test_what_is_wrong_is_refused_at_once_and_shortly(name: str) -> None:
     assert not isinstance(caught.value, UnknownKind | OtherVersion)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        STATUS,
-        HELLO,
-        Offer(LINE, 2.0),
-        Ask(D),
-        Piece(NEXT_WIRE_VERSION, b"x" * MAX_PIECE_BYTES, more=True),
-        Refusal("no"),
-    ],
-)
-def test_a_message_comes_through_unchanged(message: Message) -> None:
+BOOK = Book({"": Entry(0, 0), "a": Entry(5, 100, 1, 1, 1, "ann")}, (D,), ((0, 4),), 1, 2, (1.0, 0.5, 0.0))
+HEAD = Head(0, 1, D, "a", "b", ((LINE, 1.0),), 2, 100, D, D, b"signature")
+EXAMPLES = [
+    STATUS, HELLO, Figures(3, 1, 2.5, 4, 5, 1, [1.0] * 4), Offer(LINE, 2.0), Answer(0, "a", 5, "want", 7), Welcome(),
+    Lease("a", 3, ((1, 5),)), Grant("a", ((1, 5),)), Greeting("x", 3, "ab" * 8), Refusal("no"), No(), Got(), Values(),
+    Revocations(1, ["ab" * 8], ["a"], "ab" * 64), Push(LINE, 7), Get(0, (7, D), D, 3), RecordHeader(HEAD, 2),
+    PartHeader(HEAD, BOOK, (D,)), InnerRequest(), InnerHeader(["0.w.exp_avg"], [3], [1]), Ask(D),
+    Probe(1, 2, ["/ip4/1.2.3.4"]), Piece(NEXT_WIRE_VERSION, b"x" * MAX_PIECE_BYTES, True, "ab" * 64),
+    ProbeReply(NEXT_WIRE_VERSION, "run", "ann", 1.5, ["/a"], ["b"], "/ip4", ["/a"], "why"),
+]  # fmt: skip
+OTHER = [None, -2, 2**63, 1.5, math.nan, "x" * 2000, b"x" * 2000, [[]], [None], [-1], {"a": None}]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.kind)
+def test_a_message_comes_through_unchanged_and_a_wrong_missing_or_extra_field_refuses_it(message: Message) -> None:
     assert decode(encode(message)) == message
-    assert len(encode(message)) < MAX_FRAME_BYTES
+    fields = msgspec.msgpack.decode(encode(message), strict=False)
+    named = [info.name for info in msgspec.structs.fields(message) if info.required]
+    broken = [{key: value for key, value in fields.items() if key != name} for name in ("kind", *named)]
+    broken += [{**fields, key: wrong} for key in fields for wrong in OTHER if not fits(wrong, fields[key])]
+    for one in [*broken, {**fields, "extra": 1}]:
+        with pytest.raises(PayloadError):
+            pytest.fail(f"{decode(pack(one))} was taken"[:200])
+
+
+def fits(wrong: object, right: object) -> bool:
+    """Another value of that type, which may be good, or none where that is the default."""
+    if wrong is None:
+        return isinstance(right, dict | list)
+    return type(wrong) is type(right) and isinstance(wrong, str | bytes | float) and wrong == wrong
+
+
+def test_there_is_an_example_of_every_kind() -> None:
+    assert {type(example) for example in EXAMPLES} == set(KINDS.values())
+
+
+def test_the_largest_messages_fit_their_frames() -> None:
+    """Of honest peers: a whole state of as many peers, parts and contributions as there may be."""
+    peer, ranges = "Q" * 52, [(2**49 + 2 * at, 2**49 + 2 * at + 1) for at in range(MAX_RANGES)]
+    line = Line(0, peer, 2**50, D, 2**40, 2**50, tuple(ranges[:MAX_UNIT_RANGES]), 1e30, D, "n" * 24, b"s" * 560)
+    head = Head(0, 2**40, D, peer, peer, ((line, 1e30),) * MAX_LINES, 1, 2**50, D, D, b"s" * 560)
+    ledger = {f"{at:052}": Entry(2**50, 2**50, 2**40, 2**40, 2**40, "n" * 24) for at in range(MAX_LEDGER)}
+    book = Book(ledger, (D,) * MAX_LATE, tuple(ranges), 2**40, 1, (1e30, 1e30, 1e30))
+    names = [f"0.{index}.exp_avg_sq" for index in range(MAX_MOMENTS)]
+    for message in (
+        RecordHeader(head), PartHeader(head, book, (D,) * MAX_PARTS),
+        InnerHeader(names, [2**40] * MAX_MOMENTS, [2**40] * MAX_MOMENTS),
+    ):  # fmt: skip
+        assert decode(encode(message)) == message
+        assert len(encode(message)) < MAX_FRAME_BYTES
 
 
 def test_a_broadcast_is_encoded_once() -> None:

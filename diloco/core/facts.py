@@ -187,7 +187,7 @@ class Fragment:
         told: who has a greater tip, and which. fetch: what is asked for. coming: records that are here and not applied.
         moving: the head that the anchor is being moved to. merge: the next version, which is being made here.
         torn: an update did not lead to what its head says. damaged: that was this peer's fault.
-        busy: who said last that it could not give now.
+        busy: who says, since when, that it cannot give now.
         later: donors that failed, and when to ask them again. refused: heads that no honest author makes.
         shown: a tip that is kept until then for those who fetch its parts. served: tip, how often since when.
         bag: contributions to the next version, by contributor. enough: since when a quorum of them is here.
@@ -210,7 +210,7 @@ class Fragment:
     coming: list[Record] = field(default_factory=list)
     moving: Moving | None = None
     merge: Merge | None = None
-    busy: str = ""
+    busy: dict[str, float] = field(default_factory=dict)
     torn: bool = False
     damaged: bool = False
     later: dict[str, float] = field(default_factory=dict)

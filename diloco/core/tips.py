@@ -50,7 +50,7 @@ def fetch(core: Facts, f: Fragment) -> None:
     elif told and f.fetch is None:
         highest = max(told.values())
         best = [peer for peer, key in told.items() if key == highest]
-        donor = min(best, key=lambda peer: (peer == f.busy, score(int(now), core.me + peer)))
+        donor = min(best, key=lambda peer: (peer in f.busy, score(int(now), core.me + peer)))
         have = (f.tip.head.work, "") if f.torn else f.tip.key
         f.fetch = Fetch(donor, now + core.deadline_s(f.sizes.update))
         core.out.append(Ask(donor, Get(f.index, have)))
@@ -118,9 +118,11 @@ def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
         if f.fetch.asked.get(get.part, ("",))[0] == peer:
             _failed(core, f, peer)
     elif f.fetch and f.fetch.goal is None and f.fetch.donor == peer:
-        if bad:
+        since = f.busy.setdefault(peer, core.now)
+        forget_oldest(f.busy, REMEMBERED)
+        if bad or core.now - since > core.settings.stuck_s / 2:
             return _failed(core, f, peer)
-        f.fetch, f.busy = Fetch("", core.now + PAUSE_S), peer
+        f.fetch = Fetch("", core.now + PAUSE_S)
 
 
 def _gave_records(core: Facts, f: Fragment, peer: str, records: list[Record]) -> None:
@@ -239,6 +241,7 @@ def adopt(core: Facts, f: Fragment, tip: Tip, record: Record | None) -> None:
     head = tip.head
     f.tip, f.torn, f.damaged, f.enough = tip, False, False, None
     f.came[head.id] = core.now
+    f.busy.clear()
     f.told = {peer: key for peer, key in f.told.items() if key > tip.key}
     if record:
         f.records[head.prev] = record

@@ -246,7 +246,7 @@ class World(Swarm):
                 holds(not lied, peer.name, "adopts what moves too far")
             self.bases[peer.name, f.index] = f.base
             item = f.bag.get(peer.name)
-            if item and item.line.stamp in self.learned[peer.name]:
+            if item and item.line.stamp in self.learned[peer.name] and not f.tip.objection(item.line):
                 self.learned[peer.name].discard(item.line.stamp)
                 learned = peer.facts.processed - self.since[peer.name, f.index]
                 holds(item.line.tokens <= learned, peer.name, "sends what it learned in another history")

@@ -1,0 +1,329 @@
+"""What happens when: the rows of the table in the core's README, in virtual time.
+
+Four peers, a barrier, ten steps of a second to a round; a healthy round takes 11 to 14 seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as replace_field
+
+from diloco.core import events
+from diloco.core.facts import Settings, score
+from diloco.messages.control import Status
+from diloco.messages.heads import Head
+from tests.support.fake_tensors import hexed
+from tests.support.swarm_without_tensors import Peer, Swarm
+
+BARRIER = Settings(sync_every=10)
+ROUND_S = 15.0
+FOR_GOOD = 10.0**9
+
+
+class Scene(Swarm):
+    """A swarm that has trained for a while: `after` seconds into a round."""
+
+    def __init__(
+        self, settings: Settings = BARRIER, peers: str = "abcd", after: float = 0.0, bulk_s: float = 0.5
+    ) -> None:
+        super().__init__(settings, bulk_s=bulk_s)
+        for name in peers:
+            self.add(name)
+        self.until(100.0)
+        self.next_version()
+        self.begun_at = self.now
+        self.until(self.now + after)
+
+    def next_version(self) -> Head:
+        number = len(self.made)
+        self.until(self.now + 500.0, lambda: len(self.made) > number)
+        return self.made[-1][1]
+
+    def author(self) -> Peer:
+        core = next(peer.facts for peer in self.peers.values() if peer.core)
+        return self.peers[core.author_of(core.control)]
+
+    def contributor(self) -> Peer:
+        return next(peer for peer in self.peers.values() if peer.core and peer is not self.author())
+
+    def longest(self) -> float:
+        """Seconds between two versions of fragment 0."""
+        times = [at for at, head in self.made if not head.fragment and at >= self.begun_at]
+        return max(after - before for before, after in itertools.pairwise(times))
+
+    def discarded(self) -> dict[str, int]:
+        return {peer.name: peer.core.discarded() for peer in self.peers.values() if peer.core}
+
+    def chain(self, head: Head) -> list[str]:
+        ids = [head.id]
+        while self.heads[ids[-1]].prev in self.heads:
+            ids.append(self.heads[ids[-1]].prev)
+        return ids
+
+    def in_step(self) -> bool:
+        """Whether all have the newest version a while after it was made."""
+        self.until(self.now + 20.0, lambda: self.now > self.made[-1][0] + 8.0)
+        return len({peer.tip().head.id for peer in self.peers.values() if peer.core and not peer.frozen}) == 1
+
+    def goes_on(self, longest: float = ROUND_S, lost: int = 0, seconds: float = 60.0) -> None:
+        """Versions are made, everybody has them, and few tokens are lost."""
+        self.until(self.now + seconds)
+        assert self.longest() < longest
+        assert sum(self.discarded().values()) <= lost
+        assert self.in_step()
+
+
+def test_healthy() -> None:
+    swarm = Scene()
+    swarm.goes_on()
+    assert all(len(head.lines) == 4 for at, head in swarm.made if at > 30)
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_killed_contributor(sent: bool) -> None:
+    swarm = Scene(after=5.0)
+    victim, author = swarm.contributor(), swarm.author()
+    swarm.until(swarm.now + 20.0, lambda: not sent or victim.name in author.facts.control.bag)
+    swarm.die(victim)
+    assert (victim.name in [line.peer for line, _ in swarm.next_version().lines]) == sent
+    swarm.goes_on()
+
+
+def test_hung_contributor() -> None:
+    swarm = Scene()
+    swarm.contributor().hangs = True
+    swarm.goes_on(BARRIER.stall_s + 3.0)
+
+
+def test_frozen_contributor() -> None:
+    swarm = Scene(after=5.0)
+    swarm.contributor().frozen = True
+    swarm.goes_on(5.0 + BARRIER.silence_s + 3.0)
+
+
+@pytest.mark.parametrize("after", [5.0, 10.5, 11.2])
+def test_killed_author(after: float) -> None:
+    swarm = Scene(after=after)
+    swarm.die(swarm.author())
+    swarm.goes_on()
+
+
+@pytest.mark.parametrize("asleep_s", [8.0, 15.0, 30.0])
+def test_frozen_author(asleep_s: float) -> None:
+    """It loses its own last round at most, and nobody else a token."""
+    swarm = Scene(after=11.3)
+    author = swarm.author()
+    author.frozen = True
+    swarm.until(swarm.now + asleep_s)
+    swarm.thaw(author)
+    swarm.goes_on(11.3 + BARRIER.silence_s + 2.0, lost=10)
+    assert swarm.discarded()[author.name] == sum(swarm.discarded().values())
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_hung_merge(number: int) -> None:
+    swarm = Scene(after=5.0)
+    order = sorted(swarm.peers.values(), key=lambda peer: (peer is not swarm.author(), score(0, peer.name)))
+    for peer in order[:number]:
+        peer.stuck = True
+    swarm.goes_on(ROUND_S + number * BARRIER.stuck_s + 10.0, seconds=300.0)
+    assert any(kind == "stuck" for peer in order for _, kind, _ in peer.notes)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_lost_version(served: bool) -> None:
+    """The author dies with its newest version. If one other peer has it, that goes on; else the one before."""
+    swarm = Scene(after=5.0)
+    head = swarm.next_version()
+    author = swarm.peers[head.author]
+    others = [peer for peer in swarm.peers.values() if peer is not author]
+    if served:
+        swarm.until(swarm.now + 9.0, lambda: any(peer.tip().head.id == head.id for peer in others))
+    swarm.die(author)
+    swarm.goes_on(ROUND_S + BARRIER.deadline_s)
+    assert (head.id in swarm.chain(swarm.contributor().tip().head)) == served
+
+
+@pytest.mark.parametrize("side", ["ab", "ac", "ad"])
+def test_split(side: str) -> None:
+    """Each side goes on; when they meet, more tokens win, in all fragments alike, and only the losers lose theirs."""
+    swarm = Scene(replace(BARRIER, fragments=3), after=2.0)
+    others = "".join(sorted(set("abcd") - set(side)))
+    swarm.block([frozenset((one, two)) for one in side for two in others], FOR_GOOD)
+    swarm.until(swarm.now + 90.0)
+    assert swarm.longest() < 11.0 + BARRIER.silence_s
+    assert swarm.peers[side[0]].tip().head.id != swarm.peers[others[0]].tip().head.id
+    keys = [[swarm.peers[group[0]].tip(i).key for i in range(3)] for group in (side, others)]
+    before = [[swarm.peers[group[0]].tip(i).head for i in range(3)] for group in (side, others)]
+    swarm.unblock(list(swarm.blocked))
+    swarm.until(swarm.now + 60.0)
+    winners, losers = (side, others) if keys[0] > keys[1] else (others, side)
+    won = before[0] if keys[0] > keys[1] else before[1]
+    for i in range(3):
+        assert {won[i].id in swarm.chain(peer.tip(i).head) for peer in swarm.peers.values()} == {True}
+    assert all(swarm.discarded()[name] == 0 for name in winners)
+    assert all(swarm.discarded()[name] > 50 for name in losers)
+
+
+def test_a_tie_of_two_sides_falls_alike_in_all_fragments() -> None:
+    swarm = Scene(replace(BARRIER, fragments=4), after=2.0)
+    swarm.block([frozenset((one, two)) for one in "ab" for two in "cd"], FOR_GOOD)
+    one, other = swarm.peers["a"].facts.fragments, swarm.peers["c"].facts.fragments
+
+    def tied() -> bool:
+        works = {f.tip.head.work for f in (*one, *other)}
+        return len(works) == 1 and one[0].tip.head.id != other[0].tip.head.id
+
+    swarm.until(swarm.now + 200.0, tied)
+    assert tied()
+    assert len({mine.tip.key > its.tip.key for mine, its in zip(one, other, strict=True)}) == 1
+
+
+@pytest.mark.parametrize("index", [1, 3])
+def test_broken_link(index: int) -> None:
+    """Between the author and another peer: the rest carry its contributions, its records and its leases."""
+    swarm = Scene(after=5.0)
+    author = swarm.author()
+    order = sorted(set(swarm.peers) - {author.name}, key=lambda name: score(0, name))
+    other, since = order[index - 1], swarm.now
+    swarm.block([frozenset((author.name, other))], FOR_GOOD)
+    swarm.drop(frozenset((author.name, other)), other)
+    for name, lost in ((author.name, other), (other, author.name)):
+        swarm.tell(swarm.peers[name], events.Lost(lost))
+    swarm.goes_on(lost=10, seconds=160.0)
+    versions = [[line.peer for line, _ in head.lines] for at, head in swarm.made if at > since]
+    assert sum(other in peers for peers in versions) > len(versions) / 2
+
+
+@pytest.mark.parametrize("after", [1.0, 5.0, 9.0])
+def test_joiner(after: float) -> None:
+    swarm = Scene(after=after)
+    at = swarm.now
+    swarm.add("e")
+    swarm.until(at + 40.0, lambda: "e" in [line.peer for line, _ in swarm.made[-1][1].lines])
+    assert swarm.now < at + 20.0
+    swarm.goes_on(ROUND_S + 2.0)
+
+
+def test_all_restart() -> None:
+    """From checkpoints of any age: the greatest tip goes on."""
+    swarm = Scene()
+    saves = []
+    for _ in range(4):
+        saves.append({name: peer.saved() for name, peer in swarm.peers.items()})
+        swarm.until(swarm.now + 20.0)
+    for peer in swarm.peers.values():
+        swarm.die(peer)
+    swarm.until(swarm.now + 5.0)
+    at = swarm.now
+    for age, peer in zip((0, 3, 1, 2), swarm.peers.values(), strict=True):
+        swarm.start(peer, saves[age][peer.name])
+    assert swarm.next_version().number == saves[3]["b"].tips[0].head.number + 1
+    assert swarm.now < at + 30.0
+
+
+def test_restarts() -> None:
+    """Nothing runs out."""
+    swarm = Swarm(Settings(sync_every=4, settle_s=1.0))
+    peer = swarm.add("a")
+    for number in range(200):
+        swarm.until(swarm.now + 500.0, lambda number=number: peer.tip().head.number > number)  # type: ignore[misc]
+        assert peer.tip().head.number == number + 1
+        saved = peer.saved()
+        swarm.die(peer)
+        swarm.start(peer, saved)
+
+
+@pytest.mark.parametrize("who", ["author", "contributor"])
+@pytest.mark.parametrize("after", [0.0, 6.0])
+def test_leaver(who: str, after: float) -> None:
+    """What it has learned is in the model of the others, and it is gone soon."""
+    swarm = Scene(after=after)
+    peer, at = swarm.author() if who == "author" else swarm.contributor(), swarm.now
+    swarm.tell(peer, events.Leave())
+    processed = peer.facts.processed
+    swarm.until(swarm.now + 100.0, lambda: peer.core is None)
+    assert swarm.now < at + 5.0
+    swarm.goes_on()
+    assert swarm.contributor().tip().book.of(peer.name)[1] == processed
+
+
+@pytest.mark.parametrize("who", ["author", "contributor"])
+def test_damaged(who: str) -> None:
+    """A bit flips in an anchor: parts are fetched. Damage at the author gets into the history."""
+    swarm = Scene(after=5.0)
+    peer = swarm.author() if who == "author" else swarm.contributor()
+    first, *rest = peer.anchors.now[0]
+    peer.anchors.now[0] = (first ^ 64, *rest)
+    swarm.goes_on(ROUND_S + 5.0 * (who == "author"))
+    assert all(one.tip().parts == tuple(map(hexed, one.anchors.now[0])) for one in swarm.peers.values())
+    assert len({one.anchors.now[0] for one in swarm.peers.values()}) == 1
+
+
+@pytest.mark.parametrize("what", ["hangs", "lies", "has nothing"])
+def test_bad_donor(what: str) -> None:
+    """One peer tells a tip that nobody has; it holds up no version."""
+
+    class Bad(Scene):
+        bad: Peer | None = None
+
+        def do(self, peer: Peer, action: events.Action) -> None:
+            if peer is not self.bad:
+                return super().do(peer, action)
+            match action:
+                case events.Reply(to, get) if what != "hangs":
+                    tip = peer.tip()
+                    part = peer.anchors.filled(0, events.Part(tip.head, tip.book, tip.parts, 0))
+                    answer = replace(part, values=7) if what == "lies" else None
+                    self.carry(peer.name, to, events.Gave(peer.name, get, answer), bulk=True)
+                case events.Reply():
+                    pass
+                case events.Broadcast(Status() as status):
+                    super().do(peer, events.Broadcast(replace_field(status, tips={0: (10**9, "f" * 64)})))
+                case _:
+                    super().do(peer, action)
+
+    swarm = Bad(after=8.0)
+    swarm.bad = swarm.contributor()
+    swarm.until(swarm.now + 100.0)
+    limit_s = BARRIER.stuck_s / 2 if what == "has nothing" else BARRIER.deadline_s
+    assert swarm.longest() < ROUND_S + limit_s
+    swarm.until(swarm.now + 20.0, lambda: swarm.now > swarm.made[-1][0] + 5.0)
+    assert len({peer.tip().head.id for peer in swarm.peers.values() if peer is not swarm.bad}) == 1
+
+
+def test_uplink() -> None:
+    """With sixteen peers nobody serves a record to all of the others."""
+    served: list[tuple[str, str]] = []
+
+    class Counted(Scene):
+        def do(self, peer: Peer, action: events.Action) -> None:
+            match action:
+                case events.Reply(_, _, events.Records(records)):
+                    served.append((peer.name, records[-1].head.id))
+            super().do(peer, action)
+
+    swarm = Counted(peers="abcdefghijklmnop")
+    swarm.goes_on(20.0, seconds=40.0)
+    assert max(map(served.count, set(served))) <= BARRIER.fanout
+
+
+def test_meeting_of_nearly_equal_sides() -> None:
+    """One history after a transfer, though the lighter side goes on meanwhile."""
+    settings = replace(BARRIER, sync_every=2, quorum=1, late=64)
+    swarm = Scene(settings, "ac", bulk_s=2.0)
+    swarm.block([frozenset("ac")], FOR_GOOD)
+    swarm.until(swarm.now + 30.0)
+    swarm.unblock(list(swarm.blocked))
+    at = swarm.now
+    heads = [peer.tip().head for peer in swarm.peers.values()]
+
+    def met() -> bool:
+        chains = [swarm.chain(peer.tip().head) for peer in swarm.peers.values()]
+        return any(all(head.id in chain for chain in chains) for head in heads)
+
+    swarm.until(at + 100.0, met)
+    assert swarm.now < at + 30.0

@@ -1,0 +1,251 @@
+"""Rules of the core, broken one at a time: text of a module, and what it becomes.
+
+    python -m tests.support.core_mutants NAME       ends with 1 when the schedules or the tests of the core find it
+    python -m tests.support.core_mutants --all      a line for each, as JSON: its name, and what finds it
+
+What begins with a number breaks that rule. A mutant whose text is not in the core any more is an error: when the core
+changes, so does the mutant.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SEEDS = 40
+
+MUTANTS: dict[str, list[tuple[str, str, str]]] = {
+    "1: the longer history wins": [("messages.heads", "return self.work, self.id", "return self.number, self.id")],
+    "1: of equal work each keeps its own": [("core.peer", "if key > f.tip.key:", "if key[0] > f.tip.key[0]:")],
+    "1: ties fall at random": [
+        (
+            "messages.heads",
+            'digest("tie", [line.peer for line, _ in self.lines])[:TIE_DIGITS]',
+            'digest("tie", self)[:8]',
+        ),
+    ],
+    "1: a damaged anchor stays": [("core.tips", "f.torn, f.damaged = True, event.damaged", "pass")],
+    "1: what another history taught is sent": [
+        ("core.tips", "if f.adrift or overlaps(tip.book.merged, f.units):", "if overlaps(tip.book.merged, f.units):"),
+        ("core.contributions", "if not f.unsent or f.adrift:", "if not f.unsent:"),
+        ("core.contributions", "    if f.adrift:\n        f.unsent", "    if False:\n        f.unsent"),
+    ],
+    "2: all get records from the author": [("core.tips", "number >= core.settings.fanout or ", "")],
+    "2: an author does not look at greater tips": [("core.author", "or f.behind() or", "or")],
+    "2: a greater tip that nobody gives counts": [
+        ("core.facts", "any(peer not in self.later for peer in self.greater())", "bool(self.greater())"),
+    ],
+    "2: who failed is asked like others": [
+        ("core.tips", "if good := told.keys() - f.later.keys():", "if good := set[str]():")
+    ],
+    "2: who gives old parts has given": [("core.tips", "and head.key > f.tip.key and core", "and core")],
+    "2: who gives old records has given": [
+        ("core.tips", "    if start is None:\n        if asked:", "    if start is None:\n        if False:")
+    ],
+    "2: who is told to wait asks at once": [("core.tips", 'f.fetch = Fetch("", core.now + PAUSE_S)', "f.fetch = None")],
+    "2: who always says not now counts": [
+        ("core.tips", "if bad or core.now - since > core.settings.stuck_s / 2:", "if bad:")
+    ],
+    "3: a dead author has no heir": [("core.facts", "return named if named in able else min(", "return named or min(")],
+    "3: the silent stay members": [
+        ("core.members", "if now - one.heard > one.silence_s(floor_s, beats)]", "if False]")
+    ],
+    "3: newcomers begin at once": [("core.peer", "if there or late:", "if True:")],
+    "3: a sleeper does not notice": [
+        ("core.peer", "if core.now - self._looked_at > core.settings.silence_s:", "if False:")
+    ],
+    "3: only one's own ears count": [("core.members", "able |= dict.fromkeys(sorted(member.hears - known))", "pass")],
+    "3: who leaves stays author": [("core.facts", "or (self.leaving and self.members.any_author())", "")],
+    "4: a contribution is offered once": [
+        (
+            "core.contributions",
+            "elif way and (item.to != way or core.now >= item.again):",
+            "elif way and item.to != way:",
+        ),
+    ],
+    "4: nobody passes contributions on": [
+        (
+            "core.contributions",
+            "if core.now < item.since + wait_s or f.tip.objection(item.line):",
+            "if wait_s or f.tip.objection(item.line):",
+        ),
+    ],
+    "4: contributions have no names": [("core.history", "if line.stamp <= self.book.of(line.peer)[0]:", "if False:")],
+    "4: any base will do": [
+        ("core.history", "if line.base not in self.bases:", "if False:"),
+        ("core.author", "late = len(recent) - 1 - recent.index(item.line.base)", "late = 0"),
+    ],
+    "4: merged data is merged again": [
+        ("core.history", 'return "data" if overlaps(self.book.merged, line.units) else ""', 'return ""'),
+    ],
+    "4: a stuck author stays": [("core.contributions", "core.now - known > patience_s:", "core.now - known > 1e9:")],
+    "4: a slow peer works for nothing": [
+        ("core.contributions", "2 * (len(recent) - recent.index(f.base)) >= core.settings.late", "False")
+    ],
+    "4: a line may claim more than others accept": [
+        ("core.contributions", "if f.steps >= MOST_CYCLES * core.settings.sync_every:", "if False:"),
+    ],
+    "4: a want is a payload": [("core.contributions", 'answer.says == "want" and item.asked', 'answer.says == "want"')],
+    "4: a full bag stays full": [("core.contributions", "(f.tip.objection(line) or not _misfit(core, f))", "True")],
+    "5: an author waits for nobody": [("core.author", "if missing and core.now < ends_at:", "if False:")],
+    "5: who hangs is waited for": [
+        ("core.author", "if member.stalled(now, settings.stall_s, settings.first_step_s):", "if False:"),
+        ("core.patience", "return max(self._floor_s, (ROUNDS - 1)", "return 1e9 * max(self._floor_s, (ROUNDS - 1)"),
+    ],
+    "5: a slow peer is waited for again and again": [("core.patience", "self.slow |= missing.keys()", "pass")],
+    "5: two of one version have the same data": [
+        ("core.author", "elif not overlaps(taken, item.line.units):", "else:")
+    ],
+    "5: a merge that failed is tried at once": [
+        ("core.author", "f.again = core.now + core.settings.refresh_s", "pass")
+    ],
+    "6: momentum counts as a lie": [
+        (
+            "core.tips",
+            "Apply(f.index, head, book, record.update, limit,",
+            "Apply(f.index, head, book, record.update, limit / 2,",
+        )
+    ],
+    "6: nobody measures an update": [
+        (
+            "core.tips",
+            "Apply(f.index, head, book, record.update, limit,",
+            'Apply(f.index, head, book, record.update, float("inf"),',
+        ),
+    ],
+    "6: what was left out may come again": [
+        ("core.history", "Entry(line.stamp, tokens,", "Entry(line.stamp if weight else known.stamp, tokens,"),
+    ],
+    "6: a forged head counts against its alleged author": [
+        ("core.tips", "    if signed:\n        core.shun", "    if True:\n        core.shun")
+    ],
+    "6: a version may have two lines of a peer": [
+        ("core.history", "if len({line.peer for line, _ in head.lines}) < len(head.lines):", "if False:"),
+    ],
+    "6: impossible lines are believed in a head": [
+        ("core.tips", "if any(impossible(core, line) for line, _ in head.lines):", "if False:")
+    ],
+    "6: a beginning may have work": [
+        (
+            "core.history",
+            "if not is_signed(head, head.author, signer, run_id) if head.number else head.work:",
+            "if head.number and not is_signed(head, head.author, signer, run_id):",
+        ),
+    ],
+    "leaving: at once": [("core.peer", "if not (core.due or kept or making or alone) or", "if True or")],
+    "leaving: without care for its versions": [
+        ("core.peer", "if not (core.due or kept or making or alone) or", "if not (core.due or kept or making) or"),
+    ],
+    "accounts: what is not sent yet is discarded": [("core.contributions", "[1] - f.unsent - (open_", "[1] - (open_")],
+    "accounts: the checkpoint knows best": [("core.contributions", "if lost < 0:", "if False:")],
+    "status: a hello is not answered": [
+        (
+            "core.peer",
+            "        core.send(peer, self._status(whole=True))  # what changed since its own hello was read\n",
+            "",
+        ),
+    ],
+    "data: dealt from the end": [
+        ("core.data", "new = first(gaps(taken), want)", "new = first(gaps(taken)[-1:], want)")
+    ],
+    "data: dealers do not listen": [("core.data", "for one in (its, *said, *dealt)", "for one in (its, *dealt)")],
+    "data: of a bag, is not told": [
+        ("core.data", "return union(core.queue, f.units, draft, f.has())", "return union(core.queue, f.units, draft)")
+    ],
+    "data: a sleeper keeps it": [
+        (
+            "core.peer",
+            "core.settled_at, core.queue = False, core.now + core.settings.settle_s, NONE",
+            "core.settled_at = False, core.now + core.settings.settle_s",
+        ),
+    ],
+    "data: leases are not passed on": [
+        ("core.data", "if message.peer == peer and dealer in core.members:", "if False:")
+    ],
+    "data: anybody grants": [
+        ("core.data", "if message.peer == core.me and peer == core.lease_from:", "if message.peer == core.me:")
+    ],
+}
+
+
+def path_of(module: str) -> Path:
+    """Of a module of the package."""
+    return ROOT / "diloco" / (module.replace(".", "/") + ".py")
+
+
+def mutated(name: str) -> dict[str, str]:
+    """Sources by module."""
+    sources: dict[str, str] = {}
+    for module, before, after in MUTANTS[name]:
+        source = sources.get(module) or path_of(module).read_text(encoding="utf-8")
+        assert source.count(before) == 1, f"{name}: {before!r} is {source.count(before)} times in {module}"
+        sources[module] = source.replace(before, after)
+    return sources
+
+
+class Finder:
+    """Imports the modules that are changed; it loads them, too."""
+
+    def __init__(self, sources: dict[str, str]) -> None:
+        self._sources = {f"diloco.{module}": (str(path_of(module)), source) for module, source in sources.items()}
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> object:
+        if fullname not in self._sources:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._sources[fullname][0], loader=self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: object) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._sources[module.__name__][1], self._sources[module.__name__][0], "exec"), module.__dict__)
+
+
+def find(name: str) -> str:
+    """In a fresh process: what finds the mutant, or nothing."""
+    sys.meta_path.insert(0, Finder(mutated(name)))  # type: ignore[arg-type]
+    from tests.support.core_fuzz import World, broken
+
+    for seed in range(SEEDS):
+        if why := broken(World(seed)):
+            return f"seed {seed}: {why[:200]}"
+    failed: list[str] = []
+
+    class Watch:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            failed.extend([report.nodeid] * report.failed)
+
+    pytest.main(
+        ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=no", str(ROOT / "tests/unit/core")], [Watch()]
+    )
+    return failed[0] if failed else ""
+
+
+def find_all(jobs: int) -> None:
+    """Print what finds each, as soon as it is known."""
+
+    def found(name: str) -> str:
+        command = [sys.executable, "-m", "tests.support.core_mutants", name]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+        return json.dumps([name, ended.stdout.splitlines()[-1] if ended.returncode == 1 else None])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for line in pool.map(found, MUTANTS):
+            print(line, flush=True)
+
+
+if __name__ == "__main__" and sys.argv[1] == "--all":
+    find_all(os.cpu_count() or 1)
+elif __name__ == "__main__":
+    found_by = find(sys.argv[1])
+    print(found_by or "not found")
+    sys.exit(bool(found_by))

@@ -1,0 +1,228 @@
+"""Nothing from the network raises, makes a peer wait for ever, or grows without a bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as altered
+
+from diloco.core import data, events
+from diloco.core.facts import Settings
+from diloco.core.history import sign
+from diloco.messages.bulk import Get
+from diloco.messages.control import Answer, Grant, Lease, Offer, Status
+from diloco.messages.fields import MAX_COUNT, MAX_FRAGMENTS, MAX_TOKENS
+from diloco.messages.heads import Entry, Head, Line
+from tests.support.fake_tensors import RUN, Signer, gradient, hexed
+from tests.support.swarm_without_tensors import Peer, Swarm
+
+MANY = MAX_FRAGMENTS - 1
+DIGEST = "0" * 64
+
+
+def begun(**settings: Any) -> tuple[Swarm, Peer, Peer]:
+    """Two peers in the middle of a round, the author first."""
+    swarm = Swarm(Settings(sync_every=10, **settings))
+    peers = [swarm.add(name) for name in "ab"]
+    swarm.until(60.0)
+    swarm.until(100.0, lambda: swarm.now > swarm.made[-1][0] + 5.0)
+    author = swarm.peers[peers[0].facts.author_of(peers[0].facts.control)]
+    return swarm, author, next(peer for peer in peers if peer is not author)
+
+
+def line_of(peer: str, base: str, **fields: Any) -> Line:
+    known = {"stamp": 10**9, "steps": 1, "tokens": 1, "units": (), "norm": 1.0, "root": DIGEST, "fragment": 0}
+    line: Line = sign(Line(peer=peer, base=base, **(known | fields)), Signer(peer), RUN)
+    return line
+
+
+def said(actions: list[events.Action], kind: type) -> list[Any]:
+    sent = [action.message for action in actions if isinstance(action, events.Send)]
+    return [message for message in sent if isinstance(message, kind)]
+
+
+ABSURD = [
+    Status(tips={MANY: (1, DIGEST)}), Status(tips={0: (MAX_TOKENS, "")}), Status(whole=True), Status(steps=MAX_COUNT),
+    Status(hears=["x" * 128] * 4096), Status(units=((0, MAX_TOKENS),)), Status(units=((9, 3), (5, 5), (0, 7))),
+    Status(steps_per_s=1e6, position=MAX_COUNT, cycle=MAX_COUNT, trains=True), Status(planned=(MAX_TOKENS,) * 3),
+    Offer(line_of("x", DIGEST, fragment=MANY)), Offer(line_of("x", DIGEST, stamp=MAX_TOKENS, tokens=MAX_TOKENS)),
+    Answer(MANY, "b", 1, "want"), Answer(0, "nobody", MAX_TOKENS, "got", 2**60), Answer(0, "", 0, "no"),
+    Lease("nobody", 2**20, ((0, MAX_TOKENS),)), Lease("", 0, ((9, 3),)), Grant("a", ((0, MAX_TOKENS),)),
+    Grant("b", ((9, 3),)), Grant("nobody", ((0, 1),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", ABSURD, ids=[type(message).__name__ for message in ABSURD])
+def test_absurd_messages_are_survived(message: Any) -> None:
+    swarm, author, other = begun()
+    for peer, sender in ((author, other.name), (other, author.name), (author, "a stranger")):
+        swarm.tell(peer, events.Heard(sender, message))
+    at = swarm.now
+    swarm.until(swarm.now + 60.0)
+    assert swarm.made[-1][0] > at + 30.0
+
+
+def test_questions_about_what_is_not_there_are_answered_with_no() -> None:
+    _, author, other = begun()
+    key, head = (0, ""), author.tip().head.id
+    for get in (Get(MANY, key), Get(0, key, DIGEST), Get(0, key, head, MAX_COUNT), Get(0, (MAX_TOKENS, ""))):
+        assert author.core
+        actions = author.core.receive(events.Asked(other.name, get), 100.0)
+        assert [action.answer for action in actions if isinstance(action, events.Reply)] == [None]
+
+
+@pytest.mark.parametrize("fields", [
+    {"fragment": MANY}, {"steps": MAX_COUNT}, {"units": ((9, 3),)}, {"units": ((0, 2), (1, 3))}, {"stamp": 0}, {},
+])  # fmt: skip
+def test_lines_that_no_honest_peer_makes_are_not_wanted(fields: dict[str, Any]) -> None:
+    _, author, other = begun()
+    line = line_of("x", author.tip().head.id, **fields)
+    line = line if fields else altered(line, tokens=5)  # after it was signed
+    assert author.core
+    told = author.core.receive(events.Heard(other.name, Offer(line)), 100.0)
+    assert [answer.says for answer in said(told, Answer)] == ["no"]
+    author.core.receive(events.Delivered(other.name, line, gradient(line)), 100.0)
+    assert "x" not in author.facts.control.bag
+
+
+def test_a_bag_full_of_contributions_to_other_tips_makes_room() -> None:
+    swarm, author, other = begun(bag=3)
+    for number in range(20):
+        line = line_of(f"x{number}", hexed(number))
+        swarm.tell(author, events.Delivered(other.name, line, gradient(line)))
+    assert len(author.facts.control.bag) <= 4
+    number = author.tip().head.number
+    swarm.until(swarm.now + 30.0)
+    assert author.tip().head.number > number
+    assert author.tip().book.of(other.name)[1] >= 10 * number
+
+
+def test_a_payload_is_sent_once_per_offer() -> None:
+    """Else a few bytes of answers would cost a stream each."""
+    swarm, author, other = begun()
+    swarm.until(swarm.now + 20.0, lambda: other.name in other.facts.control.bag)
+    line = other.facts.control.bag[other.name].line
+    swarm.until(swarm.now + 20.0, lambda: other.facts.control.bag[other.name].asked)
+    assert other.core
+    want = Answer(0, other.name, line.stamp, "want")
+    pushes = [
+        one for _ in range(50) for one in other.core.receive(events.Heard(author.name, want), swarm.now)
+        if isinstance(one, events.Push)
+    ]  # fmt: skip
+    assert len(pushes) == 1
+
+
+def test_data_comes_only_from_whom_it_was_asked_for_and_not_more_than_that() -> None:
+    swarm, author, other = begun()
+    before = other.facts.queue
+    swarm.tell(other, events.Heard(author.name, Grant(other.name, ((0, 2**40),))))
+    assert other.facts.queue == before
+    other.facts.lease_from = author.name
+    swarm.tell(other, events.Heard(author.name, Grant(other.name, ((2**30, 2**40),))))
+    assert sum(stop - start for start, stop in other.facts.queue) <= 2 * other.facts.wanted
+
+
+def test_one_peer_cannot_use_up_the_list_of_sequences() -> None:
+    swarm, author, other = begun()
+    swarm.tell(author, events.Heard(other.name, Status(units=((0, MAX_TOKENS),))))
+    assert data.deal(author.facts, "x", 5, ((0, MAX_TOKENS),))
+
+
+def record(author: Peer, signer: str, **fields: Any) -> events.Gave:
+    """The version after the author's, perhaps forged."""
+    tip = author.tip()
+    lines = ((line_of("x", tip.head.id, stamp=10**10), 1.0),)
+    known: dict[str, Any] = {"fragment": 0, "number": tip.head.number + 1, "prev": tip.head.id, "author": author.name}
+    known |= {"next": author.name, "lines": lines, "delay": 1, "work": tip.head.work + 1}
+    known |= {"update": hexed(0), "state": DIGEST}
+    head = sign(Head(**(known | fields)), Signer(signer), RUN)
+    return events.Gave(signer, Get(0, tip.key), events.Records((events.Record(head, (0, 0, 0)),)))
+
+
+def test_who_forges_a_head_is_not_asked_again_and_its_alleged_author_stays() -> None:
+    swarm, author, other = begun()
+    swarm.tell(other, record(author, "x"))
+    assert author.name not in other.facts.shunned
+    assert other.facts.control.later["x"] > swarm.now + 100.0
+    assert "refused_head" in [kind for _, kind, _ in other.notes]
+
+
+@pytest.mark.parametrize("fields", [
+    {"number": MAX_COUNT}, {"work": MAX_TOKENS}, {"lines": ()}, {"fragment": 7}, {"lines": "twice"},
+    {"lines": "impossible"},
+])  # fmt: skip
+def test_an_author_that_signs_what_no_honest_one_makes_is_passed_over(fields: dict[str, Any]) -> None:
+    swarm, author, other = begun()
+    base = author.tip().head.id
+    if fields.get("lines") == "twice":
+        fields = {"lines": tuple((line_of("x", base, stamp=10**10 + i), 1.0) for i in range(256))}
+    elif fields.get("lines") == "impossible":
+        fields = {"lines": ((line_of("x", base, steps=MAX_COUNT), 1.0),)}
+    swarm.tell(other, record(author, author.name, **fields))
+    assert other.tip().head.id == base and not other.facts.control.moving
+    assert author.name in other.facts.shunned
+
+
+@pytest.mark.parametrize("part, digests", [(7, 3), (0, 5), (0, 0)])
+def test_parts_that_do_not_exist_are_refused(part: int, digests: int) -> None:
+    swarm, author, other = begun()
+    f, tip = other.facts.control, author.tip()
+    swarm.tell(other, events.Heard(author.name, Status(tips={0: (tip.head.work + 5, "f" * 64)})))
+    assert f.fetch and f.fetch.donor == author.name
+    head = altered(tip.head, work=tip.head.work + 5)
+    answer = events.Part(head, tip.book, (DIGEST,) * digests, part, 0)
+    swarm.tell(other, events.Gave(author.name, Get(0, f.tip.key), answer))
+    assert author.name in f.later and f.fetch is None
+
+
+def test_a_history_without_a_beginning_is_no_state() -> None:
+    """A head of number 0 is signed by nobody, so nothing is in it."""
+    swarm, author, other = begun()
+    f, tip = other.facts.control, author.tip()
+    swarm.tell(other, events.Heard(author.name, Status(tips={0: (10**9, "f" * 64)})))
+    book = altered(tip.book, ledger={"": Entry(0, 10**9)})
+    head = Head(0, 0, RUN, "", "", (), 1, 10**9, "", DIGEST)
+    swarm.tell(other, events.Gave(author.name, Get(0, f.tip.key), events.Part(head, book, (DIGEST,) * 3, 0, 0)))
+    assert author.name in f.later and f.tip.head.work < 10**9
+
+
+def test_the_work_of_a_history_has_a_bound_at_which_it_ends() -> None:
+    swarm, author, _ = begun()
+    f = author.facts.control
+    f.tip = replace(f.tip, head=altered(f.tip.head, work=MAX_TOKENS))
+    swarm.block(list(swarm.epochs), 10.0**9)
+    number = f.tip.head.number
+    swarm.until(swarm.now + 30.0)
+    assert f.tip.head.number == number
+
+
+def test_a_merge_that_fails_is_tried_again_later() -> None:
+    swarm, author, _ = begun()
+    asked: list[float] = []
+
+    def fails(action: Any) -> events.Event:
+        if isinstance(action, events.Merge):
+            asked.append(swarm.now)
+            return events.Merged(action.fragment, action.base)
+        return done(action)
+
+    done = author.anchors.done
+    author.anchors.done = fails  # type: ignore[method-assign]
+    swarm.until(swarm.now + 30.0)
+    assert 2 <= len(asked) <= 8
+
+
+def test_what_others_say_is_kept_within_bounds() -> None:
+    """Identities cost nothing: ears, donors, authors that are passed over."""
+    swarm, author, other = begun()
+    for number in range(200):
+        names = [f"{number} {i}" for i in range(100)]
+        swarm.tell(author, events.Heard(other.name, Status(hears=names)))
+        author.facts.shun(f"x{number}", 1e9)
+    member = author.facts.members.get(other.name)
+    assert member and len(member.hears) <= 4096
+    for number in range(2000):
+        author.facts.shun(f"x{number}", 1e9)
+    assert len(author.facts.shunned) <= 1024

@@ -86,10 +86,10 @@ class Links:
         if pair not in self.epochs and pair not in self.blocked:
             hellos = [self.greets(other), self.greets(one)]
             if all(hellos):
-                self.epochs[pair] = next(self._order)
+                epoch = self.epochs[pair] = next(self._order)
                 for peer, there, hello in zip((one, other), (other, one), hellos, strict=True):
                     self.arrives(peer, events.Lost(there))
-                    self.arrives(peer, events.Connected(there, hello))
+                    self.at(self.now + self.latency_s, self._arrive, pair, epoch, peer, events.Connected(there, hello))
         self.at(self.now + self.random.uniform(0.3, 2.0), self.reconnect, one, other)
 
     def block(self, pairs: Iterable[Pair], seconds: float) -> None:

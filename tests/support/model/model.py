@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from statistics import median_low
 from typing import Any
 
 import words as w
@@ -18,25 +17,11 @@ from msgspec.structs import replace
 
 from diloco.core import contributions, data, events, facts, history
 from diloco.core.peer import Peer as Core
-from diloco.messages import bulk, control, heads
+from diloco.messages import bulk, control
+from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Signer, Tensor, gradient, hexed
 
 Saved = namedtuple("Saved", "tips processed stamp")
 Held = namedtuple("Held", "line")  # a contribution in a bag
-
-
-class Arithmetic:
-    """The bounds that follow from `Peer._merge`."""
-
-    def bounds(
-        self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: tuple[float, ...]
-    ) -> history.Bounds:
-        return history.Bounds(longest + reach[0] // 2 + 4, ((3 * reach[0] + 2 * longest) // 4 + 4, 0.0, 0.0))
-
-
-def gradient(line: Any) -> w.Tensor:
-    """Stands for a pseudo-gradient."""
-    numbers = [int(w.hexed(line.peer, line.stamp, part)[:8], 16) for part in range(w.PARTS)]
-    return tuple((1 if number % 2 else -1) * (500 + number % 500) for number in numbers)
 
 
 def translated(settings: w.Settings) -> facts.Settings:
@@ -54,11 +39,14 @@ def translated(settings: w.Settings) -> facts.Settings:
 class Fragment:
     """A view of one fragment, with the anchor that the owner of the core keeps."""
 
-    def __init__(self, core: facts.Fragment, anchor: w.Tensor) -> None:
-        self.core, self.index, self.anchor = core, core.index, anchor
-        self.momentum: w.Tensor = (0,) * w.PARTS
-        self.shown: dict[str, w.Tensor] = {}
-        self._tip = w.Tip(w.head_of(core.tip.head), w.Book(core.tip.book), anchor)
+    def __init__(self, core: facts.Fragment, anchors: Anchors) -> None:
+        self.core, self.index, self._anchors = core, core.index, anchors
+        self._tip = w.Tip(w.head_of(core.tip.head), w.Book(core.tip.book), self.anchor)
+
+    anchor = property(lambda self: self._anchors.now[self.index])
+    momentum = property(lambda self: self._anchors.momenta[self.index])
+    base = property(lambda self: self.core.base)
+    unsent = property(lambda self: self.core.unsent)
 
     @property
     def tip(self) -> w.Tip:
@@ -69,10 +57,7 @@ class Fragment:
 
     @tip.setter
     def tip(self, tip: w.Tip) -> None:
-        self.anchor = tip.anchor  # a fault
-
-    base = property(lambda self: self.core.base)
-    unsent = property(lambda self: self.core.unsent)
+        self._anchors.now[self.index] = tip.anchor  # a fault
 
     @property
     def bag(self) -> dict[str, Held]:
@@ -88,21 +73,23 @@ class Peer:
 
     def __init__(
         self, me: str, settings: w.Settings, now: float, wall: int = 0, saved: Saved | None = None, trains: bool = True,
-        may_author: bool = True, learn: Callable[[Any], w.Tensor] = gradient,
+        may_author: bool = True, learn: Callable[[Any], Tensor] = gradient,
     ) -> None:  # fmt: skip
-        self.me, self.settings, self.leaving, self._learn = me, settings, False, learn
-        anchors: list[w.Tensor] = [tuple(range(i, i + w.PARTS)) for i in range(settings.fragments)]
-        tips = [history.genesis(i, w.RUN, [w.hexed(part) for part in anchor]) for i, anchor in enumerate(anchors)]
+        self.me, self.settings, self.leaving = me, settings, False
+        anchors: list[Tensor] = [tuple(range(i, i + PARTS)) for i in range(settings.fragments)]
+        tips = [history.genesis(i, RUN, [hexed(part) for part in anchor]) for i, anchor in enumerate(anchors)]
         if saved:
             anchors = [tip.anchor for tip in saved.tips]
-            tips = [history.Tip(t.head.now, t.book.core, tuple(map(w.hexed, t.anchor))) for t in saved.tips]
+            tips = [history.Tip(t.head.now, t.book.core, tuple(map(hexed, t.anchor))) for t in saved.tips]
         self.core = Core(
-            facts.Identity(me, me, w.RUN, "0" * 64, w.Signer(me), trains, may_author), translated(settings),
-            Arithmetic(), tips, [facts.Sizes(1, 1, 1000, w.PARTS) for _ in anchors], now, wall,
+            facts.Identity(me, me, RUN, "0" * 64, Signer(me), trains, may_author), translated(settings),
+            Arithmetic(), tips, [facts.Sizes(1, 1, 1000, PARTS) for _ in anchors], now, wall,
             *(saved[1:] if saved else ()),
         )  # fmt: skip
         self.facts = self.core.facts
-        self.fragments = [Fragment(f, anchor) for f, anchor in zip(self.facts.fragments, anchors, strict=True)]
+        self._anchors = Anchors(self.facts, tuple(anchors))
+        self._anchors.learn = learn
+        self.fragments = [Fragment(f, self._anchors) for f in self.facts.fragments]
         self.control = self.fragments[0]
         self.facts.wanted, self.facts.cycle = 2 * settings.every * settings.batch, settings.every
         self._out: list[Any] = []
@@ -171,14 +158,14 @@ class Peer:
             case control.Hello():
                 self._tell(events.Connected(peer, message))
             case w.Payload(line, delta):
-                self._tell(events.Delivered(peer, line, delta) if w.hexed(delta) == line.root else w.Broke(peer, line))
+                self._tell(events.Delivered(peer, line, delta) if hexed(delta) == line.root else w.Broke(peer, line))
             case w.Get():
                 self._tell(events.Asked(peer, message))
             case w.Records(fragment, records):
                 self._gave(peer, self.fragments[fragment], records)
             case w.Part(said, values, get):
                 answer = events.Part(said.head, said.book, said.digests, said.part, values)
-                good = w.hexed(values) == said.digests[said.part]
+                good = hexed(values) == said.digests[said.part]
                 self._tell(events.Gave(peer, get, answer) if good else w.Broke(peer, get, bad=True))
             case w.No(get):
                 self._tell(events.Gave(peer, get, None))
@@ -218,19 +205,22 @@ class Peer:
     def _work(self, action: events.Action) -> None:
         """What the training loop and the owner of the anchors do."""
         match action:
-            case events.Capture(line):
-                delta = self._learn(line)
-                self._tell(events.Captured(line, delta, float(max(map(abs, delta))), w.hexed(delta)))
-            case events.Load(index):
-                self._tell(events.Loaded(index, self.facts.fragments[index].tip.head.id))
             case events.Merge(index) if index in self._moved:
                 self._deferred.append(action)  # the checks see one version at a time
             case events.Merge(index):
                 self._merge(self.fragments[index], action)
-            case events.Apply():
-                self._apply(self.fragments[action.fragment], action)
-            case events.Replace(index, head, parts):
-                self._move(self.fragments[index], tuple(parts), head, (0,) * w.PARTS)
+            case events.Apply(index, own=True):
+                self._publish(self.fragments[index], action)
+            case events.Wake():
+                pass  # it is told the time each second
+            case _:
+                self._done(action)
+
+    def _done(self, action: Any) -> None:
+        event = self._anchors.done(action)
+        if isinstance(event, events.Applied):
+            self._moved.add(event.fragment)
+        self._tell(event)
 
     # -- talking ------------------------------------------------------------------------------------------------------
 
@@ -252,53 +242,29 @@ class Peer:
             return w.No(get)
         if isinstance(answer, events.Records):
             return w.Records(f.index, tuple(w.Record(w.head_of(one.head), one.update) for one in answer.records))
-        anchor = f.anchor if answer.head.id == f.core.tip.head.id else f.shown[answer.head.id]
-        return self._part(w.Tip(w.head_of(answer.head), w.Book(answer.book), anchor), answer.part)
+        part = self._anchors.filled(f.index, answer)
+        return w.Part(part, part.values, get)
 
     def _part(self, tip: w.Tip, part: int) -> w.Part:
-        core = events.Part(tip.head.now, tip.book.core, tuple(map(w.hexed, tip.anchor)), part)
+        core = events.Part(tip.head.now, tip.book.core, tuple(map(hexed, tip.anchor)), part)
         return w.Part(core, tip.anchor[part], self._asked.get)
 
     # -- anchors ------------------------------------------------------------------------------------------------------
 
     def _merge(self, f: Fragment, merge: Any) -> None:
-        norms = [share.line.norm for share in merge.shares]
-        long = 3 * median_low(norms) if len(norms) > 2 else max(norms)
-        weights = [int(1000 * s.weight * s.discount) * (s.line.norm <= long) for s in merge.shares]
-        weights = weights if any(weights) else [1] * len(weights)
-        pairs = list(zip(weights, merge.shares, strict=True))
-        mean = [sum(w * share.payload[part] for w, share in pairs) // sum(weights) for part in range(w.PARTS)]
-        steps = merge.pushes + sum(map(bool, weights)) >= merge.delay  # a window is full
-        update = tuple(m // 2 * steps - part for m, part in zip(f.momentum, mean, strict=True))
-        left_out = frozenset(share.line.peer for w, share in pairs if not w)
-        self._tell(events.Merged(f.index, merge.base, update, w.hexed(update), left_out))
+        self._done(merge)
 
-    def _apply(self, f: Fragment, action: events.Apply) -> None:
+    def _publish(self, f: Fragment, action: events.Apply) -> None:
         anchor = tuple(a + u for a, u in zip(f.anchor, action.update, strict=True))
-        tip = w.Tip(w.head_of(action.head), w.Book(action.book), anchor)
         moved = tuple((m + u) // 2 for m, u in zip(f.momentum, action.update, strict=True))
-        if action.own:
-            head = w.head_of(replace(action.head, state=w.state_of(tip.book, anchor)))
-            self._adopt(f, w.Tip(head, tip.book, anchor), moved, w.Record(head, action.update))
-        elif max(map(abs, action.update)) > action.limit:
-            self._tell(events.Applied(f.index, action.head.id, why="far"))
-        elif not tip.sound:
-            damaged = tuple(map(w.hexed, f.anchor)) != f.core.tip.parts
-            self._tell(events.Applied(f.index, action.head.id, why="digest", damaged=damaged))
-        else:
-            self._move(f, anchor, action.head, moved)
+        head = w.head_of(replace(action.head, state=w.state_of(w.Book(action.book), anchor)))
+        self._adopt(f, w.Tip(head, w.Book(action.book), anchor), moved, w.Record(head, action.update))
 
-    def _adopt(self, f: Fragment, tip: w.Tip, moved: w.Tensor, record: w.Record) -> None:
+    def _adopt(self, f: Fragment, tip: w.Tip, moved: Tensor, record: w.Record) -> None:
         """This peer's version. Schedules with a liar replace this, and come here with a lie."""
         moving, told = f.core.moving, record.head
         assert moving is not None
         head = replace(moving.head, next=told.next)
         f.core.moving = moving._replace(head=head, update=record.update)
-        self._move(f, tip.anchor, head, moved)
-
-    def _move(self, f: Fragment, anchor: w.Tensor, head: heads.Head, moved: w.Tensor) -> None:
-        kept = f.core.shown[0].head.id if f.core.shown else ""
-        f.shown = {id_: one for id_, one in {**f.shown, f.core.tip.head.id: f.anchor}.items() if id_ == kept}
-        f.anchor, f.momentum = anchor, moved
         self._moved.add(f.index)
-        self._tell(events.Applied(f.index, head.id, tuple(map(w.hexed, anchor))))
+        self._tell(self._anchors.moved(f.index, head.id, tip.anchor, moved))

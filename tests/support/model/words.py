@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,18 +13,11 @@ from diloco.core import events, facts, history
 from diloco.core.units import union
 from diloco.messages import bulk, control, heads
 from diloco.messages.fields import Units as Ranges
+from tests.support.fake_tensors import RUN, Signer, Tensor, hexed
 
-Tensor = tuple[int, ...]
 Units = frozenset[int]
 NONE: Units = frozenset()
-PARTS = 3  # of an anchor
-RUN = "run"
 score = facts.score
-
-
-def hexed(*what: object) -> str:
-    """A digest as long as those of the core."""
-    return hashlib.blake2b(repr(what).encode(), digest_size=32).hexdigest()
 
 
 def as_set(units: Ranges) -> Units:
@@ -36,18 +28,6 @@ def as_set(units: Ranges) -> Units:
 def as_ranges(units: Units) -> Ranges:
     """Sequences as the core has them."""
     return union([(number, number + 1) for number in units])
-
-
-class Signer(NamedTuple):
-    """A signature is a digest: nobody forges one here."""
-
-    me: str
-
-    def sign(self, content: bytes) -> bytes:
-        return hashlib.blake2b(self.me.encode() + content, digest_size=16).digest()
-
-    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
-        return Signer(peer).sign(content) == signature
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace as replace_field
@@ -179,7 +180,12 @@ def test_a_tie_of_two_sides_falls_alike_in_all_fragments() -> None:
 
     swarm.until(swarm.now + 200.0, tied)
     assert tied()
+    for peer in swarm.peers.values():
+        peer.hangs = True
     assert len({mine.tip.key > its.tip.key for mine, its in zip(one, other, strict=True)}) == 1
+    swarm.unblock(list(swarm.blocked))
+    swarm.until(swarm.now + 100.0)
+    assert [len({peer.tip(i).head.id for peer in swarm.peers.values()}) for i in range(4)] == [1] * 4
 
 
 @pytest.mark.parametrize("index", [1, 3])
@@ -198,14 +204,15 @@ def test_broken_link(index: int) -> None:
     assert sum(other in peers for peers in versions) > len(versions) / 2
 
 
-@pytest.mark.parametrize("after", [1.0, 5.0, 9.0])
-def test_joiner(after: float) -> None:
+@pytest.mark.parametrize(("after", "bulk_s"), [(1.0, 0.5), (5.0, 0.5), (9.0, 0.5), (5.0, 4.0)])
+def test_joiner(after: float, bulk_s: float) -> None:
+    """It begins with what the others have, in step with them, and loses no token."""
     swarm = Scene(after=after)
-    at = swarm.now
+    at, swarm.bulk_s = swarm.now, bulk_s
     swarm.add("e")
-    swarm.until(at + 40.0, lambda: "e" in [line.peer for line, _ in swarm.made[-1][1].lines])
-    assert swarm.now < at + 20.0
-    swarm.goes_on(ROUND_S + 2.0)
+    swarm.until(at + 80.0, lambda: "e" in [line.peer for line, _ in swarm.made[-1][1].lines])
+    assert swarm.now < at + 20.0 + 8 * bulk_s
+    swarm.goes_on(ROUND_S + 4 * bulk_s)
 
 
 def test_all_restart() -> None:
@@ -263,7 +270,7 @@ def test_damaged(who: str) -> None:
     assert len({one.anchors.now[0] for one in swarm.peers.values()}) == 1
 
 
-@pytest.mark.parametrize("what", ["hangs", "lies", "has nothing"])
+@pytest.mark.parametrize("what", ["hangs", "lies", "has nothing", "repeats itself"])
 def test_bad_donor(what: str) -> None:
     """One peer tells a tip that nobody has; it holds up no version."""
 
@@ -277,7 +284,8 @@ def test_bad_donor(what: str) -> None:
                 case events.Reply(to, get) if what != "hangs":
                     tip = peer.tip()
                     part = peer.anchors.filled(0, events.Part(tip.head, tip.book, tip.parts, 0))
-                    answer = replace(part, values=7) if what == "lies" else None
+                    old = events.Records((next(iter(peer.facts.control.records.values())),))
+                    answer = {"lies": replace(part, values=7), "repeats itself": old}.get(what)
                     self.carry(peer.name, to, events.Gave(peer.name, get, answer), bulk=True)
                 case events.Reply():
                     pass
@@ -314,7 +322,7 @@ def test_uplink() -> None:
 def test_meeting_of_nearly_equal_sides() -> None:
     """One history after a transfer, though the lighter side goes on meanwhile."""
     settings = replace(BARRIER, sync_every=2, quorum=1, late=64)
-    swarm = Scene(settings, "ac", bulk_s=2.0)
+    swarm = Scene(settings, "ac", bulk_s=4.0)
     swarm.block([frozenset("ac")], FOR_GOOD)
     swarm.until(swarm.now + 30.0)
     swarm.unblock(list(swarm.blocked))
@@ -327,3 +335,36 @@ def test_meeting_of_nearly_equal_sides() -> None:
 
     swarm.until(at + 100.0, met)
     assert swarm.now < at + 30.0
+
+
+def test_liar() -> None:
+    """An author whose version moves farther than its contributions allow is passed over."""
+    swarm = Scene(after=5.0)
+    liar = swarm.author()
+    done = liar.anchors.done
+
+    def lies(action: Any) -> events.Event:
+        event = done(action)
+        far = tuple(10**6 for _ in event.update) if isinstance(event, events.Merged) else ()
+        return replace(event, update=far, digest=hexed(far)) if isinstance(event, events.Merged) else event
+
+    liar.anchors.done = lies  # type: ignore[method-assign]
+    swarm.until(swarm.now + 60.0)
+    others = [peer for peer in swarm.peers.values() if peer is not liar]
+    assert all(max(map(abs, peer.anchors.now[0])) < 10**5 for peer in others)
+    assert len({peer.tip().head.id for peer in others}) == 1 and others[0].tip().head.author != liar.name
+    assert all(liar.name in peer.facts.shunned for peer in others)
+
+
+def test_what_waits_for_another_fragment_stays_within_what_a_line_may_claim() -> None:
+    """Staggered: while one fragment has no author that makes versions, training goes on with the others for a while."""
+    settings = Settings(sync_every=2, fragments=2, staggered=True, overlap=1, quorum=2, grace_s=1.0)
+    swarm = Swarm(settings)
+    for name in "abcd":
+        swarm.add(name, step_s=0.5)
+    swarm.until(40.0)
+    core = swarm.peers["a"].facts
+    swarm.peers[core.author_of(core.fragments[1])].stuck = True
+    swarm.until(300.0)
+    assert max(line.steps for _, head in swarm.made for line, _ in head.lines) <= 16
+    assert all(at > 290.0 for at in {head.fragment: at for at, head in swarm.made}.values())

@@ -1,0 +1,134 @@
+"""What may be in a version, what is in a book after it, and who is dealt which data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from msgspec.structs import replace as altered
+
+from diloco.core import data, events
+from diloco.core.contributions import discarded
+from diloco.core.facts import Settings
+from diloco.core.history import follow, genesis, sign
+from diloco.core.units import overlaps
+from diloco.messages.control import Lease, Status
+from diloco.messages.heads import MAX_LEDGER, Entry, Head, Line
+from tests.support.fake_tensors import RUN, Arithmetic, Signer, gradient
+from tests.support.swarm_without_tensors import Peer, Swarm
+
+DIGEST = "0" * 64
+TIP = genesis(0, RUN, [DIGEST])
+
+
+def line_of(peer: str, **fields: Any) -> Line:
+    known = {"fragment": 0, "stamp": 10, "base": TIP.head.id, "steps": 1, "tokens": 4, "units": (), "norm": 1.0}
+    line: Line = sign(Line(peer=peer, root=DIGEST, **(known | fields)), Signer(peer), RUN)
+    return line
+
+
+def head_of(*lines: tuple[Line, float]) -> Head:
+    return Head(0, 1, TIP.head.id, "a", "a", lines, 1, sum(line.tokens for line, _ in lines), "", DIGEST)
+
+
+def begun() -> tuple[Swarm, Peer, Peer]:
+    """Two peers in the middle of a round, the author first."""
+    swarm = Swarm(Settings(sync_every=10))
+    peers = [swarm.add(name) for name in "ab"]
+    swarm.until(60.0)
+    swarm.until(100.0, lambda: swarm.now > swarm.made[-1][0] + 5.0)
+    author = swarm.peers[peers[0].facts.author_of(peers[0].facts.control)]
+    return swarm, author, next(peer for peer in peers if peer is not author)
+
+
+def test_a_contribution_counts_once_from_a_recent_head_and_with_new_data() -> None:
+    book = altered(TIP.book, ledger={"": Entry(3, 0), "a": Entry(10, 4)}, merged=((0, 4),))
+    tip = replace(TIP, book=book)
+    assert tip.objection(line_of("a")) == tip.objection(line_of("stranger", stamp=3)) == "in"
+    assert tip.objection(line_of("a", stamp=11, base=DIGEST)) == "late"
+    assert tip.objection(line_of("a", stamp=11, units=((3, 7),))) == "data"
+    assert tip.objection(line_of("a", stamp=11, units=((4, 8),))) == ""
+
+
+def test_what_was_left_out_does_not_come_again_and_its_data_is_free() -> None:
+    head = head_of((line_of("a", units=((0, 4),)), 1.0), (line_of("b", stamp=12, units=((4, 8),)), 0.0))
+    book, _ = follow(TIP, head, 8, Arithmetic())
+    assert book.of("a") == (10, 4) and book.of("b") == (12, 0)
+    assert book.merged == ((0, 4),) and book.recent == (TIP.head.id,)
+
+
+def test_a_book_names_so_many_peers_and_sums_up_the_rest() -> None:
+    ledger = {"": Entry(0, 0)} | {f"x{number}": Entry(number + 1, 2) for number in range(MAX_LEDGER)}
+    tip = replace(TIP, book=altered(TIP.book, ledger=ledger))
+    book, _ = follow(tip, head_of((line_of("new", stamp=10**6), 1.0)), 8, Arithmetic())
+    assert len(book.ledger) == MAX_LEDGER
+    assert book.tokens == tip.book.tokens + 4
+    assert book.of("x0") == (book.ledger[""].stamp, 0) and book.ledger[""].stamp >= 1
+
+
+def test_two_contributions_to_one_version_have_no_data_in_common() -> None:
+    swarm, author, other = begun()
+    for peer in ("x", "y"):
+        line = line_of(peer, base=author.tip().head.id, units=((10**6, 10**6 + 4),))
+        swarm.tell(author, events.Delivered(other.name, line, gradient(line)))
+    number = len(swarm.made)
+    swarm.until(swarm.now + 30.0, lambda: len(swarm.made) > number)
+    assert len({"x", "y"} & {line.peer for line, _ in swarm.made[-1][1].lines}) == 1
+
+
+def test_a_dealer_deals_nothing_that_is_merged_or_that_anybody_has() -> None:
+    swarm, author, other = begun()
+    swarm.tell(author, events.Heard(other.name, Status(units=((500, 510),))))
+    line = line_of("x", base=author.tip().head.id, units=((520, 530),))
+    swarm.tell(author, events.Delivered(other.name, line, gradient(line)))
+    new = data.deal(author.facts, "y", 600, ((540, 550),))
+    taken = (*author.tip().book.merged, (500, 510), (520, 530), (540, 550), *author.facts.queue)
+    assert new and not any(overlaps(new, (unit,)) for unit in taken)
+    assert overlaps(data.has(author.facts), ((520, 530),))
+    assert not overlaps(data.deal(author.facts, "z", 600, ()), new)
+
+
+def test_the_lowest_sequences_are_dealt_first() -> None:
+    _, author, _ = begun()
+    f = author.facts.control
+    stop = f.tip.book.merged[-1][1]
+    f.tip = replace(f.tip, book=altered(f.tip.book, merged=((3, stop),)))
+    assert data.deal(author.facts, "y", 3, ())[0] == (0, 3)
+
+
+def test_a_lease_is_passed_on_to_a_dealer_that_the_other_does_not_hear() -> None:
+    swarm, author, other = begun()
+    assert other.core
+    lease = Lease("x", 5)
+    asked = other.core.receive(events.Heard(author.name, lease), swarm.now)
+    assert not [one for one in asked if isinstance(one, events.Send) and one.message == lease]
+    swarm.add("c")
+    swarm.until(swarm.now + 15.0)
+    own = Lease("c", 5)
+    sent = other.core.receive(events.Heard("c", own), swarm.now)
+    assert [one.peer for one in sent if isinstance(one, events.Send) and one.message == own] == [author.name]
+
+
+def test_a_sleeper_drops_its_data_and_listens_first() -> None:
+    swarm, _, other = begun()
+    assert other.core and other.facts.queue
+    other.core.receive(events.Tick(), swarm.now + 11.0)
+    assert not other.facts.ready and not other.facts.queue
+
+
+def test_a_hello_is_answered_by_all_that_changed_since() -> None:
+    swarm, author, other = begun()
+    assert author.core and other.core
+    sent = author.core.receive(events.Connected(other.name, other.core.hello()), swarm.now)
+    assert any(isinstance(one, events.Send) and isinstance(one.message, Status) and one.message.whole for one in sent)
+
+
+def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
+    swarm, _, other = begun()
+    old = other.saved()._replace(processed=0)
+    swarm.die(other)
+    swarm.start(other, old)
+    swarm.until(swarm.now + 30.0)
+    assert (
+        discarded(other.facts, other.facts.control) == 0 and other.facts.processed >= old.tips[0].book.of(other.name)[1]
+    )

@@ -106,7 +106,8 @@ def contribute(core: Facts, f: Fragment) -> None:
     f.draft = Line(
         f.index, core.me, core.stamp, f.base, f.steps, f.unsent, units, 0.0, "0" * 64, core.identity.name
     )  # fmt: skip
-    f.unsent, f.steps, f.units, f.waiting, core.next = 0, 0, NONE, core.settings.overlap, f.index + 1
+    f.waiting = core.settings.overlap if f.base == f.tip.head.id else 0  # else a newer head is here already
+    f.unsent, f.steps, f.units, core.next = 0, 0, NONE, f.index + 1
     core.out.append(Capture(f.draft))
 
 

@@ -1,0 +1,137 @@
+"""The promises of the core, checked in a swarm without tensors: after each event, and when nobody trains any more."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from typing import Any
+
+from diloco.core import contributions, data
+from diloco.core.facts import Fragment, Settings
+from diloco.core.units import count, difference, union
+from diloco.messages.fields import Units
+from diloco.messages.heads import Head
+from tests.support.swarm_without_tensors import Peer, Swarm
+
+
+class Violation(AssertionError):
+    """A promise is broken."""
+
+
+def holds(promise: bool, *said: object) -> None:
+    """Or break."""
+    if not promise:
+        raise Violation(" ".join(map(str, said)))
+
+
+class Promises(Swarm):
+    """A swarm that is watched."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        super().__init__(settings, seed=seed)
+        self.chains: dict[str, list[Head]] = {}
+        self.anchors: dict[str, Any] = {}
+        self.liar = ""
+        self.lies: set[str] = set()  # digests of updates
+        self.seen: dict[tuple[str, int], Head] = {}  # the tips of each peer
+        self.bases: dict[tuple[str, int], str] = {}  # of what each peer learns, as it was before the event
+        self.since: Counter[tuple[str, int]] = Counter()  # tokens processed when it left a history
+        self.learned: defaultdict[str, set[int]] = defaultdict(set)  # stamps of this life
+        self.again: set[str] = set()  # began with a checkpoint
+        self.left: list[tuple[str, int, int, int]] = []  # what those had given who left when nothing else happened
+
+    def begins(self, peer: Peer) -> None:
+        """Another life."""
+        if peer.life > 1:
+            self.again.add(peer.name)
+        self.learned[peer.name].clear()
+        for f in peer.facts.fragments:
+            self.chains.setdefault(f.tip.head.id, [f.tip.head])
+            self.seen[peer.name, f.index] = f.tip.head
+            self.since[peer.name, f.index], self.bases[peer.name, f.index] = peer.facts.processed, f.base
+
+    def check(self, peer: Peer) -> None:
+        for f in peer.facts.fragments:
+            head, before = f.tip.head, self.seen[peer.name, f.index]
+            if head is not before:
+                self.seen[peer.name, f.index] = head
+                holds(head.key > before.key and head.work >= before.work, peer.name, "goes down")
+                if head.id not in self.chains:
+                    self.check_version(peer, f)
+                if self.bases[peer.name, f.index] not in [one.id for one in self.chains[head.id]]:
+                    self.since[peer.name, f.index] = peer.facts.processed
+                what = peer.anchors.now[f.index], f.tip.book.digest
+                holds(self.anchors.setdefault(head.id, what) == what, "two anchors of", head.id)
+                lied = head.update in self.lies and peer.name != self.liar and any(peer.anchors.momenta[f.index])
+                holds(not lied, peer.name, "adopts what moves too far")
+            self.bases[peer.name, f.index] = f.base
+            item = f.bag.get(peer.name)
+            if item and item.line.stamp in self.learned[peer.name] and not f.tip.objection(item.line):
+                self.learned[peer.name].discard(item.line.stamp)
+                learned = peer.facts.processed - self.since[peer.name, f.index]
+                holds(item.line.tokens <= learned, peer.name, "sends what it learned in another history")
+
+    def check_version(self, peer: Peer, f: Fragment) -> None:
+        """A head that nobody has seen before."""
+        head = f.tip.head
+        holds(head.author == peer.name, "nobody made", head.id)
+        chain = self.chains[head.id] = [*self.chains[head.prev], head]
+        holds(head.number == len(chain) - 1 and head.fragment == f.index, "a head does not follow")
+        lines = [line for one in chain for line, _ in one.lines]
+        counted = [line for one in chain for line in one.counted]
+        holds(len({(line.peer, line.stamp) for line in lines}) == len(lines), "twice in one history")
+        holds(head.work == sum(line.tokens for line in counted), "work is not the tokens in the anchor")
+        units = sum(count(line.units) for line in counted)
+        holds(count(union(*(line.units for line in counted))) == units, "data twice in one history")
+        holds(f.index or units == head.work, "tokens without data")
+        ids = {one.id for one in chain}
+        holds(all(line.base in ids for line, _ in head.lines), "learned in another history")
+
+    def applied(self, head: Head, peer: str, until: int = 2**60) -> int:
+        """Tokens of a peer in a history."""
+        lines = [line for one in self.chains[head.id] for line in one.counted]
+        return sum(line.tokens for line in lines if line.peer == peer and line.stamp <= until)
+
+    def holes(self, side: list[Peer]) -> Units:
+        """Sequences that are in no model, and that nobody has."""
+        best = max((peer.tip() for peer in side), key=lambda tip: tip.key)
+        taken = union(best.book.merged, *(data.has(peer.facts) for peer in side))
+        return difference(((0, taken[-1][1]),), taken) if taken else ()
+
+    def check_rest(self, side: list[Peer], missing: Units) -> None:
+        """What holds when nobody trains any more."""
+        for i in range(self.settings.fragments):
+            tips = {peer.name: peer.tip(i).key for peer in side}
+            holds(len(set(tips.values())) == 1, "different tips of", i, tips)
+        for peer in side:
+            for f in peer.facts.fragments:
+                own, applied = contributions.own(peer.facts, f), self.applied(f.tip.head, peer.name)
+                holds(own is None or not peer.facts.author_of(f), "a contribution of", peer.name, "stays in flight")
+                holds(applied == f.tip.book.of(peer.name)[1], "the book says other tokens than the heads")
+                lost = contributions.discarded(peer.facts, f)
+                told = [
+                    said["tokens"]
+                    for _, kind, said in peer.notes
+                    if kind == "discarded" and said["fragment"] == f.index
+                ]
+                holds(0 <= lost == sum(told), lost, "tokens are discarded, and told are", told)
+                open_ = f.unsent + (own.tokens if own else 0)
+                total = applied + lost + open_
+                holds(
+                    peer.name in self.again or peer.facts.steps * peer.batch == total,
+                    "tokens of",
+                    peer.name,
+                    "are missing",
+                )
+        for name, index, stamp, tokens in self.left:
+            lacks = tokens - self.applied(side[0].tip(index).head, name, stamp)
+            holds(lacks <= 0, lacks, "tokens of", name, "which left, are not in", index)
+        missing = difference(missing, union(side[0].tip().book.merged, *(data.has(peer.facts) for peer in side)))
+        for peer in side:
+            core, names = peer.facts, {other.name for other in side}
+            given = [units for name, (units, _) in core.granted.items() if name in names]
+            if missing and core.author_of(core.control) == peer.name:
+                core.now = math.inf
+                given.append(data.deal(core, "", missing[-1][1] + 1, ()))
+            missing = difference(missing, union(*given))
+        holds(not missing, "nobody is given", missing)

@@ -20,7 +20,7 @@ FAULTS = [
     "kill", "kill", "kill", "freeze", "freeze", "split", "split", "pair", "break", "leave", "join", "stuck", "hang",
     "damage", "slow",
 ]  # fmt: skip
-LASTING = ["kill", "freeze", "split", "pair", "leave", "stuck", "hang", "slow"]
+LASTING = sorted({*FAULTS} - {"break", "join", "damage"})
 FOR_GOOD = 10.0**9
 BASE = Settings(
     heartbeat_s=2.0, silence_s=8.0, silence_beats=0.0, settle_s=3.0, stall_s=10.0, first_step_s=10.0, floor_s=6.0,
@@ -44,15 +44,14 @@ class World(Promises):
         self.asked: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         trainers, hosts = r.choice([(1, 1), (2, 0), (2, 1), (3, 0), (3, 0), (3, 1), (4, 0), (4, 1), (5, 0)])
         self.liar = "a" if trainers >= 3 and r.random() < 0.06 else ""
-        for number in range(trainers + hosts):
-            self.joins(trains=number < trainers, authors=number in (0, trainers) or r.random() < 0.8)
+        for i in range(trainers + hosts):
+            self.joins(trains=i < trainers, authors=i in (0, trainers) or r.random() < 0.8)
         self.horizon = r.choice([15.0, 30.0, 50.0])
         self.lasting = r.random() < 0.25  # one fault, that nothing heals
         self.leaving = not self.lasting and not self.liar and r.random() < 0.1  # peers only come and leave
         kinds = LASTING if self.lasting else ["leave", "join"] if self.leaving else FAULTS
         kinds = ["freeze", "slow", "break"] if self.liar else kinds  # a newcomer has nothing to measure a lie by
-        if self.leaving:
-            self.lost = self.absurd = 0.0
+        self.lost, self.absurd = (0.0, 0.0) if self.leaving else (self.lost, self.absurd)
         for _ in range(1 if self.lasting else r.choice([0, 1, 2, 2, 3, 4, 6])):
             self.at(r.uniform(1.0, self.horizon), self.fault, r.choice(kinds))
 
@@ -100,11 +99,9 @@ class World(Promises):
 
     def lie(self, event: Any) -> Any:
         """Its versions move farther than their contributions allow."""
-        if not isinstance(event, events.Merged):
-            return event
-        update = tuple(part * 50 + 10**6 for part in event.update)
-        self.lies.add(hexed(update))
-        return replace(event, update=update, digest=hexed(update))
+        lie = tuple(part * 50 + 10**6 for part in event.update) if isinstance(event, events.Merged) else ()
+        self.lies.add(hexed(lie))
+        return replace(event, update=lie, digest=hexed(lie)) if lie else event
 
     def save(self, peer: Peer, life: int) -> None:
         if peer.life == life:
@@ -179,8 +176,8 @@ class World(Promises):
     def back(self, peer: Peer) -> None:
         saves = self.saves[peer.name]
         if peer.core is None:
-            some = saves and (self.leaving or self.random.random() < 0.9)
-            self.start(peer, (saves[-1] if self.leaving else self.random.choice(saves)) if some else None)
+            old = saves and (self.leaving or self.random.random() < 0.9)
+            self.start(peer, (saves[-1] if self.leaving else self.random.choice(saves)) if old else None)
 
     def wakes(self, peer: Peer, life: int) -> None:
         if peer.life == life and peer.frozen:
@@ -223,7 +220,7 @@ class World(Promises):
             [max(p.tip(i).head.work for p in side) for i in range(self.settings.fragments)] for side in self.sides()
         ]
 
-    def play(self) -> World:
+    def play(self) -> None:
         """Raises `Violation`."""
         self.until(self.horizon)
         self.absurd = self.lost = 0.0
@@ -243,7 +240,6 @@ class World(Promises):
         self.until(self.now + 80.0)
         for side, missing in zip(sides if not self.lies else [], holes, strict=False):
             self.check_rest([peer for peer in side if peer.core], missing)
-        return self
 
 
 def broken(world: World) -> str:

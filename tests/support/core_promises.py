@@ -126,7 +126,8 @@ class Promises(Swarm):
         for name, index, stamp, tokens in self.left:
             lacks = tokens - self.applied(side[0].tip(index).head, name, stamp)
             holds(lacks <= 0, lacks, "tokens of", name, "which left, are not in", index)
-        missing = difference(missing, union(side[0].tip().book.merged, *(data.has(peer.facts) for peer in side)))
+        holders = [*side, *(peer for peer in self.peers.values() if peer.core and peer.name == self.liar)]
+        missing = difference(missing, union(side[0].tip().book.merged, *(data.has(peer.facts) for peer in holders)))
         for peer in side:
             core, names = peer.facts, {other.name for other in side}
             given = [units for name, (units, _) in core.granted.items() if name in names]

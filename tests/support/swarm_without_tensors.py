@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.core import events
-from diloco.core.facts import Facts, Identity, Settings, Sizes
+from diloco.core.facts import Identity, Settings, Sizes
 from diloco.core.history import Tip, genesis
 from diloco.core.peer import Peer as Core
 from diloco.core.units import count, first
@@ -42,11 +42,7 @@ class Peer:
 
     anchors: Anchors = field(init=False)
 
-    @property
-    def facts(self) -> Facts:
-        """What its core knows."""
-        assert self.core is not None
-        return self.core.facts
+    facts = property(lambda self: self.core.facts)
 
     def tip(self, index: int = 0) -> Tip:
         """Of a fragment."""
@@ -88,8 +84,8 @@ class Swarm(Links):
         tips = tuple(genesis(i, RUN, tuple(map(hexed, anchor))) for i, anchor in enumerate(anchors))
         saved = saved or Saved(tips, anchors, 0, 0)
         identity = Identity(peer.name, peer.name, RUN, "0" * 64, Signer(peer.name), peer.trains, peer.authors)
-        peer.life, peer.frozen, peer.stuck, peer.stepping, peer.inbox = peer.life + 1, False, False, False, []
-        peer.notes = []
+        peer.life, peer.inbox, peer.notes = peer.life + 1, [], []
+        peer.frozen = peer.stuck = peer.stepping = False
         peer.core = Core(
             identity, settings, Arithmetic(), saved.tips, [Sizes(1, 1, 1000, PARTS)] * settings.fragments, self.now,
             wall_ms or 10**6 + int(self.now * 1000), saved.processed, saved.stamp,
@@ -140,10 +136,9 @@ class Swarm(Links):
             peer.inbox += [event] if not isinstance(event, events.Tick) else []
             return
         actions = peer.core.receive(event, self.now)
-        for f in peer.facts.fragments:
-            if f.tip.head.id not in self.heads:
-                self.heads[f.tip.head.id] = f.tip.head
-                self.made.append((self.now, f.tip.head))
+        for head in [f.tip.head for f in peer.facts.fragments if f.tip.head.id not in self.heads]:
+            self.heads[head.id] = head
+            self.made.append((self.now, head))
         self.check(peer)
         for action in actions:
             self.do(peer, action)

@@ -113,10 +113,10 @@ def _merge(core: Facts, f: Fragment, items: Sequence[Item]) -> None:
 
 
 def merged(core: Facts, event: Merged) -> None:
-    """The update of the next version is made, unless the tip has moved meanwhile."""
+    """The update of the next version is made, unless the tip has moved meanwhile, or another peer is the author now."""
     f = core.fragments[event.fragment]
     merge, f.merge = f.merge, None
-    if merge is None or f.tip.head.id != event.base or f.moving:
+    if merge is None or f.tip.head.id != event.base or f.moving or core.author_of(f) != core.me:
         return
     lines = tuple(
         (share.line, 0.0 if share.line.peer in event.left_out else share.weight * share.discount)

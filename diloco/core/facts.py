@@ -396,7 +396,8 @@ class Facts:
 
     def is_author(self) -> bool:
         """Whether this peer may be an author: not before it has what others had when it came, nor when it leaves."""
-        if not self.identity.may_author or (self.leaving and self.members.any_author()):
+        publishes = any(f.moving and f.moving.own for f in self.fragments)
+        if not self.identity.may_author or (self.leaving and not publishes and self.members.any_author()):
             return False
         return self.ready or not any(f.told and f.greater() for f in self.fragments)
 

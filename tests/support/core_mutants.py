@@ -64,7 +64,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("core.peer", "if core.now - self._looked_at > core.settings.silence_s:", "if False:")
     ],
     "3: only one's own ears count": [("core.members", "able |= dict.fromkeys(sorted(member.hears - known))", "pass")],
-    "3: who leaves stays author": [("core.facts", "or (self.leaving and self.members.any_author())", "")],
+    "3: who leaves stays author": [
+        ("core.facts", "or (self.leaving and not publishes and self.members.any_author())", ""),
+    ],
+    "3: who leaves publishes what another one makes again": [
+        ("core.author", "or f.moving or core.author_of(f) != core.me:", "or f.moving:"),
+    ],
     "4: a contribution is offered once": [
         (
             "core.contributions",

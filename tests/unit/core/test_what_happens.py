@@ -258,6 +258,19 @@ def test_leaver(who: str, after: float) -> None:
     assert swarm.contributor().tip().book.of(peer.name)[1] == processed
 
 
+@pytest.mark.parametrize("what", ["merge", "moving"])
+def test_an_author_that_leaves_while_it_makes_a_version(what: str) -> None:
+    """Nobody makes that version again, and no token is lost."""
+    swarm = Scene(after=5.0)
+    swarm.work_s = 1.0
+    author = swarm.author()
+    swarm.until(swarm.now + 30.0, lambda: getattr(author.facts.control, what) is not None)
+    swarm.tell(author, events.Leave())
+    swarm.goes_on(ROUND_S + 4.0)
+    numbers = [head.number for _, head in swarm.made]
+    assert len(numbers) == len(set(numbers))
+
+
 @pytest.mark.parametrize("who", ["author", "contributor"])
 def test_damaged(who: str) -> None:
     """A bit flips in an anchor: parts are fetched. Damage at the author gets into the history."""

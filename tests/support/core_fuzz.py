@@ -20,8 +20,7 @@ FAULTS = [
     "kill", "kill", "kill", "freeze", "freeze", "split", "split", "pair", "break", "leave", "join", "stuck", "hang",
     "damage", "slow",
 ]  # fmt: skip
-LASTING = sorted({*FAULTS} - {"break", "join", "damage"})
-FOR_GOOD = 10.0**9
+LASTING, FOR_GOOD = sorted({*FAULTS} - {"break", "join", "damage"}), 10.0**9
 BASE = Settings(
     heartbeat_s=2.0, silence_s=8.0, silence_beats=0.0, settle_s=3.0, stall_s=10.0, first_step_s=10.0, floor_s=6.0,
     refresh_s=4.0, stuck_s=40.0, delay=1, windowed=True,
@@ -48,7 +47,8 @@ class World(Promises):
             self.joins(trains=i < trainers, authors=i in (0, trainers) or r.random() < 0.8)
         self.horizon = r.choice([15.0, 30.0, 50.0])
         self.lasting = r.random() < 0.25  # one fault, that nothing heals
-        self.leaving = not self.lasting and not self.liar and r.random() < 0.1  # peers only come and leave
+        alone = self.lasting or self.liar or self.settings.quorum == 1  # where versions are many, some comes late
+        self.leaving = not alone and r.random() < 0.1  # peers only come and leave
         kinds = LASTING if self.lasting else ["leave", "join"] if self.leaving else FAULTS
         kinds = ["freeze", "slow", "break"] if self.liar else kinds  # a newcomer has nothing to measure a lie by
         self.lost, self.absurd = (0.0, 0.0) if self.leaving else (self.lost, self.absurd)
@@ -216,9 +216,9 @@ class World(Promises):
         return found
 
     def works(self) -> list[list[int]]:
-        return [
-            [max(p.tip(i).head.work for p in side) for i in range(self.settings.fragments)] for side in self.sides()
-        ]
+        """By side and fragment; nobody gets what only a damaged peer has."""
+        rows = [zip(*(peer.facts.fragments for peer in side), strict=True) for side in self.sides()]
+        return [[max(0 if f.damaged else f.tip.head.work for f in row) for row in side] for side in rows]
 
     def play(self) -> None:
         """Raises `Violation`."""

@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.table import STATE_STYLES
-from diloco.protocol.phase_seconds import PHASES
-from diloco.protocol.shares import Contributor
-from diloco.protocol.snapshot import SHORT, FragmentRow, PeerRow, Round, Snapshot
+from diloco.messages.phase_seconds import PHASES
+from diloco.messages.snapshot import SHORT, Contributor, FragmentRow, PeerRow, Round, Snapshot
 from diloco.text import counted, human_bytes, human_count, human_seconds, sparkline
 
 __all__ = ["render"]
@@ -20,6 +19,8 @@ __all__ = ["render"]
 ROUNDS = 6
 EVENTS = 6
 LATE_S = 5.0  # since the last message of a peer
+ID_DIGITS = 8  # of a head
+FRAGMENT_STYLES = {"collecting": "green", "fetching": "cyan", "settling": "dim", "alone": "red"}
 
 Cell = Text | str
 
@@ -48,11 +49,6 @@ def _head(snapshot: Snapshot, lost: str | None) -> Text:
         counted(len(peers) + snapshot.left_out, "peer"),
     ]
     text.append("  " + "  ".join(facts), style="not bold")
-    if len(snapshot.components) > 1:
-        elsewhere = sum(len(group) for group in snapshot.components[1:])
-        text.append(
-            f"\nsplit: {counted(elsewhere, 'more peer')} in the DHT cannot be reached from here", style="bold red"
-        )
     if lost is not None:
         text.append(f"\n{lost}", style="bold red")
     return text
@@ -91,11 +87,12 @@ def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
 
 def _fragments(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:
     def cells(row: FragmentRow) -> list[Cell]:
-        syncer = Text("nobody", style="red") if row.syncer is None else _called(row.syncer, names)
-        backup = Text("none", style="yellow") if row.backup is None else _called(row.backup, names)
-        return [str(row.fragment), syncer, str(row.term), str(row.version), backup]
+        author = Text("nobody", style="red") if row.author is None else _called(row.author, names)
+        state = Text(row.state, style=FRAGMENT_STYLES.get(row.state, ""))
+        version, tokens, here = str(row.version), human_count(row.work), str(row.here)
+        return [str(row.fragment), version, tokens, row.id[:ID_DIGITS], state, author, here]
 
-    columns = ["fragment", "<syncer", "term", "version", "<backup"]
+    columns = ["fragment", "version", "tokens", "<id", "<state", "<author", "here"]
     return _table("fragments", columns, [cells(row) for row in snapshot.fragments], rows)
 
 

@@ -1,4 +1,4 @@
-"""`diloco train` and `diloco host`: one peer, watched; one that trains, and one that only holds fragments."""
+"""`diloco train` and `diloco host`: one peer, watched; one that trains, and one that only makes versions."""
 
 from __future__ import annotations
 

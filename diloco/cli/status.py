@@ -15,7 +15,7 @@ from diloco.cli.panels import render
 from diloco.config.address import Address, scope
 from diloco.dashboard.server import Dashboard
 from diloco.errors import ConfigError, SwarmError
-from diloco.protocol.snapshot import Snapshot
+from diloco.messages.snapshot import Snapshot
 from diloco.rundir.files import data_home, in_use
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.client.watch import Visitor, light_hivemind
@@ -70,7 +70,7 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
         if watch:
             await _watch(visitor, snapshot)
         elif as_json:
-            click.echo(snapshot.model_dump_json(indent=2))
+            click.echo(snapshot.json(indent=2))
         else:
             console = Console()
             console.print(render(snapshot, console))

@@ -123,7 +123,7 @@ class OuterConfig(RunOwned):
     """diloco: pseudo-gradients and outer steps; data_parallel: gradients averaged in every inner step."""
     sync_every: int = Field(ge=1, le=1 << 30)
     """H, inner steps per outer step (with data_parallel: per evaluation and budget step)."""
-    fragments: int = Field(1, ge=1, le=65536, description="Parts of the model, each with a syncer of its own.")
+    fragments: int = Field(1, ge=1, le=65536, description="Parts of the model, each with an author of its own.")
     pattern: Literal["contiguous", "strided"] = "contiguous"
     """contiguous: fragments of equal size; strided: whole layers, dealt round-robin."""
     staggered: bool = Field(False, description="Fragments are due one after another, sync_every/fragments steps apart.")
@@ -136,10 +136,8 @@ class OuterConfig(RunOwned):
     grace_s: float = Field(0.0, ge=0, le=86400, description="Seconds that the others have once the quorum is there.")
     grace_slack: float = Field(0.0, ge=0, lt=1)
     """Instead of grace_s: this part of what outer.overlap leaves to wait for others."""
-    staleness_limit: int = Field(0, ge=0, le=10_000)
-    """Rounds that a contribution may be late, in which as many others are merged as there are peers."""
     staleness_exponent: float = Field(0.0, ge=0, le=10)
-    """A contribution that is s rounds late counts (1 + s) ** -staleness_exponent."""
+    """With a quorum, a contribution that is s versions late counts (1 + s) ** -staleness_exponent."""
     weights: Literal["tokens", "uniform", "tokens2_per_step"] = "tokens"
     """What a contribution weighs in the mean."""
     merge: Average = "mean"
@@ -169,7 +167,7 @@ class OuterConfig(RunOwned):
     error_feedback: float = Field(0.0, ge=0, le=1)
     """Decay of what codec_up lost and is sent in later rounds; 0 forgets it."""
     codec_up: CodecUp = Field("int8", description="Encoding of the pseudo-gradients that peers send.")
-    codec_down: CodecDown = Field("int8", description="Encoding of the updates that syncers publish.")
+    codec_down: CodecDown = Field("int8", description="Encoding of the updates that authors publish.")
 
     @property
     def barrier(self) -> bool:
@@ -180,13 +178,6 @@ class OuterConfig(RunOwned):
     def lockstep(self) -> bool:
         """Whether all peers exchange all fragments at one barrier, and take no inner step meanwhile."""
         return self.barrier and not self.staggered and not self.overlap
-
-    @property
-    def carries_late(self) -> bool:
-        """Whether a contribution that comes too late for its version may be merged into a later one: `staleness_limit`
-        rounds late with a quorum, and where all exchange at one barrier into whatever version is next.
-        """
-        return self.lockstep or self.staleness_limit > 0
 
     @field_validator("lr_by_peers", mode="before")
     @classmethod
@@ -224,11 +215,6 @@ def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
         yield f"outer.grace_s={outer.grace_s} excludes outer.grace_slack={outer.grace_slack}; set one of them to 0"
     if outer.grace_slack and not outer.overlap:
         yield f"outer.grace_slack={outer.grace_slack} is a part of outer.overlap, which is 0; set outer.overlap"
-    if outer.staleness_limit and outer.barrier:
-        yield (
-            f"outer.staleness_limit={outer.staleness_limit} has no effect when a version waits for every peer; "
-            "set outer.quorum, or drop it"
-        )
     if outer.dylu and (outer.staggered or outer.barrier):
         yield "outer.dylu=true needs peers that do not wait for each other; set outer.quorum, and outer.staggered=false"
 

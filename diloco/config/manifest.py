@@ -40,7 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Raised whenever peers of the old and the new version could not train together.
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 # A real manifest has about 1500 characters; a hostile one must not cost memory or time to parse.
 MAX_MANIFEST_CHARACTERS = 65536
 RISING = ("budget.outer_steps", "budget.tokens", "outer.rounds")  # how long the run is; null stays null

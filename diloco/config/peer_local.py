@@ -44,6 +44,7 @@ class RunPlace(PeerLocal):
     lead: bool = True
     """Evaluate, and write model/ and the summary; one peer of a run directory does."""
     report: bool = Field(False, description="Write status as JSON lines on stdout, for a supervising process.")
+    record: bool = Field(False, description="Keep the last events in recording.bin, which scripts/replay plays again.")
 
 
 class DataPlace(PeerLocal):

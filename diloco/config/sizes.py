@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 __all__ = ["MOST_PARAMETERS", "fragments_for", "fragments_of", "tokenizer_of_model"]
 
-# Of one fragment: 384 MiB of outer state for its syncer. Several syncers share what all peers send, too.
+# Of one fragment: 384 MiB of outer state for its author. Several authors share what all peers send, too.
 MOST_PARAMETERS = 2**25
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from diloco.core.events import Apply, Merge, Merged, Share
 from diloco.core.facts import Facts, Fragment, Item, Moving
 from diloco.core.history import follow
-from diloco.core.members import Member
+from diloco.core.members import PAUSE_LIMIT_S, Member
 from diloco.core.units import NONE, overlaps, union
 from diloco.messages.fields import MAX_LINES, MAX_TOKENS, at_most
 from diloco.messages.heads import Head, Line
@@ -18,44 +19,52 @@ from diloco.messages.heads import Head, Line
 __all__ = ["close", "merged", "weights"]
 
 HEAVIEST = 2.0  # times the median weight
+LOOK_S = 1.0  # between two looks whether a pause has ended
 WAITING_S = 5.0  # with a quorum: who has waited longer for another fragment may wait for ever
 
 
 def close(core: Facts, f: Fragment) -> None:
     """Make the next version, if it is time."""
-    if f.merge or f.moving or f.behind() or f.damaged or not core.ready or core.over(f.tip):
+    if f.merge or f.moving or f.behind() or f.damaged or not core.ready or core.over(f.tip) or core.hands_over():
         return
     if core.now < f.again:
         return core.wake(f.again)
     here = {peer: item for peer, item in sorted(f.bag.items()) if not f.tip.objection(item.line)}
-    whole = _without_collisions(here)
+    whole = _without_collisions(here, f.tip.head.id)
+    since = f.came.get(f.tip.head.id, core.now)
+    f.patience.forgive([one.peer for one in core.members.all() if one.resumed_at > since], core.now)
     missing = _missing(core, f, here)
     total, settings = len(whole) + len(missing), core.settings
     need = -(-total // 2) if settings.quorum is None else min(settings.quorum, total)
     if not whole or len(whole) < need:
         return
     f.enough = core.now if f.enough is None else f.enough
+    myself = core.me in missing and core.pauses and core.now - core.moved < PAUSE_LIMIT_S
+    if settings.barrier and (f.patience.pauses(missing, core.now - f.enough, core.now) or myself):
+        f.enough = core.now  # the wait begins when the pause has ended
+        return core.wake(core.now + LOOK_S)
     rounds_s = {peer: _round_s(core, f, item) for peer, item in whole.items()}
     wait_s = f.patience.wait_s(list(rounds_s.values())) if settings.barrier else _grace_s(core, whole)
-    pause_s = max((f.patience.pause_s(member, core.now) for member in missing.values()), default=0.0)
-    ends_at = f.enough + wait_s + (pause_s if settings.barrier else 0.0)
+    ends_at = f.enough + wait_s
     if missing and core.now < ends_at:
         return core.wake(ends_at)
-    f.patience.closed(rounds_s, missing, core.now - f.enough - wait_s, core.now)
+    since_base_s = {peer: item.since - f.came.get(item.line.base, -inf) for peer, item in whole.items()}
+    f.patience.closed(since_base_s, missing)
+    f.patience.slow |= {one.peer for one in _stalled(core) if one.peer not in here}
     if missing:
         core.note("missing", fragment=f.index, peers=sorted(missing))
     _merge(core, f, list(whole.values())[:MAX_LINES])
 
 
-def _without_collisions(here: Mapping[str, Item]) -> dict[str, Item]:
-    """Contributions no two of which have the same data."""
+def _without_collisions(here: Mapping[str, Item], tip: str) -> dict[str, Item]:
+    """Contributions no two of which have the same data; of two that have, a late one is left out."""
     whole, taken = dict[str, Item](), NONE
-    for peer, item in here.items():
+    for peer, item in sorted(here.items(), key=lambda one: (one[1].line.base != tip, one[0])):
         if not item.line.units:
             whole[peer] = item
         elif not overlaps(taken, item.line.units):
             whole[peer], taken = item, union(taken, item.line.units)
-    return whole
+    return dict(sorted(whole.items()))
 
 
 def _missing(core: Facts, f: Fragment, here: Mapping[str, Item]) -> dict[str, Member | None]:
@@ -63,16 +72,24 @@ def _missing(core: Facts, f: Fragment, here: Mapping[str, Item]) -> dict[str, Me
     settings, now = core.settings, core.now
     passed = {*here, *core.shunned} | (f.patience.slow if settings.barrier else set())
     missing: dict[str, Member | None] = {}
+    passed |= {member.peer for member in _stalled(core)}
     for member in core.members.all():
         if member.status.trains and member.peer not in passed:
-            if member.stalled(now, settings.stall_s, settings.first_step_s):
-                continue
             if settings.quorum is not None and member.status.waits and now - member.moved > WAITING_S:
                 continue
             missing[member.peer] = member
     if core.me not in passed and core.trains_now and not core.stalled():
         missing[core.me] = None
     return missing
+
+
+def _stalled(core: Facts) -> list[Member]:
+    """Members that train and make no progress. Who can never contribute stalls again and again, as any version lets it
+    make a few inner steps more; so it is slow like who was waited for in vain.
+    """
+    stall_s, first_step_s = core.settings.stall_s, core.settings.first_step_s
+    trainers = [member for member in core.members.all() if member.status.trains]
+    return [member for member in trainers if member.stalled(core.now, stall_s, first_step_s)]
 
 
 def _round_s(core: Facts, f: Fragment, item: Item) -> float:

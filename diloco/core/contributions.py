@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from diloco.core.events import Capture, Captured, Delivered, Loaded, Push, Stepped
 from diloco.core.facts import CONTROL, Facts, Fragment, Item
 from diloco.core.history import is_signed, sign
+from diloco.core.members import PAUSE_LIMIT_S
 from diloco.core.units import NONE, difference, sound, union
 from diloco.messages.control import Answer, Offer
 from diloco.messages.fields import MAX_TOKENS, MAX_UNIT_RANGES, at_most
@@ -26,6 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
+MOST_PER_STEP = 2**28  # tokens, where the manifest names none: larger batches are not known, and a lie ends no run
 LATE_RETRY_S = 1.0  # before a contribution is offered again after a stream broke
 SHUNNED = 8  # times the patience: how long a stuck author is passed over
 
@@ -37,20 +39,24 @@ def stepped(core: Facts, event: Stepped) -> None:
     """The training loop made an inner step."""
     settings = core.settings
     core.processed, core.steps = at_most(core.processed + event.tokens, MAX_TOKENS), core.steps + 1
-    core.position, core.steps_per_s, core.pauses = core.position + 1, event.steps_per_s, False
+    core.steps_per_s, core.pauses = event.steps_per_s, False
     core.queue, core.untold_data = difference(core.queue, event.units), True
+    if not core.begun:
+        return  # it warms up beside the swarm
+    core.position += 1
     for f in core.fragments:
-        if not f.adrift:
+        if not (f.adrift or f.loading):  # else what it learned is about to be overwritten
             f.unsent, f.steps = f.unsent + event.tokens, f.steps + 1
         f.waiting = None if f.waiting is None else f.waiting - 1
-    if not core.control.adrift:
+    if not (core.control.adrift or core.control.loading):
         core.control.units = union(core.control.units, event.units)
     if settings.staggered:
         turns = {-(-(turn + 1) * core.cycle // settings.fragments) for turn in range(settings.fragments)}
         core.turn = core.turn or core.position in turns
-    elif core.position >= core.cycle:
-        core.due = list(core.fragments)
-    core.due += [f for f in core.fragments if f not in core.due and _hurries(core, f)]
+    elif core.position >= core.cycle or any(_hurries(core, f) for f in core.fragments):
+        core.due, core.position = list(core.fragments), core.cycle
+    if settings.staggered:
+        core.due += [f for f in core.fragments if f not in core.due and _hurries(core, f)]
     core.position %= core.cycle
 
 
@@ -63,13 +69,15 @@ def _hurries(core: Facts, f: Fragment) -> bool:
     recent = f.tip.book.recent
     if not f.unsent or f.waiting is not None or f.base not in recent or own(core, f) is not None:
         return False
-    return 2 * (len(recent) - recent.index(f.base)) >= core.settings.late
+    behind = len(recent) - recent.index(f.base)
+    after = behind * (f.steps + core.settings.overlap) / f.steps if behind > 1 else behind  # when training needs a head
+    return 2 * after >= core.settings.late
 
 
 def loaded(core: Facts, event: Loaded) -> None:
     """Training goes on from an anchor."""
     f = core.fragments[event.fragment]
-    if f.adrift:
+    if f.adrift or f.waiting is None:  # what was learned since is overwritten
         f.unsent, f.steps, f.units = 0, 0, NONE
     f.base, f.waiting, f.loading, core.untold_data = event.head, None, False, True
 
@@ -90,7 +98,7 @@ def take_turn(core: Facts) -> None:
     if free:
         turn = core.next if core.settings.quorum == 1 else sum(f.tip.head.number for f in core.fragments)
         core.due.append(min(free, key=lambda f: (f.index - turn) % len(core.fragments)))
-        core.turn = False
+    core.turn = not free and any(f.unsent for f in core.fragments)  # else another history took what was learned
 
 
 def contribute(core: Facts, f: Fragment) -> None:
@@ -101,7 +109,7 @@ def contribute(core: Facts, f: Fragment) -> None:
     if not f.unsent or f.adrift:
         return
     clock_ms = core.wall_ms + int(core.now * 1000)
-    core.stamp = max(clock_ms, core.stamp + 1, f.tip.book.of(core.me)[0] + 1)
+    core.stamp = at_most(max(clock_ms, core.stamp + 1, f.tip.book.of(core.me)[0] + 1), MAX_TOKENS)
     units = f.units if len(f.units) <= MAX_UNIT_RANGES else f.units[:MAX_UNIT_RANGES]
     f.draft = Line(
         f.index, core.me, core.stamp, f.base, f.steps, f.unsent, units, 0.0, "0" * 64, core.identity.name
@@ -127,7 +135,10 @@ def captured(core: Facts, event: Captured) -> None:
 def pass_on(core: Facts, f: Fragment, author: str) -> None:
     """Contributions go to the author: this peer's at once, what others have left here after a while."""
     patience_s, way = core.patience_s(f), core.way(author)
+    pause = core.settings.barrier and any(0 <= core.now - one.paused_at < PAUSE_LIMIT_S for one in core.members.all())
     for item in f.bag.values():
+        if pause and item.got is not None:
+            item.got = core.now  # the author may wait for that peer
         known = item.got if item.to == way else None
         wait_s = 0.0 if item.line.peer == core.me or core.leaving else core.settings.refresh_s
         if core.now < item.since + wait_s or f.tip.objection(item.line):
@@ -177,8 +188,7 @@ def _misfit(core: Facts, f: Fragment) -> str:
 
 def impossible(core: Facts, line: Line) -> bool:
     """Whether no honest peer makes these claims."""
-    per_step = core.identity.tokens_per_step
-    claims = per_step is not None and line.tokens > line.steps * per_step
+    claims = line.tokens > line.steps * (core.identity.tokens_per_step or MOST_PER_STEP)
     ranges = not sound(line.units) or (bool(line.units) and line.fragment != CONTROL)
     return claims or ranges or line.steps > MOST_CYCLES * core.settings.sync_every
 
@@ -235,6 +245,6 @@ def account(core: Facts, f: Fragment) -> None:
     lost = discarded(core, f)
     if lost < 0:  # the history knows of more than the checkpoint did
         core.processed, lost = core.processed - lost, 0
-    if lost != f.discarded:
+    if lost != f.discarded and (core.begun or core.leaving):  # a round that is left out is said at its end
         core.note("discarded", fragment=f.index, tokens=lost - f.discarded)
         f.discarded = lost

@@ -13,7 +13,7 @@ from diloco.messages.fields import Units
 from diloco.messages.heads import Book, Head, Line
 
 __all__ = [
-    "Action",
+    "Action", "Alone",
     "Applied",
     "Apply",
     "Ask",
@@ -158,8 +158,22 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The training loop is about to make inner steps in step with the others; or it is not, any more."""
+
+    trains: bool = True
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Nobody else has to be there before this peer begins."""
+
+
+@dataclass(frozen=True)
 class Paused:
-    """The training loop evaluates or saves, until its next step."""
+    """The training loop evaluates or saves; or it goes on."""
+
+    pauses: bool = True
 
 
 @dataclass(frozen=True)
@@ -218,8 +232,8 @@ class Tick:
 
 
 Event = (
-    Connected | Lost | Heard | Discovered | Delivered | Asked | Gave | Broke | Stepped | Wanted | Paused | Captured
-    | Loaded | Merged | Applied | Leave | Tick
+    Alone | Begun | Connected | Lost | Heard | Discovered | Delivered | Asked | Gave | Broke | Stepped | Wanted
+    | Paused | Captured | Loaded | Merged | Applied | Leave | Tick
 )  # fmt: skip
 
 

@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, NamedTuple
-
-from blake3 import blake3
 
 from diloco.core.events import Action, Broadcast, Merge, Note, Send, Wake
 from diloco.core.history import Arithmetic, Record, Signer, Tip
@@ -57,6 +56,7 @@ class Settings:
         heartbeat_s, silence_s, settle_s, stall_s, refresh_s, stuck_s, deadline_s, fanout: see `README.md`.
         tick_s: statuses that come within that time are acted upon together.
         min_bytes_per_s: a deadline grows with the size of what was asked for.
+        uplink_bytes_per_s: a record is given to `fanout` peers in the time that this takes, `refresh_s` at most.
     """
 
     fragments: int = 1
@@ -83,8 +83,9 @@ class Settings:
     refresh_s: float = 5.0
     stuck_s: float = 60.0
     deadline_s: float = 8.0
-    tick_s: float = 0.05
+    tick_s: float = 0.01
     min_bytes_per_s: float = 2.0**16
+    uplink_bytes_per_s: float = 2.5e7
     fanout: int = 3
     records: int = 8
     bag: int = 256
@@ -187,7 +188,7 @@ class Fragment:
         told: who has a greater tip, and which. fetch: what is asked for. coming: records that are here and not applied.
         moving: the head that the anchor is being moved to. merge: the next version, which is being made here.
         torn: an update did not lead to what its head says. damaged: that was this peer's fault.
-        busy: who says, since when, that it cannot give now.
+        busy: who says, since when, that it cannot give now. noes: how often that was said, since the last head.
         later: donors that failed, and when to ask them again. refused: heads that no honest author makes.
         shown: a tip that is kept until then for those who fetch its parts. served: tip, how often since when.
         bag: contributions to the next version, by contributor. enough: since when a quorum of them is here.
@@ -211,6 +212,7 @@ class Fragment:
     moving: Moving | None = None
     merge: Merge | None = None
     busy: dict[str, float] = field(default_factory=dict)
+    noes: int = 0
     torn: bool = False
     damaged: bool = False
     later: dict[str, float] = field(default_factory=dict)
@@ -254,9 +256,21 @@ class Fragment:
 
 
 @lru_cache(1 << 16)
-def score(fragment: int, peer: str) -> bytes:
-    """Rendezvous: the order of peers for a fragment."""
-    return blake3(f"{fragment} {peer}".encode()).digest()
+def score(fragment: int, peer: str) -> int:
+    """Rendezvous: the order of peers for a fragment, the lowest first."""
+    return -int.from_bytes(sha256(f"{fragment}:{peer}".encode()).digest()[:8])
+
+
+@lru_cache(1 << 8)
+def in_turn(fragments: int, peers: tuple[str, ...]) -> list[str]:
+    """By fragment, the first peer in rendezvous order that has no more than its share of them."""
+    share, larger = divmod(fragments, len(peers))
+    held, chosen = dict.fromkeys(peers, 0), list[str]()
+    for fragment in range(fragments):
+        most = share + (sum(number > share for number in held.values()) < larger)
+        chosen.append(min((peer for peer in peers if held[peer] < most), key=lambda peer: score(fragment, peer)))
+        held[chosen[-1]] += 1
+    return chosen
 
 
 @dataclass(eq=False)
@@ -266,12 +280,14 @@ class Facts:
     Attributes:
         now: monotonic seconds. wall_ms: milliseconds of the clock at `now` = 0.
         ready: it has what the others had when it came. settled_at: until then it listens.
+        begun: its training loop is in step with the others. assembled: so did all who are here.
         goals: what the others had when it had listened.
         moved: when this peer made an inner step, or got the first head after one.
         shunned: authors that are passed over, until when.
         processed: tokens, over all lives. stamp: the newest. steps: inner steps of this life.
         position: inner steps of this cycle. cycle: how many there are. turn: a fragment is due. due: those to send.
         queue: sequences to train on. lease_from: who was asked for more.
+        heals: anchors that were damaged, and fetched. takeovers: versions of this peer for which another one was named.
         granted: by peer, what this author dealt, and until when it is kept.
         out: actions for the owner.
     """
@@ -294,6 +310,9 @@ class Facts:
     due: list[Fragment] = field(default_factory=list)
     pauses: bool = False
     ready: bool = False
+    begun: bool = True
+    assembled: bool = False
+    min_peers: int = 1
     settled_at: float = 0.0
     goals: list[Key] = field(default_factory=list)
     moved: float = 0.0
@@ -336,14 +355,32 @@ class Facts:
     @property
     def trains_now(self) -> bool:
         """Whether this peer makes inner steps, or is about to."""
-        return self.identity.trains and self.ready and not self.leaving
+        return self.identity.trains and self.ready and self.begun and not self.leaving
 
     @property
     def waits(self) -> bool:
-        """Whether the training loop waits, for a head or for what has to be sent or loaded before it."""
+        """Whether the training loop waits, for a head or for what has to be sent or loaded before it. Of a run that is
+        over no head comes any more.
+        """
+        if all(self.over(f.tip) for f in self.fragments):
+            return any(f.loading for f in self.fragments)
         return self.turn or bool(self.due) or any(
-            f.loading or f.adrift or (f.waiting is not None and f.waiting <= 0) for f in self.fragments
+            f.loading or f.adrift or (f.waiting is not None and f.waiting <= 0 and not self.over(f.tip))
+            for f in self.fragments
         )  # fmt: skip
+
+    @property
+    def says_waits(self) -> bool:
+        """Whether this peer waits, as it says to others."""
+        return (self.trains_now and self.waits) or (self.identity.trains and self.lacks_peers())
+
+    def began(self) -> bool:
+        """Whether anybody here has made an inner step."""
+        return self.steps > 0 or any(member.status.steps for member in self.members.all())
+
+    def lacks_peers(self) -> bool:
+        """Whether nobody has begun, and fewer are here than this peer's owner wants to begin with."""
+        return len(self.members) + 1 < self.min_peers and not self.began()
 
     def stalled(self) -> bool:
         """Whether this peer makes no progress."""
@@ -375,7 +412,7 @@ class Facts:
     def wake(self, at: float) -> None:
         """Look again at that time."""
         self._wakes = {other for other in self._wakes if other > self.now}
-        if not any(other <= at for other in self._wakes):
+        if at not in self._wakes:
             self._wakes.add(at)
             self.out.append(Wake(at))
 
@@ -395,18 +432,29 @@ class Facts:
     # -- rule 3 -------------------------------------------------------------------------------------------------------
 
     def is_author(self) -> bool:
-        """Whether this peer may be an author: not before it has what others had when it came, nor when it leaves."""
-        publishes = any(f.moving and f.moving.own for f in self.fragments)
-        if not self.identity.may_author or (self.leaving and not publishes and self.members.any_author()):
+        """Whether this peer may be an author: not before it has what others had when it came, nor when it leaves and
+        what it was making is made.
+        """
+        if not self.identity.may_author or (self.hands_over() and not self.making()):
             return False
         return self.ready or not any(f.told and f.greater() for f in self.fragments)
 
+    def hands_over(self) -> bool:
+        """Whether this peer makes no further versions, because it leaves and others may make them."""
+        return self.leaving and self.members.any_author()
+
+    def making(self) -> bool:
+        """Whether this peer is making a version, of which nobody has heard."""
+        return any(f.merge or (f.moving and f.moving.own) for f in self.fragments)
+
     def author(self, f: Fragment, named: str = "") -> str:
-        """Who makes the next version: whom the tip names, or the first in order; of those whom somebody hears."""
+        """Who makes the next version: whom the tip names, or who is in turn; of those whom somebody hears."""
         able: Mapping[str, object] | Sequence[str] = self.members.able(self.is_author())
         if self.shunned:
             able = [peer for peer in able if self.shunned.get(peer, 0.0) <= self.now]
-        return named if named in able else min(able, key=lambda peer: score(f.index, peer), default="")
+        if named in able or not able:
+            return named if able else ""
+        return in_turn(len(self.fragments), tuple(sorted(able)))[f.index]
 
     def author_of(self, f: Fragment) -> str:
         """The author of the next version of a fragment."""

@@ -117,7 +117,7 @@ def wrong(tip: Tip, head: Head, signer: Signer, run_id: str) -> str:
     counted, here = head.counted, tip.head
     if head.prev != here.id or head.number != here.number + 1 or head.fragment != here.fragment or not counted:
         return "it does not follow"
-    if head.work != here.work + sum(line.tokens for line in counted):
+    if head.work != at_most(here.work + sum(line.tokens for line in counted), MAX_TOKENS):
         return "its work is not that of its contributions"
     if tip.book.pushes and head.delay != tip.book.delay:
         return "a window changes its length"

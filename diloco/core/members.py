@@ -29,6 +29,7 @@ class Member:
     Attributes:
         moved: when it made an inner step, or got the first head after one.
         paused_at: when it began to evaluate or to save; inf while it does not.
+        resumed_at: when it went on after that.
         interval_s: between its statuses, as a moving average.
     """
 
@@ -44,6 +45,7 @@ class Member:
     interval_s: float = 0.0
     paused_at: float = math.inf
     began_at: float = 0.0
+    resumed_at: float = -math.inf
     figures: Figures = field(default_factory=Figures)
 
     @classmethod
@@ -61,6 +63,8 @@ class Member:
             self.moved, self.stepped = now, steps
         if status.position < self.status.position or (self.status.waits and not status.waits):
             self.began_at = now  # a round
+        if self.status.pauses and not status.pauses:
+            self.moved = self.resumed_at = now
         self.paused_at = min(self.paused_at, now) if status.pauses else math.inf
         if status.whole:
             self.tips, self.hears = dict(status.tips), set(status.hears)
@@ -90,8 +94,8 @@ class Member:
 class Members:
     """The peers that this one is connected to. Losing one is an ordinary event; nothing here raises."""
 
-    def __init__(self, me: str) -> None:
-        self._me = me
+    def __init__(self, me: str, is_author: Callable[[str], bool] = lambda peer: True) -> None:
+        self._me, self._is_author = me, is_author
         self._members: dict[str, Member] = {}
         self._order: list[Member] | None = None
         self._authors: frozenset[str] | None = None
@@ -147,17 +151,20 @@ class Members:
     def able(self, myself: bool) -> Mapping[str, object]:
         """Peers that may be an author: members, those whom a member hears, and this peer if it says so."""
         if self._able is None or self._able[0] != myself:
-            able = {one.peer: None for one in self.all() if one.status.authors} | ({self._me: None} if myself else {})
+            able = dict.fromkeys(sorted(self.authors())) | ({self._me: None} if myself else {})
             known = {self._me, *self._members}
             for member in self.all():
-                able |= dict.fromkeys(sorted(member.hears - known))
+                if self._is_author(member.peer):
+                    able |= dict.fromkeys(sorted(member.hears - known))
             self._able = (myself, able)
         return self._able[1]
 
     def authors(self) -> frozenset[str]:
         """Members that say that they may be an author."""
         if self._authors is None:
-            self._authors = frozenset(one.peer for one in self.all() if one.status.authors)
+            self._authors = frozenset(
+                one.peer for one in self.all() if one.status.authors and self._is_author(one.peer)
+            )
         return self._authors
 
     def beat_s(self, heartbeat_s: float) -> float:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Mapping
 
+from diloco.core.limits import Buckets
 from diloco.core.members import PAUSE_LIMIT_S, Member
-from diloco.protocol.limits import Buckets
 
 __all__ = ["Patience"]
 
@@ -33,6 +33,7 @@ class Patience:
 
     def __init__(self, floor_s: float) -> None:
         self.slow: set[str] = set()
+        self._paused: set[str] = set()  # while they were waited for
         self._floor_s = floor_s
         self._pauses: Buckets[str] = Buckets(PAUSE_RATE, PAUSE_LIMIT_S)  # seconds beyond the others' patience
 
@@ -42,21 +43,23 @@ class Patience:
         """
         return max(self._floor_s, (ROUNDS - 1) * statistics.median_low(rounds_s)) if rounds_s else self._floor_s
 
-    def pause_s(self, member: Member | None, now: float) -> float:
-        """Seconds for which a peer may still pause, if it does."""
-        if member is None or now < member.paused_at:
-            return 0.0
-        return self._pauses.of(member.peer, now).left(now)
+    def pauses(self, missing: Mapping[str, Member | None], seconds: float, now: float) -> bool:
+        """Whether any of them pauses, and may: the seconds since that was asked last come out of its bucket."""
+        pausing = [member.peer for member in missing.values() if member is not None and now >= member.paused_at]
+        self._paused.update(pausing)
+        return any([self._pauses.take(peer, now, seconds) for peer in pausing])
 
-    def closed(
-        self, rounds_s: Mapping[str, float], missing: Mapping[str, Member | None], over_s: float, now: float
-    ) -> None:
-        """A version is made of contributions after such rounds. It waited `over_s` longer than it would have without
-        pauses; whoever paused pays for it. Who is missing then is slow, and who was quick enough is not any more.
+    def forgive(self, resumed: Collection[str], now: float) -> None:
+        """These went on in this round after a pause: they are in step again, and waited for if their buckets allow."""
+        for peer in sorted(self.slow & self._paused & set(resumed)):
+            self._paused.remove(peer)
+            if self._pauses.take(peer, now, self._floor_s):
+                self.slow.remove(peer)
+
+    def closed(self, rounds_s: Mapping[str, float], missing: Collection[str]) -> None:
+        """A version is made of contributions, so long after their bases came. Who is missing then is slow, and who was
+        quick enough is not any more.
         """
         longest_s = statistics.median_low(rounds_s.values()) + self.wait_s(list(rounds_s.values()))
-        self.slow |= missing.keys()
+        self.slow.update(missing)
         self.slow -= {peer for peer, round_s in rounds_s.items() if round_s <= longest_s}
-        for peer, member in missing.items():
-            if member is not None and now >= member.paused_at and over_s > 0:
-                self._pauses.take(peer, now, min(over_s, self.pause_s(member, now)))

@@ -8,12 +8,16 @@ carries out the actions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median_low
 
+from diloco.config import WIRE_VERSION
 from diloco.core import author, contributions, data, tips
 from diloco.core.events import (
     Action,
+    Alone,
     Applied,
     Asked,
+    Begun,
     Broke,
     Captured,
     Connected,
@@ -30,6 +34,7 @@ from diloco.core.events import (
     Merged,
     Paused,
     Stepped,
+    Tick,
     Wanted,
 )
 from diloco.core.facts import Facts, Fragment, Identity, Settings, Sizes, score
@@ -38,7 +43,7 @@ from diloco.core.members import AddressBook, Members
 from diloco.core.patience import Patience
 from diloco.core.units import NONE
 from diloco.messages.bulk import Get
-from diloco.messages.codec import NEXT_WIRE_VERSION, objection_to_wire
+from diloco.messages.codec import objection_to_wire
 from diloco.messages.control import Answer, Figures, Grant, Hello, Lease, Offer, Planned, Status
 from diloco.messages.fields import MAX_NAMED, MAX_RANGES, MAX_RATE, at_most, forget_oldest, within_bounds
 from diloco.messages.heads import Line
@@ -46,11 +51,18 @@ from diloco.messages.heads import Line
 __all__ = ["Peer"]
 
 LOOK_S = 1.0  # between two looks for silent members
+FASTEST = 4.0
 MAX_RAISE = 1000  # times what was typed here
 OTHER_DATA = (
     "peers share sequences out by number, and on each a number is other text, so some is trained on twice or never, "
     "and perhaps some that the other holds out; give both the same files, or set data.shard=0 data.shards=1 on each"
 )
+
+
+def _short(data: str) -> str:
+    digest, _, shape = data.partition("-")
+    count = int(shape.partition("x")[0])
+    return (f"{count:,} sequences, " if count else "") + digest[:8]
 
 
 class Peer:
@@ -75,14 +87,16 @@ class Peer:
         ]
         self.addresses = AddressBook()
         self.facts = Facts(
-            identity, settings, arithmetic, now, wall_ms - int(now * 1000), Members(identity.me), fragments, processed,
-            stamp, cycle=settings.sync_every, settled_at=now + settings.settle_s, lease_again=now, moved=now,
-            planned=planned,
+            identity, settings, arithmetic, now, wall_ms - int(now * 1000),
+            Members(identity.me, identity.is_author), fragments, processed, stamp, cycle=settings.sync_every,
+            settled_at=now + settings.settle_s, lease_again=now, moved=now, planned=planned,
+            min_peers=settings.min_peers,
         )  # fmt: skip
         self.figures = Figures()
         self._typed = planned
-        self._looked_at = self._told_at = now
+        self._looked_at = self._told_at = self._listened_at = now
         self._decided_at = -settings.tick_s
+        self._event: Event = Tick()
         self._other_data: dict[str, None] = {}
         self._said_hears: frozenset[str] = frozenset()
         self._said_units = NONE
@@ -92,6 +106,7 @@ class Peer:
         """Take in what happened, and say what to do about it."""
         core = self.facts
         core.out, core.now = [], now
+        self._event = event
         self._wake_up()
         decides = self._take_in(event)
         if decides or now >= self._decided_at + core.settings.tick_s:
@@ -146,14 +161,22 @@ class Peer:
                 core.moved, core.made_step = core.now, True
             case Wanted(sequences, cycle):
                 core.wanted, core.cycle = sequences, cycle or core.cycle
-            case Paused():
-                core.pauses = True
+            case Begun(trains):
+                core.begun, core.moved = trains, core.now
+                core.position = self._first_position() if trains and core.ready else core.position
+            case Paused(pauses):
+                core.pauses, core.moved = pauses, core.now
             case Captured():
                 contributions.captured(core, event)
-            case Loaded():
+            case Loaded(fragment):
+                behind = core.begun and core.settings.lockstep and core.fragments[fragment].waiting is None
                 contributions.loaded(core, event)
+                if behind:  # the others went on without it, and it would be late in every round
+                    core.position = self._first_position()
             case Leave(finished):
                 core.leaving, core.finished, core.leave_by = True, finished, core.now + core.settings.stuck_s
+            case Alone():
+                core.min_peers = 1
             case Discovered():
                 core.settled_at = min(core.settled_at, core.now)
 
@@ -165,6 +188,7 @@ class Peer:
             if f.told or f.fetch:
                 tips.fetch(core, f)
         self._get_ready()
+        self._assemble()
         contributions.take_turn(core)
         for f in core.fragments:
             if core.due:
@@ -175,7 +199,8 @@ class Peer:
                 else:
                     contributions.pass_on(core, f, name)
             tips.load(core, f)
-            contributions.account(core, f)
+            if core.untold_data or not isinstance(self._event, Heard):
+                contributions.account(core, f)
         data.lease(core)
         self._tell()
         self._exit()
@@ -187,15 +212,33 @@ class Peer:
         """Whether the training loop may make an inner step."""
         core = self.facts
         has_data = bool(core.queue) or not core.wanted or not core.settings.leased
-        return core.trains_now and not core.waits and has_data
+        return core.trains_now and not core.waits and has_data and core.assembled
 
     def wants(self, line: Line) -> bool:
         """Whether the payload of a contribution is wanted here."""
         return contributions.wanted(self.facts, line)
 
+    def is_open(self, f: Fragment) -> bool:
+        """Whether the fate of this peer's newest contribution is open."""
+        return contributions.own(self.facts, f) is not None and not self.facts.over(f.tip)
+
     def discarded(self) -> int:
         """Tokens of this peer that are not in the model here, nor on their way there."""
         return contributions.discarded(self.facts, self.facts.control)
+
+    def measure(self, figures: Figures) -> None:
+        """Figures for watchers, with the next heartbeat."""
+        self.figures = figures
+
+    def fastest_steps_per_s(self, mine: float) -> float:
+        """The pace of the fastest peer that trains, this one included.
+
+        Nobody counts as more than `FASTEST` times as fast as the median: a peer that claims any pace must not make the
+        others take hardly any steps.
+        """
+        paces = [mine, *(one.status.steps_per_s for one in self.facts.members.all() if one.status.trains)]
+        measured = [pace for pace in paces if pace > 0]
+        return min(max(measured), FASTEST * median_low(measured)) if measured else 0.0
 
     def name(self, peer: str) -> str:
         """The display name of a peer that is here."""
@@ -230,7 +273,10 @@ class Peer:
         match message:
             case Hello(status=Status(tips=tips)) | Status(tips=tips):
                 said = max(tips, default=0)
-            case Offer(line=Line(fragment=said)) | Answer(fragment=said):
+            case Offer(line=Line(fragment=said) as line):
+                if said < fragments and contributions.impossible(self.facts, line):
+                    return f"{line.tokens} tokens, {len(line.units)} ranges of data in {line.steps} steps are claimed"
+            case Answer(fragment=said):
                 pass
             case _:
                 return None
@@ -252,6 +298,9 @@ class Peer:
     def _look_for_the_silent(self) -> None:
         core = self.facts
         settings = core.settings
+        if core.now - self._listened_at < LOOK_S:
+            return
+        self._listened_at = core.now
         for peer in core.members.silent(core.now, settings.silence_s, settings.silence_beats):
             core.out.append(Disconnect(peer))
             self._lost(peer, "silent")
@@ -274,7 +323,8 @@ class Peer:
         if here and there and here != there and peer not in self._other_data:
             self._other_data[peer] = None
             forget_oldest(self._other_data, MAX_NAMED)
-            self.facts.note("other_data", peer=peer, name=hello.name, there=there, here=here, so=OTHER_DATA)
+            sides = {"there": _short(there), "here": _short(here)}
+            self.facts.note("other_data", peer=peer, name=hello.name, **sides, so=OTHER_DATA)
 
     def _lost(self, peer: str, why: str) -> None:
         core = self.facts
@@ -299,8 +349,7 @@ class Peer:
         core = self.facts
         if core.ready or core.now < core.settled_at:
             return
-        others = [member for member in core.members.all() if member.status.trains]
-        if len(core.members) + 1 < core.settings.min_peers and not others:
+        if core.lacks_peers():
             return
         core.goals = core.goals or [max([f.tip.key, *f.greater().values()]) for f in core.fragments]
         there = all(
@@ -309,8 +358,23 @@ class Peer:
         )
         late = core.now > core.settled_at + core.settings.stuck_s and all(f.tip.head.prev for f in core.fragments)
         if there or late:
-            core.ready, core.goals, core.moved = True, [], core.now
+            core.ready, core.goals, core.moved, core.min_peers = True, [], core.now, 1
             core.position = self._first_position()
+
+    def _assemble(self) -> None:
+        """All who are here have to be about to train before anybody does; who comes late waits for nobody. Without that
+        the first ones would be rounds ahead before the last ones have loaded their anchors.
+        """
+        core, settings = self.facts, self.facts.settings
+        if core.assembled or not core.trains_now:
+            return
+        to_come = [
+            one for one in core.members.all() if one.hello.trains and not (one.status.trains or one.status.leaves)
+        ]
+        waits = any(
+            one.status.waits or not one.stalled(core.now, settings.stall_s, settings.first_step_s) for one in to_come
+        )
+        core.assembled = core.began() or not (waits or core.lacks_peers())
 
     def _first_position(self) -> int:
         """In step with the others, which have made steps since they said where they are."""
@@ -346,13 +410,14 @@ class Peer:
         return True
 
     def _hear_tips(self, peer: str, status: Status) -> bool:
-        """Whether it tells a greater tip than the one here."""
+        """Whether it tells a greater tip that can be asked for at once."""
         core, news = self.facts, False
         for index in range(len(core.fragments)) if status.whole else status.tips:
             f, key = core.fragments[index], status.tips.get(index, (0, ""))
             f.told.pop(peer, None)
             if key > f.tip.key:
-                f.told[peer], news = key, True
+                f.told[peer] = key
+                news = news or (f.fetch is None and f.moving is None)
         return news
 
     def _hear_plan(self, peer: str, status: Status) -> None:
@@ -377,7 +442,7 @@ class Peer:
         return Status(
             whole=whole, tips={i: core.fragments[i].tip.key for i in told}, steps=at_most(core.steps),
             position=core.position, cycle=core.cycle, steps_per_s=within_bounds(core.steps_per_s, MAX_RATE),
-            trains=core.trains_now, waits=core.trains_now and core.waits, pauses=core.pauses, leaves=core.leaving,
+            trains=core.trains_now, waits=core.says_waits, pauses=core.pauses, leaves=core.leaving,
             authors=core.is_author(), hears=sorted(hears if whole else hears - said),
             deaf=[] if whole else sorted(said - hears),
             units=self._said_units if whole or core.untold_data else None, planned=core.planned, figures=figures,
@@ -391,7 +456,7 @@ class Peer:
             core.untold_data, self._said_units = has != self._said_units, has
         flags = (
             core.trains_now,
-            core.trains_now and core.waits,
+            core.says_waits,
             core.pauses,
             core.leaving,
             core.is_author(),
@@ -413,7 +478,7 @@ class Peer:
         if len(peers) > MAX_NAMED:  # each peer names others, so a newcomer hears of nearly all
             peers = sorted(peers, key=lambda peer: score(0, f"{me.me} {peer}"))[:MAX_NAMED]
         return Hello(
-            wire_version=NEXT_WIRE_VERSION, run_id=me.run_id, manifest_hash=me.manifest_hash, name=me.name,
+            wire_version=WIRE_VERSION, run_id=me.run_id, manifest_hash=me.manifest_hash, name=me.name,
             trains=me.trains, authors=me.may_author, device=me.device, peers=peers,
             addresses=self.addresses.all([me.me, *peers]), status=self._status(whole=True), sequences=me.data,
         )  # fmt: skip
@@ -423,17 +488,19 @@ class Peer:
         core = self.facts
         if not core.leaving:
             return
-        if not core.finished:
-            core.due += [f for f in core.fragments if f.unsent and not f.adrift and f not in core.due]
+        for f in core.fragments:
+            if f.waiting is not None or f.adrift:  # nothing is loaded any more, so what came after is lost
+                f.unsent, f.steps, f.units = 0, 0, NONE
+        core.due = [f for f in core.fragments if f.unsent and not core.finished]
         others = core.members.all()
         kept = any(
             item.got is None and not f.tip.objection(item.line) and not core.over(f.tip)
             for f in core.fragments for item in f.bag.values()
         )  # fmt: skip
-        making = any(f.draft or f.moving for f in core.fragments)
-        alone = bool(others) and any(
-            all(tuple(one.tips.get(f.index, (0, ""))) < f.tip.key for one in others) for f in core.fragments
-        )
+        making = core.making() or any(f.draft or f.moving for f in core.fragments)
+        lacks = [[one for one in others if tuple(one.tips.get(f.index, (0, ""))) < f.tip.key] for f in core.fragments]
+        # When the run is over, all others want its last heads; else it is enough that somebody has them.
+        alone = bool(others) and any(missing if core.finished else len(missing) == len(others) for missing in lacks)
         if not (core.due or kept or making or alone) or core.now > core.leave_by:
             core.exited = True
             core.out.append(Exit())

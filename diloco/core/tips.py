@@ -22,7 +22,7 @@ from diloco.messages.heads import Head
 
 __all__ = ["answer", "applied", "broke", "fetch", "gave", "load"]
 
-PAUSE_S = 1.0  # before somebody else is asked after a donor said: not now
+PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0  # before somebody else is asked after a donor said: not now; twice that next time
 PARTS_EACH = 2  # that one donor is asked for at a time
 SHUNNED = 8  # times `stuck_s`: how long the author of a head is passed over that no honest one makes
 REFUSED = 1024  # heads that are remembered
@@ -58,7 +58,7 @@ def fetch(core: Facts, f: Fragment) -> None:
 
 def _expire(core: Facts, f: Fragment, asked: Fetch) -> None:
     if asked.goal is None:
-        if core.now > asked.until:
+        if core.now >= asked.until:
             _failed(core, f, asked.donor)
         return
     for donor in {donor for donor, until in asked.asked.values() if core.now > until}:
@@ -80,8 +80,8 @@ def _ask_parts(core: Facts, f: Fragment, asked: Fetch, goal: Goal) -> None:
                 busy.append(donor)
                 asked.asked[part] = (donor, until)
                 core.out.append(Ask(donor, Get(f.index, f.tip.key, goal.head.id, part)))
-    if not asked.asked:
-        f.fetch = None  # nobody has it any more
+    if not asked.asked and (f.behind() or not tell):
+        f.fetch = None  # nobody has it any more; else those who have it are asked again for what is missing
 
 
 def _failed(core: Facts, f: Fragment, donor: str, seconds: float = 0.0) -> None:
@@ -122,7 +122,9 @@ def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
         forget_oldest(f.busy, REMEMBERED)
         if bad or core.now - since > core.settings.stuck_s / 2:
             return _failed(core, f, peer)
-        f.fetch = Fetch("", core.now + PAUSE_S)
+        pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(f.noes, 8))
+        f.fetch, f.noes = Fetch("", core.now + pause_s), f.noes + 1
+        core.wake(core.now + pause_s)
 
 
 def _gave_records(core: Facts, f: Fragment, peer: str, records: list[Record]) -> None:
@@ -147,6 +149,9 @@ def _move(core: Facts, f: Fragment, peer: str = "") -> None:
         return
     record, tip = f.coming.pop(0), f.tip
     head = record.head
+    if not _is_believed(core, peer, head):
+        f.coming = []
+        return _failed(core, f, peer)
     reason = "before" if head.id in f.refused else _wrong(core, tip, head)
     if reason:
         return _refuse(core, f, peer, reason, head)
@@ -155,9 +160,12 @@ def _move(core: Facts, f: Fragment, peer: str = "") -> None:
     core.out.append(Apply(f.index, head, book, record.update, limit, tip.book.pushes))
 
 
+def _is_believed(core: Facts, donor: str, head: Head) -> bool:
+    """Whether its author, or who gave it, may make versions: an author may be gone before this peer came."""
+    return core.identity.is_author(head.author) or core.identity.is_author(donor)
+
+
 def _wrong(core: Facts, tip: Tip, head: Head) -> str:
-    if not core.identity.is_author(head.author):
-        return "its author may make no versions"
     if any(impossible(core, line) for line, _ in head.lines):
         return "it has a contribution that no honest peer makes"
     return wrong(tip, head, core.identity.signer, core.identity.run_id)
@@ -171,7 +179,7 @@ def _refuse(core: Facts, f: Fragment, donor: str, why: str, head: Head) -> None:
     signed = is_signed(head, head.author, core.identity.signer, core.identity.run_id)
     if signed:
         core.shun(head.author, SHUNNED * core.settings.stuck_s)
-    core.note("refused_head", fragment=f.index, head=head.id, author=head.author, why=why)
+    core.note("refused_head", fragment=f.index, head=head.id, author=head.author if signed else "", why=why)
     _failed(core, f, donor, 0.0 if signed and donor != head.author else SHUNNED * core.settings.stuck_s)
 
 
@@ -183,7 +191,7 @@ def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
         if peer != asked.donor:
             return
         foreign = f.refused.keys() & {head.id, *part.book.recent}
-        good = head.fragment == f.index and head.key > f.tip.key and core.identity.is_author(head.author)
+        good = head.fragment == f.index and head.key > f.tip.key and _is_believed(core, peer, head)
         good = good and len(part.digests) == f.sizes.parts > part.part
         if (
             not good
@@ -225,6 +233,9 @@ def applied(core: Facts, event: Applied) -> None:
         return
     head = moving.head
     if moving.own:
+        if f.tip.head.next not in ("", core.me):
+            core.takeovers += 1
+            core.note("takeover", fragment=f.index, number=head.number, instead_of=f.tip.head.next)
         state = state_of(moving.book, event.parts)
         head = sign(replace(head, state=state), core.identity.signer, core.identity.run_id)
     if f.torn:
@@ -239,7 +250,7 @@ def adopt(core: Facts, f: Fragment, tip: Tip, record: Record | None) -> None:
     """The only place where a tip moves."""
     assert tip.key > f.tip.key, "a tip moves up only"
     head = tip.head
-    f.tip, f.torn, f.damaged, f.enough = tip, False, False, None
+    f.tip, f.torn, f.damaged, f.enough, f.noes = tip, False, False, None, 0
     f.came[head.id] = core.now
     f.busy.clear()
     f.told = {peer: key for peer, key in f.told.items() if key > tip.key}
@@ -261,8 +272,9 @@ def adopt(core: Facts, f: Fragment, tip: Tip, record: Record | None) -> None:
 
 
 def load(core: Facts, f: Fragment) -> None:
-    """Have training go on from the new anchor."""
-    if f.needs_load() and not f.loading and core.identity.trains:
+    """Have training go on from the new anchor; an inner step that is under way is not thrown away for it."""
+    in_step = f.waiting is None and not (f.adrift or core.waits or core.pauses)
+    if f.needs_load() and not (in_step or f.loading) and core.identity.trains:
         f.loading = True
         core.out.append(Load(f.index))
 
@@ -287,7 +299,8 @@ def _answer(core: Facts, f: Fragment, get: Get) -> Records | Part | None:
             f.shown = (shown[0], now + 2 * core.settings.deadline_s)
         return _part(shown[0], get.part)
     tip_id, number, since = f.served
-    if tip_id != tip.head.id or now - since >= core.settings.refresh_s:
+    window_s = min(core.settings.refresh_s, core.settings.fanout * f.sizes.update / core.settings.uplink_bytes_per_s)
+    if tip_id != tip.head.id or now - since >= window_s:
         number, since = 0, now
     if number >= core.settings.fanout or tuple(get.have) >= tip.key:
         return None  # others have it, or it is no news

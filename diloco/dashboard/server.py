@@ -21,7 +21,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from diloco.errors import DilocoError
-from diloco.protocol.snapshot import PeerRow, Snapshot
+from diloco.messages.snapshot import PeerRow, Snapshot
 
 __all__ = ["Dashboard", "Source", "exposition"]
 
@@ -108,7 +108,7 @@ class Dashboard(ThreadingTCPServer):
             return 404, "text/plain", b"there are /, /api/state and /metrics\n"
         if self.snapshot is None:
             return 503, "application/json", b'{"error": "nobody has answered yet"}'
-        return 200, "application/json", self.snapshot.model_dump_json().encode()
+        return 200, "application/json", self.snapshot.json()
 
     def _own(self, host: str) -> bool:
         try:
@@ -174,9 +174,8 @@ def _swarm(snapshot: Snapshot) -> Iterator[str]:
     yield _gauge("tokens", "Tokens by what became of them", _by("fate", tokens))
     states: Counter[str] = Counter(row.state for row in snapshot.peers)
     yield _gauge("peers", "Connected peers by state", _by("state", states))
-    yield _gauge("components", "Disjoint groups of peers", len(snapshot.components))
-    unheld = sum(row.syncer is None for row in snapshot.fragments)
-    yield _gauge("fragments_unheld", "Fragments without a syncer", unheld)
+    doing: Counter[str] = Counter(row.state for row in snapshot.fragments)
+    yield _gauge("fragments", "Fragments by what the answering peer does about them", _by("state", doing))
     if snapshot.loss:
         yield _gauge("loss", "Mean training loss of the peers (nats per token)", snapshot.loss[-1].loss)
     newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)

@@ -19,7 +19,6 @@ import functools
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -34,6 +33,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from diloco.config import DataConfig
+from diloco.core.units import difference, union
 from diloco.data.formats import NoFieldError, documents_of, num_rows, texts
 from diloco.data.numbered import Leases, no_position
 from diloco.data.packing import Packer, is_held_out, permuted
@@ -41,7 +41,6 @@ from diloco.data.prefetch import AHEAD
 from diloco.data.sources import hub_files, reading
 from diloco.data.tokenizers import Tokenizer, Tokens
 from diloco.errors import DataError, DilocoError
-from diloco.protocol.ledger import intersection
 from diloco.text import one_line
 
 __all__ = ["HubDataset", "HubStream"]
@@ -334,7 +333,7 @@ class HubStream:
         try:
             lengths, newest = {int(file): int(rows) for file, rows in state["lengths"]}, int(state["newest"])
             units, row, waiting = [range(*map(int, one)) for one in state["units"]], int(state["row"]), state["waiting"]
-            (cursor, open_), shard, files = state.get("cursor") or (0, []), state["shard"], state["files"]
+            merged, shard, files = state.get("merged") or [], state["shard"], state["files"]
         except (KeyError, TypeError, ValueError) as error:
             raise no_position() from error
         self._newest, goes_on = newest, shard == self._shard
@@ -347,8 +346,8 @@ class HubStream:
                 logger.warning("data.shards changed since the checkpoint: continuing behind what was read")
             self._leases.skip_to(newest)
         else:  # what is not in the model went back to the swarm, and may be another peer's now
-            held = [(one.start, one.stop) for one in units]
-            goes_on = goes_on and bool(held) and not intersection(held, [*open_, (cursor, sys.maxsize)])
+            held = union((one.start, one.stop) for one in units)
+            goes_on = goes_on and bool(held) and not difference(held, union(map(tuple, merged)))
         self._begin(*((units, row, waiting) if goes_on else ([], 0, [])))
 
     # -- who reads: the worker, or the training thread ----------------------------------------------------------------

@@ -14,18 +14,18 @@ from typing import TypeVar
 
 import msgspec
 
+from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.messages import bulk, control, watching  # noqa: F401  (bulk has kinds of its own)
 from diloco.messages.base import MAX_FRAME_BYTES, Message, Refusal
 from diloco.text import plain
 
 __all__ = [
-    "KINDS", "NEXT_WIRE_VERSION", "Message", "OtherVersion", "Refusal", "UnknownKind", "decode", "encode", "expect",
+    "KINDS", "WIRE_VERSION", "Message", "OtherVersion", "Refusal", "UnknownKind", "decode", "encode", "expect",
     "objection_to_wire",
 ]  # fmt: skip
 
 M = TypeVar("M", bound=Message)
-NEXT_WIRE_VERSION = 12
 REMEDY = "install the same diloco version on both sides"
 
 KINDS = {one.__struct_config__.tag: one for one in Message.__subclasses__()}
@@ -88,7 +88,7 @@ def _check_version(frame: bytes) -> None:
 
 def objection_to_wire(version: int) -> str | None:
     """Why a peer of that wire version cannot be talked to, as one line for its user; None when it can."""
-    here = NEXT_WIRE_VERSION
+    here = WIRE_VERSION
     return None if version == here else f"wire version {version} there does not fit {here} here; {REMEDY}"
 
 

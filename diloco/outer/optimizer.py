@@ -83,7 +83,7 @@ class Linear(Transition):
     The momentum is not made of the mean itself but of what the update publishes of it, as `follow_` finds it out from
     how far the anchor moved (PowerSGD, arXiv 1905.13727, Algorithm 2: error feedback, and momentum after compression).
     What the encoding lost stays in master - anchor, and enters the momentum with the update that publishes it. So a
-    backup that applies the updates has the momentum and the window of the syncer, whatever the codec.
+    heir that applies the updates has the momentum and the window of the author, whatever the codec.
     """
 
     moved: tuple[float, ...]
@@ -192,7 +192,7 @@ class OuterOptimizer(ABC):
     windowed: ClassVar[bool] = False
     """Whether a momentum step belongs to `outer.delay` contributions, rather than to a version."""
     can_follow: ClassVar[bool] = True
-    """Whether a backup can compute the vectors from the updates that it applies."""
+    """Whether an heir can compute the vectors from the updates that it applies."""
 
     def __init_subclass__(cls) -> None:
         if "transition" in vars(cls):

@@ -7,7 +7,7 @@ the many others they learn too, and most of it cancels as noise does. With part=
 (IsoLoCo, arXiv 2607.03011; Iso-C, arXiv 2502.04959), with 0.5 the largest ones are damped.
 
 The factor is a power of the smaller Gram matrix, (M M^T)^(-part / 2) M, so no singular vectors are needed. It costs one
-eigenvalue decomposition of the matrix's shorter side, on the syncer only: the others apply the update.
+eigenvalue decomposition of the matrix's shorter side, on the author only: the others apply the update.
 """
 
 from __future__ import annotations

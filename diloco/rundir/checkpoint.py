@@ -37,7 +37,7 @@ __all__ = ["FORMAT", "BackgroundWriter", "Checkpoint", "CheckpointStore", "copie
 
 Groups = Mapping[str, Mapping[str, Tensor]]
 
-FORMAT = 2
+FORMAT = 3
 STATE_FILE = "state.json"
 BLOCK_BYTES = 16 * 2**20  # a block is still in the cache when it is hashed; hashing and writing release the GIL
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from diloco.config import Config
-from diloco.protocol.snapshot import Snapshot
+from diloco.messages.snapshot import Snapshot
 from diloco.rundir.files import finite
 from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count
@@ -234,7 +234,6 @@ def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
         "version": snapshot.run.version,
         "peers": len(peers) + snapshot.left_out,
         "training": sum(row.trains and row.state in ("training", "exchanging") for row in peers),
-        "components": len(snapshot.components),
         "steps_per_s": sum(row.steps_per_s for row in peers),
         "payload_bytes": sum(row.bytes for row in ledger.contributions),
     }

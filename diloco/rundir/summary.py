@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.protocol.phase_seconds import Phase, PhaseSeconds
-from diloco.protocol.shares import Contributor
+from msgspec import to_builtins
+
+from diloco.messages.phase_seconds import Phase, PhaseSeconds
+from diloco.messages.snapshot import Contributor
 from diloco.rundir.files import finite, write_atomic
 
 __all__ = [
@@ -138,7 +140,7 @@ class Summary:
     contributions: Sequence[Contributor] = ()
 
     def to_json(self) -> dict[str, Any]:
-        content: dict[str, Any] = finite(asdict(self))
+        content: dict[str, Any] = finite({**asdict(self), "contributions": list(map(to_builtins, self.contributions))})
         for peer in content["peers"]:
             if peer["name"] is None:
                 del peer["name"]
@@ -182,10 +184,10 @@ def write_summary(path: Path, summary: Summary) -> None:
 def write_contributions(path: Path, contributions: Sequence[Contributor]) -> None:
     """Writes the public record as CSV, one line per peer. Raises `ConfigError` if `path` cannot be written."""
     text = io.StringIO()
-    table = csv.DictWriter(text, [column.name for column in fields(Contributor)], lineterminator="\n")
+    table = csv.DictWriter(text, list(Contributor.__struct_fields__), lineterminator="\n")
     table.writeheader()
     for row in contributions:
-        table.writerow({key: _cell(value) for key, value in asdict(row).items()})
+        table.writerow({key: _cell(value) for key, value in to_builtins(row).items()})
     write_atomic(path, text.getvalue())
 
 

@@ -10,6 +10,7 @@ So the trainer of `diloco train` is the trainer of the simulator, and the order 
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
@@ -33,7 +34,8 @@ class Lockstep(Generic[R]):
 
     def __init__(self, work: Callable[[], R], name: str) -> None:
         self._work = work
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        context = contextvars.copy_context()  # the thread belongs to whom its maker belongs to
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
         self._asked, self._answered = threading.Semaphore(0), threading.Semaphore(0)
         self._request: Coroutine[Any, Any, Any] | None = None
         self._answer: Any = None

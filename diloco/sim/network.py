@@ -27,7 +27,7 @@ PIECE_BYTES = 64 * 1024
 BACKLOG_BYTES = 256 * 1024  # what a stream holds before its writer has to wait
 UNANSWERED_S = 30.0  # how long a call across a cut lasts
 HEAD_BYTES = 4  # of a frame: its length
-DOOMED_WRITES = (3, 6)  # which write of both sides breaks a doomed stream; the third begins the payload
+DOOMED_WRITES = (1, 5)  # which write of both sides breaks a doomed stream; the second is an answer, or begins a payload
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class SimRuntime:
         gate: decides who is let in; the default lets everybody in, as there are no strangers.
     """
 
+    node_type = Node
+
     def __init__(
         self,
         loop: VirtualLoop,
@@ -53,8 +55,8 @@ class SimRuntime:
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
         seed = f"{self._seed}/{options.name}"
         replica.rng = random.Random(seed)
-        options = replace(options, gate=self._gate or Gate(), seed=seed)
-        return self.call(Node.open(options, replica, on_event, self._connect))
+        options = replace(options, gate=self._gate or Gate(), wall=1e9 + self._loop.time())
+        return self.call(self.node_type.open(options, replica, on_event, self._connect))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return self._lockstep.call(work)

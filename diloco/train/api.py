@@ -41,6 +41,7 @@ from diloco.rundir.files import files_of
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
+from diloco.swarm.node.recording import NAME
 from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
@@ -174,6 +175,7 @@ class Swarm:
                 self.key = gate_for(run_id, None, token, self.network.key_path).run_key
         self._identity = None if identity is None or identity == "" else Path(identity)
         self._memory_path: Path | None = None
+        self._record: Path | None = None
         self._files: Mapping[str, Path] = {}
         self._blank = False
         self.sequences = ""  # names those that have numbers which all peers share (see `Hello`)
@@ -223,6 +225,7 @@ class Swarm:
         swarm.network, swarm._typed, swarm._watches = config.swarm, False, False
         if runtime is None:  # a simulation begins anew each time
             swarm._memory_path = config.run.dir / "refusals" / f"{name}.json"
+            swarm._record = config.run.dir / NAME if config.run.record else None
             swarm._files = files_of(config)
             swarm._blank = config.model.weights is not None and not models.has_files(config.model)
         return swarm
@@ -411,7 +414,7 @@ class Swarm:
         )
         return NodeOptions(
             spec, network, identity, self.name, saved, gate, trains, device, blank=self._blank, files=self._files,
-            data=self.sequences,
+            data=self.sequences, record=self._record,
             planned=[0, 0, self.outer.rounds or 0] if self.manifest is None else planned(self.manifest),
         )  # fmt: skip
 
@@ -482,7 +485,7 @@ class Swarm:
         """
         if self.attachment is None or self.attachment.view is None:
             return 0
-        return self.attachment.view.look(lambda node: _trainers(node).index(node.protocol.me))
+        return self.attachment.view.look(lambda node: _trainers(node).index(node.core.facts.me))
 
     def shard(self, dataset: Any, *, index: int | None = None, of: int | None = None) -> Any:
         """The data of this peer: other peers have the same data in another order, or other items.
@@ -537,11 +540,11 @@ class Swarm:
 
     def _share(self, node: Node) -> None:
         if self._living is not None:
-            self._living.are(node.protocol.me, _trainers(node))
+            self._living.are(node.core.facts.me, _trainers(node))
 
     def _remember(self, node: Node) -> None:
         if self.runtime is None and self.run is not None:
-            remember(self._key_file(), self.run.manifest_hash, node.addresses, node.protocol.others_at())
+            remember(self._key_file(), self.run.manifest_hash, node.addresses, node.core.others_at())
 
     def _ready(self, address: str) -> None:
         if self.attachment is not None and self.attachment.view is not None:
@@ -595,11 +598,11 @@ class Swarm:
 
 def _wait_no_longer(after_s: float, node: Node) -> None:
     """In the node's loop: so many seconds from now, nobody has to be there any more."""
-    asyncio.get_running_loop().call_later(after_s, setattr, node.protocol, "min_peers", 1)
+    asyncio.get_running_loop().call_later(after_s, node.wait_no_longer)
 
 
 def _trainers(node: Node) -> list[str]:
     """The peers that train, this one included, in the order of their ids."""
-    protocol = node.protocol
-    others = (member.peer for member in protocol.members.all() if member.trains and not member.status.gone)
-    return sorted([protocol.me, *others])
+    core = node.core.facts
+    others = (member.peer for member in core.members.all() if member.hello.trains and not member.status.leaves)
+    return sorted([core.me, *others])

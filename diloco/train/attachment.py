@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.errors import SwarmError
+from diloco.errors import DivergedError, SwarmError
+from diloco.messages.control import Figures
+from diloco.messages.fields import MAX_LOSS, MAX_SECONDS, MAX_TOKENS, at_most, within_bounds
 from diloco.outer.fragments import Fragment, partition
 from diloco.outer.replica import Replica
-from diloco.protocol.fragment import CONTROL_FRAGMENT
-from diloco.protocol.schedule import Due, Schedule
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node.node import Node
+from diloco.swarm.node.node import Exchanged, Node
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.malloc import give_back
@@ -34,11 +33,11 @@ from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
 from diloco.train.leases import IslandLeases
 from diloco.train.parameters import Trained
-from diloco.train.progress import Progress, Unsent
+from diloco.train.progress import Progress
 from diloco.train.rows import kept
 from diloco.train.schedules import Schedules, StepHooks, swarm_steps
 from diloco.train.signals import leave
-from diloco.train.swarm_link import Begun, NodeView, SwarmLink
+from diloco.train.swarm_link import NodeView, SwarmLink, Where
 from diloco.train.voice import Listener
 
 __all__ = ["Attachment"]
@@ -52,6 +51,7 @@ class Attachment:
     Attributes:
         version: outer steps that the anchor has seen. steps: inner steps of this peer, over all its sessions.
         applied_tokens: the swarm clock. tokens, discarded_tokens: this peer's own, over all its sessions.
+        inner_step, target_steps: of the cycle under way. unsent_tokens: of inner steps that are in no contribution yet.
         exchanged: whether the last `optimizer.step()` ended in an exchange.
         interrupted: whether the loop has to end before the budget is used up.
         view: what can be seen of the swarm node; None before entering, and on ranks other than 0.
@@ -86,8 +86,7 @@ class Attachment:
         self._optimizer, self._options = optimizer, options
         self._listener, self.schedules = listener, schedules
         self._hook: Any = None
-        self._schedule = Schedule(outer.fragments, outer.sync_every, outer.staggered, outer.overlap)
-        self._unsent = Unsent(outer.fragments)
+        self.inner_step, self.target_steps, self.unsent_tokens = 0, outer.sync_every, 0
         self._progress = Progress(phases, runtime.clock)
         self._inner_start = InnerStart(optimizer, island, listener.on_event)
         self._counted_tokens = self._sequences_per_round = 0
@@ -97,7 +96,6 @@ class Attachment:
         self._left = self._is_opened = False
         self.patience_s = 0.0  # in which somebody may come who can be called
         self._is_paused = False
-        self._left_behind = False  # the swarm went on in a pause
         self._settled = False  # the parameters are the last anchor, for good
 
     @property
@@ -150,13 +148,14 @@ class Attachment:
             self.phases.switch(None)
             finished = finished and not self.interrupted
             self._listener.on_leave(kind)
-            self._link.call(lambda node: node.leave(finished))
+            with suppress(DivergedError) if kind else nullcontext():  # the loop may have said so already
+                self._link.call(lambda node: node.leave(finished))
             if finished:
                 self._settled = True
                 self._link.move(lambda node: node.load_anchors())
                 if self.node is not None:
-                    protocol = self.node.protocol
-                    self.version, self.applied_tokens = protocol.steps, protocol.applied_tokens
+                    self.version, self.applied_tokens = self.node.clock()
+                    self.discarded_tokens = self.node.core.discarded()
             self._listener.on_end(finished)
         finally:
             self.abandon()
@@ -203,20 +202,26 @@ class Attachment:
         state, cold = None, False
         if self.node is not None:
             state, cold = self._inner_start.fetch(self.node, self._link.runtime, lambda: self._asked_to_stop)
-        begun = self._link.begin(cold, fetched=state is not None)
+        begun = self._link.begin(self.outer.sync_every, cold, fetched=state is not None)
+        self._cold = bool(begun.cold)
         self._go_along(begun)
+        if self._cold:
+            self.inner_step = 0  # it has a cycle of its own
+        self._round_version = self.version
         if begun.fetched:
             self._inner_start.take_over_(state)
         self.parameters.remember()
         self._progress.begin_run(self.steps)
 
-    def _go_along(self, begun: Begun) -> None:
-        """All ranks: begin a round where rank 0 does."""
-        self.interrupted, self._cold = not begun.begun, bool(begun.cold)
-        self.version = self._round_version = begun.version
-        self.applied_tokens = begun.applied_tokens
-        self._schedule.begin(begun.position)
-        self._unsent.mark_sent(range(self.outer.fragments), self.steps, self.tokens)
+    def _go_along(self, where: Where) -> None:
+        """All ranks: rank 0 says where they are."""
+        if not where.done:
+            self.interrupted = True
+            return
+        # All are less than before when another history won.
+        self.version, self.applied_tokens = where.version, where.applied_tokens
+        self.discarded_tokens = where.discarded_tokens
+        self.inner_step, self.target_steps, self.unsent_tokens = where.position, where.cycle, where.unsent_tokens
 
     def close_opened(self) -> None:
         """Leave because of a signal, unless the end of a with block does it."""
@@ -230,22 +235,9 @@ class Attachment:
 
     @usual
     def finish(self) -> None:
-        """Adopt the updates that are still under way, for which the other peers wait, too. No inner step may follow.
-
-        Staggered fragments whose turn was not yet go on their way first: a peer elsewhere in the cycle may wait for
-        this one's, while this one waits for those that the other would send next.
-        """
-        flying = self._schedule.flying
-        if flying:
-            with self._listener.exchanging(), self.phases.during("comm"):
-                if self.outer.staggered and self.outer.barrier:
-                    rest = set(range(self.outer.fragments)) - set(flying)
-                    counts = self._unsent.send(sorted(rest), self.steps, self.tokens)
-                    counts = {fragment: count for fragment, count in counts.items() if count[0]}
-                    self._link.move(lambda node: node.send(counts))
-                    flying = (*flying, *counts)
-                self._adopt(lambda node: node.receive(flying))
-            self._schedule.begin(self._schedule.inner_step, self._schedule.target_steps)
+        """Wait for the updates that are under way, for which the other peers wait, too. No inner step may follow."""
+        with self._listener.exchanging(), self.phases.during("comm"):
+            self._link.call(lambda node: node.finish())
 
     def abandon(self) -> None:
         """Drop out of the swarm without a goodbye, unless that was said before: after a failure."""
@@ -263,22 +255,6 @@ class Attachment:
         self._link.call_soon(lambda node: node.interrupt)
 
     # -- training -----------------------------------------------------------------------------------------------------
-
-    @property
-    def inner_step(self) -> int:
-        """Inner steps since the outer step `version`; with overlap it may be over `target_steps` for a while."""
-        overdue = self.outer.fragments - 1 in self._schedule.flying and self._schedule.inner_step <= self.outer.overlap
-        return self._schedule.inner_step + (self.target_steps if overdue else 0)
-
-    @property
-    def target_steps(self) -> int:
-        """Inner steps of the cycle under way."""
-        return self._schedule.target_steps
-
-    @property
-    def unsent_tokens(self) -> int:
-        """Tokens of inner steps that are in no contribution yet."""
-        return self._unsent.counts([CONTROL_FRAGMENT], self.steps, self.tokens)[CONTROL_FRAGMENT][1]
 
     def lease_units(self, sequences_per_round: int, batches_ahead: int = 0) -> IslandLeases:
         """Take part in the run's common list of sequences, so many in a round; call it before entering.
@@ -303,9 +279,15 @@ class Attachment:
 
     def report(self, loss: float) -> None:
         """Tell the mean loss of the last inner steps (nats per token), for watchers of the swarm."""
-        own = self._progress
+        own, node = self._progress, self.node
         own.loss = loss
-        self._link.call_soon(lambda node: node.protocol.measured, loss, own.rounds, own.seconds, self.discarded_tokens)
+        if node is not None:
+            figures = Figures(
+                at_most(self.tokens, MAX_TOKENS), at_most(self.discarded_tokens, MAX_TOKENS),
+                within_bounds(loss, MAX_LOSS), node.traffic.bytes_sent, node.traffic.bytes_received, own.rounds,
+                [within_bounds(spent, MAX_SECONDS) for spent in own.seconds],
+            )  # fmt: skip
+            self._link.call_soon(lambda node: node.core.measure, figures)
 
     @usual
     def _before_step(self) -> None:
@@ -322,110 +304,64 @@ class Attachment:
     @usual
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
-        due = Due((), ()) if self._cold else self._schedule.advance()
         self.steps += 1
         self.tokens += tokens
         self.exchanged = False
         self._progress.measure(self.steps)
-        figures = self._schedule.inner_step, self.target_steps, self._progress.steps_per_s, self.tokens
-        self._link.call_soon(lambda node: node.protocol.progress, *figures)
-        if not self.outer.barrier:  # the run goes on, and ends, while this peer trains
-            self.version, self.applied_tokens = self._link.swarm_clock()
-        exchanges = bool(due.send or due.receive)
-        outrun, behind = ([], -1) if self._cold or exchanges else self._outrun(due)
+        waits, where = self._link.stepped(tokens, self._progress.steps_per_s)
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
-        asked = [self._asked_to_stop, self.asked_by, self._left_behind, behind]
-        interrupted, by, left_behind, position = self.island.agree(asked)
-        self.interrupted, self.ended_by, self._left_behind = bool(interrupted), int(by), False
+        stops, by, *rest = map(int, self.island.agree([self._asked_to_stop, self.asked_by, waits, *where]))
+        self.interrupted, self.ended_by = bool(stops), by
         if self.interrupted:
             return
         if self._cold:
             return self._warm_up()
-        if left_behind:
-            return self._rejoin()
-        if exchanges:
-            self._exchange(due)
-            outrun, behind = self._outrun(due)  # by now: the others may have gone on while this peer waited
-            [position] = self.island.agree([behind])
-        if position >= 0 and not self.interrupted:
-            self._follow(outrun, int(position))
+        self._went(Where(*rest[1:]))
+        if rest[0]:
+            self._exchange()
 
-    def _outrun(self, due: Due) -> tuple[list[int], int]:
-        """As `Node.outrun`, and this peer's position in the others' cycle; -1 if nothing is outrun."""
-        outrun = self._link.outrun()
-        return outrun, self._schedule.position_after(outrun, due) if outrun else -1
-
-    def _rejoin(self) -> None:
-        """The swarm went on while this peer paused: begin a round with the others, and leave out the one that began."""
-        self.discarded_tokens += self.unsent_tokens
-        with self.phases.during("wait"):
-            self._link.call(lambda node: node.enter("starting"))
-            self._go_along(self._link.begin())
-        self._progress.restart(self.steps)
-
-    def _follow(self, outrun: Sequence[int], position: int) -> None:
-        """The others made a version without this peer. Its contribution would be refused in every round from now on."""
-        self._schedule.inner_step = position
-        _, tokens = self._unsent.send(outrun, self.steps, self.tokens).get(CONTROL_FRAGMENT, (0, 0))
-        with self.phases.during("comm"):
-            self._adopt(lambda node: node.follow(outrun, tokens))
-            self._resume()
-
-    def _exchange(self, due: Due) -> None:
-        """Send and adopt the fragments that are due."""
+    def _exchange(self) -> None:
+        """Send what is due, and go on from what is new."""
         self.parameters.check(self._listener.on_event)
         self._hook.free_gradients()  # their memory is what the exchange needs at its peak
-        counts = self._unsent.send(due.send, self.steps, self.tokens)
         with self.phases.during("comm"):
-            if due.send:
-                give_back()  # where gradients were, there is room now
-                self._link.move(lambda node: node.send(counts))
-            if due.receive:
-                self._adopt(lambda node: node.receive(due.receive))
-                self._resume()
+            give_back()  # where gradients were, there is room now
+            self._adopt(lambda node: node.exchange())
+        self._progress.restart(self.steps)
 
     def _warm_up(self) -> None:
-        """A step of a cold peer's first round; after the last one it takes part."""
-        self._schedule.inner_step += 1
-        if self._schedule.inner_step < self.target_steps:
+        """A step of a cold peer's first round, which is left out; after the last one it takes part."""
+        self.inner_step += 1
+        if self.inner_step < self.target_steps:
             return
         self._cold = False
-        self._schedule.begin()
         self._hook.free_gradients()
-        tokens = self.unsent_tokens
-        self._unsent.mark_sent(range(self.outer.fragments), self.steps, self.tokens)
         with self.phases.during("comm"):
-            self._adopt(lambda node: node.end_warmup(tokens))
-            self._resume()
+            self._adopt(lambda node: node.begin(self.outer.sync_every))
+        self._progress.restart(self.steps)
 
     def _adopt(self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> None:
         """Let rank 0 exchange, and have all ranks go on from the anchor that it has then."""
-        own, outer, before = self._progress, self.outer, None if self._is_kept else self.parameters.sample
-        adopted = self._link.adopt(exchange, lambda node: own.cycle_steps(outer, node.protocol.fastest_steps_per_s))
-        if not adopted.done:
-            self.interrupted = True
-            return
+        before = None if self._is_kept else self.parameters.sample
+        where = self._link.adopt(exchange)
         self._given = None if before is None else (before, self.parameters.sample)
-        self.discarded_tokens += adopted.discarded_tokens
-        self.exchanged |= adopted.version > self.version or not outer.barrier
-        # Both are less than before when another history won.
-        self.version, self.applied_tokens = adopted.version, adopted.applied_tokens
+        self.exchanged |= where.version > self.version or not self.outer.barrier
+        self._went(where)
+        if self.outer.dylu and self.node is not None:
+            steps = self._progress.cycle_steps(self.outer, self.node.core.fastest_steps_per_s)
+            self._link.call_soon(lambda node: node.plan_cycle, steps)
+
+    def _went(self, where: Where) -> None:
+        """All ranks: where they are, and whether a round has ended."""
+        self._go_along(where)
         ended, self._round_version = self.version > self._round_version, self.version
         if ended:
+            own = self._progress
             own.end_round()
             self.report(own.loss)
-            rounds = 0 if self.node is None else self.node.protocol.planned[-1]
+            rounds = 0 if self.node is None else self.node.core.facts.planned[-1]
             if rounds and self.version == rounds + 1:
                 self._listener.on_event("rounds_over", {"rounds": rounds, "version": self.version})
-        if adopted.position:
-            self._schedule.begin(adopted.position)
-        if outer.dylu:
-            self._schedule.target_steps = adopted.cycle_steps
-
-    def _resume(self) -> None:
-        if not self.interrupted:
-            self._link.call(lambda node: node.enter("starting" if self._cold else "training"))
-        self._progress.restart(self.steps)
 
     def anchor_digest(self) -> str:
         """As `NodeView.anchor_digest`."""
@@ -455,7 +391,7 @@ class Attachment:
         """
         with self._paused():
             assert self._link.node is not None
-            yield self._link.runtime.call(self._link.node.snapshot())
+            yield self._link.runtime.call(self._link.node.snapshot(copies=not self.outer.lockstep))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -470,5 +406,10 @@ class Attachment:
             yield
         finally:
             self._is_paused = False
-            self._resume()
-            self._left_behind = self._link.node is not None and self._link.node.left_behind
+            self._link.call(lambda node: node.resume())
+            # The swarm may have gone on in the pause. Several ranks hear of it after their next step.
+            alone = None if self.island.size > 1 or self._cold or self.interrupted else self.node
+            if alone is not None and alone.waits:
+                with self.phases.during("comm"):
+                    self._adopt(lambda node: node.exchange())
+            self._progress.restart(self.steps)

@@ -9,16 +9,17 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from diloco.core.history import Tip, state_of
 from diloco.errors import CheckpointError
+from diloco.messages.heads import Book, Head
+from diloco.outer.digest import part_digests
 from diloco.outer.state import OuterState
-from diloco.protocol.messages import decode, encode, expect
-from diloco.protocol.messages.heads import Record
-from diloco.protocol.shares import Share
 from diloco.swarm.node.saved import Saved
 from diloco.train.devices import random_states, restore_random
 from diloco.train.inner import Together, kind_of
@@ -35,22 +36,26 @@ Groups = dict[str, Tensors]
 
 
 def restore_swarm(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> Saved:
-    """The inverse of `flatten_swarm`."""
+    """The inverse of `flatten_swarm`. Raises `CheckpointError` for anchors that are not what their heads say."""
     anchors, outer = tensors["anchor"], tensors["outer"]
     held = sorted({int(name.split(".")[0]) for name in outer})
     return Saved(
         anchors=[anchors[str(fragment)] for fragment in range(len(anchors))],
-        versions=state["versions"],
-        terms=state["terms"],
-        applied_tokens=state["applied_tokens"],
-        units=state["units"],
-        shares=[{peer: Share(*share) for peer, share in known.items()} for known in state["shares"]],
-        applied={int(base_version): tokens for base_version, tokens in state["applied"].items()},
+        tips=[_tip(text, anchors[str(fragment)]) for fragment, text in enumerate(state["tips"])],
+        processed=state["processed"],
+        stamp=state["stamp"],
         outer={fragment: _outer_state(outer, state, fragment) for fragment in held},
-        records=[None if text is None else expect(decode(bytes.fromhex(text)), Record) for text in state["records"]],
         addresses=state["addresses"],
         residuals={int(name): residual for name, residual in tensors["residual"].items()},
     )
+
+
+def _tip(text: str, anchor: Tensor) -> Tip:
+    head, book = msgspec.msgpack.decode(bytes.fromhex(text), type=tuple[Head, Book])
+    tip = Tip(head, book, part_digests(anchor))
+    if state_of(book, tip.parts) != head.state:
+        raise CheckpointError("a checkpoint holds an anchor that is not what its head says; choose another one")
+    return tip
 
 
 def _outer_state(tensors: Tensors, state: Mapping[str, Any], fragment: int) -> tuple[Tensor, OuterState]:
@@ -58,8 +63,8 @@ def _outer_state(tensors: Tensors, state: Mapping[str, Any], fragment: int) -> t
     vectors, kept = [tensors[f"{fragment}.momentum"]], tensors.keys()
     while (name := f"{fragment}.buffer{len(vectors)}") in kept:
         vectors.append(tensors[name])
-    window = state["windows"][str(fragment)]
-    return tensors[f"{fragment}.master"], OuterState(state["versions"][fragment], tuple(vectors), *window)
+    version, *window = state["windows"][str(fragment)]
+    return tensors[f"{fragment}.master"], OuterState(version, tuple(vectors), *window)
 
 
 def flatten_swarm(saved: Saved) -> tuple[Groups, dict[str, Any]]:
@@ -71,16 +76,13 @@ def flatten_swarm(saved: Saved) -> tuple[Groups, dict[str, Any]]:
     for fragment, (master, state) in saved.outer.items():
         outer |= {f"{fragment}.master": master, f"{fragment}.momentum": state.momentum}
         outer |= {f"{fragment}.buffer{number}": vector for number, vector in enumerate(state.vectors[1:], 1)}
-        windows[fragment] = [state.pushes, state.delay]
-    cursor, open_ = saved.units
+        windows[fragment] = [state.version, state.pushes, state.delay]
     return {"anchor": anchors, "outer": outer, "residual": residuals}, {
-        "versions": list(saved.versions),
-        "terms": list(saved.terms),
+        "tips": [msgspec.msgpack.encode((tip.head, tip.book)).hex() for tip in saved.tips],
+        "processed": saved.processed,
+        "stamp": saved.stamp,
+        "merged": saved.tips[0].book.merged,
         "applied_tokens": saved.applied_tokens,
-        "units": [cursor, [list(unit) for unit in open_]],
-        "shares": [{peer: list(share) for peer, share in known.items()} for known in saved.shares],
-        "applied": dict(saved.applied),
-        "records": [None if record is None else encode(record).hex() for record in saved.records],
         "windows": windows,
         "addresses": list(saved.addresses),
     }

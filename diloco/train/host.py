@@ -1,4 +1,4 @@
-"""A host is a peer without an accelerator. It holds fragments, adopts every update, and gives newcomers the state."""
+"""A host is a peer without an accelerator. It makes versions, adopts every update, and gives newcomers the state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Host"]
 
 
 class Host:
-    """A swarm `node` over parameters that it does not train. On leaving it lets others claim its fragments.
+    """A swarm `node` over parameters that it does not train. On leaving it names others as authors of its fragments.
 
     Entering raises `SwarmError` when the swarm cannot be reached or refuses this host; nothing stays open then.
     """
@@ -90,21 +90,20 @@ class Host:
 
         The last version may not have come here when its peers leave; then their word counts that they are done.
         """
-        protocol = self.node.protocol
-        self.manifest = raised(self.manifest, protocol.planned)
-        trainers = [member for member in protocol.members.all() if member.trains]
-        self._used_up |= self.manifest.budget.is_used_up(protocol.fragments[0].steps, protocol.applied_tokens)
-        self._used_up |= any(member.status.state == "done" for member in trainers)
+        core, tip = self.node.core.facts, self.node.core.facts.control.tip.head
+        self.manifest = raised(self.manifest, core.planned)
+        trainers = [member for member in core.members.all() if member.hello.trains]
+        self._used_up |= self.manifest.budget.is_used_up(tip.number, tip.work)
         return self._used_up and not trainers
 
     def status(self) -> Status:
         """This host's state and figures, for a live table."""
-        protocol, traffic = self.node.protocol, self.node.traffic
+        core, traffic = self.node.core.facts, self.node.traffic
         return Status(
-            state="waiting" if protocol.state == "starting" else "training",
-            version=protocol.versions[0],
+            state="training" if core.ready else "waiting",
+            version=core.control.tip.head.number,
             outer_steps=self.manifest.budget.outer_steps,
-            tokens=protocol.applied_tokens,
+            tokens=core.control.tip.head.work,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
             peers=self._view.num_peers,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from diloco.config import InnerConfig
 from diloco.errors import ConfigError
-from diloco.swarm.conversations.inner_state import InnerState, Layout
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
+from diloco.swarm.rpc.inner_state import InnerState, Layout
 from diloco.train.island import Island
 from diloco.train.muon import Muon
 from diloco.train.rows import is_sharded, load_rows_

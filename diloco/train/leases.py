@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from diloco.protocol.ledger import Units, first
-from diloco.swarm.conversations.units import LeasedData
+from diloco.core.units import first
+from diloco.messages.fields import Units
+from diloco.swarm.node.leases import LeasedData
 from diloco.train.island import Island
 
 __all__ = ["IslandLeases"]
@@ -25,13 +26,13 @@ class IslandLeases:
         self._island = island
         self._leased = leased
         self._batches_ahead = batches_ahead
-        self._coming: Units = []
+        self._coming: Units = ()
 
     def take(self, number: int) -> Units | None:
         """All ranks: the next `number` sequences, or None while so many are not leased."""
         data = self._leased() if self._island.leads else None
         taken = None if data is None else data.take(number)
-        coming = [] if data is None or taken is None else data.ahead(self._batches_ahead * number)
+        coming = () if data is None or taken is None else data.ahead(self._batches_ahead * number)
         taken, self._coming = self._island.share((taken, coming))
         return taken
 

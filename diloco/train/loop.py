@@ -117,7 +117,7 @@ class Trainer:
 
     def _follow_plan(self) -> None:
         """All ranks: the run is as long as the swarm says, where peers have been told different budgets."""
-        plan = [0, 0, 0] if self.sync.view is None else self.sync.view.node.protocol.planned
+        plan = [0, 0, 0] if self.sync.view is None else list(self.sync.view.node.core.facts.planned)
         self.config = self.session.config = raised(self.config, self.island.agree(plan))
 
     def _inner_step(self, batch: Tensor) -> None:
@@ -299,7 +299,7 @@ class Trainer:
         shown = (written[0][0][-24:] + written[0][1])[:64]
         self.tell(Notice(text=f"v{version} writes {json.dumps(shown, ensure_ascii=False)}"))
         if view is not None:
-            view.look(lambda node: node.context.recorder.wrote(version, written))
+            view.look(lambda node: node.recorder.wrote(version, written))
 
     def save(self, background: bool = False) -> None:
         """All ranks: write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises
@@ -395,7 +395,7 @@ class Trainer:
         config, sync, view = self.config, self.sync, self.sync.view
         sent, received = self.traffic()
         mine = PeerSummary(
-            peer_id=view.node.protocol.me if view else f"rank{self.island.rank}",
+            peer_id=view.node.core.facts.me if view else f"rank{self.island.rank}",
             name=config.run.name or "peer",
             steps=sync.steps,
             tokens=sync.tokens,
@@ -413,8 +413,8 @@ class Trainer:
             tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
             eval=Evaluation(self.eval_loss),
             peers=[mine],
-            heals=view.node.protocol.heals if view else 0,
-            takeovers=view.node.protocol.takeovers if view else 0,
+            heals=view.node.core.facts.heals if view else 0,
+            takeovers=view.node.core.facts.takeovers if view else 0,
             contributions=view.contributions() if view else (),
         )
 

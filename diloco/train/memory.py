@@ -7,6 +7,7 @@ it. Each sequence that is computed at a time adds activations, about 36 vectors 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from torch import nn
 
 from diloco import model as models
 from diloco.config import Config, ModelConfig, OuterConfig
+from diloco.core.facts import Settings
 from diloco.errors import ConfigError
 from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
 from diloco.outer.codecs import codec
@@ -37,7 +39,8 @@ CHUNK_COPIES = 2.5  # of a chunk's logits: themselves, their gradient and its co
 ACTIVATION_VECTORS, MIXED_VECTORS = 36.0, 23.0
 INPUT_VECTORS = 1.5  # of a layer that is recomputed
 STAGING_BUFFERS = 4  # of fp32 and CHUNK elements: two that are read from an accelerator, and two that are written to it
-COPIED = ("anchors", "what the codec lost", "master and momentum of fragments held")  # for a checkpoint
+COPIED = ("anchors", "what the codec lost", "master and momentum as author")  # for a checkpoint
+RECORDS = Settings.records  # updates that a peer keeps for others, if they are less than an anchor
 STREAM_BLOCKS = 2  # of fp32 and CHUNK elements, for each contribution and update that is under way
 
 logger = logging.getLogger(__name__)
@@ -130,11 +133,12 @@ def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
         yield "anchors of the round under way", FP32
     yield "payloads that are sent", up / (fragments if outer.staggered else 1)
     yield "what the codec lost", FP32 if outer.error_feedback else 0
-    yield "master and momentum of fragments held", FP32 * (1 + vectors) * held
-    yield "contributions to them", held * up * peers
-    yield "updates of them", held * (down if outer.barrier else FP32)
+    yield "newest updates", down * max(1, min(RECORDS, math.ceil(FP32 / down) - 1))
+    yield "master and momentum as author", FP32 * (1 + vectors) * held
+    yield "contributions, encoded", held * up * peers
     yield "flattening", FP32 / fragments if outer.flatten else 0
-    yield "momentum of fragments backed up", FP32 * vectors * held if peers > 1 else 0
+    follows = peers > 1 and (outer.momentum > 0 or outer.windowed)
+    yield "momentum as the next author", FP32 * vectors * held if follows else 0
 
 
 def _largest_layer(model: nn.Module) -> int:

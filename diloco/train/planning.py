@@ -1,17 +1,17 @@
 """Predicts utilization, bytes and bandwidth of a run from its link, before it starts, by arithmetic alone.
 
-F fragments, which have one syncer each, are exchanged at once, and the busiest of n peers holds h = ceil(F/n) of them.
+F fragments, which have one author each, are exchanged at once, and the busiest of n peers has h = ceil(F/n) of them.
 Its link carries in each direction once (n - 1) h/F (U + D): contributions of the others, U bytes of the exchanged
 fragments, and updates to them, D bytes. If n divides F, this is (1 - 1/n) (U + D), as Streaming DiLoCo counts for an
 all-reduce (arXiv 2501.18512). With a quorum K, n/K versions (rounded up) are made while a peer trains, unless a grace
 period lets several peers into one. D is then the updates of them all, or the state if that is smaller: 4 bytes per
-parameter, with codec_down=fp16 2. The updates follow the contributions. Before anything moves, streams are opened and
-the peers agree on who takes part. One exchange therefore takes T = 8 (n - 1) h/F (U + D) / W + 6 latency at bandwidth
-W. Overlap hides tau s of it, for tau inner steps of s seconds. The peer waits for the rest once per outer step, or once
-per fragment if fragments are staggered.
+parameter, with codec_down=fp16 2. The updates follow the contributions. Before anything moves, contributions are
+offered and streams opened, and the new version is told before it is fetched. One exchange therefore takes
+T = 8 (n - 1) h/F (U + D) / W + 11 latency at bandwidth W. Overlap hides tau s of it, for tau inner steps of s seconds.
+The peer waits for the rest once per outer step, or once per fragment if fragments are staggered.
 
-Compared with `diloco simulate` (1.6M parameters, 4 peers, 1 MB/s, 50 ms), the predicted wait is up to a sixth too short
-if fragments go together, and a third too long if they are staggered. Models of a few chunks wait longer than predicted.
+Compared with `diloco simulate` (37,000 parameters, 4 peers, 1 MB/s, 50 ms), the predicted wait is up to a tenth too
+short if fragments go together, and a tenth too long if they are staggered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "parse_bandwidth", "predict",
 ]  # fmt: skip
 
-TRIPS = 6  # one-way trips of an exchange in the simulator, after the first rounds of a run
+TRIPS = 11  # one-way trips of an exchange in the simulator: offer, payload, tip and record, each with its answers
 
 _BANDWIDTH = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]?)(bit|b|B)(?:/s|ps)?\s*")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -64,7 +64,7 @@ class Exchange:
     @classmethod
     def of(cls, outer: OuterConfig, numel: int, peers: int) -> Exchange:
         """The exchange of a run with these settings; data parallel is an fp32 ring in every inner step."""
-        if outer.method == "data_parallel":  # a ring moves as many bytes as one syncer of gradients per peer would
+        if outer.method == "data_parallel":  # a ring moves as many bytes as one author of gradients per peer would
             nbytes = codec("fp32").nbytes(numel)
             return cls(nbytes, nbytes, peers, sync_every=1, fragments=peers)
         up, down = codec(outer.codec_up).nbytes(numel), codec(outer.codec_down).nbytes(numel)
@@ -84,8 +84,8 @@ class Exchange:
         return 1 if self.staggered else self.fragments
 
     @property
-    def held(self) -> int:
-        """The number of fragments of one exchange that the busiest syncer holds (`protocol.rendezvous`)."""
+    def authored(self) -> int:
+        """The number of fragments of one exchange that the busiest peer is author of (`Facts.heir`)."""
         return -(-self.at_once // self.peers)
 
     @property
@@ -95,8 +95,8 @@ class Exchange:
 
     @property
     def busiest_bytes(self) -> float:
-        """Bytes of one exchange in each direction of the busiest syncer's link."""
-        return (self.peers - 1) * self.held / self.fragments * (self.bytes_up + self.bytes_back)
+        """Bytes of one exchange in each direction of the busiest author's link."""
+        return (self.peers - 1) * self.authored / self.fragments * (self.bytes_up + self.bytes_back)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Prediction:
 
     utilization: the share of compute. exchange_s: seconds of one exchange, even if training goes on meanwhile.
     wait_s: seconds that the peer waits. bytes_sent: bytes that an average peer sends; it receives as many.
-    peak_bytes: bytes of one exchange through the busiest syncer's link.
+    peak_bytes: bytes of one exchange through the busiest author's link.
     """
 
     utilization: float
@@ -153,7 +153,7 @@ def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> 
     needed = _scaled(needed_bits_per_s(exchange, link.latency_s, step_s, target), "bit/s")
     return [
         ("sent per peer and outer step", f"(1 - 1/{exchange.peers}) x {both} = {_bytes(now.bytes_sent)}"),
-        ("through the busiest syncer", f"{_bytes(now.peak_bytes)} per exchange"),
+        ("through the busiest author", f"{_bytes(now.peak_bytes)} per exchange"),
         ("one exchange", exchange_s if exchange.peers > 1 else "none: one peer"),
         ("compute, waiting", f"{compute} and {wait} per outer step"),
         ("utilization", f"{compute} / ({compute} + {wait}) = {now.utilization:.1%}"),

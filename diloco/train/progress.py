@@ -1,17 +1,15 @@
-"""How fast a peer trains, where its time goes, and what it has not sent yet."""
+"""How fast a peer trains, and where its time goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import astuple
 
 from diloco.config import OuterConfig
-from diloco.protocol.phase_seconds import PhaseSeconds
-from diloco.protocol.schedule import dylu_steps
+from diloco.messages.phase_seconds import PhaseSeconds
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node.rounds import Count
 
-__all__ = ["Progress", "Unsent"]
+__all__ = ["Progress", "dylu_steps"]
 
 DYLU_FLOOR = 5  # inner steps (arXiv 2401.09135, the authors' code)
 
@@ -64,23 +62,15 @@ class Progress:
         self.seconds = [max(0.0, spent) for spent in astuple(now - began)]
 
 
-class Unsent:
-    """What a peer has trained since it sent each fragment last."""
+def dylu_steps(mine: float, fastest: float, sync_every: int, floor: int = DYLU_FLOOR) -> int:
+    """Inner steps of a peer that makes `mine` steps a second, if it should finish when the fastest finishes
+    `sync_every`.
 
-    def __init__(self, fragments: int) -> None:
-        self._sent: list[Count] = [(0, 0)] * fragments  # the peer's steps and tokens when each was sent last
-
-    def counts(self, fragments: Iterable[int], steps: int, tokens: int) -> dict[int, Count]:
-        """Inner steps and tokens of each fragment since it was sent last; `steps` and `tokens` are the peer's own."""
-        return {f: (steps - self._sent[f][0], tokens - self._sent[f][1]) for f in fragments}
-
-    def send(self, fragments: Iterable[int], steps: int, tokens: int) -> dict[int, Count]:
-        """These fragments go on their way: as `counts`, which begin anew."""
-        counts = self.counts(fragments, steps, tokens)
-        self.mark_sent(counts, steps, tokens)
-        return counts
-
-    def mark_sent(self, fragments: Iterable[int], steps: int, tokens: int) -> None:
-        """These fragments are on their way."""
-        for fragment in fragments:
-            self._sent[fragment] = (steps, tokens)
+    Dynamic local updates of Asynchronous Local-SGD (arXiv 2401.09135, Algorithm 2): floor(mine / fastest * H), at
+    least `floor` and at most H. A peer takes H if it measured itself faster than the fastest known peer, or if a speed
+    is not known yet (0).
+    """
+    assert mine >= 0 and fastest >= 0 and sync_every >= 1, f"speeds {mine}, {fastest} are impossible"
+    if not 0 < mine < fastest:
+        return sync_every
+    return min(sync_every, max(floor, int(mine / fastest * sync_every)))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from diloco.config import Config
 from diloco.data import Stream
 from diloco.errors import CheckpointError
-from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.messages.phase_seconds import PhaseSeconds
 from diloco.rundir.checkpoint import BackgroundWriter, CheckpointStore, copied
 from diloco.rundir.files import check_same_run, write_atomic
 from diloco.train.api import Attachment, Saved
@@ -100,10 +100,10 @@ class Session:
         state, tensors = self._checkpoint.state, self._checkpoint.tensors
         self._checkpoint = None
         sync.steps, sync.tokens, sync.discarded_tokens = state["counters"]
-        stream.restore({**state["stream"], "cursor": state.get("units")})  # which data is in the model
+        stream.restore({**state["stream"], "merged": state.get("merged")})  # the data that is in the model
         restore_own(optimizer, tensors, state)
         if isinstance(sync, DataParallel):
-            sync.version, sync.applied_tokens = state["versions"][0], state["applied_tokens"]
+            sync.version, sync.applied_tokens = state["version"], state["applied_tokens"]
             sync.inner_step = sync.steps - sync.version * sync.target_steps  # it may have ended within a cycle
             saved = tensors["anchor"]
             for name, parameter in model.named_parameters():
@@ -131,7 +131,7 @@ class Session:
             if isinstance(sync, DataParallel):
                 parameters = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
                 swarm: Groups = {"anchor": parameters, "outer": {}, "residual": {}}
-                swarm_json = {"versions": [sync.version], "terms": [0], "applied_tokens": sync.applied_tokens}
+                swarm_json = {"version": sync.version, "applied_tokens": sync.applied_tokens}
             elif leads:
                 swarm, swarm_json = flatten_swarm(stack.enter_context(sync.checkpointing()))
             own, own_json = flatten_own(optimizer)

@@ -8,23 +8,21 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from diloco.messages.snapshot import Contributor, Snapshot
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import Fragment
 from diloco.outer.replica import Replica
 from diloco.outer.staging import train_on_current_stream
-from diloco.protocol.fragment import CONTROL_FRAGMENT
-from diloco.protocol.shares import Contributor
-from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node import shown
+from diloco.swarm.node.node import Exchanged, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.island import Island
 from diloco.train.rows import Rows
 
-__all__ = ["Adopted", "Begun", "NodeView", "SwarmLink"]
+__all__ = ["NodeView", "SwarmLink", "Where"]
 
 T = TypeVar("T")
 
@@ -68,17 +66,16 @@ class NodeView:
     @property
     def num_peers(self) -> int:
         """Connected peers, this one included."""
-        return 1 + len(self.node.protocol.members)
+        return 1 + len(self.node.core.facts.members)
 
     def membership(self) -> dict[str, int]:
         """Peers that are connected (`live`), that train, and that contributed to the newest version of fragment 0."""
-        protocol = self.node.protocol
-        merged = len(protocol.fragments[CONTROL_FRAGMENT].contributors())
-        return {"live": self.num_peers, "training": protocol.num_trainers(), "merged": merged}
+        core = self.node.core.facts
+        return {"live": self.num_peers, "training": core.num_trainers(), "merged": len(core.control.tip.head.counted)}
 
     def contributions(self) -> list[Contributor]:
         """How much each peer contributed to this peer's anchor."""
-        return self.look(lambda node: node.protocol.accounts.contributions())
+        return self.look(lambda node: shown.ledger(node.core.facts, {}).contributions)
 
     def observe(self) -> Snapshot | None:
         """What this peer knows of the swarm; None when it has left."""
@@ -86,43 +83,36 @@ class NodeView:
 
     def anchor_digest(self) -> str:
         """Digest of the whole anchor (hex); equal on all peers at equal version."""
-        return self.look(lambda node: anchor_digest(node.protocol.digests))
+        return self.look(lambda node: anchor_digest(node.digests()))
 
     def anchors(self) -> dict[str, str]:
         """`version:digest` (its first 16 digits) of each fragment's anchor now; equal on all peers at equal version."""
-        both = self.look(lambda node: list(zip(node.protocol.versions, node.protocol.digests, strict=True)))
-        return {str(fragment): f"{version}:{digest[:16]}" for fragment, (version, digest) in enumerate(both)}
+        both = self.look(lambda node: list(zip(node.core.facts.fragments, node.digests(), strict=True)))
+        return {str(f.index): f"{f.tip.head.number}:{digest[:16]}" for f, digest in both}
 
 
-class Begun(NamedTuple):
-    """Where all ranks begin to train; `begun` is 0 when an interrupt came first.
+class Where(NamedTuple):
+    """Where all ranks are after rank 0 has talked to the node; `done` is 0 when an interrupt came first.
 
+    `position` are the inner steps of the cycle under way, which has `cycle`; `unsent_tokens` are in no contribution.
     `fetched` says whether rank 0 has a donor's inner state, `cold` whether the first round is left out.
     """
-
-    begun: int = 0
-    position: int = 0
-    version: int = 0
-    applied_tokens: int = 0
-    cold: int = 0
-    fetched: int = 0
-
-
-class Adopted(NamedTuple):
-    """What an exchange came to; `done` is 0 when an interrupt ended it. The other fields are those of `Exchanged`."""
 
     done: int = 0
     version: int = 0
     applied_tokens: int = 0
     discarded_tokens: int = 0
     position: int = 0
-    cycle_steps: int = 0  # inner steps of the coming round
+    cycle: int = 0
+    unsent_tokens: int = 0
+    cold: int = 0
+    fetched: int = 0
 
 
 class SwarmLink:
     """The one node of an island: rank 0 has it, and all ranks learn what came of each call.
 
-    All ranks call `begin`, `adopt`, `move`, `show_anchors` and `swarm_clock` at the same point of their training. The
+    All ranks call `begin`, `adopt`, `move` and `show_anchors` at the same point of their training. The
     ranks without a node wait there for what rank 0 found, and hand over and take rows of the parameters meanwhile
     (`rows`). The other methods do nothing on those ranks. What fails in the node is raised on rank 0, and ends the
     other ranks with it.
@@ -197,35 +187,29 @@ class SwarmLink:
         if self.node is not None:
             self.runtime.call_soon(work(self.node), *arguments)
 
-    def begin(self, cold: bool = False, fetched: bool = False) -> Begun:
-        """Wait for the swarm, and enter training from its anchors, which rank 0 loads into its parameters."""
-        found, node = Begun(), self.node
-        position = self.move(lambda node: node.begin(cold=cold))
-        if node is not None and position is not None:
-            found = Begun(1, position, node.protocol.steps, node.protocol.applied_tokens, cold, fetched)
-        return Begun(*map(int, self.island.agree(found)))
+    def stepped(self, tokens: int, steps_per_s: float) -> tuple[bool, Where]:
+        """Tell the node of an inner step; whether an exchange has to come before the next one, and where rank 0 is."""
+        if self.node is None:
+            return False, Where()
+        waits, *found = self.runtime.call(self.node.stepped(tokens, steps_per_s))
+        return bool(waits), Where(1, *found)
 
-    def adopt(
-        self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]], cycle_steps: Callable[[Node], int]
-    ) -> Adopted:
-        """Wait for updates, which rank 0 loads into its parameters; `cycle_steps` is asked after that."""
-        found = Adopted()
-        outcome = self.move(exchange)
+    def begin(self, cycle: int, cold: bool = False, fetched: bool = False) -> Where:
+        """Wait for the swarm, and go on from its anchor, which rank 0 loads into its parameters."""
+        return self._after(self.move(lambda node: node.begin(cycle, cold)), cold, fetched)
+
+    def adopt(self, work: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> Where:
+        """Have rank 0 exchange: what is due is sent, and updates are loaded into its parameters."""
+        outcome = self.move(work)
         if self.node is not None:
             give_back()
-            if outcome is not None:
-                self._phases.move("comm", "wait", outcome.seconds.wait)
-                self._phases.move("comm", "outer", outcome.seconds.outer)
-                tokens = outcome.applied_tokens, outcome.discarded_tokens
-                found = Adopted(1, outcome.version, *tokens, outcome.position, cycle_steps(self.node))
-        return Adopted(*map(int, self.island.agree(found)))
+        return self._after(outcome)
 
-    def outrun(self) -> list[int]:
-        """As `Node.outrun`; empty on the ranks without a node."""
-        return [] if self.node is None else self.node.outrun
-
-    def swarm_clock(self) -> tuple[int, int]:
-        """Lowest version of all fragments, and applied tokens, as published."""
-        clock = (0, 0) if self.node is None else self.node.protocol.swarm_clock()
-        version, applied_tokens = self.island.agree(clock)
-        return int(version), int(applied_tokens)
+    def _after(self, outcome: Exchanged | None, cold: bool = False, fetched: bool = False) -> Where:
+        found, node = Where(), self.node
+        if node is not None and outcome is not None:
+            self._phases.move("comm", "wait", outcome.wait_s)
+            self._phases.move("comm", "outer", outcome.outer_s)
+            clock = outcome.version, outcome.applied_tokens, outcome.discarded_tokens
+            found = Where(1, *clock, *node.place(), cold, fetched)
+        return Where(*map(int, self.island.agree(found)))

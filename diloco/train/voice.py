@@ -67,7 +67,7 @@ class Voice:
     def waits(self, view: NodeView, needed: int) -> None:
         """So many peers are needed before the first inner step, unless others train."""
         self.met = self.met or view.num_peers > 1
-        self._needed = needed if view.look(lambda node: node.protocol.steps == 0) else 1
+        self._needed = needed if view.look(lambda node: node.clock()[0] == 0) else 1
         self._count(view.num_peers)
 
     def _count(self, live: int) -> None:

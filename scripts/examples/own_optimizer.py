@@ -3,7 +3,7 @@
     python scripts/examples/own_optimizer.py              starts a swarm, prints its ADDRESS and waits for a second peer
     python scripts/examples/own_optimizer.py ADDRESS      joins it, from another terminal
 
-`push` says what one merged pseudo-gradient does. It is linear in its four values, so a backup goes on with its momentum
+`push` says what one merged pseudo-gradient does. It is linear in its four values, so an heir goes on with its momentum
 as with that of the built-in ones. A step that is not linear, such as a sign, defines `transition` instead
 (`diloco.outer.optimizer`), and does without this. Another step needs another name, because peers compare names and not
 code.

@@ -1,4 +1,4 @@
-"""Imports point down and never in a circle, every third-party package has a home, no function is long, and the protocol
+"""Imports point down and never in a circle, every third-party package has a home, no function is long, and the core
 touches neither clock nor socket.
 
 The imports are read from the syntax tree, so one inside a function or under TYPE_CHECKING counts like any other.
@@ -24,8 +24,8 @@ LAYERS = [
     {"admission", "hub"},
     {"config"},
     {"messages"},
-    {"protocol", "outer"},
-    {"core", "extensions"},
+    {"core", "outer"},
+    {"extensions"},
     {"swarm", "model", "data"},
     {"rundir"},
     {"train"},
@@ -39,9 +39,8 @@ LAYERS = [
 STOREYS = {
     "swarm": [
         {"wire"},
-        {"conversations"},
         {"rpc"},
-        {"node", "newnode", "client"},
+        {"node", "client"},
     ],
 }
 LONGEST_FUNCTION = 50  # lines of code
@@ -62,16 +61,16 @@ HOMES = {
     "numpy": {"outer", "data", "rundir", "train"},
     "blake3": {"outer", "data", "messages", "core", "swarm"},
     "safetensors": {"model", "rundir"},
-    "msgspec": {"messages", "core", "swarm", "testing"},
-    "msgpack": {"protocol", "swarm", "testing"},
+    "msgspec": {"messages", "core", "swarm", "rundir", "train", "testing"},
+    "msgpack": {"swarm", "testing"},
     "uvloop": {"swarm"},
     "cryptography": {"admission", "swarm"},
     "hydra": {"cli", "config"},
     "omegaconf": {"cli", "config"},
     "yaml": {"config"},
     "annotated_types": {"config"},
-    "pydantic": {"config", "protocol", "testing"},
-    "pydantic_core": {"config", "protocol"},
+    "pydantic": {"config", "testing"},
+    "pydantic_core": {"config"},
     "click": {"cli"},
     "rich": {"cli", "testing"},
 }
@@ -79,7 +78,6 @@ HOMES = {
 IO_MODULES = {"asyncio", "datetime", "multiprocessing", "select", "socket", "subprocess", "time"}
 SANS_IO = {
     "admission": IO_MODULES | {"threading"},
-    "protocol": IO_MODULES | {"threading"},
     "core": IO_MODULES | {"threading"},
     "messages": IO_MODULES,
     "outer": IO_MODULES,
@@ -236,7 +234,7 @@ def test_no_module_takes_a_private_name_of_another() -> None:
         ("diloco.outer.codecs", "import diloco.config.schema\nimport diloco.train", "outer is not above train"),
         ("diloco.swarm.node", "import importlib\nimportlib.import_module('diloco.cli')", "swarm is not above cli"),
         ("diloco.train.loop", "if TYPE_CHECKING:\n    import hivemind", "its home is swarm"),
-        ("diloco.protocol.lease", "import time", "protocol reads no clock and opens no socket"),
+        ("diloco.core.tips", "import time", "core reads no clock and opens no socket"),
         ("diloco.rundir.checkpoint", "import pickle", "it can run code from a file"),
         ("diloco.swarm.client.ask", "from ..node import node", "swarm.client is not above swarm.node"),
     ],

@@ -20,19 +20,22 @@ from tests.support.loops import Direct, LastFlight, Loop, train
 
 @pytest.mark.parametrize("outer", [{}, {"fragments": 2, "overlap": 1}, {"quorum": 2}])
 def test_a_loop_of_ones_own_trains_again_after_each_exchange(outer: dict[str, Any]) -> None:
-    """Others believe what a peer says of itself: that its round began, and from which versions."""
-    seen: list[tuple[bool, str, int]] = []
+    """Others believe what a peer says of itself: that its round began, and from which heads."""
+    seen: list[tuple[bool, bool, int]] = []
 
     def work(loop: Loop) -> None:
-        for _ in range(9):
+        for _ in range(8):
             loop.step()
-            seen.append((loop.sync.exchanged, loop.node.protocol.state, loop.sync.version))
+            core = loop.node.core.facts
+            seen.append((loop.sync.exchanged, core.trains_now and not core.says_waits, loop.sync.version))
+        loop.pass_s(0.5)  # the last word of the other one is here
         if not outer:
-            [other] = loop.node.protocol.members.all()
-            assert other.round_versions == [2]
+            [other] = core.members.all()
+            assert other.tips == {0: core.control.tip.key} and core.control.tip.head.number == 2
+        loop.pass_s(0.5)
 
     train("ab", work, sync_every=4, **outer)
-    assert {state for exchanged, state, _ in seen if exchanged} == {"training"}
+    assert {trains for exchanged, trains, _ in seen if exchanged} == {True}
     assert max(version for _, _, version in seen) >= 1
 
 
@@ -49,7 +52,7 @@ def last_flight(node: LastFlight, steps: int, **outer: Any) -> Attachment:
 
 def test_what_is_discarded_of_the_last_contributions_is_counted() -> None:
     sync = last_flight(node := LastFlight(), 4)  # the fourth sends, and the sixth would adopt
-    assert node.said.index("receive (0,)") < node.said.index("leave")
+    assert node.said.index("finish") < node.said.index("leave")
     assert (sync.discarded_tokens, sync.version, sync.applied_tokens) == (7, 3, 30)
 
 
@@ -134,7 +137,8 @@ def test_of_different_plans_the_longest_counts_for_all_from_the_first_round(monk
     plans, seen, rates = {"a": 2, "b": 6, "c": 4}, set(), OuterOptimizer.rates
 
     def watched(optimizer: OuterOptimizer, step: OuterStep) -> tuple[float, float]:
-        seen.add((step.version, optimizer.settings.rounds))
+        if optimizer.settings.rounds is not None:  # else it is a bound that no plan changes
+            seen.add((step.version, optimizer.settings.rounds))
         return rates(optimizer, step)
 
     monkeypatch.setattr(OuterOptimizer, "rates", watched)
@@ -162,16 +166,16 @@ def test_a_minute_of_checkpointing_costs_no_contribution(slow: str) -> None:
                     before = [tensor.clone() for tensor in tensors]
                     loop.pass_s(60.0)
                     assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
-                    assert list(saved.versions) == loop.node.protocol.versions
+                    assert list(saved.tips) == [f.tip for f in loop.node.core.facts.fragments]
         assert loop.sync.version == 3
 
     for loop in train("ab", work, sync_every=4, fragments=2).values():
-        assert loop.told("missing") == loop.told("discarded") == loop.told("out_of_step") == []
+        assert loop.told("missing") == loop.told("discarded") == []
         assert loop.sync.tokens == 12 and loop.sync.applied_tokens == 24
 
 
 def test_who_pauses_too_long_begins_again_with_the_others() -> None:
-    """Nobody waits for it for ever. One inner step later it is where they are, and knows what it has lost."""
+    """Nobody waits for it for ever. It goes on where they are, and has lost nothing."""
     began: list[tuple[int, int]] = []
 
     def work(loop: Loop) -> None:
@@ -185,8 +189,7 @@ def test_who_pauses_too_long_begins_again_with_the_others() -> None:
 
     loops = train("abc", work, sync_every=40)
     [(version, discarded)] = began
-    assert version > 1 and discarded == 1
-    assert loops["c"].told("out_of_step") == [], "it did not train a whole round in vain"
+    assert version > 1 and discarded == 0
     assert len({loop.sync.anchor_digest() for loop in loops.values()}) == 1
 
 

@@ -1,17 +1,26 @@
-"""Fault schedules: the fast part of `scripts/fuzz_protocol`, and scenarios of what it found."""
+"""Fault schedules: the fast part of `scripts/fuzz_protocol`, and small cases of what it found in node and core."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from diloco.config import OuterConfig
-from diloco.protocol.actions import Merge
-from diloco.protocol.messages.bulk import Contribution
-from diloco.testing.fuzz.faults import scenario
-from diloco.testing.fuzz.splits import split_scenario
+from diloco.core import contributions
+from diloco.core.events import Captured, Connected, Exit, Leave, Merge, Stepped, Tick
+from diloco.core.facts import Identity, Settings, Sizes
+from diloco.core.history import genesis
+from diloco.core.peer import Peer
+from diloco.messages.control import Hello, Status
+from diloco.messages.fields import MAX_TOKENS
+from diloco.messages.heads import Entry
+from diloco.testing.fuzz.faults import scenario, split_scenario
 from diloco.testing.fuzz.stage import play
-from tests.support.certificates import MANIFEST, digest_of
-from tests.support.core import hello_of, make, of_type, status_of
+from tests.support.slow import slow
+from tests.support.stories import story
+
+D = "0" * 64
+
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 
@@ -22,6 +31,11 @@ def test_no_fault_schedule_breaks_an_invariant(first: int) -> None:
     assert failed == {}
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_no_split_breaks_an_invariant(seed: int) -> None:
+    assert play(split_scenario(seed)).violation is None
+
+
 def test_the_same_seed_is_the_same_run_line_by_line() -> None:
     """With a trace, which changes nothing, and without."""
     traced: list[str] = []
@@ -30,33 +44,134 @@ def test_the_same_seed_is_the_same_run_line_by_line() -> None:
     assert play(scenario(3)) == outcome and tuple(traced) == outcome.story != play(scenario(4)).story
 
 
-# -- splits -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [0, 1, 22])
-def test_no_split_breaks_an_invariant(seed: int) -> None:
-    """In 22 a peer contributed in vain, because others overtook it whenever a version closed."""
-    assert play(split_scenario(seed)).violation is None
+@pytest.mark.parametrize("lives", [30, slow(1000)])
+def test_nothing_runs_out_when_a_peer_restarts_again_and_again(lives: int) -> None:
+    with story(0, fragments=1, outer_steps=None) as swarm:
+        swarm.start("a")
+        swarm.run_until(lambda: swarm.crowd.lives["a"].ready, "it is there")
+        for life in range(1, lives + 1):
+            swarm.run_until(lambda life=life: swarm.version("a") >= life, f"version {life}")
+            last = swarm.crowd.lives["a"]
+            swarm.run_until(lambda last=last: last.checkpoints[-1].saved.steps >= last.node.clock()[0], "it is written")
+            swarm.crowd.crash("a")
+            swarm.crowd.start(last.member, checkpoint=last.checkpoints[-1])
+            swarm.run_until(lambda: swarm.crowd.lives["a"].node is not None, "it is back")
+        swarm.run_to_the_end(1)
+        assert swarm.merged("a", "a")[0] == swarm.version("a") >= lives
 
 
 # -- what was found ---------------------------------------------------------------------------------------------------
 
 
-def test_waiting_for_different_fragments_is_not_for_ever() -> None:
-    """1. Of a, b and c two make the quorum. In fragment 0 c comes too late, in fragment 1 b does.
-    2. c waits for the next version of fragment 0, b for that of fragment 1: neither trains, so neither gets a second.
-    """
-    outer = OuterConfig(method="diloco", sync_every=2, fragments=2, quorum=2, staleness_limit=1)
-    a = make("a", trains=False, outer=outer)
-    a.tick(0.0)
-    for name in "bc":
-        a.connected(name, hello_of(status_of("training")), 0.0)
-    a.adopted(0, 1, digest_of("first"), 0.0)
-    described = {"fragment": 0, "term": a.syncers[0].term, "base_version": 0, "steps": 1, "tokens": 1}
-    contribution = Contribution(base_digest=a.digests[0], manifest_hash=MANIFEST, **described)
-    a.heard("b", status_of("exchanging", [1, 0]), 0.5)
-    a.heard("c", status_of("exchanging", [0, 1]), 0.6)
-    assert a.offer("c", contribution).accepted
+class Nobody:
+    """Signs nothing, and believes every signature."""
 
-    assert a.arrived("c", 0, 1.0) == []
-    assert [len(of_type(Merge, a.tick(now))) for now in (2.0, 6.0)] == [0, 1]
+    def sign(self, content: bytes) -> bytes:
+        return b""
+
+    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
+        return True
+
+
+def core(fragments: int = 1, others: str = "", authors: bool = True, **settings: Any) -> Peer:
+    """A core that trains, and members that do."""
+    tips = [genesis(index, "run", [D]) for index in range(fragments)]
+    arithmetic: Any = None
+    one = Settings(fragments=fragments, **{"settle_s": 0.0, **settings})
+    sizes = [Sizes(10, 10, 40, 1)] * fragments
+    peer = Peer(Identity("me", "me", "run", D, Nobody(), may_author=authors), one, arithmetic, tips, sizes, 0.0, 0)
+    for other in others:
+        status = Status(whole=True, tips={tip.head.fragment: tip.key for tip in tips}, trains=True, authors=True)
+        peer.receive(Connected(other, Hello(12, "run", D, other, True, True, status)), 0.0)
+    peer.receive(Tick(), 1.0)
+    return peer
+
+
+def captures(peer: Peer, now: float) -> None:
+    """The payloads that the core asked for are made."""
+    for f in peer.facts.fragments:
+        if f.draft is not None:
+            peer.receive(Captured(f.draft, b"", 1.0, D), now)
+
+
+def test_a_turn_is_over_when_another_history_took_what_was_learned() -> None:
+    """Else it waits for inner steps, and the inner steps for it."""
+    peer = core(fragments=2, staggered=True, sync_every=4)
+    peer.facts.turn = True
+    peer.receive(Tick(), 2.0)
+    assert not peer.facts.turn and peer.runs
+
+
+def test_who_leaves_in_the_middle_of_an_overlap_goes_at_once() -> None:
+    """It waits for no head to load, as it loads none any more."""
+    peer = core(others="b", authors=False, sync_every=2, overlap=1)
+    f = peer.facts.fragments[0]
+    for now in (2.0, 2.2):
+        peer.receive(Stepped(8), now)
+    captures(peer, 2.3)
+    peer.receive(Stepped(8), 3.0)
+    assert f.unsent == 8 and f.waiting == 0
+    f.bag.clear()  # it is in a version
+    actions = [*peer.receive(Leave(), 3.5), *peer.receive(Tick(), 4.0)]
+    assert any(isinstance(action, Exit) for action in actions) and f.unsent == 0
+
+
+def test_who_leaves_is_author_until_the_version_that_it_makes_is_made() -> None:
+    """Else two make one, and what is in that which loses is lost."""
+    peer = core(others="b", sync_every=1)
+    f = peer.facts.fragments[0]
+    f.merge = Merge(0, f.tip.head.id, 1, (), 0, 1)
+    peer.receive(Leave(), 2.0)
+    assert peer.facts.is_author()
+    f.merge = None
+    assert not peer.facts.is_author()
+
+
+def test_who_slept_waits_for_no_others_to_begin() -> None:
+    peer = core(others="b", min_peers=2, settle_s=5.0)
+    peer.receive(Tick(), 6.0)
+    assert peer.runs
+    peer.receive(Tick(), 60.0)
+    assert not peer.runs
+    peer.receive(Tick(), 69.0)
+    peer.receive(Tick(), 78.0)
+    assert len(peer.facts.members) == 0 and peer.runs
+
+
+def test_a_stamp_fits_its_bounds_whatever_a_book_says() -> None:
+    peer = core(sync_every=1)
+    peer.facts.fragments[0].tip.book.ledger["me"] = Entry(MAX_TOKENS, 0)
+    peer.receive(Stepped(8), 2.0)
+    assert peer.facts.stamp == MAX_TOKENS
+
+
+def test_a_load_that_is_asked_for_while_a_newcomer_begins_is_not_forgotten() -> None:
+    """The tip of one fragment moves while another one is loaded."""
+    outer = {"quorum": 1, "optimizer": "delayed_nesterov", "sync_every": 2}
+    with story(0, fragments=3, outer_steps=None, outer=outer) as swarm:
+        swarm.begin("a")
+        swarm.run_until(lambda: swarm.version("a") >= 2, "two versions")
+        swarm.start("b")
+        swarm.run_until(lambda: "b" in swarm.nodes(), "b is there")
+        anchors, b = swarm.node("b").anchors, swarm.node("b").core
+        load, moved = anchors.load, list[int]()
+
+        async def slowly(fragment: int) -> None:
+            await load(fragment)
+            if len(moved) < 3 and fragment == 0:
+                number = b.facts.fragments[0].tip.head.number
+                await swarm.node("b").context.tasks.until(lambda: b.facts.fragments[0].tip.head.number > number)
+                moved.append(number)
+
+        anchors.load = slowly  # type: ignore[method-assign]
+        swarm.run_for(60.0)
+        assert moved and swarm.merged("a", "b")[0] > 0
+
+
+def test_tokens_that_no_batch_has_are_no_contribution() -> None:
+    """Nor does the sum of what lines say leave its bounds, for which their author would be blamed."""
+    peer = core()
+    peer.receive(Stepped(8), 2.0)
+    captures(peer, 2.1)
+    lie = contributions.Line(0, "b", 1, peer.facts.control.tip.head.id, 1, MAX_TOKENS, (), 1.0, D)
+    assert contributions.impossible(peer.facts, lie)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.protocol.messages.bulk import MAX_UNITS_WANTED, InnerRequest, UnitRequest
+from diloco.core.facts import Facts
+from diloco.messages.bulk import InnerRequest
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
-from diloco.swarm.conversations.inner_state import InnerState, send_inner
 from diloco.swarm.node.node import Node
-from diloco.swarm.node.rounds import Count
+from diloco.swarm.rpc.inner_state import InnerDonor, InnerState
 from diloco.swarm.wire.streams import Stream
-from diloco.testing.fuzz.crowd import SEQUENCES_PER_STEP, Crowd, Life, Member, small_pieces
+from diloco.testing.fuzz.crowd import Crowd, Life, Member, small_pieces
 from diloco.testing.fuzz.lying import Lying
 from diloco.testing.fuzz.stage import quiet_process
 
@@ -35,7 +36,7 @@ SECONDS = 1.5, 30.0  # times theirs, and more
 
 
 class Swarm(Crowd):
-    """Five peers that learn a target from noisy gradients; `liar` is one of them that is no syncer."""
+    """Five peers that learn a target from noisy gradients; `liar` is one of them that makes no versions."""
 
     def __init__(self, loop: VirtualLoop, peers: str, outer: dict[str, Any], adamw: bool, units: bool) -> None:
         settings = {"sync_every": 4, "fragments": 1, "lr": 0.7, "momentum": 0.5, **outer}
@@ -45,8 +46,10 @@ class Swarm(Crowd):
         for name in peers:
             self.start(Member(name), min_peers=len(peers))
             self.until(lambda: all(life.ready for life in self.living()))
-        self.until(lambda: all(self.node(name).protocol.versions[0] >= BEGIN for name in peers))
-        self.liar = [name for name in peers if not self.node(name).replica.aggregates][-1]
+        self.until(lambda: all(self.core(name).control.tip.head.number >= BEGIN for name in peers))
+        facts = self.core("a")
+        authors = facts.author_of(facts.control), facts.second(facts.control)
+        self.liar = [name for name in peers if name not in authors][-1]
 
     def _parameters(self) -> Tensor:
         return torch.zeros(ELEMENTS)
@@ -63,6 +66,9 @@ class Swarm(Crowd):
         assert node is not None
         return node
 
+    def core(self, name: str) -> Facts:
+        return self.node(name).core.facts
+
     def until(self, condition: Callable[[], bool], patience_s: float = 400.0) -> None:
         async def wait() -> None:
             deadline = self.loop.seconds + patience_s
@@ -76,7 +82,7 @@ class Swarm(Crowd):
         honest = [name for name in self.lives if name not in liars]
         self.until(lambda: all(self.lives[name].ended for name in honest))
         assert {self.lives[name].ended for name in honest} == {"done"}, self.failures
-        assert len({self.node(name).protocol.digests[0] for name in honest}) == 1
+        assert len({self.core(name).control.tip.head.id for name in honest}) == 1
         distance = (self.node(honest[0]).replica.anchors[0] - self.target) ** 2
         return float(distance.mean() / (self.target**2).mean()), self.loop.seconds
 
@@ -116,12 +122,12 @@ def test_what_is_sent_as_learned_harms_nobody(factor: float, accused: str) -> No
 def test_what_was_learned_once_is_not_merged_again_and_again() -> None:
     with swarm_of() as swarm:
         replica, first = swarm.node(swarm.liar).replica, dict[int, Tensor]()
-        captured = replica.captured
+        capture = replica.capture
 
         def captures(fragment: int) -> Tensor:
-            return first.setdefault(fragment, captured(fragment))
+            return first.setdefault(fragment, capture(fragment))
 
-        replica.captured = captures  # type: ignore[method-assign]
+        replica.capture = captures  # type: ignore[method-assign]
         assert "left_out" in swarm.unharmed()
 
 
@@ -146,55 +152,21 @@ def test_bytes_that_are_no_payload_are_refused(bent: Any, monkeypatch: pytest.Mo
         assert "refused" in swarm.unharmed()
 
 
-def test_work_that_nobody_can_have_done_counts_for_nothing() -> None:
-    with swarm_of() as swarm:
-        node, send = swarm.node(swarm.liar), swarm.node(swarm.liar).rounds.send
-
-        async def sends(counts: Mapping[int, Count]) -> None:
-            await send({fragment: (10**6 * steps, 10**6 * tokens) for fragment, (steps, tokens) in counts.items()})
-
-        node.rounds.send = sends  # type: ignore[method-assign]
-        assert "refused" in swarm.unharmed()
-
-
 def test_a_newcomer_is_not_thrown_far_by_the_moments_that_it_gets() -> None:
     with swarm_of(adamw=True) as swarm:
-        server = swarm.node(swarm.liar)._server
 
-        async def lies(stream: Stream, request: InnerRequest) -> None:
-            state = await server._inner.get()
-            sizes = zip(state.layout.names, state.layout.numels, strict=True)
+        def lie(honest: InnerState) -> InnerState:
+            sizes = zip(honest.layout.names, honest.layout.numels, strict=True)
             values = [torch.full((numel,), 0.0 if name.endswith("_sq") else 1e6) for name, numel in sizes]
-            await send_inner(stream, InnerState(state.layout, (1000,) * state.layout.num_steps, torch.cat(values)))
+            return replace(honest, steps=(1000,) * len(honest.steps), values=torch.cat(values))
 
         for life in swarm.living():  # whom the newcomer asks is drawn
-            swarm.node(life.name)._server._answers[InnerRequest] = lies
+            node = swarm.node(life.name)
+            donor = InnerDonor(lambda told=node._options.inner_state: lie(told()))
+            node._server._answers[InnerRequest] = donor.answer
         newcomer = swarm.start(Member("n"))
         swarm.until(lambda: newcomer.began)
         swarm.until(lambda: False, patience_s=1.5)
         assert any(line.split()[1:3] == ["n", "inner_state"] for line in swarm.story)
         replica = swarm.node("n").replica
         assert float((replica.local.tensors["w"].detach() - replica.anchors[0]).abs().max()) <= 2.0
-
-
-def test_a_peer_that_asks_for_all_data_gets_a_few_times_what_the_others_get() -> None:
-    with swarm_of(units=True) as swarm:
-        node = swarm.node(swarm.liar)
-        [dealer] = [swarm.node(name) for name in swarm.lives if swarm.node(name).replica.aggregates]
-        ledger = dealer.protocol.accounts.dealer.ledger
-        assert ledger is not None
-
-        async def ask() -> None:
-            request = UnitRequest(manifest_hash=node.protocol.manifest_hash, wanted=MAX_UNITS_WANTED, has=[])
-            while True:
-                async with node.context.open(dealer.protocol.me) as stream:
-                    await stream.send(request)
-                    await stream.receive(5.0)
-                await asyncio.sleep(0.5)
-
-        with swarm.loop.owned_by(swarm.lives[swarm.liar].owner):
-            asking = swarm.loop.create_task(ask())
-        swarm.unharmed()
-        asking.cancel()
-        used = SEQUENCES_PER_STEP * sum(life.sync.steps for life in swarm.lives.values() if life.sync is not None)
-        assert ledger.cursor <= 4 * used

@@ -12,26 +12,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from diloco.config import OuterConfig
+from diloco.core.events import Apply
+from diloco.core.facts import Moving
+from diloco.core.history import state_of
+from diloco.messages.heads import Head
 from diloco.outer.codecs import CODECS
+from diloco.outer.digest import part_digests
 from diloco.outer.fragments import CHUNK, partition
 from diloco.outer.local import Local
 from diloco.outer.lossy import LOSSY
 from diloco.outer.replica import Replica
 from diloco.outer.staging import staging_of, train_on_current_stream
-from diloco.protocol.fragment import Lease
-from diloco.protocol.messages.bulk import Contribution
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.contribution import Answered
 from diloco.swarm.node.runtime import NodeThread
 from diloco.testing.fuzz.crowd import small_pieces
 from diloco.train.island import Island
 from diloco.train.swarm_link import SwarmLink
+from tests.support.alone import Alone
+from tests.support.core import ME, OTHER, D
+from tests.support.coroutines import turns, until
 from tests.support.stub_device import LazyDevice
-from tests.support.stub_host import OTHER, StubHost, run
 
 SHAPES = {"embed": (7, 5), "narrow": (6,), "turned": (4, 5), "scale": (), "head": (5, 7)}
 NUMELS = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
@@ -251,61 +255,72 @@ def test_an_accelerator_sends_what_the_cpu_sends(case: Case) -> None:
 
 
 class Sending:
-    """A node that sends what a device has, over which a test has power; `OTHER` is the syncer and never answers.
+    """A node that sends what a device has, over which a test has power; nobody makes versions.
 
     Attributes:
-        sent: the payloads that it got. go_on: the thread that encodes waits for this after the first copy.
+        go_on: the thread that encodes waits for this after the first copy.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **outer: Any) -> None:
-        self.device, self.sent = LazyDevice(), list[Tensor]()
-        with small_pieces(chunk=2):
-            self.host = StubHost(OTHER, device=self.device, **{"sync_every": 4, "overlap": 1, **outer})
-        self.replica, self.rounds = self.host.replica, self.host.rounds
+    def __init__(self, node: Alone, device: LazyDevice) -> None:
+        self.node, self.device, self.replica = node, device, node.replica
         self.began, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr("diloco.swarm.node.rounds.contribute", self._contribute)
-
-    async def _contribute(self, context: Context, lease: Lease, header: Contribution) -> Answered:
-        self.sent.append(self.replica.captured(lease.fragment).view(torch.float32).clone())
-        self.host.context.tasks.notify()
-        await asyncio.sleep(3600)
-        raise AssertionError
+        self.control = node.core.facts.control
 
     def wait(self, stream: str) -> None:
         self.began.set()
         assert self.go_on.wait(300)
 
     def learn(self, step: float) -> None:
-        self.device.training.put(lambda: self.host.parameters["w"].sub_(step))
+        self.device.training.put(lambda: self.node.parameters["w"].sub_(step))
 
-    async def send(self, *fragments: int) -> None:
-        await self.rounds.send(dict.fromkeys(fragments or (0,), (1, 10)))
+    async def send(self) -> None:
+        """The exchange after a cycle."""
+        for _ in range(4):
+            await self.node.stepped(10)
+        assert await self.node.exchange() is not None
 
     async def until_copied(self) -> None:
         """Until the thread that encodes has the first copy."""
-        while not self.began.is_set():
-            await asyncio.sleep(0)
+        await until(self.began.is_set)
 
     async def until_sent(self) -> None:
         """Until all has been sent, of parameters that were one higher before an inner step."""
-        await self.host.context.tasks.until(lambda: sum(map(len, self.sent)) == 6)
-        assert torch.cat(self.sent).tolist() == [1.0] * 6
+        await until(lambda: ME in self.control.bag)
+        assert self.control.bag[ME].payload.view(torch.float32).tolist() == [1.0] * 6
+
+    def moves(self, target: Tensor) -> Apply:
+        """Another peer's version, to which the anchor is about to move."""
+        tip, update = self.control.tip, torch.empty(self.replica.update_nbytes(0), dtype=torch.uint8)
+        self.replica.down.encode_update(target, self.replica.anchors[0], update)
+        book = replace(tip.book, recent=(tip.head.id,))
+        head = Head(0, 1, tip.head.id, OTHER, OTHER, (), 1, 10, D, state_of(book, part_digests(target)))
+        self.control.moving = Moving(head, book, update, OTHER)
+        return Apply(0, head, book, update, 1e9, 0)
 
 
-def sends(**outer: Any) -> Callable[[Callable[[Sending], Awaitable[None]]], Callable[[pytest.MonkeyPatch], None]]:
-    """Makes a test of what happens to a node that has learned something, and ends its exchange."""
+def sends(**outer: Any) -> Callable[[Callable[[Sending], Awaitable[None]]], Callable[[], None]]:
+    """Makes a test of what happens to a node that has learned something."""
 
-    def test_of(happens: Callable[[Sending], Awaitable[None]]) -> Callable[[pytest.MonkeyPatch], None]:
-        async def scene(monkeypatch: pytest.MonkeyPatch) -> None:
-            sending = Sending(monkeypatch, **outer)
-            await sending.host.anchors.load()
+    def test_of(happens: Callable[[Sending], Awaitable[None]]) -> Callable[[], None]:
+        async def scene() -> None:
+            device = LazyDevice()
+            node = await Alone.made(local=device.local, **{"sync_every": 4, "overlap": 1, **outer})
+            await node.begin()
+            node.core.facts.shun(ME, 1e9)
+            sending = Sending(node, device)
             sending.learn(1.0)
-            sending.device.on_wait = sending.wait
+            device.on_wait = sending.wait
+            device.vectors.clear()
             await happens(sending)
-            await sending.rounds.cancel()
-            assert not sending.replica.is_taken(0)
+            assert await node.context.tasks.close(60.0) == []
+            assert not node.replica.is_taken(0) and not node.context.locks[0]._readers
 
-        return lambda monkeypatch: run(lambda: scene(monkeypatch))
+        def test() -> None:
+            with small_pieces(chunk=2):
+                asyncio.run(scene())
+
+        test.__doc__ = happens.__doc__
+        return test
 
     return test_of
 
@@ -313,34 +328,30 @@ def sends(**outer: Any) -> Callable[[Callable[[Sending], Awaitable[None]]], Call
 @sends()
 async def test_training_goes_on_while_the_payload_is_made(sending: Sending) -> None:
     """And the anchor stays."""
-    host = sending.host
     await sending.send()
     assert sending.replica.capturing and sending.device.vectors == [6]
     sending.learn(41.0)
     target = torch.full((6,), 3.0)
-    moving = asyncio.create_task(host.anchors.adopt_record(host.record(1, target)))
+    moving = asyncio.create_task(sending.node.anchors.apply(sending.moves(target)))
     await sending.until_copied()
-    assert host.context.locks[0]._readers == 1 and host.protocol.versions == [0] and not sending.sent
+    await turns()
+    assert sending.node.context.locks[0]._readers == 1 and sending.control.tip.head.number == 0
+    assert not sending.control.bag
     sending.go_on.set()
     await moving
     await sending.until_sent()
-    assert torch.equal(host.replica.anchors[0], target) and not host.replica.capturing
+    assert torch.equal(sending.replica.anchors[0], target) and not sending.replica.capturing
 
 
 @sends()
-async def test_a_cancelled_exchange_leaves_nothing(sending: Sending) -> None:
-    """It is cancelled while its payload is made."""
+async def test_a_node_that_is_closed_while_a_payload_is_made_leaves_nothing(sending: Sending) -> None:
     await sending.send()
-    cancelling = asyncio.create_task(sending.rounds.cancel())
+    closing = asyncio.create_task(sending.node.context.tasks.close(60.0))
     await sending.until_copied()
-    assert not cancelling.done(), "the thread still reads the copy"
+    await turns()
+    assert not closing.done(), "the thread still reads the copy"
     sending.go_on.set()
-    await cancelling
-    assert not sending.sent and not sending.replica.is_taken(0) and sending.rounds.flying == []
-    async with sending.host.context.locks[0].writing():
-        pass
-    await sending.send()
-    await sending.until_sent()
+    assert await closing == [] and not sending.control.bag
 
 
 @sends()
@@ -353,6 +364,7 @@ async def test_without_memory_for_a_copy_training_waits(sending: Sending) -> Non
     sending.device.staging.empty = no_memory
     going = asyncio.create_task(sending.send())
     await sending.until_copied()
+    await turns()
     assert not going.done()
     sending.go_on.set()
     await going
@@ -364,9 +376,8 @@ async def test_without_memory_for_a_copy_training_waits(sending: Sending) -> Non
 async def test_a_checkpoint_has_the_residual_of_a_whole_payload(sending: Sending) -> None:
     sending.learn(2.0**-20)  # is lost
     await sending.send()
-    saving = asyncio.create_task(sending.host.anchors.snapshot(copies=True))
-    while not sending.host.context.tasks._waiting:  # nothing else waits there before the payload is made
-        await asyncio.sleep(0)
+    saving = asyncio.create_task(sending.node.snapshot(copies=True))
+    await until(lambda: sending.node.context.tasks._waiting)  # nothing else waits there before the payload is made
     sending.go_on.set()
     saved = await saving
     assert saved.residuals[0].tolist() == [2.0**-20] * 6

@@ -1,70 +1,68 @@
-"""One protocol core, and the messages that it is given."""
+"""A core without tensors and without a network, and what it is told."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
-from hypothesis import strategies as st
+from diloco.core.events import Connected
+from diloco.core.facts import Facts, Fragment, Identity, Settings, Sizes
+from diloco.core.history import Tip, genesis
+from diloco.core.peer import Peer
+from diloco.messages.codec import WIRE_VERSION
+from diloco.messages.control import Figures, Hello, Status
+from diloco.messages.heads import Book, Entry, Head, Line
 
-from diloco.config import WIRE_VERSION
-from diloco.protocol.actions import Action, Broadcast, Note
-from diloco.protocol.fragment import LEAP
-from diloco.protocol.messages import Message
-from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.messages.control import Claim, Hello, Status
-from diloco.protocol.numbers import MAX_COUNT
-from diloco.protocol.peer import Peer
-from diloco.protocol.rendezvous import order
-from diloco.protocol.states import State
-from tests.support.certificates import MANIFEST, Nobody, digest_of
-
-FRAGMENTS = 2
-ME, OTHER = order("ab", 0)  # fragment 0 is mine by rendezvous order
-DIGESTS = [digest_of(fragment) for fragment in range(FRAGMENTS)]
-
-A = TypeVar("A", bound=Action)
-M = TypeVar("M", bound=Message)
-
-small = st.integers(0, 3)
-versions = st.one_of(small, st.sampled_from([2**31, MAX_COUNT // 2, MAX_COUNT]))
-terms = st.one_of(st.integers(1, 3), st.sampled_from([LEAP, LEAP + 3, MAX_COUNT]))
-digests = st.sampled_from([*DIGESTS, digest_of("x")])
-claims = st.builds(Claim, fragment=small, term=terms, version=versions, digest=digests)
+ME, OTHER, D = "a" * 46, "b" * 46, "ab" * 32
+GENESIS = [genesis(index, "run", [D]) for index in range(2)]
 
 
-def make(me: str = ME, **settings: object) -> Peer:
-    return Peer(me, me, "run", MANIFEST, **{"digests": DIGESTS, "signer": Nobody(), **settings})  # type: ignore[arg-type]
+class Nobody:
+    """Signs nothing, and believes every signature."""
+
+    def sign(self, content: bytes) -> bytes:
+        return b""
+
+    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
+        return True
 
 
-def hello_of(status: Status | None = None, claims: list[Claim] | None = None, **fields: object) -> Hello:
-    known: dict[str, object] = {"wire_version": WIRE_VERSION, "run_id": "run", "manifest_hash": MANIFEST}
-    known |= {"name": "other", "trains": True, "holds": True, "peers": []}
-    return Hello(status=status or status_of(), claims=claims or [], **(known | fields))  # type: ignore[arg-type]
+def core(me: str = ME, **settings: Any) -> Peer:
+    """A core of two fragments, which listens."""
+    identity = Identity(me, "me", "run", D, Nobody(), device="cpu")
+    sizes = [Sizes(10, 10, 40, 1)] * 2
+    arithmetic: Any = None
+    return Peer(identity, Settings(fragments=2, **settings), arithmetic, GENESIS, sizes, 0.0, 0, planned=(9, 0, 0))
 
 
-def status_of(state: State = "ready", versions: list[int] | None = None, inner_step: int = 0) -> Status:
-    return Status(state=state, versions=versions or [0] * FRAGMENTS, inner_step=inner_step)
+def hello_of(name: str = "other", figures: Figures | None = None, **status: Any) -> Hello:
+    """That of another peer, which trains."""
+    said = {"whole": True, "tips": {tip.head.fragment: tip.key for tip in GENESIS}, "trains": True, "authors": True}
+    return Hello(
+        WIRE_VERSION, "run", D, name, trains=True, authors=True, status=Status(**(said | status)), device="gpu"
+    )
 
 
-def claim_of(
-    fragment: int, term: int = 1, version: int = 0, digest: str | None = None, applied_tokens: int = 0
-) -> Claim:
-    known = digest or DIGESTS[fragment]
-    return Claim(fragment=fragment, term=term, version=version, digest=known, applied_tokens=applied_tokens)
+def join(peer: Peer, other: str = OTHER, figures: Figures | None = None, **hello: Any) -> None:
+    """Another peer says hello, and its figures."""
+    peer.receive(Connected(other, hello_of(**hello)), peer.facts.now)
+    member = peer.facts.members.get(other)
+    assert member is not None
+    member.figures = figures or Figures()
 
 
-def contribution_of(base_version: int = 0, **fields: object) -> Contribution:
-    known = {"base_digest": "0" * 64, "manifest_hash": MANIFEST, "fragment": 0, "term": 1, "steps": 1, "tokens": 10}
-    return Contribution(base_version=base_version, **(known | fields))  # type: ignore[arg-type]
-
-
-def of_type(kind: type[A], actions: list[Action]) -> list[A]:
-    return [action for action in actions if isinstance(action, kind)]
-
-
-def said(kind: type[M], actions: list[Action]) -> list[M]:
-    return [action.message for action in of_type(Broadcast, actions) if isinstance(action.message, kind)]
-
-
-def notes(actions: list[Action]) -> list[str]:
-    return [note.kind for note in of_type(Note, actions)]
+def advance(facts: Facts, f: Fragment, *contributors: str, base: str = "", tokens: int = 10) -> None:
+    """The tip moves to a version with contributions of so many tokens each."""
+    here = f.tip
+    lines = [
+        Line(f.index, peer, here.head.number + 1, base or here.head.id, 1, tokens, (), 1.0, D, peer[:1])
+        for peer in contributors
+    ]
+    work, number = here.head.work + tokens * len(lines), here.head.number + 1
+    head = Head(f.index, number, here.head.id, ME, ME, tuple((line, 1.0) for line in lines), 1, work, D, D)
+    ledger = dict(here.book.ledger)
+    for line in lines:
+        known = ledger.get(line.peer, Entry(0, 0, 0, number))
+        ledger[line.peer] = Entry(
+            line.stamp, known.tokens + tokens, known.contributions + 1, known.first, number, line.name
+        )
+    f.tip = Tip(head, Book(ledger, (*here.book.recent, here.head.id)[-facts.settings.late :]))

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 
 from diloco.errors import SwarmError
-from diloco.protocol.phase_seconds import PhaseSeconds
-from diloco.protocol.shares import Contributor
-from diloco.protocol.snapshot import (
+from diloco.messages.phase_seconds import PhaseSeconds
+from diloco.messages.snapshot import (
+    Contributor,
     Event,
     FragmentRow,
     LedgerTotals,
@@ -50,25 +50,25 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
 
     return Snapshot(
         run=RunInfo(
-            run_id="fake", manifest_hash="0" * 64, wire_version=1, mode="synchronous", model="150m", outer_steps=500,
-            tokens=None, version=version, applied_tokens=applied, at=at, answered_by=peer_id(0),
+            run_id="fake", mode="synchronous", model="150m", outer_steps=500, tokens=None, version=version,
+            applied_tokens=applied, at=at, answered_by=peer_id(0),
         ),
         peers=[
             PeerRow(
-                peer_id=peer_id(index), short_id=peer_id(index)[-6:], name=names[index],
+                peer_id=peer_id(index), name=names[index],
                 state=STATES[(index + int(elapsed_s)) % len(STATES)],
-                trains=index % 16 != 15, holds=True, device="cpu" if index % 3 else "NVIDIA H200", version=version,
+                trains=index % 16 != 15, authors=True, device="cpu" if index % 3 else "NVIDIA H200", version=version,
                 version_lag=int(index % 21 == 20), inner_step=int(elapsed_s * 2) % 24, target_steps=24,
                 steps_per_s=1.8 + index / 100, tokens=tokens[index], loss=loss(elapsed_s) + index / 500,
                 bytes_sent=tokens[index] * 40, bytes_received=tokens[index] * 41, last_seen_s=(index % 9) / 8,
-                seconds=phases(index, version),
+                seconds=phases(index, version), addresses=[],
             )
             for index in range(peers)
         ],
         fragments=[
             FragmentRow(
-                fragment=one, syncer=peer_id(one * 5 % peers), term=1 + one % 2, version=version,
-                backup=peer_id((one * 5 + 3) % peers),
+                fragment=one, version=version, work=applied, id=f"{one * 7919:016x}", next=peer_id(one * 5 % peers),
+                author=peer_id(one * 5 % peers), here=one % 3, state="following" if one * 5 % peers else "collecting",
             )
             for one in range(FRAGMENTS)
         ],
@@ -100,7 +100,6 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
             Event(at=at - 3.0 * index, kind="join", text=f"peer={peer_id(index % peers)} live={index}")
             for index in range(40, 0, -1)
         ],
-        components=[[peer_id(index) for index in range(peers)]],
         samples=[(version, "def read(path):\n", "    with open(path) as file:\n        return file.read()<script>")],
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diloco.admission import Admission, RunKey, issue
-from diloco.protocol.messages import Message
+from diloco.messages.codec import Message
 from diloco.swarm.wire.gate import Gate
 from tests.support.stub_wire import Pipe, framed
 

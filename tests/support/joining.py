@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from diloco.protocol.messages.watching import ProbeReply
+from diloco.messages.watching import ProbeReply
 from diloco.swarm.client.ask import Found
-from diloco.swarm.conversations.probe import Probed
+from diloco.swarm.rpc.probe import Probed
 
 OTHER = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
 

@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.core.members import Members
 from diloco.outer.replica import Replica
-from diloco.protocol.membership import Membership
-from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
 from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import virtual_time
-from diloco.swarm.node.node import Node
+from diloco.swarm.node.node import Exchanged, Node
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import Traffic
 from diloco.swarm.wire.transport import Transport
@@ -109,28 +107,48 @@ def train(
 
 
 class LastFlight:
-    """A node whose last contribution comes too late."""
+    """A node alone, three outer steps in, which exchanges every 4 inner steps; its last contribution comes too late."""
 
     def __init__(self) -> None:
-        self.protocol = SimpleNamespace(
-            versions=[3], steps=3, applied_tokens=30, measured=None, progress=None, members=Membership(), me="me",
-            fastest_steps_per_s=lambda mine: mine, planned=[0, 0, 0], others_at=list[str],
-        )  # fmt: skip
+        self.version, self.position, self.cycle, self.discarded = 3, 0, 4, 0
+        facts = SimpleNamespace(me="me", members=Members("me"), planned=(0, 0, 0))
+        self.core = SimpleNamespace(
+            facts=facts,
+            measure=None,
+            fastest_steps_per_s=lambda mine: mine,
+            others_at=list[str],
+            discarded=lambda: self.discarded,
+        )
         self.traffic = Traffic()
         self.leased = SimpleNamespace(expect=lambda sequences: None)
         self.addresses: list[str] = []
-        self.outrun: list[int] = []
         self.said: list[str] = []
+
+    @property
+    def waits(self) -> bool:
+        return self.position >= self.cycle
+
+    def clock(self) -> tuple[int, int]:
+        return self.version, 30
+
+    def place(self) -> tuple[int, int, int]:
+        return self.position, self.cycle, self.position
 
     async def joins_late(self) -> bool:
         return False
 
-    async def begin(self, cold: bool) -> int:
-        return 0
+    async def begin(self, cycle: int = 0, cold: bool = False) -> Exchanged:
+        self.cycle = cycle or self.cycle
+        return Exchanged(*self.clock(), self.discarded, 0.0, 0.0)
 
-    async def receive(self, fragments: tuple[int, ...]) -> Exchanged:
-        self.said.append(f"receive {fragments}")
-        return Exchanged(3, 30, 7, PhaseSeconds())
+    async def stepped(self, tokens: int, steps_per_s: float = 0.0) -> tuple[int, ...]:
+        self.position += 1
+        return (self.waits, *self.clock(), self.discarded, *self.place())
+
+    async def exchange(self) -> Exchanged:
+        self.said.append("exchange")
+        self.position, self.discarded = 0, 7
+        return Exchanged(*self.clock(), self.discarded, 0.0, 0.0)
 
     def __getattr__(self, name: str) -> Any:
         async def other(*_: object) -> None:

@@ -64,7 +64,7 @@ def report(phase: str, attachment: Any, model: Any, **more: object) -> None:
     print(json.dumps({
         "phase": phase, "version": attachment.version, "steps": attachment.steps, "tokens": attachment.tokens,
         "applied": attachment.applied_tokens, "discarded": attachment.discarded_tokens,
-        "peer": attachment.node.protocol.me if attachment.view else None,
+        "peer": attachment.node.core.facts.me if attachment.view else None,
         "model": values_digest({name: one.detach() for name, one in model.named_parameters()}), **more,
     }), flush=True)  # fmt: skip
 

@@ -50,65 +50,33 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "lost-lease-takes-the-outer-state",
-        "A syncer loses its lease while a thread merges; the outer state is gone when the thread wants it.",
-        "diloco.swarm.node.merging",
-        "merged = aggregate.merge(",
-        "merged = self._replica.aggregates[aggregate.fragment.index].merge(",
-        first=46,
-    ),
-    Mutant(
-        "half-open",
-        "A peer is refused by another that has called it; it never calls again, and that one never hears of it.",
-        "diloco.swarm.node.mesh",
-        "for member in self._protocol.members.all():",
-        "for member in []:",
-        also=(
-            ("if self._penalty(peer) is not None:", "if False:"),
-            (
-                "            self._dial_named(named)\n",
-                "",
-            ),
-        ),
-    ),
-    Mutant(
-        "waits-for-min-peers-for-ever",
-        "A peer that was cut off before enough had come waits for `min_peers`, while the others train.",
-        "diloco.protocol.peer",
-        "enough = len(self.members) + 1 >= self.min_peers or self.under_way()",
-        "enough = len(self.members) + 1 >= self.min_peers",
-        first=611,
-    ),
-    Mutant(
-        "lost-history-is-not-recounted",
-        "Another history wins, and a peer goes on counting its tokens in the one that lost as applied.",
-        "diloco.swarm.node.anchors",
-        "            self._recount(header.shares)",
-        "            pass",
-        first=55,
-    ),
-    Mutant(
         "torn-checkpoint",
         "The own node makes the next version in the tensors of the checkpoint that is being written.",
         "diloco.swarm.node.anchors",
         """            if copies:
                 self.end_snapshot()
-        terms""",
+""",
         """            self.end_snapshot()
-        terms""",
-        first=264,
+""",
     ),
     Mutant(
         "fragment-is-not-locked",
-        "A record is applied, and a contribution folded in, while a thread moves the same anchor.",
-        "diloco.swarm.conversations.tasks",
+        "An anchor is moved while it is read, or while a thread moves it.",
+        "diloco.swarm.wire.tasks",
         """        return self._lock
 
 """,
         """        return asyncio.Lock()
 
 """,
-        first=0,
+    ),
+    Mutant(
+        "what-a-head-leads-to-is-not-checked",
+        "The anchor here is damaged, and moves by every update all the same.",
+        "diloco.swarm.node.anchors",
+        "            if state_of(action.book, parts) != head.state:",
+        "            if False:",
+        first=50,
     ),
 ]
 

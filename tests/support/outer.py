@@ -1,4 +1,4 @@
-"""Outer steps without peers: settings, vectors, what travels, and the versions that a syncer makes."""
+"""Outer steps without peers: settings, vectors, what travels, and the versions that an author makes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def payload_of(one: Codec, values: Tensor) -> Tensor:
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-def syncer(parameters: Mapping[str, Tensor], settings: OuterConfig, fragments: int = 1) -> Replica:
+def author(parameters: Mapping[str, Tensor], settings: OuterConfig, fragments: int = 1) -> Replica:
     """A peer that is author of everything, and compares the same values of contributions in every run."""
     replica = Replica(parameters, partition({name: p.numel() for name, p in parameters.items()}, fragments), settings)
     replica.rng = random.Random(0)

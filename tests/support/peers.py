@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig, SwarmConfig
+from diloco.core.members import Members
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.swarm.node.node import Node
+from diloco.swarm.node.node import Exchanged, Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
-from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import NodeThread
 from diloco.train.swarm_link import NodeView
 from tests.support import warm
@@ -121,28 +121,30 @@ class Trainee:
 
     @property
     def peer_id(self) -> str:
-        return self.node.protocol.me
+        return self.node.core.facts.me
 
     @property
     def digest(self) -> str:
         return anchor_digest(self.replica.digests())
 
     @property
-    def version(self) -> int:
-        return self.node.protocol.versions[0]
+    def versions(self) -> list[int]:
+        """By fragment, the number of the head whose anchor is here."""
+        return [f.tip.head.number for f in self.node.core.facts.fragments]
+
+    @property
+    def members(self) -> Members:
+        """The other peers that it is connected to."""
+        return self.node.core.facts.members
 
     def said(self, kind: str) -> list[dict[str, Any]]:
         """Fields of all events of a kind."""
         return [fields for one, fields in list(self.events) if one == kind]
 
-    def terms(self) -> dict[int, int]:
-        """Term of the newest claim on each fragment that it has heard of."""
-        return {claim["fragment"]: claim["term"] for claim in self.said("claim")}
-
-    def sees(self, other: Trainee, state: str) -> bool:
-        """Whether it has heard that another peer is in that state."""
-        member = self.node.protocol.members.get(other.peer_id)
-        return member is not None and member.status.state == state
+    def hears_training(self, other: Trainee) -> bool:
+        """Whether it has heard that another peer trains."""
+        member = self.members.get(other.peer_id)
+        return member is not None and member.status.trains
 
     def start(self) -> Trainee:
         node = self.runtime.open(
@@ -155,7 +157,7 @@ class Trainee:
         """The result of a coroutine of the node."""
         return self.runtime.call(work)
 
-    def begin(self) -> int | None:
+    def begin(self) -> Exchanged | None:
         return self.call(self.node.begin())
 
     def round(self, step: Mapping[str, Tensor] | float, tokens: int = 100) -> Exchanged:
@@ -165,12 +167,12 @@ class Trainee:
         return self.call(self._exchange(tokens))
 
     async def _exchange(self, tokens: int) -> Exchanged:
-        """One coroutine, so that closing the node finds it waiting."""
-        fragments = range(len(self.replica.fragments))
-        await self.node.send(dict.fromkeys(fragments, (10, tokens)))
-        outcome = await self.node.receive(fragments)
+        """The inner steps of a cycle, with so many tokens. One coroutine, so that closing the node finds it waiting."""
+        position, steps, _ = self.node.place()
+        for step in range(position, steps):
+            await self.node.stepped(tokens * (step + 1) // steps - tokens * step // steps)
+        outcome = await self.node.exchange()
         assert outcome is not None, "interrupted"
-        await self.node.enter("training")
         return outcome
 
     def leave(self, finished: bool) -> None:
@@ -181,23 +183,21 @@ class Trainee:
             self.view.close()
         self.runtime.close()
 
-    def holds(self) -> list[int]:
-        """Fragments this peer is syncer of."""
-        return sorted(self.replica.aggregates)
+    def authors(self) -> list[int]:
+        """Fragments of which this peer has made the newest version."""
+        return [f.index for f in self.node.core.facts.fragments if f.tip.head.author == self.peer_id]
 
 
-def begin_together(*peers: Trainee, syncers: Sequence[Trainee] = ()) -> None:
-    """All of them begin, and the syncers (default: all) hear of each that it trains.
+def begin_together(*peers: Trainee, authors: Sequence[Trainee] = ()) -> None:
+    """All of them begin, and the authors (default: all) hear of each that it trains.
 
-    A round of these tests takes no time. A syncer that had heard of one peer that it trains, and not yet of another one
-    that it is ready, would make the first version without that one.
+    A round of these tests takes no time. An author that had not heard yet of a peer that trains would make the first
+    version without that one.
     """
     together(*(peer.begin for peer in peers))
-    for syncer, peer in product(syncers or peers, peers):
-        if syncer is not peer:
-            eventually(
-                lambda pair=(syncer, peer): pair[0].sees(pair[1], "training"), "the syncers to hear of everybody"
-            )
+    for author, peer in product(authors or peers, peers):
+        if author is not peer:
+            eventually(lambda pair=(author, peer): pair[0].hears_training(pair[1]), "the authors to hear of everybody")
 
 
 class Crowd:

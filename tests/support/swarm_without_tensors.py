@@ -5,7 +5,7 @@ swarm = Swarm(Settings(sync_every=10)); peer = swarm.add("a"); swarm.until(100.0
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.core import events
@@ -79,7 +79,7 @@ class Swarm(Links):
 
     def start(self, peer: Peer, saved: Saved | None = None, wall_ms: int = 0) -> None:
         """Start its next life."""
-        settings = peer.settings
+        settings = replace(peer.settings, uplink_bytes_per_s=1e-9)  # so that records go to few at a time
         anchors = tuple(tuple(range(i, i + PARTS)) for i in range(settings.fragments))
         tips = tuple(genesis(i, RUN, tuple(map(hexed, anchor))) for i, anchor in enumerate(anchors))
         saved = saved or Saved(tips, anchors, 0, 0)

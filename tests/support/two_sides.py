@@ -40,7 +40,7 @@ class Transport:
 
     async def open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, Any]:
         here, there = asyncio.StreamReader(), asyncio.StreamReader()
-        stream = Stream(self._asker, there, _End(here), Traffic(), codec)
+        stream = Stream(self._asker, there, _End(here), Traffic())
         self._serving[asyncio.create_task(self._serve(stream))] = None
         return here, _End(there)
 

@@ -43,7 +43,7 @@ def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_othe
         look([dead, other])
 
 
-def test_a_peer_that_nobody_can_call_trains_and_holds_nothing(crowd: Crowd) -> None:
+def test_a_peer_that_nobody_can_call_trains_and_is_no_author(crowd: Crowd) -> None:
     first = crowd.peer(min_peers=3).start()
     dead = f"/ip4/127.0.0.1/tcp/{dead_port()}"
     mute = crowd.peer(first.address, reachable="no")  # and these two do not meet, or they would wait for three, too
@@ -53,10 +53,10 @@ def test_a_peer_that_nobody_can_call_trains_and_holds_nothing(crowd: Crowd) -> N
     [said] = wrong.said("unreachable")
     assert f"{dead}: nobody listens on that port" in said["advice"]
     assert "'swarm.announce=[/ip4/127.0.0.1" in said["advice"]
-    begin_together(first, mute, wrong, syncers=[first])
+    begin_together(first, mute, wrong, authors=[first])
     together(*(lambda peer=peer: peer.round(0.1) for peer in (first, mute, wrong)))
-    assert first.holds() == [0, 1, 2, 3] and mute.holds() == wrong.holds() == []
-    assert first.digest == mute.digest == wrong.digest and len(first.node.protocol.fragments[0].contributors()) == 3
+    assert first.authors() == [0, 1, 2, 3] and mute.authors() == wrong.authors() == []
+    assert first.digest == mute.digest == wrong.digest and len(first.node.core.facts.control.tip.head.counted) == 3
 
 
 def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.config.address import Address
 from diloco.errors import SwarmError
-from diloco.protocol.snapshot import Snapshot
+from diloco.messages.snapshot import Snapshot
 from diloco.swarm.client.watch import Visitor
 from tests.support.peers import Crowd, dead_port, diloco
 
@@ -31,8 +31,8 @@ def test_a_visitor_sees_a_swarm_and_finds_another_peer_when_the_first_dies(tmp_p
         assert {row.peer_id for row in before.peers} == {peer.peer_id for peer in peers}
         assert (before.run.answered_by, after.run.answered_by) == (watched.peer_id, other.peer_id)
         assert {row.peer_id: row.addresses[0] for row in before.peers} == {peer.peer_id: peer.address for peer in peers}
-        assert {row.syncer for row in before.fragments} <= {peer.peer_id for peer in peers}
-        assert len(other.node.protocol.members) <= 1  # who only looks is no member
+        assert {row.author for row in before.fragments} <= {peer.peer_id for peer in peers}
+        assert len(other.members) <= 1  # who only looks is no member
 
         async def nobody() -> None:
             async with Visitor(Address.parse(watched.address).peers) as visitor:

@@ -16,9 +16,9 @@ from hivemind.proto import dht_pb2
 
 from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
 from diloco.errors import SwarmError
-from diloco.protocol.messages import Message, Refusal
-from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
-from diloco.protocol.messages.watching import ManifestRequest
+from diloco.messages.base import Message, Refusal
+from diloco.messages.bulk import Get, InnerRequest, Push
+from diloco.messages.watching import Ask
 from diloco.swarm.client.ask import revoke
 from diloco.swarm.wire.gate import GREETING, Gate, message_of
 from diloco.swarm.wire.libp2p import Libp2p
@@ -70,7 +70,7 @@ def refused_by(members: list[Trainee], peer: str) -> str:
 
 def test_invited_peers_train_together(club: Club, members: list[Trainee]) -> None:
     together(*(lambda peer=peer: peer.round(0.01) for peer in members))  # type: ignore[misc]
-    assert {peer.version for peer in members} == {1}
+    assert {tuple(peer.versions) for peer in members} == {(1, 1)}
     assert {peer.node.context.gate.role_of(other.peer_id) for peer, other in (members, members[::-1])} == {"worker"}
 
 
@@ -93,51 +93,50 @@ def test_a_stranger_ends_with_a_reason_that_is_an_event_here(
         stranger.start()
     assert caught.value.exit_code == 3 and str(caught.value).startswith("the swarm refused this peer: ")
     assert reason in refused_by(members, gate.me)
-    assert all(len(peer.node.protocol.members) == 1 for peer in members)
+    assert all(len(peer.members) == 1 for peer in members)
     stranger.close()
 
 
 def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_stream(
     club: Club, members: list[Trainee]
 ) -> None:
-    [syncer, _] = members
-    hash_, protocol = "0" * 64, syncer.node.protocol
-    contribution = Contribution(
-        base_digest="0" * 64, manifest_hash=hash_, fragment=0, term=1, base_version=1, steps=1, tokens=1
-    )
+    [member, _] = members
+    core = member.node.core
+    [(line, _), *_] = core.facts.control.tip.head.lines
     questions: list[tuple[str, Message | None]] = [
-        (BULK, StateRequest(manifest_hash=hash_, fragment=0)),
-        (BULK, InnerRequest(manifest_hash=hash_)),
-        (BULK, ManifestRequest()),
-        (BULK, contribution),
+        (BULK, Get(0, (0, ""))),
+        (BULK, InnerRequest()),
+        (BULK, Ask("manifest")),
+        (BULK, Ask("snapshot")),
+        (BULK, Push(line)),
         (BULK, None),
-        (CONTROL, protocol.hello()),
-        (GREETING, protocol.status()),
+        (CONTROL, core.hello()),
+        (GREETING, core.status()),
     ]
 
     async def work() -> tuple[str, list[object], list[str]]:
-        stranger = await intruder(syncer)
+        stranger = await intruder(member)
         try:
-            answers = [await ask(stranger, syncer.peer_id, name, message) for name, message in questions]
-            answers.append(await replay(stranger, syncer))
-            return stranger.me, answers, await dht_calls(stranger, syncer)
+            answers = [await ask(stranger, member.peer_id, name, message) for name, message in questions]
+            answers.append(await replay(stranger, member))
+            return stranger.me, answers, await dht_calls(stranger, member)
         finally:
             await stranger.close()
 
     me, answers, calls = asyncio.run(work())
     assert all(isinstance(answer, Refusal) or answer is None for answer in answers), answers
-    assert [answer is None for answer in answers] == [False] * 6 + [True, False]
+    assert [answer is None for answer in answers] == [False] * 7 + [True, False]
     assert "belongs to another identity" in str(answers[-1])
     assert len(calls) == 3 and all("PermissionError" in call for call in calls)
     assert "invited peers only" in refused_by(members, me)
-    assert len([event for event in syncer.said("refused") if event["peer"] == me]) <= 40
+    assert len([event for event in member.said("refused") if event["peer"] == me]) <= 40
 
 
-async def intruder(syncer: Trainee) -> Libp2p:
+async def intruder(member: Trainee) -> Libp2p:
     """A peer that connects and does without greetings."""
     gate = Gate()
     gate.greet = lambda *arguments, **options: asyncio.sleep(0)  # type: ignore[method-assign, assignment]
-    return await Libp2p.visit([syncer.address], gate)
+    return await Libp2p.visit([member.address], gate)
 
 
 async def ask(transport: Libp2p, peer: str, protocol: str, message: Message | None) -> object:
@@ -181,7 +180,7 @@ def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(club: Club, 
     first, second = members
     token = club.token()
     third = club.member(first.address, second.address, token=token).start()
-    eventually(lambda: all(len(peer.node.protocol.members) == 2 for peer in (*members, third)), "all to be connected")
+    eventually(lambda: all(len(peer.members) == 2 for peer in (*members, third)), "all to be connected")
     revoked = Revoked.sign(club.key, RUN, 1, [token.grant.token_id], [])
     visitor = Gate(Admission(issue(club.key, RUN, "observer", 2**40)))
     spread = revoke([second.address], visitor, club.key, revoked)
@@ -190,7 +189,7 @@ def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(club: Club, 
     with pytest.raises(SwarmError, match="the owner of the run has revoked the invitation of this peer") as caught:
         third.begin()
     assert caught.value.exit_code == 3
-    eventually(lambda: all(len(peer.node.protocol.members) == 1 for peer in members), "both to have put it out")
+    eventually(lambda: all(len(peer.members) == 1 for peer in members), "both to have put it out")
     assert {peer.said("revoked")[0]["number"] for peer in members} == {1}
     assert all("revoked" in refused_by([peer], third.peer_id) for peer in members)
     third.close()

@@ -80,9 +80,9 @@ def test_four_peers_end_with_one_anchor_that_nesterov_on_the_weighted_mean_gives
     train(crowd, peers, range(ROUNDS), tokens)
     crowd.finish(*peers)
     assert len({peer.digest for peer in peers}) == 1
-    assert {tuple(peer.node.protocol.versions) for peer in peers} == {(ROUNDS,) * fragments}
-    assert {peer.node.protocol.applied_tokens for peer in peers} == {ROUNDS * sum(tokens)}
-    assert sorted(fragment for peer in peers for fragment in peer.holds()) == list(range(fragments))
+    assert {tuple(peer.versions) for peer in peers} == {(ROUNDS,) * fragments}
+    assert {peer.node.clock()[1] for peer in peers} == {ROUNDS * sum(tokens)}
+    assert sorted(fragment for peer in peers for fragment in peer.authors()) == list(range(fragments))
     for name, expected in reference(crowd, tokens, ROUNDS).items():
         for peer in peers:  # the local parameters are the anchor
             torch.testing.assert_close(peer.parameters[name].double(), expected, rtol=0, atol=tolerance)
@@ -106,10 +106,10 @@ def test_a_copy_of_a_running_peer_is_refused_until_that_has_ended(crowds: Any, t
     with pytest.raises(SwarmError, match=r"refused this peer: its identity is in use by a running peer; give"):
         crowd.peer(first.address, identity_path=key).start()
     train(crowd, [first, second], range(2))
-    assert first.digest == second.digest and first.node.protocol.versions == [2] * 4
+    assert first.digest == second.digest and first.versions == [2] * 4
     second.close()  # without a goodbye
     again = crowd.peer(second.address, first.address, identity_path=key).start()
-    eventually(lambda: again.node.protocol.members.get(first.node.protocol.me), "the first peer to take it in")
+    eventually(lambda: again.members.get(first.peer_id), "the first peer to take it in")
 
 
 def test_a_libp2p_node_that_is_no_peer_of_the_run_is_told_from_one(crowds: Any) -> None:

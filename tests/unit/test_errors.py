@@ -13,7 +13,7 @@ import pytest
 
 from diloco import errors
 from diloco.errors import DilocoError, SwarmError, guard
-from diloco.protocol.messages import Refusal, decode, encode
+from diloco.messages.codec import Refusal, decode, encode
 from tests.support.places import PACKAGE
 
 EXIT_CODES = {

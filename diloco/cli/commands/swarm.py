@@ -110,7 +110,7 @@ def status(**arguments: Any) -> int:
     diloco status @runs/mine/address --watch
     diloco status @runs/mine/address --json | jq .ledger
 
-    Peers, fragments and their syncers, rounds, tokens, loss and events, as the peer at ADDRESS knows them. Without
+    Peers, fragments and their authors, rounds, tokens, loss and events, as the peer at ADDRESS knows them. Without
     ADDRESS the one run is meant, in ./runs or joined, of which a peer runs on this machine.
     """
     return implementation("status")(**arguments)
@@ -189,7 +189,7 @@ def _owner(function: common.Function) -> common.Function:
 @click.option("--expires", default="7d", metavar="TIME", help="30m, 12h, 7d, 2w.")
 @click.option(
     "--role", type=click.Choice(["worker", "host", "observer"]), default="worker",
-    help="worker: all; host: holds fragments, contributes nothing; observer: looks on.",
+    help="worker: all; host: makes versions, contributes nothing; observer: looks on.",
 )  # fmt: skip
 @click.option("--bind", metavar="PEER_ID", help="Only this peer can use it.  [default: the first that does]")
 @click.option("--out", type=PATH, metavar="FILE", help="Write it to this new file, which only you can read.")

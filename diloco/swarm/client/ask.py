@@ -21,9 +21,8 @@ from diloco.atomic import replace_file
 from diloco.config import Manifest, SwarmConfig
 from diloco.config.manifest import check_foreign, hash_of
 from diloco.errors import ConfigError, PayloadError, SwarmError
-from diloco.swarm.conversations.files import request_file
-from diloco.swarm.conversations.probe import Probed, ask_to_be_called, probe
-from diloco.swarm.conversations.watch import request_manifest
+from diloco.swarm.rpc.probe import Probed, ask_to_be_called, probe
+from diloco.swarm.rpc.watch import request_file, request_manifest
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
@@ -108,10 +107,10 @@ def look(
         async with aclosing(await Libp2p.visit(initial_peers, gate, identity_path)) as visitor:
 
             async def manifest(peer: str) -> str:
-                reply = await request_manifest(visitor, peer)
-                if not gate.sealed(hash_of(reply.text), reply.seal):
+                text, seal = await request_manifest(visitor, peer)
+                if not gate.sealed(hash_of(text), seal):
                     raise PayloadError(UNSEALED)
-                return reply.text
+                return text
 
             peers = await _probe_all(visitor, visitor.seeds)
             met = {visitor.me, *(peer.peer for peer in peers)}

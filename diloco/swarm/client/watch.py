@@ -15,8 +15,8 @@ from types import ModuleType
 
 from diloco.config.address import problem
 from diloco.errors import PayloadError, SwarmError
-from diloco.protocol.snapshot import Snapshot
-from diloco.swarm.conversations.watch import request_snapshot
+from diloco.messages.snapshot import Snapshot
+from diloco.swarm.rpc.watch import request_snapshot
 from diloco.swarm.wire.streams import BROKEN
 from diloco.swarm.wire.transport import Transport
 

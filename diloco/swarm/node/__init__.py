@@ -1,1 +1,1 @@
-"""One peer of the swarm: it drives the protocol core and holds the conversations."""
+"""One peer in the swarm: the core, its tensors and its streams."""

@@ -15,14 +15,19 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from diloco.errors import DilocoError, PayloadError
-from diloco.protocol.limits import CONTROL_STREAMS, Dials, Limiter, control_messages, frame_bytes
-from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
-from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, Status, Vote
-from diloco.protocol.penalties import Offence, offences
-from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.watch import request_manifest
+from msgspec.structs import replace
+
+from diloco.core.events import Connected, Heard, Lost
+from diloco.core.limits import CONTROL_STREAMS, MAX_PEERS, Dials, Limiter, control_messages, frame_bytes
+from diloco.core.penalties import Offence, offences
+from diloco.errors import DilocoError, PayloadError, SwarmError
+from diloco.messages.base import Message, Place, Refusal
+from diloco.messages.codec import UnknownKind, expect
+from diloco.messages.control import Hello, Revocations, Welcome
+from diloco.messages.fields import forget_oldest
+from diloco.swarm.node.context import Context
 from diloco.swarm.node.options import RunSpec
+from diloco.swarm.rpc.watch import request_manifest
 from diloco.swarm.wire.gate import IN_USE
 from diloco.swarm.wire.streams import BROKEN, CONTROL, Stream
 from diloco.swarm.wire.transport import Reader, Refused, Writer
@@ -38,6 +43,7 @@ FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes the
 ALIVE_S = 6.0  # in which a process speaks or its stream ends; shorter than DIAL_TIMEOUT_S
 RECORD_LIFE_S = 60.0  # of this peer's addresses in the DHT
 RECORD_PERIOD_S = 15.0
+FORGET_LOST_S = 86400.0  # in which a member that vanished is called again
 CONTRIBUTES = "who was not invited to this run contributes and makes no versions; ask its owner for a link"
 SHOWN = 5  # settings that differ between two manifests
 
@@ -54,16 +60,17 @@ class ControlMesh:
         self.refusal: str | None = None
         self._context = context
         self._run = run
-        self._protocol = context.protocol
+        self._core = context.core
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, Stream] = {}
-        context.gate.twin = self._twin
+        context.gate.twin, context.gate.on_revoked = self._twin, self._spread
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._dials = Dials()  # peers that others have named
-        fragments = len(context.protocol.fragments)
+        fragments = len(context.core.facts.fragments)
         self._streams, self._messages = Limiter(*CONTROL_STREAMS), control_messages(fragments)
         self._hello_bytes, self._frame_bytes = frame_bytes(fragments, context.gate.admission is not None)
         self._checking: set[str] = set()
+        self._lost: dict[str, tuple[float, float]] = {}  # members that vanished: when, and when they were called last
         self._started = False
         self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
 
@@ -108,10 +115,32 @@ class ControlMesh:
         for stream in self._incoming.values():
             stream.close()  # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
 
+    def _spread(self, revoked: Revocations) -> None:
+        """A newer list came in. The peers on it are told too, before they are put out."""
+        said = {"number": revoked.number, "token_ids": revoked.token_ids, "peer_ids": revoked.peer_ids}
+        self._context.note("revoked", **said)
+        self.broadcast(revoked)
+        self.expel()
+
+    def expel(self) -> None:
+        """Drop the peers that are no longer admitted; fail when this peer is not."""
+        context = self._context
+        for peer, reason in context.gate.expel().items():
+            self.disconnect(peer)
+            context.do(Lost(peer, reason))
+        lapsed = context.gate.lapsed()
+        if lapsed is not None:
+            context.tasks.fail(SwarmError(f"the swarm refused this peer: {lapsed}"))
+
+    def vanished(self, peer: str) -> None:
+        """A member is gone without a goodbye: it is called again."""
+        self._lost[peer] = (self._context.now(), self._context.now())
+        forget_oldest(self._lost, MAX_PEERS)
+
     def all_greeted(self) -> bool:
         """Whether no call is under way, and every peer that answered one has said hello in turn."""
         answered = not self._dials and all(task.done() for task in self._dialling.values())
-        return answered and all(peer in self._protocol.members for peer in self._outgoing)
+        return answered and all(peer in self._core.facts.members for peer in self._outgoing)
 
     def dial(self, peer: str) -> asyncio.Task[bool]:
         """Open our stream to a peer unless there is one; the result says whether it answered.
@@ -132,10 +161,21 @@ class ControlMesh:
     def _dial_named(self, peers: Iterable[str]) -> None:
         """Dial peers that another peer or the DHT names: many at once would make this peer a tool of whoever did."""
         waiting = len(self._dials) > 0
-        known = {self._protocol.me, *self._outgoing, *self._dialling}
+        known = {self._core.facts.me, *self._outgoing, *self._dialling}
         self._dials.hear(peer for peer in peers if peer not in known)
         if not waiting:
             self._dial_due()
+
+    def _dial_lost(self) -> None:
+        """Call those again that vanished, ever more seldom: their network may have been gone, or ours."""
+        now = self._context.now()
+        for peer, (lost_at, called_at) in list(self._lost.items()):
+            if now - lost_at > FORGET_LOST_S:
+                del self._lost[peer]
+            elif now - called_at >= (called_at - lost_at) / 2:
+                self._lost[peer] = (lost_at, now)
+                self._dials.hear([peer])
+        self._dial_due()
 
     def _dial_due(self) -> None:
         if self._context.tasks.closed:
@@ -146,7 +186,7 @@ class ControlMesh:
             asyncio.get_running_loop().call_later(DIALS_EVERY_S, self._dial_due)
 
     async def _dial(self, peer: str) -> bool:
-        if peer in self._outgoing or peer == self._protocol.me:
+        if peer in self._outgoing or peer == self._core.facts.me:
             return True
         if self._penalty(peer) is not None:
             return False
@@ -155,15 +195,12 @@ class ControlMesh:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 reader, writer = await self._context.transport.open(peer, CONTROL)
             stream = Stream(peer, reader, writer, self._context.traffic)
-            await stream.send(
-                self._protocol.hello().model_copy(
-                    update={"seal": self._context.gate.memory.seal, "instance": self._context.gate.instance}
-                )
-            )
+            gate = self._context.gate
+            await stream.send(replace(self._core.hello(), seal=gate.memory.seal, instance=gate.instance))
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
-            expect(answer, Status)
+            expect(answer, Welcome)
         except (*BROKEN, PayloadError) as error:
             if stream is not None:
                 stream.close()
@@ -174,10 +211,7 @@ class ControlMesh:
         if self._started:
             self.refusal = None
         outgoing = self._outgoing[peer] = _Outgoing(stream)
-        # What changed between the hello and now was broadcast to the others only.
-        outgoing.say(self._protocol.status())
-        for word in (*self._protocol.hello().claims, *self._protocol.votes()):
-            outgoing.say(word)
+        outgoing.say(self._core.status())  # what changed since the hello was broadcast to the others only
         sender = asyncio.create_task(self._keep(peer, outgoing))
         self._senders[sender] = None
         sender.add_done_callback(self._senders.pop)
@@ -191,7 +225,7 @@ class ControlMesh:
             return
         if "manifest" in reason:
             try:
-                differing = self._run.differences((await request_manifest(context.transport, peer)).text)
+                differing = self._run.differences((await request_manifest(context.transport, peer))[0])
                 reason = f"the run there has other settings: {'; '.join(differing[:SHOWN])}; use the same"
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
@@ -251,7 +285,7 @@ class ControlMesh:
                 await stream.refuse(objection, discard=0)
                 return
             self._check_possible(peer, hello)
-            await stream.send(self._protocol.status())
+            await stream.send(Welcome())
             self._greet(peer, hello, stream)
             while True:
                 try:
@@ -274,20 +308,20 @@ class ControlMesh:
         """Why a peer may not connect."""
         gate = self._context.gate
         reason = gate.objection(peer, hello)
-        if reason is None and (hello.holds or hello.claims or hello.votes) and not gate.authors(peer):
+        if reason is None and hello.authors and not gate.authors(peer):
             reason = CONTRIBUTES
         if reason is not None:
             gate.on_refused(peer, reason)
             return reason
         if self._context.tasks.closed:
             return "this peer is leaving"
-        return self._protocol.objection(hello)
+        return self._core.objection(hello)
 
     async def _twin(self, peer: str, instance: str) -> str | None:
         """Why a process may not connect whose identity another one has that lives: it still speaks. The stream of one
         that was killed ends, or is silent.
         """
-        older, member = self._incoming.get(peer), self._protocol.members.get(peer)
+        older, member = self._incoming.get(peer), self._core.facts.members.get(peer)
         if older is None or member is None or older.instance == instance:
             return None
         spoke, until = older.received, self._context.now() + ALIVE_S
@@ -301,7 +335,7 @@ class ControlMesh:
             raise ConnectionError("this node is closed")  # since the hello was read
         self._incoming[peer], stream.instance = stream, hello.instance
         self._context.gate.learn_seal(self._run.manifest_hash, hello.seal)
-        self._context.do(self._protocol.connected(peer, hello, self._context.now()))
+        self._context.do(Connected(peer, hello))
         self._context.tasks.spawn(self._call_back(peer))
         self._dial_named(hello.peers)
 
@@ -310,30 +344,24 @@ class ControlMesh:
         if isinstance(message, Revocations):
             context.gate.hear(message)
             return
-        now = context.now()
-        if actions := self._protocol.heard(peer, message, now):
-            context.do(actions)
-        else:
-            context.tasks.notify()
-        if peer in self._protocol.members:
-            context.recorder.heard(peer, message, now)
+        context.do(Heard(peer, message))
 
     def _check_possible(self, peer: str, message: Message) -> None:
-        why = self._protocol.impossible(message)
-        if isinstance(message, Claim | Published | Vote) and not self._context.gate.authors(peer):
-            why = CONTRIBUTES
-        if why is not None:
+        """Raises `Offence` for what no honest peer of this run says on a control stream."""
+        if message.place not in (Place.HELLO, Place.CONTROL):
+            raise Offence(f"a control stream does not carry {type(message).__name__}")
+        if (why := self._core.misfit(message)) is not None:
             raise Offence(why)
 
     def _penalty(self, peer: str) -> str | None:
-        return self._protocol.penalties.refusal(peer, self._context.now())
+        return self._context.penalties.refusal(peer, self._context.now())
 
     async def _give_up(self, peer: str, stream: Stream, error: PayloadError) -> None:
         """A peer that said something invalid is lost. When it calls again it hears for how long it is refused."""
         context, new = self._context, self._incoming.get(peer) is not stream
         if isinstance(error, Offence):
-            context.do(self._protocol.offence(peer, str(error), context.now()))
-        context.do(self._protocol.lost(peer, context.now(), str(error)))
+            context.offence(peer, str(error))
+        context.do(Lost(peer, str(error)))
         self.disconnect(peer)
         if new:
             with contextlib.suppress(*BROKEN, PayloadError):
@@ -346,7 +374,7 @@ class ControlMesh:
 
     async def _check(self, peer: str) -> None:
         """A stream ended. A peer that said goodbye is gone; any other gets one more call before it counts as lost."""
-        member = self._protocol.members.get(peer)
+        member = self._core.facts.members.get(peer)
         if self._context.tasks.closed or member is None or peer in self._checking:
             return
         self._checking.add(peer)
@@ -354,28 +382,31 @@ class ControlMesh:
             outgoing = self._outgoing.pop(peer, None)
             if outgoing is not None:
                 outgoing.end()
-            said_goodbye = member.status.gone
+            said_goodbye = member.status.leaves
             if said_goodbye or not await self.dial(peer):
                 why = "said goodbye" if said_goodbye else "connection reset"
-                self._context.do(self._protocol.lost(peer, self._context.now(), why))
+                if not said_goodbye:
+                    self.vanished(peer)
+                self._context.do(Lost(peer, why))
         finally:
             self._checking.discard(peer)
 
     async def _discover(self) -> None:
         """Once in a while: tell the DHT where this peer is, and dial the peers that it names. It only gives hints."""
-        context, transport = self._context, self._context.transport
+        transport = self._context.transport
         while True:
             named: dict[str, list[str]] = {}
             try:
-                await transport.announce(RECORD_LIFE_S, [member.peer for member in self._protocol.members.all()])
+                await transport.announce(RECORD_LIFE_S, [member.peer for member in self._core.facts.members.all()])
                 named = await transport.announced()
             except BROKEN as error:
                 logger.debug("the DHT did not answer: %r", error)
-            context.recorder.named(named, context.now())
-            self._protocol.address_book.hear("", named)
+            self._core.addresses.hear("", named)
             self._dial_named(named)
-            for member in self._protocol.members.all():
+            for member in self._core.facts.members.all():
+                self._lost.pop(member.peer, None)
                 self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
+            self._dial_lost()
             await asyncio.sleep(RECORD_PERIOD_S)
 
 

@@ -1,77 +1,129 @@
 """The swarm node: one peer of a run, and what its training loop asks of it.
 
-    training loop > Node > Rounds (contributes) > conversations > wire
-    other peers > ControlMesh, BulkServer > protocol core > Actions > Merging (makes versions), Anchors (adopts them)
+    training loop > Node > core > actions > Anchors (tensors), ControlMesh and rpc (streams)
+    other peers > ControlMesh, Server > core
 
-All of these are coroutines of one event loop, which drives the protocol core, so nothing here needs a lock.
+All of these are coroutines of one event loop, which drives the core, so nothing here needs a lock.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from diloco.errors import SwarmError
+from msgspec.structs import replace as changed
+
+from diloco.core.events import (
+    Action,
+    Alone,
+    Apply,
+    Ask,
+    Asked,
+    Begun,
+    Broadcast,
+    Broke,
+    Capture,
+    Delivered,
+    Disconnect,
+    Discovered,
+    Exit,
+    Leave,
+    Load,
+    Merge,
+    Note,
+    Paused,
+    Push,
+    Replace,
+    Send,
+    Stepped,
+    Tick,
+    Wake,
+    Wanted,
+)
+from diloco.core.facts import CONTROL
+from diloco.core.units import NONE
+from diloco.errors import PayloadError, SwarmError
+from diloco.messages.base import Message
+from diloco.messages.bulk import Get, InnerRequest
+from diloco.messages.bulk import Push as PushRequest
+from diloco.messages.control import Answer
+from diloco.messages.fields import Units
+from diloco.messages.heads import Line
+from diloco.messages.snapshot import Snapshot
+from diloco.messages.watching import Ask as Ask_
+from diloco.messages.watching import Probe
+from diloco.outer.digest import fragment_digest
 from diloco.outer.replica import Replica
-from diloco.protocol.membership import STALL_FACTOR
-from diloco.protocol.patience import PAUSE_LIMIT_S
-from diloco.protocol.snapshot import Snapshot
-from diloco.protocol.states import State
-from diloco.swarm.conversations.answer import BulkServer
-from diloco.swarm.conversations.context import Context, OnEvent
-from diloco.swarm.conversations.inner_state import InnerState, Layout, fetch_inner
-from diloco.swarm.conversations.units import LeasedData, UnitSupply
-from diloco.swarm.node.actions import Actions
 from diloco.swarm.node.anchors import Anchors
-from diloco.swarm.node.merging import Merging
+from diloco.swarm.node.context import Context, OnEvent
+from diloco.swarm.node.leases import LeasedData
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import NodeOptions, make_context
-from diloco.swarm.node.own_tokens import OwnTokens
-from diloco.swarm.node.rounds import Count, Exchanged, Rounds, Seconds
+from diloco.swarm.node.recorder import Recorder
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.wire.streams import BULK
+from diloco.swarm.rpc import contribution, state
+from diloco.swarm.rpc.inner_state import InnerDonor, InnerState, Layout, fetch_inner
+from diloco.swarm.rpc.probe import ProbeServer
+from diloco.swarm.rpc.server import Server
+from diloco.swarm.rpc.watch import Informant
+from diloco.swarm.wire.streams import BROKEN, BULK, Stream
+from diloco.swarm.wire.tasks import in_thread
 from diloco.swarm.wire.transport import Transport
 
 __all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
 
-DISCOVERY_S = 20.0
-LEAVE_FLOOR_S = 10.0
-UNMEASURED_S = 20.0  # stands for the longest exchange of a peer that has ended none
-FIRST_UNITS_S = 2.0
+DISCOVERY_S = 5.0
 CLOSE_S = 5.0
-PAUSE_FLOOR_S = 10.0  # well below the time after which a peer without progress counts as stalled
+READ_S = 10.0  # in which others read what this peer still sends when it leaves
 
 Connect = Callable[[NodeOptions], Awaitable[Transport]]
 """Opens the transport of a node; raises `SwarmError` when nobody is there."""
 
 
+@dataclass(frozen=True)
+class Exchanged:
+    """Where the model is after an exchange, and where the time went (seconds).
+
+    `version` are the fewest outer steps of all fragments, `applied_tokens` the swarm clock at the anchors here,
+    `discarded_tokens` this peer's own that are not in them and never will be.
+    """
+
+    version: int
+    applied_tokens: int
+    discarded_tokens: int
+    wait_s: float
+    outer_s: float
+
+
 class Node:
     """One peer in the swarm; `open` makes it.
 
-    On failure: peers that vanish are dealt with by the protocol and become events. A task of the node that fails
-    re-raises in every coroutine that waits for the swarm, now and later. `interrupt` ends all waiting for others.
+    On failure: peers that vanish are dealt with by the core and become events. A task of the node that fails re-raises
+    in every coroutine that waits for the swarm, now and later. `interrupt` ends all waiting for others.
     """
 
     def __init__(self, options: NodeOptions, context: Context) -> None:
         """Compose a node out of its parts; `open` connects it."""
-        saved = options.saved
-        self.context = context
-        self.protocol, self.replica, self.traffic = context.protocol, context.replica, context.traffic
-        self.addresses = context.transport.addresses
+        self.context, self.core, self.replica = context, context.core, context.replica
+        self.traffic, self.addresses = context.traffic, context.transport.addresses
         self.advice = context.transport.advice  # what would let others connect to this peer, where they cannot
+        self.leased = LeasedData()
+        self.anchors = Anchors(context)
         self._options = replace(options, saved=None)  # it may be as large as the model, and mapped from a file
-        self._units = UnitSupply(context)
-        self._server = BulkServer(context, options.inner_state)
+        self.recorder = Recorder(context.core, context.manifest_text)
+        self.recorder.on_failure = lambda why: context.on_event("recorder_failed", {"why": why})
+        context.watch = self.recorder.note
         self._mesh = ControlMesh(context, options.run)
-        self._anchors = Anchors(context, OwnTokens(saved.applied if saved else None))
-        merging = Merging(context, self._anchors)
-        self._actions = Actions(context, self._mesh, self._anchors, merging, self._server)
-        self.rounds = Rounds(context, self._anchors, self._units)
-        self._interrupted = False
-        self._paused_at = math.inf
+        self._server = Server(context, len(context.replica.fragments), self._answers())
+        self._captures: list[Line] = []
+        self._loads: dict[int, None] = {}
+        self._queue: Units | None = None
+        self._planned = context.core.facts.planned
+        self._exited = self._interrupted = False
+        context.carry_out = self.carry_out
 
     # -- opening and closing ------------------------------------------------------------------------------------------
 
@@ -109,277 +161,301 @@ class Node:
                 f"run.id={self._options.run.id} is there"
             )
         context.tasks.spawn(transport.failed())
-        context.tasks.spawn(self._heartbeat())
-        if transport.seeds:
-            context.tasks.spawn(self._discover())
+        context.tasks.spawn(self._tick())
+        context.tasks.spawn(self._discover())
+
+    async def _discover(self) -> None:
+        """A newcomer hears every peer that it can reach before it begins."""
+        if self.context.transport.seeds:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DISCOVERY_S):
+                    members = self.core.facts.members
+                    await self.context.tasks.until(lambda: self._mesh.all_greeted() and len(members) > 0)
+        self.context.do(Discovered())
+
+    async def _tick(self) -> None:
+        while True:
+            self.context.do(Tick())
+            self.anchors.follow()
+            self.recorder.look(self.context.now())
+            self.expel()
+            await asyncio.sleep(self._options.network.heartbeat_s)
+
+    def expel(self) -> None:
+        """Drop the peers that are no longer admitted; fail when this peer is not."""
+        self._mesh.expel()
 
     async def close(self) -> None:
         """End every task and every stream, and the transport. Threads that still work are named in an event."""
         context = self.context
-        self._anchors.end_snapshot()
+        self.anchors.end_snapshot()
         late = await context.tasks.close(CLOSE_S)
         if late:
             context.note("closed_late", waited_s=CLOSE_S, tasks=late)
         await self._mesh.close()
         await context.transport.close()
 
-    # -- what it does by itself ---------------------------------------------------------------------------------------
+    # -- what the core asks for ---------------------------------------------------------------------------------------
 
-    async def _discover(self) -> None:
-        """A newcomer hears every peer that it can reach before it takes any fragment for vacant."""
-        await self._until_or(
-            lambda: self._mesh.all_greeted() and len(self.protocol.members) > 0, DISCOVERY_S, "hellos of the swarm"
-        )
-        self.context.do(self.protocol.discovered(self.context.now()))
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """Do what the core asked for."""
+        for action in actions:
+            self._carry_out(action)
+        planned = self.core.facts.planned
+        if planned != self._planned:
+            self._planned = planned
+            self.replica.plan(planned[-1] or None)
+        queue = self.core.facts.queue
+        if queue is not self._queue:
+            self._queue = queue
+            self.leased.have(queue)
 
-    async def _heartbeat(self) -> None:
-        context, protocol = self.context, self.protocol
-        while True:
-            if context.now() - self._paused_at >= PAUSE_FLOOR_S:
-                # A slow pace: from it syncers derive when they take this peer for stalled.
-                self._paused_at, said = math.inf, protocol.status()
-                protocol.progress(said.inner_step, said.target_steps, STALL_FACTOR / PAUSE_LIMIT_S, said.tokens)
-            context.do(protocol.heartbeat(context.now(), (self.traffic.bytes_sent, self.traffic.bytes_received)))
-            self._stand_by()
-            self._units.refill()
-            self._actions.expel()
-            await asyncio.sleep(self._options.network.heartbeat_s)
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Broadcast() | Send() | Disconnect():
+                self._say(action)
+            case Push() | Ask() | Merge() | Apply() | Replace():
+                self.context.tasks.spawn(self._work(action))
+            case Note(kind, fields):
+                self.context.note(kind, **fields)
+            case Wake(at):
+                asyncio.get_running_loop().call_at(at, self._wake)
+            case Capture(line):
+                self._captures.append(line)
+            case Load(fragment):
+                self._loads[fragment] = None
+            case Exit():
+                self._exited = True
 
-    async def _until_or(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def _say(self, action: Broadcast | Send | Disconnect) -> None:
+        match action:
+            case Broadcast(message):
+                self._mesh.broadcast(message)
+            case Send(peer, Answer(says="want") as answer):
+                at = self.context.received.at(answer.fragment, answer.peer, answer.stamp)
+                self._mesh.tell(peer, changed(answer, at=at))
+            case Send(peer, message):
+                self._mesh.tell(peer, message)
+            case Disconnect(peer):
+                self._mesh.disconnect(peer)
+                self._mesh.vanished(peer)
+
+    async def _work(self, action: Push | Ask | Merge | Apply | Replace) -> None:
+        match action:
+            case Push():
+                await self._push(action)
+            case Ask(peer, get):
+                await self._ask(peer, get)
+            case Merge():
+                await self.anchors.merge(action)
+            case Apply():
+                await self.anchors.apply(action)
+            case Replace():
+                await self.anchors.replace(action)
+
+    def _wake(self) -> None:
+        if not self.context.tasks.closed:
+            self.context.do(Tick())
+
+    async def _push(self, action: Push) -> None:
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.context.tasks.until(condition)
-        except TimeoutError:
-            peers = [member.name for member in self.protocol.members.all()]
-            self.context.note("gave_up_waiting", what=what, timeout_s=round(timeout_s, 1), peers=peers)
+            async with self.context.open(action.peer) as stream:
+                await contribution.send(stream, action)
+        except (*BROKEN, PayloadError) as error:
+            why = str(error) or type(error).__name__
+            self.context.note("contribution_broke", fragment=action.line.fragment, author=action.peer, why=why)
+            self.context.do(Broke(action.peer, action.line))
+
+    async def _ask(self, peer: str, get: Get) -> None:
+        fetch = self.core.facts.fragments[get.fragment].fetch
+        goal = fetch.goal if fetch else None
+
+        async def answer() -> Any:
+            async with self.context.open(peer) as stream:
+                return await state.ask(stream, get, self.replica, goal, in_thread)
+
+        self.context.do(await state.asked(peer, get, answer(), self.context.note))
 
     # -- what others may ask ------------------------------------------------------------------------------------------
 
-    @property
-    def leased(self) -> LeasedData:
-        """The data that is leased to this peer; its methods may be called from the training loop's thread."""
-        return self._units.data
+    def _answers(self) -> dict[type[Message], Callable[[Stream, Any], Awaitable[None]]]:
+        context = self.context
+        probes = ProbeServer(context.transport, self.core, context.now)
+        packed = lambda: self.recorder.packed(context.now())  # noqa: E731
+        informant = Informant(context.gate, context.traffic, context.manifest_text, packed, context.files, context.now)
+        inner = InnerDonor(self._options.inner_state)
+        return {
+            Get: self._give, PushRequest: self._receive, InnerRequest: inner.answer, Ask_: informant.answer,
+            Probe: probes.answer,
+        }  # fmt: skip
 
-    async def observe(self) -> Snapshot | None:
-        """What this peer knows of the swarm; None when a bug prevents to put it together (`recorder_failed`)."""
-        return self.context.recorder.snapshot(self.context.now())
+    async def _give(self, stream: Stream, get: Get) -> None:
+        if get.fragment >= len(self.replica.fragments):
+            raise PayloadError(f"fragment {get.fragment} does not exist")
+        await state.serve(stream, self.context.ask(Asked(stream.peer, get)), self.replica, self.anchors)
 
-    async def enter(self, state: State) -> None:
-        """Tell the swarm what this peer is doing. The tensors of the last `snapshot` may move again."""
-        self._paused_at = math.inf
-        self._anchors.end_snapshot()
-        self.context.do(self.protocol.enter(state, self.context.now()))
+    async def _receive(self, stream: Stream, push: PushRequest) -> None:
+        if not self.core.wants(push.line):
+            raise PayloadError(f"no contribution of {push.line.peer} to fragment {push.line.fragment} is wanted")
+        payload = await contribution.receive(stream, push, self.replica, self.context.received, in_thread)
+        self.context.do(Delivered(stream.peer, push.line, payload))
 
-    def interrupt(self) -> None:
-        """End the waiting of the coroutines below, now and later."""
-        self._interrupted = True
-        self.context.tasks.notify()
-
-    # -- beginning ----------------------------------------------------------------------------------------------------
+    # -- training -----------------------------------------------------------------------------------------------------
 
     async def joins_late(self) -> bool:
-        """Wait until this peer agrees with the swarm; whether outer steps were taken before.
+        """Wait until this peer has what the others have; whether outer steps were taken before.
 
         False when `interrupt` came first. Raises `SwarmError` when the swarm refuses this peer: a peer that is leaving
         refuses, too, or one that penalises it for a while, so the word of one counts where no other lets it in.
         """
 
         def refused() -> str | None:
-            return None if self.protocol.members.all() else self._mesh.refusal
+            return None if len(self.core.facts.members) else self._mesh.refusal
 
-        await self.context.tasks.until(lambda: refused() is not None or self._interrupted or self.protocol.may_train())
+        self.context.do(Begun(False))
+        await self.context.tasks.until(lambda: refused() is not None or self._interrupted or self.core.facts.ready)
         if (reason := refused()) is not None:
             raise SwarmError(reason)
-        return not self._interrupted and self.protocol.swarm_clock()[0] > 0
+        return not self._interrupted and min(f.tip.head.number for f in self.core.facts.fragments) > 0
 
     async def fetch_inner(self, layout: Layout) -> InnerState | None:
-        """The inner optimizer's state of a peer that trains; None when nobody has any, or `interrupt` came first.
+        """The inner optimizer's state of a peer that trains; None when nobody has any, or `interrupt` came first."""
+        return await self.context.tasks.unless(
+            lambda: self._interrupted, fetch_inner(self.context, layout, self.replica.rng)
+        )
 
-        Nobody waits for this peer meanwhile: it is `starting` again, and follows the others' versions.
-        """
-        self.protocol.warming = True
-        try:
-            await self.enter("starting")
-            return await self.context.tasks.unless(lambda: self._interrupted, fetch_inner(self.context, layout))
-        finally:
-            self.protocol.warming = False
+    async def begin(self, cycle: int = 0, cold: bool = False) -> Exchanged | None:
+        """Wait until this peer has what the others have, and go on from the anchors, in step with the others.
 
-    async def begin(self, cold: bool = False) -> int | None:
-        """Wait until this peer agrees with the swarm, then enter `training`.
-
-        Returns where in its cycle it begins; None when `interrupt` came first. The local parameters are the anchors'
-        afterwards. A `cold` peer trains beside the swarm, which waits for nothing from it, until `end_warmup`.
+        A `cold` peer only gets the anchors: it trains beside the swarm, which waits for nothing from it. None when
+        `interrupt` came first.
         """
         await self.joins_late()
         if self._interrupted:
             return None
-        self._units.refill()  # without an answer in time, training begins with data of its own order
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_UNITS_S):
-                await self.context.tasks.until(lambda: self._interrupted or not self._units.asking)
-        position = 0 if cold else self.protocol.first_position(self.context.now())
-        self.protocol.warming = cold
-        await self.enter("starting" if cold else "training")
-        await self._anchors.load()
-        return position
+        self.context.do(Wanted(self.leased.wanted, cycle))
+        for fragment in range(len(self.replica.fragments)):
+            self._loads.pop(fragment, None)
+            await self.anchors.load(fragment)
+        if cold:
+            return Exchanged(*self.clock(), self.core.discarded(), 0.0, 0.0)
+        self.context.do(Begun())
+        return await self.exchange()
 
-    async def end_warmup(self, tokens: int) -> Exchanged | None:
-        """The first round of a cold peer, of so many tokens, is over and left out. It begins anew with the others.
-
-        Returns None when `interrupt` came first.
+    async def stepped(self, tokens: int, steps_per_s: float = 0.0) -> tuple[bool, int, int, int, int, int, int]:
+        """The training loop made an inner step of so many tokens. Returns whether an `exchange` has to come before the
+        next one, version and clock, discarded tokens, and `place`.
         """
-        begun_at, base_version = self.context.now(), self._version
-        self.protocol.warming = False
-        await self.enter("starting")
-        position = await self.begin()
-        if position is None:
-            return None
-        self.context.note("discarded", tokens=tokens, base_version=base_version)
-        return self._exchanged(tokens, Seconds(wait=self.context.now() - begun_at), position)
+        units = self.leased.trained() if self.leased.wanted else NONE
+        self.context.do(Stepped(tokens, units, steps_per_s))
+        return (self.waits, *self.clock(), self.core.discarded(), *self.place())
 
-    # -- exchanging ---------------------------------------------------------------------------------------------------
-
-    async def send(self, counts: Mapping[int, Count]) -> None:
-        """Begin to exchange fragments, given the inner steps and tokens of each since it was sent last."""
-        if self.protocol.lockstep:
-            await self.enter("exchanging")
-        await self.rounds.send(counts)
-        self._units.refill()
-
-    async def receive(self, fragments: Sequence[int]) -> Exchanged | None:
-        """Wait for the updates of these fragments, and load them into the parameters; `send` came before.
-
-        A peer that came too late for its round gets in step with the others first. Returns None when `interrupt` ended
-        it; nothing is under way then.
+    async def exchange(self) -> Exchanged | None:
+        """Send what is due and load what is new, until the next inner step may be made; None if `interrupt` came
+        first. Raises `DivergedError` before anything is sent that is not finite.
         """
-        begun_at = self.context.now()
-        if not self.rounds.arrived(fragments):
-            await self.enter("exchanging")
-            await self.context.tasks.until(lambda: self._interrupted or self.rounds.arrived(fragments))
-        waited_s, position = self.context.now() - begun_at, 0
-        if self.protocol.lockstep and not self._interrupted and self.rounds.out_of_step():
-            position = await self._get_in_step()
-        if self._interrupted:
-            await self.rounds.cancel()
-            return None
-        discarded, seconds = self.rounds.take(fragments)
-        await self.rounds.catch_up(self.rounds.left_out)
-        if not self.protocol.lockstep and self.rounds.out_of_step():
-            await self.rounds.cancel()
-            position = max(1, await self._get_in_step())
-        loading_since = self.context.now()
-        in_step_s = loading_since - begun_at - waited_s
-        await self._anchors.load(fragments if position == 0 else None, self.replica.settings.mixing)
-        # Only what the training loop waited for counts as its time; with overlap that is less than the exchange took.
-        comm_s = min(seconds.comm, waited_s)
-        spent = Seconds(comm_s, waited_s - comm_s + in_step_s, self.context.now() - loading_since)
-        return self._exchanged(discarded, spent, position)
-
-    async def _get_in_step(self) -> int:
-        """Begin a round anew with the others, at a barrier from their anchors; returns at which inner step they are."""
-        self.context.note("out_of_step", versions=list(self.protocol.versions))
-        if self.protocol.lockstep:
-            await self.enter("starting")
-            await self.context.tasks.until(lambda: self._interrupted or self.protocol.may_train())
-        self.rounds.in_step()
-        return self.protocol.first_position(self.context.now())
+        tasks, wait_s, outer_s = self.context.tasks, 0.0, 0.0
+        while not self._interrupted:
+            begun_at = self.context.now()
+            if self._captures or self._loads:
+                while self._captures:
+                    await self.anchors.capture(self._captures.pop(0))
+                while self._loads:
+                    fragment = next(iter(self._loads))
+                    del self._loads[fragment]
+                    await self.anchors.load(fragment)
+                outer_s += self.context.now() - begun_at
+            elif self.core.runs:
+                return Exchanged(*self.clock(), self.core.discarded(), wait_s, outer_s)
+            else:
+                await tasks.until(lambda: bool(self._interrupted or self._captures or self._loads or self.core.runs))
+                wait_s += self.context.now() - begun_at
+        return None
 
     @property
-    def outrun(self) -> list[int]:
-        """Fragments of which the others made a version without this peer, and that it is not exchanging now.
+    def waits(self) -> bool:
+        """Whether an `exchange` has to come before the next inner step."""
+        return bool(self._captures or self._loads) or not self.core.runs
 
-        Where all exchange at one barrier, or a quorum is enough, an exchange finds it out.
+    def wait_no_longer(self) -> None:
+        """Nobody has to be there any more before this peer begins."""
+        self.context.do(Alone())
+
+    def digests(self) -> list[str]:
+        """The digest (hex) of each anchor."""
+        return [fragment_digest(f.tip.parts) for f in self.core.facts.fragments]
+
+    def place(self) -> tuple[int, int, int]:
+        """Where training is: inner steps since the outer step that it started from, how many there are in a cycle, and
+        tokens in no contribution yet.
         """
-        outer, protocol, flying = self.replica.settings, self.protocol, self.rounds.flying
-        if not outer.barrier or outer.lockstep:
-            return []
-        rest = [(one, base) for one, (base, _) in enumerate(self._anchors.loaded) if one not in flying]
-        return [one for one, base in rest if protocol.versions[one] > base or protocol.behind(one)]
+        facts = self.core.facts
+        overdue = facts.fragments[-1].waiting is not None and facts.position <= facts.settings.overlap
+        return facts.position + (facts.cycle if overdue else 0), facts.cycle, facts.control.unsent
 
-    async def follow(self, fragments: Sequence[int], tokens: int) -> Exchanged:
-        """Go on from the newest anchors of these fragments; of what was learned, so many tokens are discarded."""
-        begun_at, base_version = self.context.now(), self._version
-        if tokens:
-            self.context.note("discarded", tokens=tokens, base_version=base_version)
-        await self.rounds.catch_up(fragments)
-        await self._anchors.load(fragments)
-        return self._exchanged(tokens, Seconds(outer=self.context.now() - begun_at))
-
-    @property
-    def _version(self) -> int:
-        """The lowest version that the local parameters started from."""
-        return min(version for version, _ in self._anchors.loaded)
-
-    def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        barrier = self.replica.settings.barrier  # without one the others went on while this peer exchanged
-        clock = (self._anchors.steps, self.protocol.applied_tokens) if barrier else self.protocol.swarm_clock()
-        return Exchanged(*clock, discarded, seconds, position)
-
-    # -- between two rounds -------------------------------------------------------------------------------------------
-
-    def _stand_by(self) -> None:
-        """Be backup of what would come to this peer now, and of nothing else.
-
-        Where versions do not wait for this peer, it fetches them as they are published: an update that it misses would
-        be missing from the momentum. Its anchor then moves while it trains.
+    def clock(self) -> tuple[int, int]:
+        """Fewest outer steps of all fragments, and applied tokens: at a barrier at the anchors that training started
+        from, else at those that are here.
         """
-        protocol, replica = self.protocol, self.replica
-        if protocol.state == "starting":
-            return  # a newcomer's link is busy with what it needs to begin
-        inherits = {fragment for fragment, heir in protocol.heirs().items() if heir == protocol.me}
-        replica.follow(inherits)
-        keeps_up = protocol.trains and replica.settings.staleness_limit > 0
-        protocol.followed = inherits & set(replica.states) if keeps_up else set()
+        if self.replica.settings.barrier:
+            return min(number for number, _ in self.anchors.loaded), self.anchors.loaded[CONTROL][1]
+        return min(f.tip.head.number for f in self.core.facts.fragments), self.core.facts.control.tip.head.work
 
     async def pause(self) -> None:
-        """The training loop takes no inner steps until the next `enter`: it evaluates, or it saves."""
-        self._paused_at = self.context.now()
+        """The training loop takes no inner steps until `resume`: it evaluates, or it saves."""
+        self.context.do(Paused())
 
-    @property
-    def left_behind(self) -> bool:
-        """Whether, at a barrier, the others have gone on from anchors that are newer than the local parameters."""
-        newer = map(self.protocol.behind, range(len(self.replica.fragments)))
-        return self.protocol.lockstep and (any(newer) or self._version < min(self.protocol.versions))
+    async def resume(self) -> None:
+        """It goes on. The tensors of the last `snapshot` may move again."""
+        self.anchors.end_snapshot()
+        self.context.do(Paused(False))
+
+    def plan_cycle(self, steps: int) -> None:
+        """The next cycles have so many inner steps (DyLU)."""
+        self.context.do(Wanted(self.leased.wanted, steps))
+
+    async def snapshot(self, copies: bool) -> Saved:
+        """What a checkpoint holds; without `copies` the tensors are the live ones until `end_snapshot`."""
+        return await self.anchors.snapshot(copies)
+
+    def interrupt(self) -> None:
+        """End the waiting of the coroutines above, now and later."""
+        self._interrupted = True
+        self.context.tasks.notify()
+
+    async def finish(self) -> None:
+        """Wait until what this peer has sent is in a version, or cannot be, and for no longer than for an author that
+        is stuck.
+        """
+        facts, until = self.core.facts, self.context.now() + self.core.facts.settings.stuck_s
+        while (
+            not self._interrupted and any(self.core.is_open(f) for f in facts.fragments) and self.context.now() < until
+        ):
+            await self.context.tasks.pause(1.0)
+
+    async def observe(self) -> Snapshot | None:
+        """What this peer knows of the swarm; None when a bug prevents to put it together (`recorder_failed`)."""
+        return self.recorder.snapshot(self.context.now())
 
     async def show_anchors(self) -> None:
-        """The parameters become the anchors for a while, of which the protocol takes no notice."""
-        await self._anchors.show()
-
-    async def snapshot(self) -> Saved:
-        """What a checkpoint holds.
-
-        At a barrier the tensors are the live ones, and nobody changes them until the next `enter`, `leave` or `close`:
-        write them before. Otherwise they are copies.
-        """
-        return await self._anchors.snapshot(copies=not self.protocol.lockstep or self.protocol.warming)
-
-    # -- leaving ------------------------------------------------------------------------------------------------------
+        """The parameters become the anchors for a while, of which the core takes no notice."""
+        await self.anchors.show()
 
     async def load_anchors(self) -> int:
         """At the very end, the local parameters become the anchors; returns how many outer steps led to them."""
-        await self._anchors.load()
-        return self._anchors.steps
+        for fragment in range(len(self.replica.fragments)):
+            await self.anchors.load(fragment)
+        return min(number for number, _ in self.anchors.loaded)
 
     async def leave(self, finished: bool) -> None:
-        """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""
-
-        def handed_over() -> bool:
-            able = (m.holds and not m.status.gone for m in self.protocol.members.all())
-            return not any(able) or not self.protocol.leases.held_by(self.protocol.me)
-
-        def made() -> bool:
-            return not any(map(self.protocol.merging, range(len(self.replica.fragments))))
-
-        await self.rounds.cancel()
-        self.leased.expect(0)
-        if not finished:
-            self.protocol.retired = True  # heirs claim as soon as they hear that this peer leaves
-            self._anchors.end_snapshot()  # a version that is being made waits for it
-            await self._until_or(made, LEAVE_FLOOR_S, "the last versions of its fragments")
-        await self.enter("done" if finished else "leaving")
-        patience_s = LEAVE_FLOOR_S + 3 * (self.rounds.longest_exchange_s or UNMEASURED_S)
-        if finished:
-            await self._until_or(self.protocol.ended_as_one, patience_s, "the others to finish")
-        else:
-            await self._until_or(handed_over, patience_s, "fragments to be taken over")
-        await self._until_or(lambda: self._server.serving == 0, LEAVE_FLOOR_S, "peers to read the last update")
+        """Send what was learned, unless the run is over, and wait until others have that and this peer's heads."""
+        self.anchors.end_snapshot()
+        self.context.do(Leave(finished))
+        until = self.core.facts.leave_by + CLOSE_S
+        while not self._exited and self.context.now() < until:
+            while self._captures:
+                await self.anchors.capture(self._captures.pop(0))
+            await self.context.tasks.pause(1.0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READ_S):
+                await self.context.tasks.until(lambda: self._server.serving == 0)

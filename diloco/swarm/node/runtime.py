@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from diloco.outer.replica import Replica
-from diloco.swarm.conversations.probe import ask_to_be_called
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.rpc.probe import ask_to_be_called
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.transport import Transport
 

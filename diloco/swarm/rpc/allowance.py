@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.protocol.limits import Bucket, Buckets
+from diloco.core.limits import Bucket, Buckets
 
 __all__ = ["Allowance"]
 

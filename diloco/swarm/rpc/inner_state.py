@@ -26,8 +26,8 @@ from diloco.messages.bulk import InnerHeader, InnerRequest
 from diloco.messages.codec import expect
 from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import CHUNK
-from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.tasks import in_thread
 
 __all__ = ["InnerDonor", "InnerState", "Layout", "Snapshot", "fetch_inner", "receive_inner"]
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
+from diloco.config import WIRE_VERSION
 from diloco.config.address import host_of, problem
+from diloco.core.limits import CALL_EVERY_S, CALLS_PER_MINUTE, PROBE_BYTES, PROBE_BYTES_IN_ALL
 from diloco.core.peer import Peer
 from diloco.errors import PayloadError
-from diloco.messages import codec
+from diloco.messages.codec import expect
 from diloco.messages.watching import Probe, ProbeReply
-from diloco.protocol.limits import CALL_EVERY_S, CALLS_PER_MINUTE, PROBE_BYTES, PROBE_BYTES_IN_ALL
 from diloco.swarm.rpc.allowance import Allowance
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
@@ -59,18 +60,18 @@ async def probe(transport: Transport, peer: str, nbytes: int = 0) -> Probed:
 
 
 async def _ask(transport: Transport, peer: str, request: Probe) -> ProbeReply:
-    async with open_bulk(transport, peer, Traffic(), codec) as stream:
+    async with open_bulk(transport, peer, Traffic()) as stream:
         await stream.send(request)
-        return codec.expect(await stream.receive(ANSWER_S), ProbeReply)
+        return expect(await stream.receive(ANSWER_S), ProbeReply)
 
 
 async def _bandwidth(transport: Transport, peer: str, nbytes: int, trip_s: float) -> tuple[float, float]:
     payload = torch.zeros(nbytes, dtype=torch.uint8)
-    async with open_bulk(transport, peer, Traffic(), codec) as stream:
+    async with open_bulk(transport, peer, Traffic()) as stream:
         begun_at = time.monotonic()
         await stream.send(Probe(nbytes, nbytes))
         await stream.send_payload(payload)
-        codec.expect(await stream.receive(ANSWER_S), ProbeReply)  # sent once the whole payload is there
+        expect(await stream.receive(ANSWER_S), ProbeReply)  # sent once the whole payload is there
         turned_at = time.monotonic()
         await stream.receive_payload(payload)
     return nbytes / max(turned_at - begun_at - trip_s, 1e-6), nbytes / max(time.monotonic() - turned_at, 1e-6)
@@ -125,7 +126,7 @@ class ProbeServer:
         observed, identity = await transport.observed(stream.peer), self._core.facts.identity
         outcome = await self._call(stream.peer, request.call, observed) if request.call else {}
         reply = ProbeReply(
-            codec.NEXT_WIRE_VERSION, identity.run_id, identity.name, time.time(),
+            WIRE_VERSION, identity.run_id, identity.name, time.time(),
             addresses=[address for address in transport.addresses if len(address) <= 256][:16],
             known=[member.peer for member in self._core.facts.members.all()][:KNOWN_PEERS], observed=observed[:256],
             reached=[address for address, failure in outcome.items() if not failure],

@@ -8,14 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
+from diloco.core.limits import REQUEST_BYTES, bulk_streams
+from diloco.core.penalties import Offence, Penalties, offences
 from diloco.errors import PayloadError
-from diloco.messages import codec
 from diloco.messages.base import Message, Place, Refusal
-from diloco.protocol.limits import REQUEST_BYTES, bulk_streams
-from diloco.protocol.penalties import Offence, Penalties, offences
-from diloco.swarm.conversations.tasks import Tasks
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.wire.tasks import Tasks
 from diloco.swarm.wire.transport import Reader, Writer
 
 __all__ = ["Server"]
@@ -48,7 +47,7 @@ class Server:
 
     async def serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         """Handle one incoming stream until it ends."""
-        owner, stream = self._owner, Stream(peer, reader, writer, self._owner.traffic, codec)
+        owner, stream = self._owner, Stream(peer, reader, writer, self._owner.traffic)
         why = self._limiter.opened(peer, owner.now())
         if why is not None:
             logger.debug("a bulk stream of %s is over a limit: %s", peer, why)

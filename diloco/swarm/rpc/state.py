@@ -31,7 +31,8 @@ __all__ = ["Donor", "ask", "payload_digest", "serve"]
 
 logger = logging.getLogger(__name__)
 
-PIECE = 1 << 16  # elements sent at a time: small, so that a shared link stays fair
+PIECE = 1 << 16  # elements of an anchor sent at a time: small, so that a shared link stays fair
+BYTES = 1 << 20  # of an update sent at a time
 
 
 class Donor(Protocol):
@@ -94,7 +95,7 @@ async def _records(
         if head.fragment != get.fragment or (found and head.prev != found[-1].head.id):
             raise PayloadError(f"a record of fragment {head.fragment} does not follow what fragment {get.fragment} has")
         update = short_lived(replica.update_nbytes(get.fragment))
-        for piece in replica.update_chunks(get.fragment, update):
+        for piece in torch.split(update, BYTES):
             await stream.receive_payload(piece)
         if await thread(payload_digest, update) != head.update:
             raise PayloadError(f"the update of a record of fragment {get.fragment} is not what its head names")
@@ -144,7 +145,7 @@ async def serve(stream: Stream, reply: Reply, replica: Replica, donor: Donor) ->
     if isinstance(answer, Records):
         for more, record in zip(reversed(range(len(answer.records))), answer.records, strict=True):
             await stream.send(RecordHeader(record.head, more))
-            for piece in replica.update_chunks(get.fragment, record.update):
+            for piece in torch.split(record.update, BYTES):
                 await stream.send_payload(piece)
         return
     values = None if answer is None else await donor.read_part(get.fragment, answer.head.id, answer.part)

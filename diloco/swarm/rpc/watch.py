@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from diloco.config import WIRE_VERSION
+from diloco.core.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S
 from diloco.errors import PayloadError
-from diloco.messages import codec
+from diloco.messages.codec import expect
 from diloco.messages.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
 from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece
-from diloco.protocol.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S
-from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.rpc.allowance import Allowance
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
+from diloco.swarm.wire.tasks import in_thread
 from diloco.swarm.wire.transport import Transport
 
 __all__ = ["Informant", "request_file", "request_manifest", "request_snapshot"]
@@ -43,10 +44,10 @@ async def request_file(transport: Transport, peer: str, digest: str, most_bytes:
 
 async def _request(transport: Transport, peer: str, what: str, most_bytes: int) -> tuple[bytes, str]:
     content = bytearray()
-    async with open_bulk(transport, peer, Traffic(), codec) as stream:
+    async with open_bulk(transport, peer, Traffic()) as stream:
         await stream.send(Ask(what))
         while True:
-            piece = codec.expect(await stream.receive(), Piece)
+            piece = expect(await stream.receive(), Piece)
             content += piece.data
             if len(content) > most_bytes:
                 raise PayloadError(f"{what[:12]} has more than {most_bytes} bytes")
@@ -72,10 +73,10 @@ class Informant:
         """Send what is asked for; `PayloadError` when it is not here, or enough was sent."""
         if request.what in ("manifest", "snapshot"):
             for piece in [self.manifest.encode()] if request.what == "manifest" else self.snapshot():
-                await stream.send(Piece(codec.NEXT_WIRE_VERSION, piece, more=True))
+                await stream.send(Piece(WIRE_VERSION, piece, more=True))
         else:
             await self._send_file(stream, request.what)
-        await stream.send(Piece(codec.NEXT_WIRE_VERSION, b"", seal=self.gate.memory.seal))
+        await stream.send(Piece(WIRE_VERSION, b"", seal=self.gate.memory.seal))
 
     async def _send_file(self, stream: Stream, digest: str) -> None:
         try:
@@ -89,4 +90,4 @@ class Informant:
             for _ in range(0, nbytes, MAX_PIECE_BYTES):
                 piece = await in_thread(file.read, MAX_PIECE_BYTES)
                 await self.traffic.throttle(len(piece))
-                await stream.send(Piece(codec.NEXT_WIRE_VERSION, piece, more=True))
+                await stream.send(Piece(WIRE_VERSION, piece, more=True))

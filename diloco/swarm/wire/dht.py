@@ -25,7 +25,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
-from diloco.protocol.messages.base import MEMBERS
+from diloco.messages.base import MEMBERS
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.identity import Identity, verify
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
 from diloco.admission.keys import is_sealed
 from diloco.config.groups import KEYLESS
+from diloco.core.limits import Newest
 from diloco.errors import ConfigError, PayloadError
-from diloco.protocol.limits import Newest
-from diloco.protocol.messages import Message, Refusal, expect
-from diloco.protocol.messages.base import MEMBERS
-from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
+from diloco.messages.base import MEMBERS, Message, Refusal
+from diloco.messages.codec import expect
+from diloco.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from diloco.errors import PayloadError
-from diloco.protocol import messages
-from diloco.protocol.messages.base import MAX_FRAME_BYTES
+from diloco.messages.base import MAX_FRAME_BYTES, Message, Refusal
+from diloco.messages.codec import decode, encode
 from diloco.swarm.wire.transport import Reader, Transport, Writer
 
 if TYPE_CHECKING:  # a process that only watches has no tensors, and does not load torch
@@ -51,25 +51,15 @@ class Traffic:
         await asyncio.sleep(self._free_at - now)
 
 
-class Codec(Protocol):
-    """A module that turns messages to bytes and back; `decode` raises `PayloadError`."""
-
-    Refusal: type[Any]
-
-    def encode(self, message: Any) -> bytes: ...
-    def decode(self, frame: bytes) -> Any: ...
-
-
 class Stream:
-    """A stream to or from one authenticated peer, of messages of one codec.
+    """A stream to or from one authenticated peer.
 
     Every read has a deadline: a fixed one for a frame, and one derived from the measured pace of this stream for
     payload. When it passes, `asyncio.TimeoutError` is raised, which is in `BROKEN` like any other broken connection.
     """
 
-    def __init__(self, peer: str, reader: Reader, writer: Writer, traffic: Traffic, codec: Codec = messages) -> None:
+    def __init__(self, peer: str, reader: Reader, writer: Writer, traffic: Traffic) -> None:
         self.peer = peer
-        self._codec = codec
         self._reader = reader
         self._writer = writer
         self._traffic = traffic
@@ -78,9 +68,9 @@ class Stream:
         self._chunk_s = 0.0
         self._filled = 0  # bytes of the payload under way
 
-    def push(self, message: Any) -> int:
+    def push(self, message: Message) -> int:
         """Write one message without waiting for anything; returns its bytes."""
-        frame = self._codec.encode(message)
+        frame = encode(message)
         assert len(frame) <= MAX_FRAME_BYTES, type(message)
         self._writer.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
         self._traffic.bytes_sent += _LENGTH_BYTES + len(frame)
@@ -90,12 +80,12 @@ class Stream:
         """Wait until little of what was written is left to be sent."""
         await self._writer.drain()
 
-    async def send(self, message: Any) -> None:
+    async def send(self, message: Message) -> None:
         """Write one message, and wait as `flush`."""
         self.push(message)
         await self.flush()
 
-    async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES) -> Any:
+    async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES) -> Message:
         """Read and validate one message; `PayloadError` when it is invalid, or announces more than `limit` bytes."""
         async with asyncio.timeout(timeout_s):
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
@@ -104,7 +94,7 @@ class Stream:
             frame = await self._reader.readexactly(length)
         self._traffic.bytes_received += _LENGTH_BYTES + length
         self.received += 1
-        return self._codec.decode(frame)
+        return decode(frame)
 
     async def send_payload(self, payload: Tensor) -> None:
         """Write a uint8 tensor; it must not be changed afterwards (the transport may still be reading it)."""
@@ -142,7 +132,7 @@ class Stream:
 
     async def refuse(self, reason: str, discard: int = REFUSED_BYTES) -> None:
         """Tell the other side why its stream is not wanted."""
-        await self.send(self._codec.Refusal(reason=reason[:2000]))
+        await self.send(Refusal(reason[:2000]))
         await self.drained(discard)
 
     async def drained(self, discard: int = 0) -> None:
@@ -166,13 +156,11 @@ class Stream:
 
 
 @asynccontextmanager
-async def open_bulk(
-    transport: Transport, peer: str, traffic: Traffic, codec: Codec = messages
-) -> AsyncIterator[Stream]:
+async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> AsyncIterator[Stream]:
     """A bulk stream to a peer, which ends with the `async with` block."""
     async with asyncio.timeout(OPEN_TIMEOUT_S):
         reader, writer = await transport.open(peer, BULK)
-    stream = Stream(peer, reader, writer, traffic, codec)
+    stream = Stream(peer, reader, writer, traffic)
     try:
         yield stream
     finally:

@@ -26,7 +26,7 @@ __all__ = [
 WINDOW_S = 20.0  # what a fault causes shows within this time, and before the next trouble
 UNDOING = ("join", "restart", "heal", "cont", "fast")  # they end a trouble, or cause none
 LAST_WORDS_S = 10.0
-NOT_NAMING = ("join", "claim", "refused")  # these tell of a peer that does something
+NOT_NAMING = ("join", "refused")  # these tell of a peer that does something
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def detection_s(log: Log, fault: Fault, at: float, until: float = math.inf) -> t
     for event in sorted(log.events, key=lambda event: event["time"]):
         if not at <= event["time"] < until or event["kind"] in silent or (fault.peers and event["by"] in fault.peers):
             continue
-        named = {event.get("subject"), event.get("syncer"), event.get("donor")} | set(event.get("peers") or ())
+        named = {event.get(key) for key in ("subject", "author", "instead_of", "donor")} | set(event.get("peers") or ())
         for victim in fault.named:
             if event["by"] != victim and named & log.ids.get(victim, set()):
                 return event["time"] - at, event["kind"]
@@ -173,7 +173,7 @@ def joined_s(log: Log, stay: Stay) -> float | None:
 
     A boundary whose contribution was discarded does not count.
     """
-    discarded = [e["time"] for e in log.events if e["by"] == stay.peer and e["kind"] == "discarded"]
+    discarded = [e["time"] for e in _discarded(log) if e["by"] == stay.peer]
     since = stay.started_at
     for account in stay.accounts:
         if stay.steps and account.time > stay.steps[0] and not any(since < at <= account.time for at in discarded):
@@ -188,7 +188,7 @@ Unequal = dict[str, dict[str, list[int]]]  # fragment:version -> digest -> peers
 def digests(stays: Iterable[Stay]) -> tuple[int, Unequal, list[str]]:
     """How many fragment versions several peers have logged; those with different digests; and those that died.
 
-    What a syncer published shortly before it was killed may have reached nobody. Its successor then makes that version
+    What an author published shortly before it was killed may have reached nobody. Its successor then makes that version
     anew: a step that is lost, but no two living peers that differ.
     """
     living: Unequal = {}
@@ -205,10 +205,15 @@ def digests(stays: Iterable[Stay]) -> tuple[int, Unequal, list[str]]:
     return shared, {key: by for key, by in living.items() if len(by) > 1}, died
 
 
+def _discarded(log: Log) -> Iterator[dict[str, Any]]:
+    """Each fragment has its account; the control fragment's is the swarm's."""
+    return (event for event in log.events if event["kind"] == "discarded" and event.get("fragment", 0) == 0)
+
+
 def accounts_of(log: Log) -> dict[str, int]:
     """Tokens: what was trained on, and what became of it."""
     processed = sum(len(one.steps) for one in log.stays) * log.tokens_per_step
-    discarded = sum(int(event.get("tokens") or 0) for event in log.events if event["kind"] == "discarded")
+    discarded = sum(int(event.get("tokens") or 0) for event in _discarded(log))
     flying = processed - log.applied - discarded
     return {"processed": processed, "applied": log.applied, "discarded": discarded, "in_flight": flying}
 
@@ -328,7 +333,7 @@ def lines_of(figures: Mapping[str, Any], calm: Mapping[str, Any] | None) -> Iter
     yield ", ".join(f"{name.replace('_', ' ')} {figures[name]}" for name in ("takeovers", "heals", "digest_mismatches"))
     yield (
         f"fragment versions on several peers {figures['versions_shared']}, with different digests "
-        f"{len(figures['versions_unequal'])}, died with their syncer {len(figures['versions_died'])}; anchors at the "
+        f"{len(figures['versions_unequal'])}, died with their author {len(figures['versions_died'])}; anchors at the "
         f"end: {len(figures['final_digests'])}"
     )
     loss = "none" if figures["eval_loss"] is None else f"{figures['eval_loss']:.4f}"

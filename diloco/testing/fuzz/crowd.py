@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Connect, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.saved import Saved
+from diloco.swarm.rpc import contribution, state
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
@@ -49,6 +50,7 @@ TOKENS_PER_STEP = 8
 SEQUENCES_PER_STEP = 2
 MAX_SEEDS = 3
 REJOIN_S = 3.0  # before a peer that could not join tries again, as its owner would
+CHECKPOINTS = 4  # that are kept
 JOINS = 20  # tries after which a peer that cannot join is wrong
 
 
@@ -58,6 +60,7 @@ class Member:
 
     name: str
     trains: bool = True
+    reachable: bool = True  # others can call it, so it may make versions
     step_s: float = 1.0
     latency_s: float = 0.1
     clock: tuple[float, float] = (1.0, 0.0)  # rate, and offset in seconds
@@ -78,15 +81,15 @@ class Checkpoint:
 class Life:
     """One process of a peer, from its start to its death or its end.
 
-    `sync` is there once a trainer has attached its model, `node` once the peer is in the swarm. `ended` says how a life
-    ended: "" while it goes on, "left", "done", "killed", or what it failed with.
+    `sync` is there once a trainer has attached its model, `node` once it joins, and it is `ready` once it has joined.
+    `ended` says how a life ended: "" while it goes on, "left", "done", "killed", or what it failed with.
     """
 
     member: Member
     number: int
     seeds: list[str]
     min_peers: int
-    checkpoint: Checkpoint | None = None
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # the first is what it goes on from
     lockstep: Lockstep[None] | None = None
     task: asyncio.Task[None] | None = None
     sync: Attachment | None = None
@@ -95,7 +98,8 @@ class Life:
     began: bool = False  # it has trained
     leaving: bool = False
     ended: str = ""
-    gave_up: bool = False  # it has waited in vain for the others to finish
+    hangs: bool = False  # its training loop does
+    at_rest: bool = False  # its training loop has stopped, because all rest
     fresh: bool = True  # no life before this one trained, so its counters are all that the peer ever did
 
     @property
@@ -135,7 +139,8 @@ class Crowd:
         closed: whether only invited peers take part; every peer has an invitation.
         uninvited: peers without one, which contribute: the run is public.
 
-    A life that fails is in `failures`. `on_life` is called with each life whose node is there.
+    A life that fails is in `failures`. `on_life` is called with each life whose node is there, `on_note` with whatever
+    a node notes, `on_end` with each life that has ended.
     """
 
     def __init__(
@@ -160,8 +165,11 @@ class Crowd:
         self.failures: list[str] = []
         self.story: list[str] = []
         self.goal = 10**9  # outer steps after which training ends
+        self.rests = False  # nobody makes inner steps, and all stay
         self.torn = False  # whether any peers could not reach each other for a while, or began without each other
         self.on_life: Callable[[Life], None] = lambda life: None
+        self.on_note: Callable[[Life, str, dict[str, Any]], None] = lambda life, kind, fields: None
+        self.on_end: Callable[[Life], None] = lambda life: None
         self.tell: Callable[[str], None] = lambda line: None
         self._elements, self._units, self._heartbeat_s, self._inner_state = elements, units, heartbeat_s, inner_state
         self._key = RunKey(new_key()) if closed or uninvited else None
@@ -182,7 +190,8 @@ class Crowd:
         self.torn = self.torn or bool(elsewhere and not known and min_peers == 1)
         before = self.lives.get(member.name)
         untrained = before is None or (before.fresh and (before.sync is None or before.sync.tokens == 0))
-        life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, checkpoint, fresh=untrained)
+        saved = [checkpoint] if checkpoint is not None else []
+        life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, saved, fresh=untrained)
         self.lives[member.name] = life
         self.started.append(life)
         rate, offset_s = member.clock
@@ -258,10 +267,11 @@ class Crowd:
             life.ended = "left" if life.leaving else "done"
         self.note(life.name, life.ended)
         self.network.crash(life.name)
+        self.on_end(life)
 
     def _again(self, life: Life) -> None:
         if self.lives[life.name] is life:
-            self.start(life.member, checkpoint=life.checkpoint)
+            self.start(life.member, checkpoint=next(iter(life.checkpoints), None))
 
     def _train(self, life: Life) -> None:
         """In the peer's thread: the loop of the README, with random gradients."""
@@ -269,21 +279,26 @@ class Crowd:
         member, r = life.member, random.Random(f"{self.seed} {life.owner}")
         model = nn.ParameterDict({"w": nn.Parameter(self._parameters())})
         optimizer = self.optimizer(model)
-        saved = None if life.checkpoint is None else life.checkpoint.saved
+        begins_at = next(iter(life.checkpoints), None)
+        saved = None if begins_at is None else begins_at.saved
         runtime = _Runtime(self.loop, life.lockstep, self._connect(life), self.seed, self._gate(life))
-        runtime.lie = member.lie
+        runtime.lie, runtime.node_type = member.lie, self._node_type(life)
         life.sync = sync = self._swarm(life, runtime).attach(model, optimizer, saved=saved)
-        if life.checkpoint is not None:
-            sync.steps, sync.tokens, sync.discarded_tokens = life.checkpoint.counters
-            optimizer.load_state_dict(dict(life.checkpoint.inner))
+        if begins_at is not None:
+            sync.steps, sync.tokens, sync.discarded_tokens = begins_at.counters
+            optimizer.load_state_dict(dict(begins_at.inner))
         leases = sync.lease_units(SEQUENCES_PER_STEP * self.outer["sync_every"]) if self._units else None
         if life.leaving:
             return
         with sync:
             with sync.checkpointing() as live:
-                life.checkpoint = life.checkpoint or self._checkpoint(sync, live, optimizer)
+                life.checkpoints = life.checkpoints or [self._checkpoint(sync, live, optimizer)]
             while not sync.interrupted and sync.version < self.goal:
-                life.lockstep.call(asyncio.sleep(member.step_s * r.uniform(0.9, 1.1)))
+                if self.rests or life.hangs:
+                    life.at_rest = self.rests
+                    life.lockstep.call(asyncio.sleep(1.0))
+                    continue
+                life.lockstep.call(asyncio.sleep(life.member.step_s * r.uniform(0.9, 1.1)))
                 if leases is not None:
                     leases.take(SEQUENCES_PER_STEP)
                 w = model["w"]
@@ -292,7 +307,8 @@ class Crowd:
                 optimizer.step()
                 life.began = True
                 if sync.exchanged and not sync.interrupted:
-                    life.checkpoint = self._boundary(life, sync, optimizer)
+                    written = self._boundary(life, sync, optimizer)
+                    life.checkpoints = [*life.checkpoints[1 - CHECKPOINTS :], written]
 
     def _boundary(self, life: Life, sync: Attachment, optimizer: torch.optim.Optimizer) -> Checkpoint:
         """What a trainer does at an outer step: it evaluates, and writes a checkpoint."""
@@ -317,9 +333,10 @@ class Crowd:
         replica = Replica(parameters, partition({"w": parameters["w"].numel()}, outer.fragments, outer.pattern), outer)
         replica.rng = random.Random(f"{self.seed} {life.owner}")
         swarm = self._swarm(life)
-        options = replace(swarm.options(parameters, None, trains=False), gate=self._gate(life), seed=life.owner)
-        life.node = node = await Node.open(options, replica, swarm.on_event, self._connect(life))
-        self.on_life(life)
+        options = replace(
+            swarm.options(parameters, None, trains=False), gate=self._gate(life), wall=1e9 + self.loop.time()
+        )
+        node = await self._node_type(life).open(options, replica, swarm.on_event, self._connect(life))
         try:
             swarm.on_ready("")
             await node.context.tasks.until(lambda: life.leaving)
@@ -341,9 +358,22 @@ class Crowd:
     def _parameters(self) -> Tensor:
         return torch.arange(float(self._elements * self.outer.get("fragments", 1))) / 10
 
+    def _node_type(self, life: Life) -> type[Node]:
+        class Watched(Node):
+            async def _join(self) -> None:
+                life.node = self
+                crowd.on_life(life)
+                await super()._join()
+
+        crowd = self
+        return Watched
+
     def _connect(self, life: Life) -> Connect:
         async def connect(options: NodeOptions) -> Transport:
-            return self.network.join(life.name, life.seeds, Link(latency_s=life.member.latency_s), options.gate)
+            link = Link(latency_s=life.member.latency_s)
+            transport = self.network.join(life.name, life.seeds, link, options.gate)
+            transport.reachable = life.member.reachable
+            return transport
 
         return connect
 
@@ -351,13 +381,10 @@ class Crowd:
         def on_event(kind: str, fields: dict[str, object]) -> None:
             if not life.ended:
                 self.note(life.name, f"{kind} {fields}")
-            life.gave_up = life.gave_up or (kind, fields.get("what")) == ("gave_up_waiting", "the others to finish")
+                self.on_note(life, kind, fields)
 
         def on_ready(address: str) -> None:
             life.ready = True
-            if life.sync is not None:
-                life.node = life.sync.node
-                self.on_life(life)
 
         return Swarm(
             run_id="run", name=life.name, identity=Path(life.name), min_peers=life.min_peers,
@@ -395,9 +422,9 @@ def _copied_state(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
 @contextmanager
 def small_pieces(chunk: int = 8, part: int = 16) -> Iterator[None]:
     """Inside, payloads come in chunks of so few elements, and anchors in parts, that tiny models have several."""
-    kept = fragments.CHUNK, digest.PART
-    fragments.CHUNK, digest.PART = chunk, part
+    kept = fragments.CHUNK, digest.PART, contribution.PIECE, state.PIECE
+    fragments.CHUNK, digest.PART, contribution.PIECE, state.PIECE = chunk, part, chunk, chunk
     try:
         yield
     finally:
-        fragments.CHUNK, digest.PART = kept
+        fragments.CHUNK, digest.PART, contribution.PIECE, state.PIECE = kept

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import msgpack
-from pydantic import ValidationError
+import msgspec
 
-from diloco.protocol.messages import Message
-from diloco.protocol.messages.base import KINDS
+from diloco.messages.codec import KINDS, Message
 
 __all__ = ["NUM_VALUES", "Target", "changed", "targets"]
 
 Schema = dict[str, Any]
 NUM_VALUES = 8
 ITEM = "*"  # in a path: each item of a list or a map
+BIG = 2.0**63
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,16 @@ class Target:
 
 @cache
 def targets() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Kind and path of every numeric field of every message."""
+    """Kind and path of every numeric field of every message; `1` is the second field of a line, a head or a book."""
     found = []
-    for kind in sorted(KINDS):
-        schema = _schema(kind)
-        found += [(kind, path) for path, _ in _numbers(schema, schema.get("$defs", {}), ())]
+    for kind in sorted(map(str, KINDS)):
+        found += [(kind, path) for path in _numbers(_schema(kind), _schema(kind)["$defs"], ())]
     return tuple(dict.fromkeys(found))
 
 
 @cache
 def _schema(kind: str) -> Schema:
-    return KINDS[kind].model_json_schema()
+    return msgspec.json.schema(KINDS[kind])
 
 
 def changed(message: Message, target: Target, r: random.Random) -> Message:
@@ -58,25 +56,16 @@ def changed(message: Message, target: Target, r: random.Random) -> Message:
     if message.kind != target.kind:
         return message
     schema = _schema(message.kind)
-    fields = msgpack.unpackb(msgpack.packb(message.model_dump(), use_bin_type=True), raw=False)
     try:
-        extreme = _put(fields, schema, schema.get("$defs", {}), target.path, target.value, r)
-        _fit(extreme, target.path)
-        return type(message).model_validate(extreme)
-    except (ValidationError, _NoSuchField):
+        extreme = _put(_fields(message), schema, schema["$defs"], target.path, target.value, r)
+        return msgspec.convert(extreme, type(message), strict=False)
+    except (msgspec.ValidationError, _NoSuchField):
         return message
 
 
-def _fit(fields: dict[str, Any], path: tuple[str, ...]) -> None:
-    """Change what has to go along with the field at that path."""
-    if path[-1] == "pushes":
-        part = fields
-        for step in path[:-1]:
-            part = part[step]
-        part["delay"] = 100_000  # a window of one contribution has none yet
-    if path[-1] == "fragment" and isinstance(fields.get("record"), dict):
-        head = fields["record"]["head"]
-        fields["fragment"] = head["fragment"] = fields["fragment"] if len(path) == 1 else head["fragment"]
+def _fields(message: Message) -> Any:
+    """As basic types; what `changed` makes of them has keys of text, also where they stand for numbers."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), strict=False)
 
 
 class _NoSuchField(Exception):
@@ -87,14 +76,13 @@ def _resolved(node: Schema, defs: Schema) -> list[Schema]:
     """The alternatives of a schema, without references."""
     if "$ref" in node:
         return _resolved(defs[node["$ref"].rpartition("/")[2]], defs)
-    parts = [part for key in ("anyOf", "allOf", "oneOf") for part in node.get(key, ())]
-    return [found for part in parts for found in _resolved(part, defs)] if parts else [node]
+    return [found for part in node["anyOf"] for found in _resolved(part, defs)] if "anyOf" in node else [node]
 
 
-def _numbers(node: Schema, defs: Schema, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Schema]]:
+def _numbers(node: Schema, defs: Schema, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for one in _resolved(node, defs):
         if one.get("type") in ("integer", "number"):
-            yield path, one
+            yield path
         for step, part in _parts(one):
             yield from _numbers(part, defs, (*path, step))
 
@@ -108,7 +96,7 @@ def _parts(node: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _extreme(node: Schema, old: object, index: int, r: random.Random) -> int | float:
-    low, high = node["minimum"], node["maximum"]
+    low, high = node.get("minimum", -BIG), node.get("maximum", node.get("exclusiveMaximum", BIG + 1) - 1)
     if node["type"] == "number":
         return float([high, low, high / 2, 5e-324, 1e-6, 1e-300, high - 1, r.uniform(low, high)][index])
     before = old if isinstance(old, int) else low
@@ -125,18 +113,13 @@ def _put(value: Any, node: Schema, defs: Schema, path: tuple[str, ...], index: i
         if not path or path[0] not in parts:
             continue
         part, rest = parts[path[0]], path[1:]
-        if value is None:
-            value = _least(one, defs)
-        if path[0] == ITEM and isinstance(value, list):
-            if one.get("minItems") == one.get("maxItems") == 2:  # a range of sequences
-                end = max(1, int(_put(None, part, defs, rest, index, r)))
-                return [r.choice([0, end - 1]), end]
-            return [_put(item, part, defs, rest, index, r) for item in value or [_least(part, defs)]]
-        if path[0] == ITEM and isinstance(value, dict):
-            return {key: _put(item, part, defs, rest, index, r) for key, item in (value or {"x": None}).items()}
+        value = _least(one, defs) if value is None else value
         if isinstance(value, list):
-            at = int(path[0])
-            return [*value[:at], _put(value[at], part, defs, rest, index, r), *value[at + 1 :]]
+            items = value or [_least(part, defs)] if path[0] == ITEM else value
+            chosen = range(len(items)) if path[0] == ITEM else [int(path[0])]
+            return [_put(v, part, defs, rest, index, r) if at in chosen else v for at, v in enumerate(items)]
+        if isinstance(value, dict) and path[0] == ITEM:
+            return {key: _put(item, part, defs, rest, index, r) for key, item in (value or {"0": None}).items()}
         if isinstance(value, dict):
             return {**value, path[0]: _put(value.get(path[0]), part, defs, rest, index, r)}
     raise _NoSuchField(path)
@@ -150,13 +133,11 @@ def _least(node: Schema, defs: Schema) -> Any:
             return one.get("minimum", 0)
         case "boolean":
             return False
-        case "string" if one.get("format") == "binary":
-            return bytes(one.get("minLength", 0))
+        case "string" if "contentEncoding" in one:
+            return b""
         case "string":
-            return "0" * 64 if "pattern" in one else one.get("enum", ["x"])[0]
+            return "0" * 64 if "[0-9a-f]{64}" in one.get("pattern", "") else one.get("enum", ["x"])[0]
         case "array":
-            return [_least(part, defs) for part in one.get("prefixItems", ())] or [
-                _least(one["items"], defs) for _ in range(one.get("minItems", 0))
-            ]
+            return [_least(part, defs) for part in one.get("prefixItems", ())]
         case _:
             return {name: _least(one["properties"][name], defs) for name in one.get("required", ())}

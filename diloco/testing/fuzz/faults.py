@@ -2,25 +2,42 @@
 
 A scenario is data: a fault can be left out and the rest be played again, which is how one is shrunk. A fault happens
 some turns of the event loop after its second, so that it hits the middle of what is done in no time.
+
+Schedules of splits are of their own:
+
+lone       one peer is cut off, often one that is much faster than the others
+halves     two sides of any size
+thirds     three sides
+one_way    what one side says does not reach the other; what the other says does
+flap       two sides lose and find each other every few seconds
+election   two sides, and a peer dies as they part
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from typing import Any
 
 from diloco.testing.fuzz.crowd import Member
 
-__all__ = ["KINDS", "SPLIT_PROGRESS_S", "TEARING", "Fault", "Scenario", "scenario"]
+__all__ = [
+    "FLAP_S", "KINDS", "SHAPES", "SPLIT_PROGRESS_S", "TEARING", "Fault", "Scenario", "pairs", "scenario",
+    "split_scenario",
+]  # fmt: skip
 
 KINDS = (
     "crash", "restart", "leave", "join", "host", "freeze", "suspend", "reset", "stall", "split", "hold", "garble",
+    "hang", "slow", "flip", "stuck",
 )  # fmt: skip
-TEARING = ("freeze", "suspend", "reset", "stall", "split", "hold", "garble")  # peers lose each other, and live
+SHAPES = ("lone", "halves", "thirds", "one_way", "flap", "election")
+# Peers lose each other, and live; or the history of one goes another way.
+TEARING = ("freeze", "suspend", "reset", "stall", "split", "hold", "garble", "flip", *SHAPES)
 START_S = 5.0  # peers meet, and begin
 HORIZON_S = 40.0  # faults begin before that
 SPLIT_PROGRESS_S = 66.0  # after so long on its own, a side must have made a version
+FLAP_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,6 @@ class Scenario:
     pieces: bool  # small chunks and parts: several of each fragment
     closed: bool  # only invited peers take part
     faults: tuple[Fault, ...]
-    rounds: int = 2  # after everything is healed
 
     def describe(self) -> str:
         """The scenario in lines for people."""
@@ -62,7 +78,7 @@ class Scenario:
             f"bulk streams break with probability {self.loss:g}",
             f"threads take up to {self.executor_s:g} s",
             "all start together" if self.together else "the others join the first",
-            *(["work units"] if self.units else []),
+            *(["leased data"] if self.units else []),
             *(["joiners start cold"] if self.cold else []),
             *(["several chunks and parts"] if self.pieces else []),
             *(["closed run"] if self.closed else []),
@@ -70,7 +86,7 @@ class Scenario:
         lines = [f"seed {self.seed}: outer {dict(self.outer)}", "  " + ", ".join(traits)]
         for member in self.members:
             what = f"trains, {member.step_s:g} s a step" if member.trains else "is a host"
-            extra = f", lies x {member.lie:g}" * (member.lie != 1.0)
+            extra = f", lies x {member.lie:g}" * (member.lie != 1.0) + ", unreachable" * (not member.reachable)
             extra += f", {member.boundary_s:g} s of work after each exchange" * (member.boundary_s > 0)
             rate, offset_s = member.clock
             lines.append(
@@ -80,22 +96,23 @@ class Scenario:
         return "\n".join(lines)
 
 
-# -- making one -------------------------------------------------------------------------------------------------------
+# -- faults of all kinds ----------------------------------------------------------------------------------------------
 
 
 def scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     r = random.Random(f"scenario {seed}")
-    trainers, hosts = r.choice([(2, 0), (2, 0), (3, 0), (3, 0), (2, 1), (1, 2), (4, 0), (3, 1), (4, 1), (5, 0)])
+    trainers, hosts = r.choice([(1, 1), (2, 0), (2, 0), (3, 0), (3, 0), (2, 1), (1, 2), (4, 0), (3, 1), (4, 1), (5, 0)])
     fragments = r.randint(1, 3)
     outer = _outer(r, fragments)
     liar = trainers >= 4 and "quorum" not in outer and r.random() < 0.5
     lockstep = not {"quorum", "overlap", "staggered"} & outer.keys()
-    slow_boundary = r.choice([0.0] * 7 + [22.0]) if lockstep else 0.0  # nobody who finishes waits for so long
+    slow_boundary = r.choice([0.0] * 7 + [22.0]) if lockstep else 0.0
     members = tuple(
         Member(
             name,
             trains=number < trainers,
+            reachable=number == 0 or number >= trainers or r.random() < 0.85,
             step_s=r.choice([0.5, 1.0, 1.0, 1.0, 2.0]),
             latency_s=r.choice([0.02, 0.1, 0.1, 0.4]),
             clock=(r.choice([1.0, 1.0, 0.9, 1.15]), r.choice([0.0, round(1e5 * r.random())])),
@@ -106,19 +123,11 @@ def scenario(seed: int) -> Scenario:
     )
     faults = [_fault(r) for _ in range(r.choice([0, 1, 1, 1, 2, 2, 3, 4]))]
     return Scenario(
-        seed=seed,
-        members=members,
-        outer=tuple(outer.items()),
-        together=r.random() < 0.5,
-        heartbeat_s=r.choice([1.0, 2.0, 2.0]),
-        loss=r.choice([0.0, 0.0, 0.05, 0.2]),
-        executor_s=r.choice([0.0, 0.3, 1.5]),
-        units=r.random() < 0.4,
-        cold=r.random() < 0.2,
-        pieces=r.random() < 0.5,
-        closed=r.random() < 0.15,
+        seed, members, tuple(outer.items()), together=r.random() < 0.5, heartbeat_s=r.choice([1.0, 2.0, 2.0]),
+        loss=r.choice([0.0, 0.0, 0.05, 0.2]), executor_s=r.choice([0.0, 0.3, 1.5]), units=r.random() < 0.4,
+        cold=r.random() < 0.2, pieces=r.random() < 0.5, closed=r.random() < 0.15,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
-    )
+    )  # fmt: skip
 
 
 def _fault(r: random.Random) -> Fault:
@@ -134,7 +143,7 @@ def _fault(r: random.Random) -> Fault:
 def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
     """Settings of the outer step: a barrier half of the time, and the other presets' kinds."""
     every = r.choice([2, 4])
-    settings: dict[str, Any] = {"sync_every": every, "fragments": fragments, "lr": 0.7, "momentum": 0.9}
+    settings: dict[str, Any] = {"sync_every": every, "fragments": fragments}
     settings |= r.choice(
         [{}, {}, {"codec_up": "fp32"}, {"codec_up": "e3m0"}, {"codec_up": "fp32", "codec_down": "fp32"}]
     )
@@ -142,14 +151,58 @@ def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
         case "robust":
             settings |= {"robust": r.choice(["clip", "none"])}
         case "overlap":
-            settings |= {"overlap": 1}
+            settings |= {"overlap": 1, "mixing": r.choice([0.0, 0.5])}
         case "staggered":
             settings |= {"staggered": fragments <= every, "overlap": r.randint(0, 1)}
         case "grace":
-            settings |= {"quorum": r.randint(1, 3), "grace_s": r.choice([0.0, 1.0, 3.0]), "staleness_limit": 1}
+            settings |= {"quorum": r.randint(1, 3), "grace_s": r.choice([0.0, 1.0, 3.0])}
         case "async":
-            settings |= {"quorum": 1, "staleness_limit": r.choice([2, 10]), "optimizer": "delayed_nesterov"}
+            settings |= {"quorum": 1, "optimizer": "delayed_nesterov", "dylu": r.random() < 0.5}
         case "decoupled":
-            settings |= {"quorum": 1, "grace_slack": 0.8, "overlap": 1, "staleness_limit": 2}
-            settings |= {"staggered": fragments <= every, "merge": "rda"}
+            settings |= {"quorum": 1, "grace_slack": 0.8, "overlap": 1, "merge": "rda"}
+            settings |= {"staggered": fragments <= every}
     return settings
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+
+def split_scenario(seed: int) -> Scenario:
+    """The split schedule of a seed."""
+    r = random.Random(f"splits {seed}")
+    trainers, hosts, fast = r.choice([3, 4, 5, 6, 7]), r.choice([0, 0, 0, 1]), r.random() < 0.5
+    members = tuple(
+        Member(
+            name,
+            trains=number < trainers,
+            step_s=0.25 if fast and number == 0 else r.choice([1.0, 1.0, 1.0, 2.0]),
+            latency_s=r.choice([0.02, 0.1, 0.1, 0.4]),
+        )
+        for number, name in enumerate("abcdefgh"[: trainers + hosts])
+    )
+    seconds = [12.0, 30.0, SPLIT_PROGRESS_S, 120.0]
+    faults = [
+        Fault(round(r.uniform(3.0, 50.0), 2), r.choice([0, r.randrange(40)]), r.choice(SHAPES), r.randrange(100),
+              r.choice(seconds))
+        for _ in range(r.choice([1, 1, 2, 3]))
+    ]  # fmt: skip
+    settings: dict[str, Any] = {"sync_every": r.choice([2, 4]), "fragments": r.randint(1, 2)}
+    overlap, quorum = {"overlap": 1}, {"quorum": 2, "grace_s": 1.0}
+    at_once = {"quorum": 1, "optimizer": "delayed_nesterov"}
+    settings |= r.choice([{}, {}, {}, {}, overlap, quorum, at_once])
+    return Scenario(
+        seed, members, tuple(settings.items()), together=r.random() < 0.7, heartbeat_s=r.choice([1.0, 2.0]),
+        loss=r.choice([0.0, 0.0, 0.05]), executor_s=r.choice([0.0, 0.3, 1.5]), units=r.random() < 0.3,
+        cold=False, pieces=r.random() < 0.3, closed=False, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+    )  # fmt: skip
+
+
+def pairs(shape: str, names: list[str], r: random.Random) -> list[tuple[str, str]]:
+    """Which peers cannot reach each other; with `one_way` what the first says does not reach the second."""
+    if shape == "lone":
+        sides = [["a" if "a" in names else names[0]], [name for name in names if name != "a"]]
+    else:
+        shuffled = r.sample(names, len(names))
+        cuts = sorted(r.randint(0, len(names)) for _ in range(2 if shape == "thirds" else 1))
+        sides = [shuffled[start:stop] for start, stop in pairwise([0, *cuts, len(names)])]
+    return [(a, b) for one, other in combinations(sides, 2) for a in one for b in other if a != b]

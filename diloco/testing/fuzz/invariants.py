@@ -1,341 +1,302 @@
-"""What holds whatever fails: checked after every turn of the loop, and once the swarm is whole again.
+"""What holds whatever fails: checked with every event of every node, and once the swarm is whole again.
 
-After every turn, of every living node that something happened to:
+Whenever a tip moves:
 
-- its versions never go back, and it leaves no history for one with less work;
-- it is syncer of a fragment exactly when it believes that it holds the lease, under the same term; then the next
-  version that it collects for is the one after its anchor, and it has the fragment's outer state;
-- each of its anchors has the digest that the node names, unless the anchor is moving;
-- a version of a fragment under one term has one author and one digest, as long as all peers could always reach each
-  other (two sides of a split may claim the same term);
-- its public record of who contributed how much is what its anchors are made of, and the swarm clock is the sum of it.
+- it moves up, and its author is the first to have it;
+- equal ids have equal anchors and equal books, and the anchor has the digests that the tip says;
+- in a history no contribution and no sequence of data is twice, tokens add up, and nothing was learned in another one.
 
-Before the first inner step of a trainer from a version, each fragment is the anchor that it will name as its base.
+When a contribution is made, its tokens were learned in the history that it goes to. Before the first inner step from a
+head, the parameters are its anchor. Nobody asks a donor again and again.
 
-At the end, when everything is healed and everybody is done:
+When the swarm rests, everything is healed and nobody trains (`check_rest`):
 
-- all anchors are equal;
-- a version that a peer adopted, which trained on to the end, is among those that led there, as long as all peers could
-  always reach each other;
-- no contribution is in the surviving anchors twice, by its name or by its bytes; at a barrier no sequence of the data
-  is, unless its syncer counted that (`units_twice`), or peers lost each other (both sides of a split hand out the same
-  sequences);
-- tokens are conserved: what a peer that never restarted has processed is applied, counted as discarded, or was not sent
-  yet. (With a staleness limit a peer may err when its syncer changed: records name contributors without their base
-  versions. It may also err when it contributed twice from one version, of two histories: a syncer knows contributions
-  by their base versions.)
-- no life failed, nobody left an exception untaken, and no task of an ended life goes on.
+- all have the same tips, and believe in the same authors; no contribution is in flight;
+- tokens are conserved: what a peer has processed is in the model, told as discarded, or not sent yet;
+- no sequence of the data is left out: what is in no model is dealt again;
+- no version is lost that a peer had, as long as all peers could always reach each other; if nobody was killed either,
+  what had been learned by a peer that left is in the model.
+
+At the end no life failed, nobody left an exception untaken, and no task of an ended life goes on (`check_end`).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco.outer.aggregate import Aggregate, Merged, Weighted
-from diloco.outer.digest import digest_of
+from diloco.core.contributions import discarded, own
+from diloco.core.data import deal, has
+from diloco.core.events import Asked, Captured, Event, Stepped
+from diloco.core.facts import CONTROL, Fragment
+from diloco.core.history import Tip
+from diloco.core.units import NONE, difference, union
+from diloco.messages.fields import Units
+from diloco.outer.digest import part_digests
 from diloco.outer.fragments import gather_
-from diloco.outer.optimizer import OuterStep
-from diloco.outer.replica import Replica
-from diloco.protocol.actions import Note
-from diloco.protocol.fragment import CONTROL_FRAGMENT
-from diloco.protocol.ledger import union
-from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.swarm.node.node import Node
 from diloco.testing.fuzz.crowd import Crowd, Life
-from diloco.testing.fuzz.lineage import Contributed, Lineage, Made, Total
+from diloco.testing.fuzz.lineage import Lineage
 
 __all__ = ["Violation", "Watch", "check_end"]
+
+MOST_ASKED = 8  # questions of one peer for one fragment that a donor gets in a second
 
 
 class Violation(Exception):
     """An invariant does not hold."""
 
 
+@dataclass
+class _Seen:
+    """What was seen of a life.
+
+    Attributes:
+        tips: the last one of each fragment. had: ids of the control heads that it had.
+        trained: tokens. since: of these, by fragment, when the history changed that it learns in.
+        loaded: by fragment, the head whose anchor the parameters were seen to be.
+        unread: fragments whose anchor was not looked at since the tip moved. damaged: those whose anchor is no more
+            what the tip says.
+        told: tokens said to be discarded, by fragment.
+    """
+
+    life: Life
+    node: Node
+    tips: list[Tip]
+    had: set[str] = field(default_factory=set)
+    trained: int = 0
+    since: Counter[int] = field(default_factory=Counter)
+    loaded: dict[int, str] = field(default_factory=dict)
+    unread: set[int] = field(default_factory=set)
+    damaged: set[int] = field(default_factory=set)
+    told: Counter[int] = field(default_factory=Counter)
+
+
 class Watch:
-    """Looks at the nodes of a crowd after every turn of the loop, and writes the lineage; raises `Violation`."""
+    """Sees every event of the nodes of a crowd before their cores do, and looks at them after every turn of the loop;
+    raises `Violation`.
+
+    `seen` is what was seen of each life, by its owner. `left`: who left in peace, and for each fragment the newest
+    stamp and the tokens that had to be in the model. `holes`: data that is in no model and that nobody has.
+    """
 
     def __init__(self, crowd: Crowd) -> None:
-        self.lineage = Lineage()
-        self._crowd = crowd
-        self._touched: dict[str, Life] = {}
-        self._seen: dict[str, tuple[list[int], list[str]]] = {}
-        self._authors: dict[tuple[int, int, int], tuple[str, str]] = {}
-        crowd.on_life = self._observe
+        self.lineage, self.seen = Lineage(), dict[str, _Seen]()
+        self.left: list[tuple[str, list[tuple[int, int]]]] = []
+        self.holes: Units = NONE
+        self._crowd, self._touched = crowd, dict[str, _Seen]()
+        self._told: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        self._asked: defaultdict[tuple[str, str, int], deque[float]] = defaultdict(lambda: deque(maxlen=MOST_ASKED))
+        self._violation: Violation | None = None
+        crowd.on_life, crowd.on_note = self._observe, self._noted
         crowd.loop.on_turn = self._look
 
     def _observe(self, life: Life) -> None:
-        """Be told of everything that happens to the node of a life, and of the versions that it makes."""
         node = life.node
         assert node is not None
-        peer = node.protocol
-        node.context.do = self._told(life, peer.me, node.context.do)  # type: ignore[method-assign, assignment]
-        self._seen[life.owner] = (list(peer.versions), list(peer.digests))
-        self._watch_bytes(node.replica)
+        tips = [f.tip for f in node.core.facts.fragments]
+        seen = _Seen(life, node, tips, told=self._told[life.owner])
+        for tip in tips:
+            if tip.head.number == 0:
+                self.lineage.add(tip)
+        self.seen[life.owner] = self._touched[life.owner] = seen
+        node.context.tap = lambda event, now: self._hears(seen, event)
         if life.sync is not None:
-            loaded: dict[int, str] = {}
-            life.sync._optimizer.register_step_pre_hook(lambda *_: self._check_loaded(life.name, node, loaded))
-        published, adopted, offer = peer.published, peer.adopted, peer.offer
+            life.sync._optimizer.register_step_pre_hook(lambda *_: self._check_loaded(seen))
 
-        def makes(index: int, digest: str, contributors: Any, now: float, record: Any = None) -> Any:
-            before, syncer = peer.digests[index], peer.syncers.get(index)
-            actions = published(index, digest, contributors, now, record)
-            if syncer is not None:
-                bases = syncer._merged
-                made = tuple((Contributed(name, bases[name]), tokens) for name, tokens in sorted(contributors.items()))
-                self._made(digest, Made(before, index, syncer.version, peer.me, syncer.term, made))
-            return actions
+    def _noted(self, life: Life, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "discarded":
+            self._told[life.owner][fields["fragment"]] += fields["tokens"]
 
-        def moves(
-            index: int,
-            version: int,
-            digest: str,
-            now: float,
-            contributors: Any = None,
-            *further: Any,
-            **named: Any,
-        ) -> Any:
-            before = peer.digests[index]
-            if contributors is not None and digest not in self.lineage.made:  # made here, for a lease that was lost
-                made = tuple((Contributed(name, version - 1), tokens) for name, tokens in sorted(contributors.items()))
-                self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
-            return adopted(index, version, digest, now, contributors, *further, **named)
-
-        def hears(peer_id: str, header: Contribution, now: float = 0.0) -> Verdict:
-            verdict = offer(peer_id, header, now)
-            if verdict.accepted:
-                self._check_base(peer_id, header, node)
-            if verdict.accepted or verdict.merged:
-                self.lineage.bases.setdefault(Contributed(peer_id, header.base_version), set()).add(header.base_digest)
-            if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
-                self.lineage.learned_from[Contributed(peer_id, header.base_version)] = union(header.units)
-            return verdict
-
-        peer.published, peer.adopted, peer.offer = makes, moves, hears  # type: ignore[method-assign, assignment]
-
-    def _told(self, life: Life, me: str, do: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
-        def told(actions: Sequence[Any]) -> None:
-            self._touched[life.owner] = life
-            twice = [each for each in actions if isinstance(each, Note) and each.kind == "units_twice"]
-            self.lineage.units_twice += sum(note.fields["count"] for note in twice)  # type: ignore[misc]
-            do(actions)
-
-        return told
-
-    def _check_base(self, peer_id: str, header: Contribution, syncer: Node) -> None:
-        """A contribution that is as new as the syncer's anchor was learned from that anchor."""
-        contributor = self._crowd.lives[peer_id].node
-        if contributor is None or contributor.context.tasks.closed:
-            return
-        at, theirs = header.fragment, contributor.protocol
-        if header.base_version == syncer.protocol.versions[at] == theirs.versions[at]:
-            if theirs.digests[at] != syncer.protocol.digests[at]:
-                raise Violation(
-                    f"{syncer.protocol.me} takes what {peer_id} learned from another version {header.base_version} of "
-                    f"fragment {at}"
-                )
-
-    def _check_loaded(self, name: str, node: Node, before: dict[int, str]) -> None:
-        """What an inner step begins with; `before` has the bases of the one before it."""
-        replica = node.replica
-        for fragment, (version, digest) in enumerate(node._anchors.loaded):
-            if before.get(fragment) != digest:  # a number alone loads nothing
-                before[fragment], values = digest, torch.empty(replica.fragments[fragment].numel)
-                gather_(values, replica.fragments[fragment], 0, values.numel(), replica.local.tensors)
-                if digest_of(values) != digest:
-                    self._crowd.failures.append(f"fragment {fragment} of {name} is not its anchor of version {version}")
-
-    def _watch_bytes(self, replica: Replica) -> None:
-        """Note the bytes of every payload that goes into a version: a name alone may be that of other bytes."""
-        hold, apply_update_, made = replica.hold, replica.apply_update_, dict[int, list[bytes]]()
-
-        def holds(fragment: int, *outer: Any) -> None:
-            before = replica.aggregates.get(fragment)
-            hold(fragment, *outer)
-            if replica.aggregates[fragment] is not before:
-                watch(fragment, replica.aggregates[fragment])
-
-        def watch(fragment: int, aggregate: Aggregate) -> None:
-            merge = aggregate.merge
-
-            def merges(those: Sequence[Weighted], *rest: Any) -> Merged:
-                merged = merge(those, *rest)
-                made[fragment] = [one.peer.encode() + one.payload.numpy().tobytes() for one in those]
-                return merged
-
-            aggregate.merge = merges  # type: ignore[method-assign, assignment]
-
-        def applies(fragment: int, update: Tensor, step: OuterStep) -> str:
-            digest = apply_update_(fragment, update, step)
-            if fragment in made:
-                self.lineage.payloads[digest] = made.pop(fragment)
-            return digest
-
-        replica.hold, replica.apply_update_ = holds, applies  # type: ignore[method-assign, assignment]
-        for fragment, aggregate in replica.aggregates.items():
-            watch(fragment, aggregate)
-
-    def _made(self, digest: str, made: Made) -> None:
-        self.lineage.add(digest, made)
-        key = (made.fragment, made.term, made.version)
-        known = self._authors.setdefault(key, (made.author, digest))
-        if known != (made.author, digest) and not self._crowd.torn:
-            raise Violation(
-                f"version {made.version} of fragment {made.fragment} under term {made.term} is {digest[:8]} by "
-                f"{made.author} and {known[1][:8]} by {known[0]}"
-            )
+    def _hears(self, seen: _Seen, event: Event) -> None:
+        """An event is about to change a core, which shows what came of the ones before."""
+        self._touched[seen.life.owner] = seen
+        try:
+            self._check(seen)
+            self._check_event(seen, event)
+        except Violation as violation:  # which would end a task of the node
+            self._violation = self._violation or violation
 
     def _look(self) -> None:
-        if not self._touched:
-            return
+        if self._violation:
+            raise self._violation
         touched, self._touched = self._touched, {}
-        for owner, life in touched.items():
-            if not life.ended and life.node is not None:
-                self._check(owner, life, life.node)
+        for owner, seen in touched.items():
+            if not seen.life.ended:
+                self._check(seen)
+                self._read(seen)
+                if seen.unread - seen.damaged:
+                    self._touched[owner] = seen
 
-    def _check(self, owner: str, life: Life, node: Node) -> None:
-        peer = node.protocol
-        versions, digests = self._seen[owner]
-        self._check_syncers(life.name, node)
-        if versions == peer.versions and digests == peer.digests:
-            return
-        if any(now < before for now, before in zip(peer.versions, versions, strict=True)):
-            raise Violation(f"versions of {life.name} go back from {versions} to {peer.versions}")
-        self.lineage.had.setdefault(owner, set()).add(peer.digests[CONTROL_FRAGMENT])
-        for fragment, digest in enumerate(peer.digests):
-            if digest != digests[fragment] and not moving(node, fragment) and node.replica.digest(fragment) != digest:
-                raise Violation(f"anchor {fragment} of {life.name} is not what its digest says")
-        check_shares(self.lineage, life.name, node)
-        self._check_work(life.name, digests, peer.digests)
-        self._seen[owner] = (list(peer.versions), list(peer.digests))
+    # -- while it goes on ---------------------------------------------------------------------------------------------
 
-    def _check_work(self, name: str, before: Sequence[str], now: Sequence[str]) -> None:
-        """A peer leaves a history only for one with more work in it; of equal ones, either may win."""
-        for fragment, (old, new) in enumerate(zip(before, now, strict=True)):
-            left, won = self.lineage.work(old, new), self.lineage.work(new, old)
-            if won < left:
-                raise Violation(f"{name} leaves {left:.0f} tokens of work in fragment {fragment} for {won:.0f}")
+    def _check_event(self, seen: _Seen, event: Event) -> None:
+        match event:
+            case Stepped(tokens):
+                seen.trained += tokens
+            case Captured(line) if line.tokens > seen.trained - seen.since[line.fragment]:
+                if line.base in [head.id for head in self.lineage.chain(seen.tips[line.fragment].head)]:
+                    raise Violation(f"{seen.life.name} sends more than it learned in the history of {line.base}")
+            case Asked(peer, get) if not get.want:
+                asked, now = self._asked[peer, seen.life.name, get.fragment], self._crowd.loop.seconds
+                if len(asked) == MOST_ASKED and asked[0] > now - 1.0:
+                    raise Violation(f"{peer} asks {seen.life.name} for fragment {get.fragment} again and again")
+                asked.append(now)
 
-    def _check_syncers(self, name: str, node: Node) -> None:
-        peer = node.protocol
-        held = {lease.fragment: lease.term for lease in peer.leases.held_by(name)}
-        collecting = {fragment: syncer.term for fragment, syncer in sorted(peer.syncers.items())}
-        if held != collecting or not collecting.keys() <= node.replica.aggregates.keys():
-            raise Violation(
-                f"{name} holds {held} (fragment: term), is syncer of {collecting} and has the outer state of "
-                f"{sorted(node.replica.aggregates)}"
-            )
-        for fragment, syncer in sorted(peer.syncers.items()):
-            if syncer.version != peer.versions[fragment]:
+    def _check(self, seen: _Seen) -> None:
+        for f, before in zip(seen.node.core.facts.fragments, seen.tips, strict=True):
+            if f.tip is not before and f.tip.head is not before.head:
+                self._moved(seen, f, before)
+                seen.tips[f.index] = f.tip
+
+    def _moved(self, seen: _Seen, f: Fragment, before: Tip) -> None:
+        name, tip, lineage = seen.life.name, f.tip, self.lineage
+        if tip.key <= before.key:
+            raise Violation(f"{name} goes from {before.key} back to {tip.key} in fragment {f.index}")
+        known = lineage.made.get(tip.head.id)
+        if known is None:
+            self._made(name, f)
+        elif (known.parts, known.book) != (tip.parts, tip.book.digest):
+            raise Violation(f"{name} has another anchor or book of version {tip.head.number} of fragment {f.index}")
+        if f.index == CONTROL:
+            seen.had.add(tip.head.id)
+        seen.unread.add(f.index)
+        seen.damaged.discard(f.index)
+        if f.base not in [head.id for head in lineage.chain(tip.head)]:
+            seen.since[f.index] = seen.trained
+
+    def _made(self, name: str, f: Fragment) -> None:
+        head = f.tip.head
+        if head.author != name:
+            raise Violation(f"{name} has version {head.number} of fragment {f.index} before its author, {head.author}")
+        if head.fragment != f.index or head.number != self.lineage.made[head.prev].head.number + 1:
+            raise Violation(f"version {head.number} of fragment {f.index} does not follow the one before")
+        self.lineage.add(f.tip)
+        if why := self.lineage.wrong(head):
+            raise Violation(f"version {head.number} of fragment {f.index} by {name}: {why}")
+
+    def _read(self, seen: _Seen) -> None:
+        """Look at anchors that have moved, unless they are moving again, maybe in another thread."""
+        for fragment in sorted(seen.unread - seen.damaged):
+            lock, f = seen.node.context.locks[fragment], seen.node.core.facts.fragments[fragment]
+            if not f.moving and not (lock._lock.locked() and not lock._readers):
+                seen.unread.discard(fragment)
+                if part_digests(seen.node.replica.anchors[fragment]) != f.tip.parts:
+                    raise Violation(f"anchor {fragment} of {seen.life.name} is not what its tip says")
+
+    def _check_loaded(self, seen: _Seen) -> None:
+        """What an inner step begins with, in the thread of the peer: an error would be the loop's."""
+        replica = seen.node.replica
+        for f in seen.node.core.facts.fragments:
+            first = seen.loaded.get(f.index) != f.base
+            seen.loaded[f.index] = f.base
+            if (
+                first
+                and f.index not in seen.damaged
+                and not replica.settings.mixing
+                and f.base == f.tip.head.id
+                and not f.moving
+            ):
+                values = torch.empty(replica.fragments[f.index].numel)
+                gather_(values, replica.fragments[f.index], 0, values.numel(), _parameters(replica))
+                if part_digests(values) != f.tip.parts:
+                    self._crowd.failures.append(f"{seen.life.name} trains fragment {f.index} from something else")
+
+    # -- when it rests ------------------------------------------------------------------------------------------------
+
+    def damaged(self, life: Life, fragment: int) -> None:
+        """A peer's anchor is no more what its tip says."""
+        self.seen[life.owner].damaged.add(fragment)
+
+    def living(self) -> list[_Seen]:
+        """Of the lives that go on."""
+        return [self.seen[life.owner] for life in self._crowd.members() if life.owner in self.seen]
+
+    def agree(self) -> bool:
+        """Whether all have the same tips, believe in the same authors among them, and have nothing on its way."""
+        if not all(life.at_rest or not life.member.trains for life in self._crowd.members()):
+            return False
+        cores = [seen.node.core.facts for seen in self.living()]
+        names = {core.me for core in cores}
+        for f in range(len(cores[0].fragments)):
+            authors = {core.author_of(core.fragments[f]) for core in cores}
+            if len({core.fragments[f].tip.key for core in cores}) > 1 or len(authors) > 1 or not authors <= names:
+                return False
+        return not any(own(core, f) or f.moving or f.merge for core in cores for f in core.fragments)
+
+    def find_holes(self) -> None:
+        """Remember which data is in no model, and nowhere else."""
+        cores = [seen.node.core.facts for seen in self.living()]
+        best = max((core.control.tip for core in cores), key=lambda tip: tip.key)
+        taken = union(best.book.merged, *map(has, cores))
+        self.holes = difference(((0, taken[-1][1]),) if taken else NONE, taken)
+
+    def leaves(self, life: Life) -> None:
+        """A peer has left in peace: the others have what it had learned."""
+        core = self.seen[life.owner].node.core.facts
+        if core.now <= core.leave_by:
+            self.left.append((life.name, [(core.stamp, core.processed - discarded(core, f)) for f in core.fragments]))
+
+    def check_rest(self) -> None:
+        """Check a swarm that rests; raises `Violation`."""
+        living = self.living()
+        heads = [f.tip.head for f in living[0].node.core.facts.fragments]
+        for seen in living:
+            self._check_tokens(seen)
+        parted = self._crowd.torn or any(life.ended == "killed" for life in self._crowd.started)
+        for name, learned in self.left if not parted else ():
+            for head, (stamp, tokens) in zip(heads, learned, strict=True):
+                if (missing := tokens - self.lineage.tokens(head, [name], stamp)) > 0:
+                    raise Violation(f"{missing} tokens of {name}, which left, are not in fragment {head.fragment}")
+        survived = {head.id for head in self.lineage.chain(heads[CONTROL])}
+        for seen in living if not self._crowd.torn else ():
+            if lost := [self.lineage.made[each].head.number for each in seen.had - survived]:
+                raise Violation(f"{seen.life.name} had versions {sorted(lost)}, and they are lost")
+        self._check_data(living)
+
+    def _check_tokens(self, seen: _Seen) -> None:
+        core, name = seen.node.core.facts, seen.life.name
+        for f in core.fragments:
+            applied, said = self.lineage.tokens(f.tip.head, [name]), f.tip.book.of(name)[1]
+            if applied != said:
+                raise Violation(f"the book of fragment {f.index} has {said} tokens of {name}, its heads {applied}")
+            lost = discarded(core, f)
+            if lost < 0 or lost != seen.told[f.index]:
+                raise Violation(f"{name} has discarded {lost} tokens of fragment {f.index}, and told {seen.told}")
+            if seen.life.fresh and seen.trained != applied + lost + f.unsent:
                 raise Violation(
-                    f"{name} collects for version {syncer.version + 1} of fragment {fragment}, and its anchor is at "
-                    f"version {peer.versions[fragment]}"
+                    f"{name} processed {seen.trained} tokens, of which {applied} are in fragment {f.index}, {lost} "
+                    f"discarded and {f.unsent} not sent"
                 )
 
-
-def moving(node: Node, fragment: int) -> bool:
-    """Whether the anchor is being changed, maybe in another thread."""
-    lock = node.context.locks[fragment]
-    return lock._lock.locked() and not lock._readers
-
-
-def check_shares(lineage: Lineage, name: str, node: Node) -> None:
-    """What the node says of its anchors' contributions is true."""
-    peer = node.protocol
-    for fragment, digest in enumerate(peer.digests):
-        shares, truth = peer.fragments[fragment].shares, lineage.totals(digest)
-        if {who: Total(*share[:4]) for who, share in shares.items()} != truth:
-            raise Violation(f"{name} counts {shares} in fragment {fragment}, and {truth} is in it")
-    tokens = sum(share.tokens for share in peer.fragments[CONTROL_FRAGMENT].shares.values())
-    if peer.applied_tokens != tokens:
-        raise Violation(f"the swarm clock of {name} is {peer.applied_tokens}, and {tokens} tokens are in its anchor")
+    def _check_data(self, living: list[_Seen]) -> None:
+        """What was in no model when all was healed was dealt again, or would be."""
+        cores = [life.node.core.facts for life in self._crowd.living() if life.node is not None]
+        left = difference(self.holes, union(cores[0].control.tip.book.merged, *map(has, cores)))
+        [dealer] = [core for core in cores if core.author_of(core.control) == core.me]
+        granted, dealer.granted = dealer.granted, {}  # who has not got its data asks again
+        left = difference(left, deal(dealer, "", dealer.control.tip.head.work + 1, NONE)) if left else left
+        dealer.granted = granted
+        if left:
+            raise Violation(f"the sequences {left} are dealt to nobody")
 
 
-def check_end(crowd: Crowd, lineage: Lineage) -> None:
-    """Check a swarm whose trainers are done; raises `Violation`."""
+def _parameters(replica: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in replica.local.tensors.items()}
+
+
+def check_end(crowd: Crowd) -> None:
+    """Check a crowd whose peers have all ended; raises `Violation`."""
     gc.collect()  # exceptions that nobody took are told when their tasks are collected
     if crowd.failures:
         raise Violation("; ".join(crowd.failures))
     for life in crowd.started:
         if life.ended and (left := [task.get_coro() for task in crowd.loop.tasks_of(life.owner)]):
             raise Violation(f"{life.name} has ended ({life.ended}), and goes on with {left}")
-    # Who has waited in vain for the others to finish may have left before their last version.
-    ended = [life for life in crowd.ended if not life.gave_up] or crowd.ended
-    done = [life for life in ended if life.ended == "done" and life.node is not None]
-    if not done:
+    if not any(life.ended == "done" and life.node is not None for life in crowd.ended):
         raise Violation("nobody finished")
-    one = done[0].node
-    assert one is not None
-    _check_alike(done, lineage)
-    _check_merged_once(one, lineage)
-    survived = lineage.of(one.protocol.digests[CONTROL_FRAGMENT])
-    for life in done if not crowd.torn else ():
-        had = lineage.had.get(life.owner, set()) - survived.keys()
-        lost = [lineage.made[each] for each in had if each in lineage.made]
-        if lost:
-            raise Violation(f"{life.name} had versions {sorted(made.version for made in lost)}, and they are lost")
-    repeated = lineage.repeated_sequences(one.protocol.digests[CONTROL_FRAGMENT])
-    if one.replica.settings.barrier and not crowd.torn and repeated > lineage.units_twice:
-        raise Violation(f"{repeated} sequences are merged more than once, and {lineage.units_twice} are counted so")
-    for life in done:
-        twice = any(len(digests) > 1 for whose, digests in lineage.bases.items() if whose.peer == life.name)
-        if one.replica.settings.quorum is None and life.fresh and not twice:
-            _check_tokens(life, lineage)
-
-
-def _check_alike(done: list[Life], lineage: Lineage) -> None:
-    """All who finished have the same versions, and count the same shares."""
-    its = _brief(done[0].node)
-    for life in done:
-        if (mine := _brief(life.node)) != its:
-            raise Violation(f"{life.name} ends at {mine}, {done[0].name} at {its} (version, digest)")
-        assert life.node is not None
-        check_shares(lineage, life.name, life.node)
-
-
-def _check_merged_once(node: Node, lineage: Lineage) -> None:
-    for fragment, digest in enumerate(node.protocol.digests):
-        if again := lineage.repeated(digest):
-            raise Violation(f"in fragment {fragment} are merged more than once: {again}")
-        if twice := lineage.repeated_payloads(digest):
-            raise Violation(f"in fragment {fragment} {twice} payloads are merged more than once")
-
-
-def _brief(node: Node | None) -> list[tuple[int, str]]:
-    assert node is not None
-    return [(v, digest[:8]) for v, digest in zip(node.protocol.versions, node.protocol.digests, strict=True)]
-
-
-def _check_tokens(life: Life, lineage: Lineage) -> None:
-    """processed = applied + discarded + in flight, of a peer whose only life this was.
-
-    Tokens may also be lost: they were merged into a version that died with everybody who had it, before this peer did.
-    """
-    sync, node = life.sync, life.node
-    assert sync is not None and node is not None
-    share = node.protocol.fragments[CONTROL_FRAGMENT].shares.get(life.name)
-    applied = 0 if share is None else share.tokens
-    in_flight = sync.unsent_tokens
-    counted = applied + sync.discarded_tokens + in_flight
-    if not 0 <= sync.tokens - counted <= _lost(lineage, node.protocol.digests[CONTROL_FRAGMENT], life):
-        raise Violation(
-            f"{life.name} processed {sync.tokens} tokens, of which {applied} are applied, {sync.discarded_tokens} "
-            f"discarded and {in_flight} in flight"
-        )
-
-
-def _lost(lineage: Lineage, digest: str, life: Life) -> int:
-    """Tokens of a peer in versions of the control fragment that it never had, and that did not survive."""
-    survived, had = lineage.merged(digest), lineage.had.get(life.owner, ())
-    made = {
-        whose: tokens
-        for each, version in lineage.made.items()
-        for whose, tokens in version.contributions
-        if version.fragment == CONTROL_FRAGMENT and whose.peer == life.name
-        if whose not in survived and each not in had
-    }
-    return sum(made.values())

@@ -1,118 +1,69 @@
 """What every version was made of, as nobody in the swarm knows it: the truth that beliefs are compared with.
 
-A version is known by the digest of its anchor. Equal digests mean that the same contributions were merged in the same
-order with the same outer state.
+A version is known by the id of its head.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
-from diloco.protocol.ledger import Units, count, union
+from diloco.core.history import Tip
+from diloco.core.units import count, union
+from diloco.messages.fields import Units
+from diloco.messages.heads import Head, Line
 
-__all__ = ["Contributed", "Lineage", "Made", "Total"]
-
-CAP = 2.0  # times the median: what the tokens of one peer count as work at most
-
-
-class Contributed(NamedTuple):
-    """One contribution to a fragment. A process that restarts from its checkpoint makes the same one again."""
-
-    peer: str
-    base_version: int
+__all__ = ["Lineage", "Made"]
 
 
 class Made(NamedTuple):
-    """One version: the digest before it, its author and term, and its contributions with the tokens of each."""
+    """One version: its head, and the digests of what is in its anchor and its book."""
 
-    before: str
-    fragment: int
-    version: int
-    author: str
-    term: int
-    contributions: tuple[tuple[Contributed, int], ...]
-
-
-class Total(NamedTuple):
-    """What one peer gave to an anchor. The last version contains the peer's newest contribution."""
-
-    contributions: int
-    tokens: int
-    first_version: int
-    last_version: int
+    head: Head
+    parts: tuple[str, ...]
+    book: str
 
 
 class Lineage:
-    """All versions that were ever made, by digest; also those that no living peer has any more.
-
-    `payloads` has the bytes that were merged into each version, `bases` the digests that contributions were learned
-    from, `had` the anchors of the control fragment that each life had, `learned_from` the work units of each
-    contribution to it. `units_twice` counts sequences that the syncers themselves know to be merged twice.
-    """
+    """All versions that were ever made, by the id of their head; also those that no living peer has any more."""
 
     def __init__(self) -> None:
         self.made: dict[str, Made] = {}
-        self.learned_from: dict[Contributed, Units] = {}
-        self.payloads: dict[str, list[bytes]] = {}
-        self.bases: dict[Contributed, set[str]] = {}
-        self.had: dict[str, set[str]] = {}
-        self.units_twice = 0
-        self._totals: dict[str, dict[str, Total]] = {}
 
-    def add(self, digest: str, made: Made) -> None:
-        """Note a version. Two syncers may make the very same one: from the same contributions and outer state."""
-        self.made.setdefault(digest, made)
+    def add(self, tip: Tip) -> None:
+        """Note a version."""
+        self.made[tip.head.id] = Made(tip.head, tip.parts, tip.book.digest)
 
-    def of(self, digest: str) -> dict[str, Made]:
-        """The versions that led to an anchor, by digest, the last first."""
-        versions: dict[str, Made] = {}
-        while digest in self.made:
-            versions[digest] = self.made[digest]
-            digest = versions[digest].before
-        return versions
+    def chain(self, head: Head) -> list[Head]:
+        """The heads that led to this one, itself included, the last first."""
+        found = [head]
+        while found[-1].number:
+            found.append(self.made[found[-1].prev].head)
+        return found
 
-    def merged(self, digest: str) -> set[Contributed]:
+    def lines(self, head: Head) -> list[Line]:
         """The contributions that are in an anchor."""
-        return {whose for made in self.of(digest).values() for whose, _ in made.contributions}
+        return [line for one in self.chain(head) for line in one.counted]
 
-    def totals(self, digest: str) -> dict[str, Total]:
-        """What each peer gave to an anchor, counted again from the versions that led to it."""
-        if digest not in self.made:
-            return {}
-        if digest not in self._totals:
-            made = self.made[digest]
-            totals = self._totals[digest] = dict(self.totals(made.before))
-            for (peer, _), tokens in made.contributions:
-                known = totals.get(peer, Total(0, 0, made.version, made.version))
-                totals[peer] = Total(known.contributions + 1, known.tokens + tokens, known.first_version, made.version)
-        return self._totals[digest]
+    def tokens(self, head: Head, peers: Collection[str], until: int = 2**62) -> int:
+        """Tokens of these peers in an anchor, of contributions with stamps up to that one."""
+        return sum(line.tokens for line in self.lines(head) if line.peer in peers and line.stamp <= until)
 
-    def work(self, digest: str, other: str) -> float:
-        """The work in an anchor since its history and another one parted: tokens that peers have more in it than in the
-        other one, of each peer twice the median of both sides at most.
-        """
-        one, two = self.totals(digest), self.totals(other)
-        leads = [(one[who].tokens if who in one else 0) - (two[who].tokens if who in two else 0) for who in one | two]
-        sizes = [abs(lead) for lead in leads if lead]
-        return sum(min(lead, CAP * statistics.median(sizes)) for lead in leads if lead > 0)
+    def units(self, head: Head) -> list[Units]:
+        """The sequences of each contribution that is in an anchor."""
+        return [line.units for line in self.lines(head)]
 
-    def repeated(self, digest: str) -> list[Contributed]:
-        """Contributions that are in an anchor more than once, in order."""
-        count = Counter(whose for made in self.of(digest).values() for whose, _ in made.contributions)
-        return sorted(whose for whose, number in count.items() if number > 1)
-
-    def repeated_payloads(self, digest: str) -> int:
-        """How many payloads are in an anchor more than once."""
-        merged = [payload for version in self.of(digest) for payload in self.payloads.get(version, [])]
-        return len(merged) - len(set(merged))
-
-    def units(self, digest: str) -> list[Units]:
-        """The work units of each contribution that is in an anchor of the control fragment."""
-        return [self.learned_from.get(whose, []) for whose in sorted(self.merged(digest))]
-
-    def repeated_sequences(self, digest: str) -> int:
-        """How many sequences of the data an anchor of the control fragment has learned more than once."""
-        units = self.units(digest)
-        return sum(map(count, units)) - count(union(*units))
+    def wrong(self, head: Head) -> str:
+        """What must not be in a history, and is in the one that leads to this head; empty if all is right."""
+        chain = self.chain(head)
+        lines = [line for one in chain for line, _ in one.lines]
+        names = [(line.peer, line.stamp) for line in lines]
+        if len(set(names)) < len(names):
+            return f"contributions are in it twice: {sorted({name for name in names if names.count(name) > 1})}"
+        if head.work != sum(line.tokens for line in self.lines(head)):
+            return f"its work is {head.work}, which is not the tokens in it"
+        if not {line.base for line in lines} <= {one.id for one in chain}:
+            return "something in it was learned in another history"
+        units = self.units(head)
+        twice = sum(map(count, units)) - count(union(*units))
+        return f"{twice} sequences are in it twice" if twice else ""

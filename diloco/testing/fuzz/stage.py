@@ -1,6 +1,6 @@
 """Plays a scenario of faults on a crowd of production peers.
 
-start -> faults at their seconds -> all is healed -> everybody makes progress -> everybody is done -> last checks
+start -> faults at their seconds -> all is healed -> everybody is in step -> all rest -> all are done
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from functools import cache
 
 import torch
 
+from diloco.core.events import Merge
 from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
+from diloco.swarm.node.node import Node
 from diloco.testing.fuzz.crowd import Crowd, Life, small_pieces
-from diloco.testing.fuzz.faults import SPLIT_PROGRESS_S, TEARING, Fault, Scenario
+from diloco.testing.fuzz.faults import FLAP_S, SHAPES, SPLIT_PROGRESS_S, TEARING, Fault, Scenario, pairs
 from diloco.testing.fuzz.invariants import Violation, Watch, check_end
-from diloco.testing.fuzz.splits import FLAP_S, SHAPES, pairs
 
 __all__ = ["PROGRESS_S", "Outcome", "play", "quiet_process", "shrink"]
 
 SETTLE_S = 5.0  # after the last fault ended
 PROGRESS_S = 150.0  # in which every peer makes progress once everything is healed: penalties and lost calls have to end
-AGREED_S = 60.0  # in which all believe in the same syncers
-FINISH_S = 400.0  # in which everybody is done
+RESTS_S, STAYS_S = 150.0, 15.0  # in which all agree once nobody trains, and after which they still do
+FINISH_S = 100.0  # in which everybody is done
+ROUNDS = 2  # which everybody makes once everything is healed
+DAMAGE = 0.01  # of an element; it must be less than what an honest version moves, else it is taken for a lie
+SLOW = 5.0  # times as long an inner step takes
 MAX_PEERS = 7
 
 
@@ -81,7 +85,7 @@ def _played(loop: VirtualLoop, plan: Scenario, trace: Callable[[str], None] | No
             loop.run_until_complete(stage.play())
         except (Violation, DeadlockError) as error:
             violation = str(error)
-    versions = tuple(min(life.node.protocol.versions) for life in stage.crowd.ended if life.node and life.ready)
+    versions = tuple(min(_numbers(life)) for life in stage.crowd.ended if life.node and life.ready)
     return Outcome(loop.turns, loop.seconds, versions, violation, tuple(stage.crowd.story))
 
 
@@ -104,6 +108,8 @@ class _Stage:
             inner_state="cold" if plan.cold else "donor", closed=plan.closed,
         )  # fmt: skip
         self.watch = Watch(self.crowd)
+        self.crowd.on_end = lambda life: self.watch.leaves(life) if life.ended == "left" else None
+        self.random = random.Random(f"stage {plan.seed}")
         if plan.executor_s:
             r = random.Random(f"threads {plan.seed}")
             loop.executor_s = lambda: plan.executor_s * r.random() ** 3
@@ -125,61 +131,71 @@ class _Stage:
             self._befall(fault)
         await self._until(lambda: not self.pending, 300.0, "all faults end")
         await asyncio.sleep(SETTLE_S)
-        missing = len(self.plan.members) - len(crowd.members()) if self.plan.together and not self._under_way() else 0
+        under_way = any(_work(life) for life in crowd.members())
+        missing = len(self.plan.members) - len(crowd.members()) if self.plan.together and not under_way else 0
         for _ in range(missing):  # they died before the swarm began, which waits for so many
             self._join(trains=True)
         if not any(life.member.trains for life in crowd.members()):
             self._join(trains=True)
+        if not any(life.member.reachable for life in crowd.members()):
+            self._join(trains=False)
         crowd.note("", "everything is healed")
         await self._get_on()
+        await self._rest()
         await self._finish()
 
     async def _get_on(self) -> None:
-        """Every living peer makes progress, and all believe in the same living syncers."""
+        """Every living peer gets versions, and what every trainer learns gets into them."""
         crowd = self.crowd
         await self._until(self._all_are_in, PROGRESS_S, "every peer is in the swarm")
         await self._until(self._all_have_met, PROGRESS_S, "every peer has heard every other")
-        before = {life.owner: _progress(life) for life in crowd.members()}
-        for owner, versions in before.items():
-            await self._until(lambda o=owner, v=versions: self._moved(o, v), PROGRESS_S, f"{owner} makes progress")  # type: ignore[misc]
-        await self._until(self._agreed, AGREED_S, "all believe in the same syncers")
+        self.watch.find_holes()
+        for _ in range(ROUNDS):
+            before = {life.owner: (_work(life), _stamps(life)) for life in crowd.members()}
+            for owner, (work, stamps) in before.items():
+                await self._until(lambda o=owner, w=work: self._moved(o, w), PROGRESS_S, f"{owner} makes progress")  # type: ignore[misc]
+                await self._until(lambda o=owner, s=stamps: self._in_step(o, s), PROGRESS_S, f"{owner} is in step")  # type: ignore[misc]
+
+    async def _rest(self) -> None:
+        """Nobody trains: all get the same, and stay with it."""
+        self.crowd.rests = True
+        await self._until(self.watch.agree, RESTS_S, "all have the same, and nothing is on its way")
+        await asyncio.sleep(STAYS_S)
+        await self._until(self.watch.agree, 1.0, "all still have the same")
+        self.watch.check_rest()
 
     async def _finish(self) -> None:
         crowd = self.crowd
-        nodes = [life.node for life in crowd.members() if life.node is not None]
-        crowd.goal = self.plan.rounds + max(node.protocol.steps for node in nodes)
+        crowd.goal = 0
         trainers = [life for life in crowd.members() if life.member.trains]
         await self._until(lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done")
         for life in crowd.living():
             crowd.leave(life.name)
-        await self._until(lambda: not crowd.living(), 100.0, "every host has left")
+        await self._until(lambda: not crowd.living(), FINISH_S, "every host has left")
         await asyncio.sleep(SETTLE_S)
-        check_end(crowd, self.watch.lineage)
-
-    def _under_way(self) -> bool:
-        return any(_trains(life) or _progress(life) for life in self.crowd.members())
+        check_end(crowd)
 
     def _all_are_in(self) -> bool:
         return all(life.ready and life.node is not None for life in self.crowd.living() if not life.leaving)
 
     def _all_have_met(self) -> bool:
-        nodes = [life.node for life in self.crowd.members() if life.node is not None]
-        names = {node.protocol.me for node in nodes}
-        return all(names <= {node.protocol.me, *(m.peer for m in node.protocol.members.all())} for node in nodes)
+        cores = [life.node.core.facts for life in self.crowd.members() if life.node is not None]
+        names = {core.me for core in cores}
+        return all(names <= {core.me, *(member.peer for member in core.members.all())} for core in cores)
+
+    def _life(self, owner: str) -> Life | None:
+        return next((life for life in self.crowd.members() if life.owner == owner), None)
 
     def _moved(self, owner: str, before: int) -> bool:
-        life = next((life for life in self.crowd.members() if life.owner == owner), None)
-        return life is None or _progress(life) > before
+        life = self._life(owner)
+        return life is None or _work(life) > before
 
-    def _agreed(self) -> bool:
-        nodes = [life.node for life in self.crowd.members() if life.node is not None]
-        names = {life.name for life in self.crowd.members()}
-        for fragment in range(len(nodes[0].protocol.versions)):
-            leases = {node.protocol.leases.get(fragment) for node in nodes}
-            held = {(lease.holder, lease.term) for lease in leases if lease is not None}
-            if None in leases or len(held) != 1 or not {holder for holder, _ in held} <= names:
-                return False
-        return True
+    def _in_step(self, owner: str, before: list[int]) -> bool:
+        """Whether a contribution of it to each fragment is in the model that was not before, or was judged."""
+        life = self._life(owner)
+        if life is None or not life.member.trains:
+            return True
+        return all(now > then for now, then in zip(_stamps(life), before, strict=True))
 
     async def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
         deadline = self.loop.seconds + patience_s
@@ -201,7 +217,7 @@ class _Stage:
             return self._join(trains=True)
         life, other = living[fault.who % len(living)], living[(fault.who // 7) % len(living)]
         crowd.note(life.name, f"FAULT {fault}")
-        crowd.torn = crowd.torn or fault.kind in (*TEARING, *SHAPES)
+        crowd.torn = crowd.torn or fault.kind in TEARING
         match fault.kind:
             case "crash" | "restart":
                 crowd.crash(life.name)
@@ -213,17 +229,27 @@ class _Stage:
                 self._join(trains=fault.kind == "join")
             case "freeze" | "suspend":
                 self._freeze(life, fault)
+            case "hang" | "slow":
+                self._hinder(life, fault)
+            case "flip" | "stuck" if life.node is not None:
+                self._damage(life, life.node, fault)
+            case _:
+                self._break_links(life, other, fault)
+
+    def _break_links(self, life: Life, other: Life, fault: Fault) -> None:
+        network = self.crowd.network
+        match fault.kind:
             case "reset" if life is not other:
-                crowd.network.reset(life.name, other.name)
+                network.reset(life.name, other.name)
             case "stall" if life is not other:
-                crowd.network.cut(life.name, other.name)
-                self._over(fault.seconds, lambda: crowd.network.mend(life.name, other.name))
+                network.cut(life.name, other.name)
+                self._over(fault.seconds, lambda: network.mend(life.name, other.name))
             case "split" | "hold":
                 self._split(fault)
+            case "garble":
+                network.garbling.add(life.name)
             case shape if shape in SHAPES:
                 self._split_in_shape(fault)
-            case "garble":
-                crowd.network.garbling.add(life.name)
 
     def _over(self, seconds: float, end: Callable[[], None]) -> None:
         """A fault ends after a while."""
@@ -243,9 +269,42 @@ class _Stage:
         )
 
     def _restart(self, life: Life) -> None:
-        """A process that died starts again under its name, from its last checkpoint."""
+        """A process that died starts again under its name, from a checkpoint of any age."""
         if self.crowd.lives[life.name] is life:
-            self.crowd.start(life.member, checkpoint=life.checkpoint)
+            checkpoint = self.random.choice(life.checkpoints) if life.checkpoints else None
+            self.crowd.start(life.member, checkpoint=checkpoint)
+
+    def _hinder(self, life: Life, fault: Fault) -> None:
+        """A training loop makes no inner steps for a while, or slow ones."""
+        member = life.member
+        life.hangs = fault.kind == "hang"
+        life.member = replace(member, step_s=member.step_s * (1.0 if life.hangs else SLOW))
+
+        def ends() -> None:
+            life.hangs, life.member = False, member
+
+        self._over(fault.seconds, ends)
+
+    def _damage(self, life: Life, node: Node, fault: Fault) -> None:
+        """A bit of an anchor flips; or whatever a peer merges hangs, until it is killed and starts again."""
+        if fault.kind == "flip":
+            f = node.core.facts.fragments[fault.who % len(node.replica.anchors)]
+            if not f.moving:  # else it is looked at, and moves all the same
+                node.replica.anchors[f.index][0] += DAMAGE
+                self.watch.damaged(life, f.index)
+            return
+
+        async def hangs(action: Merge) -> None:
+            while not life.ended:
+                await asyncio.sleep(1.0)
+
+        def ends() -> None:
+            if not life.ended:
+                self.crowd.crash(life.name)
+            self._restart(life)
+
+        node.anchors.merge = hangs  # type: ignore[method-assign]
+        self._over(4 * fault.seconds, ends)
 
     def _freeze(self, life: Life, fault: Fault) -> None:
         """SIGSTOP; or a laptop lid, and then the clock stands still, too."""
@@ -288,13 +347,13 @@ class _Stage:
             if fault.kind != "hold":
                 crowd.network.reset(one, other)
         alone = self.begun if checked and not self.pending else -1
-        before = {life.owner: _progress(life) for life in crowd.members() if _trains(life)}
+        before = {life.owner: _work(life) for life in crowd.members() if _trains(life)}
 
         def heal() -> None:
             crowd.note("", "the sides can reach each other again")
             if alone == self.begun and fault.seconds >= SPLIT_PROGRESS_S:
-                for owner, versions in before.items():
-                    if not self._moved(owner, versions):
+                for owner, work in before.items():
+                    if not self._moved(owner, work):
                         crowd.failures.append(f"{owner} made no progress in {fault.seconds} s on its side of a split")
             for one, other in cut:
                 crowd.network.mend(one, other)
@@ -302,15 +361,27 @@ class _Stage:
         self._over(fault.seconds, heal)
 
 
-def _progress(life: Life) -> int:
-    return sum(life.node.protocol.versions) if life.node is not None else 0
+def _numbers(life: Life) -> list[int]:
+    return [] if life.node is None else [f.tip.head.number for f in life.node.core.facts.fragments]
+
+
+def _work(life: Life) -> int:
+    return 0 if life.node is None else sum(f.tip.head.work for f in life.node.core.facts.fragments)
+
+
+def _stamps(life: Life) -> list[int]:
+    return [] if life.node is None else [f.tip.book.of(life.name)[0] for f in life.node.core.facts.fragments]
 
 
 def _trains(life: Life) -> bool:
-    return life.node is not None and life.node.protocol.state in ("training", "exchanging")
+    return life.node is not None and life.node.core.facts.trains_now and not life.hangs
 
 
 def _state(life: Life) -> object:
     if life.node is None or not life.ready:
         return "not in the swarm"
-    return life.node.protocol.state, life.node.protocol.versions
+    facts = life.node.core.facts
+    return {
+        "ready": facts.ready, "runs": life.node.core.runs, "numbers": _numbers(life),
+        "authors": [facts.author_of(f) for f in facts.fragments], "bags": ["".join(f.bag) for f in facts.fragments],
+    }  # fmt: skip

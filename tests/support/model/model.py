@@ -32,7 +32,7 @@ def translated(settings: w.Settings) -> facts.Settings:
         delay=settings.window, windowed=True, heartbeat_s=settings.heartbeat, silence_s=settings.silence,
         silence_beats=0.0, settle_s=settings.settle, stall_s=settings.stall, first_step_s=settings.stall,
         floor_s=settings.floor, refresh_s=settings.refresh, stuck_s=settings.stuck, deadline_s=settings.deadline,
-        tick_s=0.0, min_bytes_per_s=1e18, fanout=settings.fanout, records=settings.records,
+        tick_s=0.0, min_bytes_per_s=1e18, uplink_bytes_per_s=1e-9, fanout=settings.fanout, records=settings.records,
     )  # fmt: skip
 
 

@@ -14,9 +14,9 @@ from diloco.cli import doctor as module
 from diloco.cli.doctor import Check, Doctor
 from diloco.cli.volunteer import PeerDirectory
 from diloco.config import compose
-from diloco.protocol.messages.watching import ProbeReply
+from diloco.messages.watching import ProbeReply
 from diloco.swarm.client.ask import Found
-from diloco.swarm.conversations.probe import Probed
+from diloco.swarm.rpc.probe import Probed
 from diloco.train.machine import inspect_machine
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,10 +22,7 @@ from diloco.cli.volunteer import (
 )
 from diloco.config import WIRE_VERSION, compose
 from diloco.errors import ConfigError, SwarmError
-from diloco.protocol.messages import Message, Refusal
-from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.swarm.client.ask import check_clock, parse_manifest
-from diloco.swarm.conversations.probe import ProbeServer, _callable
 from diloco.swarm.wire.dialing import best_first
 from diloco.train.loop import Trainer
 from diloco.train.machine import GIB, Machine
@@ -127,78 +121,6 @@ def test_the_clock_and_the_version_are_held_against_the_swarm() -> None:
     with pytest.raises(ConfigError):
         parse_manifest("[]")
     assert parse_manifest(manifest.to_json()) == manifest
-
-
-class Network:
-    """A transport that has no network: whom it was asked to call, and where the asker is."""
-
-    def __init__(self, observed: str) -> None:
-        self.addresses, self.called, self._observed = [PLACE], list[str](), observed
-
-    async def observed(self, peer: str) -> str:
-        return self._observed
-
-    async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
-        self.called += [f"{address} {peer}" for address in addresses]
-        return dict.fromkeys(addresses, "")
-
-
-class Asker:
-    """Stands for the stream of one who asks."""
-
-    def __init__(self, peer: str) -> None:
-        self.peer, self.heard = peer, list[Message]()
-
-    async def send(self, message: Message) -> None:
-        self.heard.append(message)
-
-    async def refuse(self, reason: str) -> None:
-        self.heard.append(Refusal(reason=reason))
-
-    async def send_payload(self, payload: torch.Tensor) -> None: ...
-    async def receive_payload(self, out: torch.Tensor) -> None: ...
-
-
-class Answering:
-    """A `ProbeServer` with a clock that the test sets."""
-
-    def __init__(self, network: Network) -> None:
-        self.now = 1000.0
-        protocol: Any = SimpleNamespace(run_id="r", name="n", members=SimpleNamespace(all=list))
-        self._server = ProbeServer(network, protocol, lambda: self.now)  # type: ignore[arg-type]
-
-    def ask(self, peer: str, request: Probe | DialBack) -> Message:
-        asker = Asker(peer)
-        answer: Any = self._server.measure if isinstance(request, Probe) else self._server.call_back
-        asyncio.run(answer(asker, request))
-        [answer] = asker.heard
-        return answer
-
-    def obeys(self, *asked: tuple[str, Probe | DialBack]) -> list[bool]:
-        return [not isinstance(self.ask(peer, request), Refusal) for peer, request in asked]
-
-
-def test_only_the_address_that_an_asker_comes_from_is_called() -> None:
-    network = Network("/ip4/198.51.100.7/tcp/51000")
-    wanted = ["/ip4/10.0.0.9/tcp/22", "/ip4/203.0.113.99/tcp/80", "/dns/victim.example/tcp/443", "/ip4/1.1.1.1/tcp/0"]
-    answer = Answering(network).ask("asker", DialBack(addresses=wanted))
-    assert network.called == ["/ip4/198.51.100.7/tcp/22 asker", "/ip4/198.51.100.7/tcp/80 asker"]
-    assert isinstance(answer, DialBackReply) and answer.observed == "/ip4/198.51.100.7/tcp/51000"
-    for unknown in ("", "/p2p-circuit", "/dns/x.example/tcp/1", "nonsense"):
-        assert _callable(["/ip4/203.0.113.9/tcp/4100"], unknown) == []
-
-
-def test_calls_back_and_measurements_are_few_per_asker_and_in_all() -> None:
-    server = Answering(Network("/ip4/198.51.100.7/tcp/1"))
-    request, large = DialBack(addresses=["/ip4/198.51.100.7/tcp/4100"]), Probe(sends=2**22, wants=2**22)
-    assert server.obeys(("one", request), ("one", request)) == [True, False]
-    server.now += 11
-    assert server.obeys(("one", request), *((f"peer {number}", request) for number in range(40))).count(True) == 19
-    assert server.obeys(*[("one", large)] * 10) == [True] * 4 + [False] * 6
-    assert server.obeys(*[(f"other {number}", large) for number in range(6)]) == [True] * 4 + [False] * 2, "together"
-    assert isinstance(server.ask("one", Probe()), ProbeReply), "asking is free"
-    server.now += 61
-    assert server.obeys(("another", request), ("one", large)) == [True, True]
 
 
 ROOMY = Machine(torch.device("cpu"), "CPU", 2, 8 * GIB, 8 * GIB, "fp32")

@@ -59,7 +59,7 @@ def test_fragments_spread_the_load_over_peers() -> None:
 def test_overlap_hides_its_inner_steps_and_no_more() -> None:
     assert predict(replace(FOUR, fragments=1, overlap=3), SLOW, 1.0).wait_s == 1.0
     assert predict(replace(FOUR, fragments=1, overlap=4), SLOW, 1.0).utilization == 1.0
-    # Staggered fragments wait one after another. Each is 3 x 1/4 x 2000 bytes through its syncer, a second, of which
+    # Staggered fragments wait one after another. Each is 3 x 1/4 x 2000 bytes through its author, a second, of which
     # half is hidden; four of them in a cycle.
     found = predict(replace(FOUR, staggered=True, overlap=1), SLOW, step_s=0.5)
     assert (found.exchange_s, found.wait_s) == (1.0, 2.0)

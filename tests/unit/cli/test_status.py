@@ -1,168 +1,28 @@
-"""Seeing a swarm: what a node remembers, how it travels, and what `diloco status` makes of it."""
+"""Seeing a swarm from outside: how a visitor asks, and what `diloco status` makes of the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import io
-import zlib
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from diloco.cli import status as cli_status
 from diloco.cli.panels import render
 from diloco.config import WIRE_VERSION
-from diloco.errors import PayloadError, SwarmError
-from diloco.protocol import snapshot as schema
-from diloco.protocol.messages import Message, Refusal, encode
-from diloco.protocol.messages.control import Hello, Published, Status
-from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, SnapshotReply
-from diloco.protocol.peer import Peer
-from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
+from diloco.errors import SwarmError
+from diloco.messages.codec import Message, Refusal, encode
+from diloco.messages.snapshot import Event, Snapshot, pack
+from diloco.messages.watching import Piece
 from diloco.rundir.files import exclusive
 from diloco.swarm.client.watch import Visitor
-from diloco.swarm.conversations.recorder import ELSEWHERE_S, Recorder
-from tests.support.certificates import Nobody
 from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot
-from tests.support.statuses import status
-
-MANIFEST = "0" * 64
-TEXT = '{"model": {"name": "tiny"}}'
-ME, OTHER = "a" * 46, "b" * 46
-
-
-def node() -> Peer:
-    return Peer(ME, "me", "run", MANIFEST, ["1" * 64] * 2, Nobody(), device="cpu", planned=[9, 0, 9])
-
-
-def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -> Peer:
-    hello = Hello(
-        wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=name, trains=True, holds=True,
-        device="gpu", peers=[], status=status(**fields), claims=[],
-    )  # fmt: skip
-    peer.connected(other, hello, 0.0)
-    return peer
-
-
-def told(peer: Peer, recorder: Recorder, message: Status | Published, now: float) -> None:
-    peer.heard(OTHER, message, now)
-    recorder.heard(OTHER, message, now)
-
-
-def published(version: int, fragment: int = 0, **fields: Any) -> Published:
-    known = {"term": 1, "digest": "2" * 64, "contributors": [ME, OTHER], "applied_tokens": 100 * version}
-    return Published(fragment=fragment, version=version, **{**known, **fields})
-
-
-def watched(**fields: Any) -> tuple[Peer, Recorder]:
-    """A node with one other peer, and what it remembers."""
-    peer = joined(node(), **fields)
-    return peer, Recorder(peer, TEXT)
-
-
-def test_a_snapshot_has_the_run_the_peers_and_who_holds_what() -> None:
-    peer, recorder = watched(tokens=70, loss=2.5, bytes_sent=4)
-    peer.discovered(0.0)
-    seen = recorder.snapshot(3.0)
-    assert (seen.run.run_id, seen.run.mode, seen.run.model, seen.run.outer_steps) == ("run", "synchronous", "tiny", 9)
-    mine, other = seen.peers
-    assert (mine.name, mine.device, mine.last_seen_s) == ("me", "cpu", 0.0)
-    assert (other.name, other.device, other.loss, other.last_seen_s) == ("other", "gpu", 2.5, 3.0)
-    for row in seen.fragments:
-        lease = peer.leases.get(row.fragment)
-        assert row.syncer == (None if lease is None else lease.holder)
-        assert row.backup is None or row.backup != row.syncer
-    assert any(row.syncer == ME and row.backup == OTHER for row in seen.fragments)
-
-
-def test_a_round_is_recorded_once_with_peers_and_seconds() -> None:
-    peer, recorder = watched()
-    told(peer, recorder, published(1, contributors=[OTHER], staleness=2), 1.0)
-    told(peer, recorder, published(1), 1.1)
-    told(peer, recorder, status(version=1, rounds=1, seconds=[4.0, 2.0, 1.0, 0.0]), 1.2)
-    recorder.heard(ME, status(version=1, rounds=1, seconds=[6.0, 0.0, 1.0, 0.0]), 1.3)
-    told(peer, recorder, status(version=1, rounds=1, seconds=[4.0, 2.0, 1.0, 0.0]), 2.0)
-    seen = recorder.snapshot(5.0)
-    [row] = seen.rounds
-    assert (row.live, row.participating, row.merged, row.staleness) == (2, 2, 1, 2)
-    assert row.seconds is not None
-    assert (row.seconds.compute, row.seconds.wait, row.seconds.comm) == (5.0, 1.0, 1.0)
-    assert seen.run.at - row.closed_at == pytest.approx(4.0)
-    for term, version in ((1, 2), (1, 2), (2, 2), (1, 3)):  # a successor makes one again
-        told(peer, recorder, published(version, term=term), 5.0)
-    assert [row.version for row in recorder.snapshot(6.0).rounds] == [1, 2, 2]
-
-
-def test_the_loss_is_a_mean_whose_history_spans_the_run() -> None:
-    peer, recorder = watched()
-    for none in (float("nan"), float("inf"), -1.0):
-        peer.measured(none, 1, [])
-        assert peer.status(figures=True).figures.loss == 0.0
-    peer.state = "training"
-    peer.measured(3.0, 0, [])
-    told(peer, recorder, status(loss=2.0), 1.0)
-    told(peer, recorder, status(loss=2.0), 1.5)  # too soon
-    [point] = recorder.snapshot(2.0).loss
-    assert (point.loss, point.low, point.high) == (2.5, 2.0, 3.0)
-    for second in range(2, 5000):
-        told(peer, recorder, status(loss=2.0, tokens=second), float(second))
-    loss = recorder.snapshot(5000.0).loss
-    assert MAX_HISTORY // 4 < len(loss) <= MAX_HISTORY and loss[-1].at - loss[0].at > 4900
-
-
-def test_what_a_peer_gave_stays_on_the_books() -> None:
-    peer, recorder = watched()
-    told(peer, recorder, status(tokens=170, discarded=30), 1.0)
-    peer.adopted(0, 1, "2" * 64, 2.0, contributors={OTHER: 100})
-    peer.lost(OTHER, 3.0, "reset")
-    ledger = recorder.snapshot(4.0).ledger
-    [row] = ledger.contributions
-    assert (row.peer_id, row.name, row.tokens, row.outer_steps) == (OTHER, "other", 100, 1)
-    assert (ledger.processed, ledger.applied, ledger.discarded, ledger.in_flight) == (170, 100, 30, 40)
-
-
-def test_a_peer_that_the_dht_goes_on_naming_is_elsewhere() -> None:
-    _, recorder = watched()
-    for now in (0.0, ELSEWHERE_S + 1):
-        recorder.named({ME: "me", OTHER: "other", "c": "far"}, now)
-    assert recorder.snapshot(ELSEWHERE_S).components == [[ME, OTHER]]
-    assert recorder.snapshot(ELSEWHERE_S + 1).components == [[ME, OTHER], ["c"]]
-    recorder.named({OTHER: "other"}, ELSEWHERE_S + 2)  # its record has run out
-    assert recorder.snapshot(ELSEWHERE_S + 2).components == [[ME, OTHER]]
-
-
-def test_hundreds_of_peers_are_cut_to_what_a_reply_holds() -> None:
-    peer = node()
-    recorder = Recorder(peer, TEXT)
-    for index in range(MAX_PEERS + 7):
-        joined(peer, f"{index:046d}", "x" * 128)
-    packed = recorder.packed(1.0)
-    seen = unpack(b"".join(packed))
-    assert (len(seen.peers), seen.left_out, seen.peers[0].peer_id) == (MAX_PEERS, 8, ME)
-    assert recorder.packed(1.4) is packed, "one answers all who ask at the same time"
-    assert recorder.packed(1.5) is not packed
-
-
-def test_a_snapshot_comes_in_pieces_and_damage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = b"".join(pack(snapshot(2)))
-    for packed, reason in (
-        (whole[:-9], "cut off"),
-        (whole + b"x", "cut off"),
-        (zlib.compress(bytes(MAX_TEXT_BYTES + 1)), "longer than"),
-        (zlib.compress(b"{}"), "run: Field required"),
-        (zlib.compress(snapshot(2).model_dump_json().replace('"loss":2', '"loss":"2', 1).encode()), "schema"),
-    ):
-        with pytest.raises(PayloadError, match=reason):
-            unpack(packed)
-    sent = snapshot(64)
-    assert max(map(len, pack(sent))) <= MAX_SNAPSHOT_PIECE_BYTES
-    monkeypatch.setattr(schema, "MAX_SNAPSHOT_PIECE_BYTES", 1000)
-    pieces = pack(sent)
-    assert len(pieces) > 3 and unpack(b"".join(pieces)) == sent
 
 
 class Answering:
@@ -192,8 +52,8 @@ class Silent:
     def close(self) -> None: ...
 
 
-def reply(data: bytes, **fields: Any) -> SnapshotReply:
-    return SnapshotReply(**{"wire_version": WIRE_VERSION, "data": data, **fields})
+def reply(*pieces: bytes, version: int = WIRE_VERSION) -> list[Message]:
+    return [*(Piece(version, piece, more=True) for piece in pieces), Piece(version, b"")]
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 1) -> Snapshot:
@@ -221,11 +81,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 
     [
         (Answering(why="protocols not supported"), "peer oWseed is no diloco peer; check the address"),
         (Answering(why="dial backoff"), "does not answer"),
-        (Answering(reply(b"", wire_version=99)), "cannot be understood: wire version 99 there does not"),
-        (Answering(reply(b"junk")), "cannot be understood: a snapshot cannot be inflated"),
+        (Answering(*reply(b"", version=99)), "cannot be understood: wire version 99 there does not"),
+        (Answering(*reply(b"junk")), "cannot be understood: that is no snapshot"),
         (Answering(Refusal(reason="not for you")), "cannot be understood: refused: not for you"),
-        (Answering(*[reply(bytes(2**19), more=True)] * 17), "more than"),
-        (Answering(reply(b"x", more=True)), "does not answer"),  # and ends
+        (Answering(*reply(*[bytes(2**19)] * 17)), "more than"),
+        (Answering(*reply(b"x")[:1]), "does not answer"),  # and ends
     ],
 )
 def test_who_cannot_tell_what_the_swarm_does_is_named(
@@ -237,7 +97,7 @@ def test_who_cannot_tell_what_the_swarm_does_is_named(
 
 
 def test_when_nobody_answers_the_address_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (Answering(reply(b"".join(pack(snapshot(2))))) for _ in range(2))
+    first, second = (Answering(*reply(*pack(snapshot(2)))) for _ in range(2))
     assert asked(monkeypatch, first, second, times=2).run.run_id == "fake"
     assert first.closed and second.closed
 
@@ -273,29 +133,24 @@ def test_the_tables_fit_the_terminal_and_name_everything() -> None:
         assert max(map(len, lines)) <= width and all(part in text for part in parts)
 
 
-def test_what_is_lost_cut_split_or_without_a_syncer_is_said() -> None:
+def test_what_is_lost_cut_or_without_an_author_is_said() -> None:
     for count, said in ((1, "  1 peer"), (2, "  2 peers")):
         assert shown(snapshot(count), 200)[0].endswith(said)
     assert "61 more" in "\n".join(shown(snapshot(64), rows=3))
     seen = snapshot(3)
-    nobody = [row.model_copy(update={"syncer": None}) for row in seen.fragments]
-    seen = seen.model_copy(update={"fragments": nobody, "components": [*seen.components, ["x", "y"]]})
+    seen = replace(seen, fragments=[replace(row, author=None, state="alone") for row in seen.fragments])
     text = "\n".join(shown(seen, lost="lost, last seen 7 s ago"))
-    for part in ("split: 2 more peers", "nobody", "lost, last seen 7 s ago"):
+    for part in ("alone", "nobody", "lost, last seen 7 s ago"):
         assert part in text
-    alike = seen.model_copy(update={"peers": [row.model_copy(update={"name": "peer"}) for row in seen.peers]})
+    alike = replace(seen, peers=[replace(row, name="peer") for row in seen.peers])
     assert set(alike.names().values()) == {f"peer-{peer_id(index)[-6:]}" for index in range(3)}
 
 
-def test_an_event_moves_no_cursor_and_is_not_of_every_round() -> None:
-    peer, recorder = watched(name="=\x1b[2J\nroot")
-    told(peer, recorder, status(tokens=1), 1.0)
-    recorder.note("units", {"base_version": 1, "units": [[0, 8]]}, 1.0)
-    recorder.note("join\n", {"name": "\x1b]0;x\x07"}, 1.0)
-    seen = recorder.snapshot(1.0)
-    assert seen.peers[1].name == "= [2J root"
-    assert [(event.kind, event.text) for event in seen.events] == [("join ", "name= ]0;x ")]
-    assert not any("\x1b" in line for line in shown(seen))
+def test_an_event_names_peers_and_moves_no_cursor() -> None:
+    said = Event(1e9, "join\n", f"peer={peer_id(1)} name=\x1b]0;x\x07")
+    lines = shown(replace(snapshot(2), events=[said]))
+    assert lines[-2].endswith("ago  join  peer=worker-01 name= ]0;x")
+    assert not any("\x1b" in one for one in lines)
 
 
 def test_watching_ends_when_an_answer_takes_the_cancellation() -> None:

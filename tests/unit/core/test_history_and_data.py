@@ -14,6 +14,7 @@ from diloco.core.history import follow, genesis, sign
 from diloco.core.units import overlaps
 from diloco.messages.control import Lease, Status
 from diloco.messages.heads import MAX_LEDGER, Entry, Head, Line
+from tests.support.core import ME, advance, core
 from tests.support.fake_tensors import RUN, Arithmetic, Signer, gradient
 from tests.support.swarm_without_tensors import Peer, Swarm
 
@@ -132,3 +133,14 @@ def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
     assert (
         discarded(other.facts, other.facts.control) == 0 and other.facts.processed >= old.tips[0].book.of(other.name)[1]
     )
+
+
+def test_when_the_run_is_over_no_head_is_waited_for() -> None:
+    """A peer that began between the last heads of two fragments has sent what it learned from one of these."""
+    peer = core()
+    for f in peer.facts.fragments:
+        f.waiting = 0
+        for _ in range(9):
+            assert peer.facts.waits
+            advance(peer.facts, f, ME)
+    assert not peer.facts.waits

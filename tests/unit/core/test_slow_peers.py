@@ -28,7 +28,7 @@ def test_the_tokens_of_a_peer_that_is_twenty_times_slower_arrive(settings: Setti
         assert slow.tip(f.index).book.of("d")[1] > 20
         assert slow.core and slow.core.discarded() <= 1
     assert not any(peer.core.discarded() for peer in swarm.peers.values() if peer.core and peer is not slow)
-    assert slow.tip().head.number > 30, "the others waited"
+    assert slow.tip().head.number > 25, "the others waited"  # for whole rounds of it: 4
 
 
 def test_peers_of_one_speed_send_after_a_whole_cycle() -> None:

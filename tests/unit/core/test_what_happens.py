@@ -21,6 +21,7 @@ from tests.support.swarm_without_tensors import Peer, Swarm
 
 BARRIER = Settings(sync_every=10)
 ROUND_S = 15.0
+RESEND_S = 6.0  # a contribution is offered again after 5 s, and is on its way
 FOR_GOOD = 10.0**9
 
 
@@ -65,8 +66,12 @@ class Scene(Swarm):
         return ids
 
     def in_step(self) -> bool:
-        """Whether all have the newest version a while after it was made."""
-        self.until(self.now + 20.0, lambda: self.now > self.made[-1][0] + 8.0)
+        """Whether all have the newest version before the next one is made."""
+        self.next_version()
+        self.until(self.now + 20.0, self.same)
+        return self.same()
+
+    def same(self) -> bool:
         return len({peer.tip().head.id for peer in self.peers.values() if peer.core and not peer.frozen}) == 1
 
     def goes_on(self, longest: float = ROUND_S, lost: int = 0, seconds: float = 60.0) -> None:
@@ -250,8 +255,8 @@ def test_leaver(who: str, after: float) -> None:
     """What it has learned is in the model of the others, and it is gone soon."""
     swarm = Scene(after=after)
     peer, at = swarm.author() if who == "author" else swarm.contributor(), swarm.now
-    swarm.tell(peer, events.Leave())
     processed = peer.facts.processed
+    swarm.tell(peer, events.Leave())
     swarm.until(swarm.now + 100.0, lambda: peer.core is None)
     assert swarm.now < at + 5.0
     swarm.goes_on()
@@ -266,7 +271,7 @@ def test_an_author_that_leaves_while_it_makes_a_version(what: str) -> None:
     author = swarm.author()
     swarm.until(swarm.now + 30.0, lambda: getattr(author.facts.control, what) is not None)
     swarm.tell(author, events.Leave())
-    swarm.goes_on(ROUND_S + 4.0)
+    swarm.goes_on(ROUND_S + RESEND_S)
     numbers = [head.number for _, head in swarm.made]
     assert len(numbers) == len(set(numbers))
 
@@ -278,7 +283,7 @@ def test_damaged(who: str) -> None:
     peer = swarm.author() if who == "author" else swarm.contributor()
     first, *rest = peer.anchors.now[0]
     peer.anchors.now[0] = (first ^ 64, *rest)
-    swarm.goes_on(ROUND_S + 5.0 * (who == "author"))
+    swarm.goes_on(ROUND_S + RESEND_S * (who == "author"))
     assert all(one.tip().parts == tuple(map(hexed, one.anchors.now[0])) for one in swarm.peers.values())
     assert len({one.anchors.now[0] for one in swarm.peers.values()}) == 1
 

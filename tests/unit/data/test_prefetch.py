@@ -18,11 +18,11 @@ from torch import Tensor
 
 from diloco import data
 from diloco.config import compose
+from diloco.core.units import NONE, difference, union
 from diloco.data.numbered import NumberedStream
 from diloco.data.prefetch import AHEAD, Prefetched
 from diloco.errors import DataError
-from diloco.protocol.ledger import Units, count, intersection, union
-from diloco.swarm.conversations.units import LeasedData
+from diloco.swarm.node.leases import LeasedData
 from diloco.train.island import Island
 from diloco.train.run import _stream
 from tests.support.data import config, numbered, rows_of
@@ -178,32 +178,29 @@ def leased(data_: LeasedData, size: int = 4) -> Prefetched:
     return Prefetched(NumberedStream(numbered(500), size, 0, 7, None, leases=data_), depth=3)
 
 
-STEP = st.tuples(st.sampled_from(["grant", "train", "train", "send", "settle"]), st.integers(0, 40), st.integers(1, 9))
+STEP = st.tuples(st.sampled_from(["grant", "train", "train", "trained"]), st.integers(0, 40), st.integers(1, 9))
 
 
 @given(st.lists(STEP, max_size=25))
 @settings(max_examples=30)
 def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[tuple[str, int, int]]) -> None:
-    both = LeasedData(), LeasedData()
-    granted: Units = []
+    both, granted = (LeasedData(), LeasedData()), NONE
     with closing(leased(both[0])) as ahead:
         plain = NumberedStream(numbered(500), 4, 0, 7, None, leases=both[1])
         for what, start, size in steps:
-            for units in both:
-                match what:
-                    case "grant" if not intersection(granted, [(start, start + size)]):
-                        units.add([(start, start + size)])
-                    case "send":
-                        units.send()
-                    case "settle":
-                        units.drop(units.send())
-            if what == "grant":
-                granted = union(granted, [(start, start + size)])
-            if what == "train":
-                assert torch.equal(next(ahead), next(plain))
+            match what:
+                case "grant":
+                    granted = union(granted, ((start, start + size),))
+                    for units in both:
+                        units.have(granted)
+                case "train":
+                    assert torch.equal(next(ahead), next(plain))
+                case "trained":
+                    one, other = (units.trained() for units in both)
+                    assert one == other
+                    granted = difference(granted, one)
             assert both[0].ahead(1000) == both[1].ahead(1000)
             assert ahead.state() == plain.state()
-            assert count(both[0].all) == count(both[1].all)
 
 
 LEASED = [call.units(8), call.lease_units(ANY, AHEAD)]

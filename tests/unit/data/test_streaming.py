@@ -181,10 +181,10 @@ def test_a_peer_that_resumes_goes_on_with_what_is_in_the_model(
     stream = large.batches(2, leases=dealer)
     before = read_by(stream, 30)
     state = through_json(stream.state())
-    cursor = [dealer.next, [] if merged else [[dealer.next - 1, dealer.next]]]
+    known = [[0, dealer.next if merged else dealer.next - 1]]
     resumed = large.batches(2, leases=(other := Dealer()))
     other.next = dealer.next
-    resumed.restore({**state, "cursor": cursor})
+    resumed.restore({**state, "merged": known})
     if merged:
         assert rows_of(resumed, 30) == rows_of(stream, 30)
     else:
@@ -216,7 +216,7 @@ def test_a_position_of_another_kind_or_version_is_refused(state: Any, streamed: 
 
 
 def test_without_leases_training_goes_on(large: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The syncer died, for example. A line says so."""
+    """The author died, for example. A line says so."""
     dealer = Dealer()
     stream = large.batches(2, leases=dealer)
     before = read_by(stream, 5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import diloco
 from diloco.errors import ConfigError, DilocoError, JoinError
 from diloco.integrations.membership import FOLDER
 from diloco.rundir.files import exclusive
-from diloco.swarm.node.rounds import Exchanged
+from diloco.swarm.node.node import Exchanged
 from diloco.train.wrapped import paced, plain_model, plain_optimizer
 from tests.support.loops import Direct, LastFlight
 
@@ -31,12 +30,9 @@ pytestmark = [
 class Going(LastFlight):
     """A node whose swarm has made 3 outer steps, and makes one more with each exchange."""
 
-    left_behind = False
-
-    async def receive(self, fragments: tuple[int, ...]) -> Exchanged:
-        before = await super().receive(fragments)
-        self.protocol.steps += 1
-        return replace(before, version=self.protocol.steps)
+    async def exchange(self) -> Exchanged:
+        self.version += 1
+        return await super().exchange()
 
 
 class Regression(nn.Module):
@@ -117,7 +113,7 @@ def test_the_others_are_told_while_a_trainer_evaluates(tmp_path: Path) -> None:
 
     class Model(Regression):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            changes = [said for said in node.said if said in ("pause", "enter")]
+            changes = [said for said in node.said if said in ("pause", "resume")]
             paused.append(changes[-1:] == ["pause"])
             assert paused[-1] is not self.training
             return super().forward(x)

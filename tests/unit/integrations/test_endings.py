@@ -70,7 +70,7 @@ def test_a_signal_ends_a_trainer_with_a_checkpoint(
 def test_a_signal_ends_lightning_with_a_goodbye(node: Node, tmp_path: Path) -> None:
     """Also while it waits for others, of which Lightning's own handler knows nothing."""
 
-    async def begin(cold: bool) -> None:
+    async def begin(*_: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     node.begin = begin  # type: ignore[assignment, method-assign]
@@ -99,7 +99,7 @@ def test_a_trainer_that_fails_says_goodbye_and_comes_back(node: Node, tmp_path: 
 class Diverging(Node):
     """Its swarm refuses what is not finite."""
 
-    async def receive(self, fragments: tuple[int, ...]) -> Any:
+    async def exchange(self) -> Any:
         raise DivergedError("training diverged: a value of nan cannot be sent, in outer step 2; lower inner.lr; more")
 
 

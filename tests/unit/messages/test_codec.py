@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.messages.base import EVERYBODY, MAX_FRAME_BYTES, Message, Refusal
 from diloco.messages.bulk import (
@@ -24,7 +25,7 @@ from diloco.messages.bulk import (
     RecordHeader,
     Values,
 )
-from diloco.messages.codec import KINDS, NEXT_WIRE_VERSION, OtherVersion, UnknownKind, decode, encode, expect
+from diloco.messages.codec import KINDS, OtherVersion, UnknownKind, decode, encode, expect
 from diloco.messages.control import (
     MAX_GREETING_BYTES,
     Answer,
@@ -44,7 +45,7 @@ from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, Probe, ProbeRe
 
 D = "ab" * 32
 STATUS = Status(tips={0: (7, D), 3: (9, D)}, steps=4, units=((1, 5),), figures=Figures(tokens=3, loss=2.5))
-HELLO = Hello(NEXT_WIRE_VERSION, "run", D, "ann", True, True, STATUS, addresses={"a": ["/ip4/1.2.3.4/tcp/1"]})
+HELLO = Hello(WIRE_VERSION, "run", D, "ann", True, True, STATUS, addresses={"a": ["/ip4/1.2.3.4/tcp/1"]})
 LINE = Line(0, "a", 5, D, 4, 100, ((0, 4),), 1.5, D, "ann", b"signature")
 PLAIN = {"kind": "status"}
 
@@ -126,8 +127,8 @@ EXAMPLES = [
     Lease("a", 3, ((1, 5),)), Grant("a", ((1, 5),)), Greeting("x", 3, "ab" * 8), Refusal("no"), No(), Got(), Values(),
     Revocations(1, ["ab" * 8], ["a"], "ab" * 64), Push(LINE, 7), Get(0, (7, D), D, 3), RecordHeader(HEAD, 2),
     PartHeader(HEAD, BOOK, (D,)), InnerRequest(), InnerHeader(["0.w.exp_avg"], [3], [1]), Ask(D),
-    Probe(1, 2, ["/ip4/1.2.3.4"]), Piece(NEXT_WIRE_VERSION, b"x" * MAX_PIECE_BYTES, True, "ab" * 64),
-    ProbeReply(NEXT_WIRE_VERSION, "run", "ann", 1.5, ["/a"], ["b"], "/ip4", ["/a"], "why"),
+    Probe(1, 2, ["/ip4/1.2.3.4"]), Piece(WIRE_VERSION, b"x" * MAX_PIECE_BYTES, True, "ab" * 64),
+    ProbeReply(WIRE_VERSION, "run", "ann", 1.5, ["/a"], ["b"], "/ip4", ["/a"], "why"),
 ]  # fmt: skip
 OTHER = [None, -2, 2**63, 1.5, math.nan, "x" * 2000, b"x" * 2000, [[]], [None], [-1], {"a": None}]
 
@@ -181,7 +182,7 @@ def test_a_kind_that_a_newer_peer_may_know_is_told_from_nonsense() -> None:
         decode(pack({"kind": "trumpet", "loud": True}))
 
 
-@pytest.mark.parametrize("first", [HELLO, Piece(NEXT_WIRE_VERSION, b"")])
+@pytest.mark.parametrize("first", [HELLO, Piece(WIRE_VERSION, b"")])
 def test_another_wire_version_is_refused_by_that_whatever_else_is_in_it(first: Message) -> None:
     text = "wire version 11 there does not fit 12 here; install the same diloco version on both sides"
     for other in ({}, {"status": 5, "data": 5}, {"unknown": 1}):
@@ -205,7 +206,7 @@ def test_a_conversation_expects_one_kind_or_a_refusal() -> None:
 
 def test_text_that_people_read_moves_no_cursor() -> None:
     said = "a\x1b[2J\nb"
-    probed = ProbeReply(NEXT_WIRE_VERSION, said, said, 1.0, [], [], said, [], said)
+    probed = ProbeReply(WIRE_VERSION, said, said, 1.0, [], [], said, [], said)
     for message, fields in (
         (Refusal(said), ["reason"]), (probed, ["run_id", "name", "observed", "why"]),
     ):  # fmt: skip

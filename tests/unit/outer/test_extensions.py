@@ -20,7 +20,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
 from diloco.outer.payloads import LIMIT, buffer, refuse_diverged
 from tests.support.extensions import MISSING, installed
-from tests.support.outer import EXACT, gaussian, make, named, outer, payload_of, syncer
+from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of
 
 pytestmark = pytest.mark.usefixtures("registers")
 
@@ -84,7 +84,7 @@ def refused(text: str) -> Iterator[None]:
 def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
     register(Sign)
     replica, delta = (
-        syncer({"w": torch.zeros(CHUNK + 5)}, outer(optimizer="sign", lr=0.5, **EXACT)),
+        author({"w": torch.zeros(CHUNK + 5)}, outer(optimizer="sign", lr=0.5, **EXACT)),
         gaussian(CHUNK + 5),
     )
     assert not replica.can_follow, "as a momentum does not follow from its updates"
@@ -95,7 +95,7 @@ def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
 def test_a_registered_class_is_all_that_a_new_codec_takes() -> None:
     register(type("Published", (Thirds,), {"publishes": True}))
     settings = outer(codec_up="thirds", codec_down="thirds", lr=1, momentum=0, robust="clip")
-    replica = syncer({"w": torch.arange(CHUNK + 5.0) % 509}, settings)
+    replica = author({"w": torch.arange(CHUNK + 5.0) % 509}, settings)
     replica.local.tensors["w"].mul_(0.5)
     make(replica, named([replica.capture(0)]))
     assert torch.equal(replica.anchors[0], replica.local.tensors["w"])

@@ -19,7 +19,7 @@ from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import CHUNK
 from diloco.outer.merging import AVERAGES
 from diloco.outer.replica import Replica
-from tests.support.outer import EXACT, make, named, outer, payload_of, syncer
+from tests.support.outer import EXACT, author, make, named, outer, payload_of
 
 NUMELS = {"embed.weight": 1000, "layer.weight": CHUNK, "layer.bias": 77}  # two chunks, and elements in no piece
 NUMEL = sum(NUMELS.values())
@@ -33,7 +33,7 @@ def settings_of(rule: str, **settings: object) -> OuterConfig:
 
 
 def zeros(settings: OuterConfig) -> Replica:
-    return syncer({name: torch.zeros(numel) for name, numel in NUMELS.items()}, settings)
+    return author({name: torch.zeros(numel) for name, numel in NUMELS.items()}, settings)
 
 
 def version(replica: Replica, found: Mapping[str, Tensor], weights: Mapping[str, float] | None = None) -> Tensor:

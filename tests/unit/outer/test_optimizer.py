@@ -12,7 +12,7 @@ from diloco.outer.optimizer import (
     Linear,
     delayed_nesterov,
 )
-from tests.support.outer import EXACT, gaussian, make, named, outer, relative_error, syncer
+from tests.support.outer import EXACT, author, gaussian, make, named, outer, relative_error
 
 
 @pytest.mark.parametrize("delay", [1, 4, 16])
@@ -44,8 +44,8 @@ GROUPS = {
 @pytest.mark.parametrize("settings", [{}, {"delay_c": 0.1}], ids=["DN", "DN, c"])
 def test_a_momentum_step_belongs_to_a_window_of_contributions(settings: dict[str, object], groups: list[int]) -> None:
     """Versions that merge several contributions end where the same contributions end that are pushed one by one."""
-    fixed = {"quorum": 1, "staleness_limit": 9, "lr": 0.5, "momentum": 0.8, "momentum_warmup": 0, **EXACT}
-    replica = syncer({"w": gaussian(200)}, outer(**{"optimizer": "delayed_nesterov", **fixed, **settings}))
+    fixed = {"quorum": 1, "lr": 0.5, "momentum": 0.8, "momentum_warmup": 0, **EXACT}
+    replica = author({"w": gaussian(200)}, outer(**{"optimizer": "delayed_nesterov", **fixed, **settings}))
     state, delay, pushed, c = replica.states[0], 4, 0, replica.settings.delay_c
     plain = (replica.anchors[0].double(), torch.zeros(200).double(), torch.zeros(200).double())
     for version, contributions in enumerate(groups * 3):
@@ -62,7 +62,7 @@ def test_a_momentum_step_belongs_to_a_window_of_contributions(settings: dict[str
 
 
 def test_a_windows_length_changes_with_the_next_window_only() -> None:
-    state, steps = syncer({"w": torch.zeros(4)}, outer(optimizer="delayed_nesterov")).states[0], []
+    state, steps = author({"w": torch.zeros(4)}, outer(optimizer="delayed_nesterov")).states[0], []
     for version, delay in enumerate((3, 2, 2, 2, 2)):
         steps.append(state.step(version, 1, delay))
         state.apply_(steps[-1], Linear((1.0,) * 3, (0.0,) * 3, (0.0,) * 3), codec("fp32"), torch.zeros(4), [])

@@ -13,7 +13,7 @@ from diloco.errors import PayloadError
 from diloco.outer.digest import fragment_digest
 from diloco.outer.fragments import BLOCK, CHUNK
 from diloco.outer.optimizer import OPTIMIZERS, OuterOptimizer, OuterStep, Transition
-from tests.support.outer import gaussian, make, named, outer, payload_of, syncer
+from tests.support.outer import author, gaussian, make, named, outer, payload_of
 
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
 FEW = 3 * BLOCK + 500
@@ -24,9 +24,9 @@ FEW = 3 * BLOCK + 500
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_update_is_no_longer_than_its_contributions_allow(optimizer: str, codec: str, outlier: float) -> None:
     """Of contributions that agree, then turn, then hardly move, while there is still something lost to publish."""
-    quorum = {"quorum": 1, "staleness_limit": 9} if OPTIMIZERS[optimizer].windowed else {}
+    quorum = {"quorum": 1} if OPTIMIZERS[optimizer].windowed else {}
     settings = outer(optimizer=optimizer, codec_up="fp32", codec_down=codec, momentum_warmup=0, robust="none", **quorum)
-    peer, reach, drift = syncer({"w": torch.zeros(FEW)}, settings), (0.0, 0.0, 0.0), gaussian(FEW, 1)
+    peer, reach, drift = author({"w": torch.zeros(FEW)}, settings), (0.0, 0.0, 0.0), gaussian(FEW, 1)
     own, state = peer.aggregates[0], peer.states[0]
     for version in range(24):
         scale = (1e-3, 1e-3, -1e-3, 1e-6)[version // 3 % 4]
@@ -37,7 +37,7 @@ def test_an_update_is_no_longer_than_its_contributions_allow(optimizer: str, cod
         merged, _ = make(peer, named(delta.view(torch.uint8) for delta in deltas), delay=4)
         limit, reach = peer.optimizer.reach(merged.step, max(float(delta.norm()) for delta in deltas), reach)
         moved = float((peer.anchors[0] - before).norm())
-        behind = syncer({"w": before}, settings)
+        behind = author({"w": before}, settings)
         norm, parts = behind.foresee(0, merged.update)
         assert norm == pytest.approx(moved, rel=1e-3, abs=1e-5) and moved <= limit
         assert fragment_digest(parts) == peer.digest(0) and torch.equal(behind.anchors[0], before)
@@ -68,7 +68,7 @@ def test_the_reach_of_a_step_that_is_not_linear_is_infinite() -> None:
 @pytest.mark.parametrize("codec", ["fp32", "int8", "e3m0", "stat2", "topk"])
 def test_the_norm_of_a_payload_is_that_of_its_values(codec: str, scale: float) -> None:
     feedback = {"error_feedback": 0.9, "momentum": 0.0} if codec in ("stat2", "topk") else {}
-    peer = syncer({"w": torch.zeros(CHUNK + 5000)}, outer(codec_up=codec, **feedback))
+    peer = author({"w": torch.zeros(CHUNK + 5000)}, outer(codec_up=codec, **feedback))
     whole = payload_of(peer.up, scale * gaussian(CHUNK + 5000))
     parts = zip(peer.payload_chunks(0, whole), (CHUNK, 5000), strict=True)
     values = [peer.up.values(part, numel).double() for part, numel in parts]

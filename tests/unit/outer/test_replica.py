@@ -111,7 +111,7 @@ ROUNDS_WITHOUT_TRAINING = {
     "barrier": {},
     "mixing": {"mixing": 0.5, "overlap": 1},
     "overlap": {"overlap": 1},
-    "quorum": {"quorum": 1, "staleness_limit": 2},
+    "quorum": {"quorum": 1},
 }
 
 

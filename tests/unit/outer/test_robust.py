@@ -43,9 +43,9 @@ def sent(deltas: list[Tensor], lies: dict[int, float] | None = None) -> dict[str
     return {f"p{i}": encoded(x, (lies or {}).get(i, 1.0)) for i, x in enumerate(deltas)}
 
 
-def syncer(**settings: object) -> Replica:
+def author(**settings: object) -> Replica:
     fixed = {"codec_up": "int8", "codec_down": "fp32"}
-    return steps.syncer({"w": torch.zeros(NUMEL)}, outer(**{**fixed, **settings}))
+    return steps.author({"w": torch.zeros(NUMEL)}, outer(**{**fixed, **settings}))
 
 
 def step(replica: Replica, found: Mapping[str, Tensor], me: str = "") -> Merged:
@@ -69,7 +69,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 9), merge=st.sampled_from(["mean", "rda"]))
 def test_a_version_of_honest_contributions_stays_as_it_is(seed: int, count: int, merge: str) -> None:
-    plain, robust = syncer(robust="none", merge=merge), syncer(merge=merge)
+    plain, robust = author(robust="none", merge=merge), author(merge=merge)
     for round_ in range(3):
         found = sent(pseudo_gradients(count, seed + round_))
         assert step(robust, found).left_out == ()
@@ -85,7 +85,7 @@ def test_a_version_of_honest_contributions_stays_as_it_is(seed: int, count: int,
 def test_one_of_eight_that_lies_hardly_turns_the_step(factor: float) -> None:
     deltas = pseudo_gradients(8, 5)
     honest = torch.stack(deltas[:3] + deltas[4:]).mean(0)
-    robust, plain, found = syncer(), syncer(robust="none"), sent(deltas, {3: factor})
+    robust, plain, found = author(), author(robust="none"), sent(deltas, {3: factor})
     assert step(robust, found).left_out == (("p3",) if factor < 0 else ())
     assert cosine(-robust.anchors[0], honest) > 0.9
     assert 0.4 < float(robust.anchors[0].norm() / (0.7 * 1.9 * honest.norm())) < 1.4
@@ -96,8 +96,8 @@ def test_one_of_eight_that_lies_hardly_turns_the_step(factor: float) -> None:
 
 def test_three_reversed_of_eight_are_left_out_and_four_are_not() -> None:
     deltas = pseudo_gradients(8, 5)
-    assert step(syncer(), sent(deltas, dict.fromkeys(range(3), -10.0))).left_out == ("p0", "p1", "p2")
-    assert step(syncer(), sent(deltas, dict.fromkeys(range(4), -10.0))).left_out == (), "no majority to go by"
+    assert step(author(), sent(deltas, dict.fromkeys(range(3), -10.0))).left_out == ("p0", "p1", "p2")
+    assert step(author(), sent(deltas, dict.fromkeys(range(4), -10.0))).left_out == (), "no majority to go by"
 
 
 def few(count: int, lie: float, replica: Replica, me: str, seed: int = 5) -> tuple[list[str], list[str]]:
@@ -108,12 +108,12 @@ def few(count: int, lie: float, replica: Replica, me: str, seed: int = 5) -> tup
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_of_few_one_is_left_out_that_opposes_the_syncers_own(count: int) -> None:
-    assert few(count, -10.0, syncer(), "p1") == ([], ["p0"])
-    assert few(count, -10.0, syncer(), "p0") == ([], [f"p{i}" for i in range(1, count)])
+    assert few(count, -10.0, author(), "p1") == ([], ["p0"])
+    assert few(count, -10.0, author(), "p0") == ([], [f"p{i}" for i in range(1, count)])
 
 
 def test_a_host_leaves_out_what_opposes_the_momentum() -> None:
-    replica = syncer()
+    replica = author()
     assert few(3, 1.0, replica, "") == ([], [])
     assert few(3, -10.0, replica, "") == ([], ["p0"])
     assert few(2, -10.0, replica, "") == (["p0"], []), "the momentum may have to turn"
@@ -121,7 +121,7 @@ def test_a_host_leaves_out_what_opposes_the_momentum() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_contributions_are_as_long_as_is_usual(count: int) -> None:
-    replica = syncer()
+    replica = author()
     for _ in range(4):
         assert few(count, 1.0, replica, "") == ([], []), "honest ones are merged as they are"
     before = replica.anchors[0].clone()
@@ -129,7 +129,7 @@ def test_few_contributions_are_as_long_as_is_usual(count: int) -> None:
     longest = max(replica.aggregates[0].norms)
     assert longest == pytest.approx(4 * float(pseudo_gradients(1, 5)[0].norm()), rel=0.05)
     assert float((replica.anchors[0] - before).norm()) < 10 * longest
-    assert few(count, 10.0, replica, "p0") == ([], []), "it is the syncer's own"
+    assert few(count, 10.0, replica, "p0") == ([], []), "it is the author's own"
 
 
 def test_one_against_the_momentum_is_as_long_as_is_usual() -> None:

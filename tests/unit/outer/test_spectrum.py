@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diloco.outer.fragments import CHUNK, Fragment, Slice, partition
 from diloco.outer.spectrum import Matrix, flatten_, matrices
-from tests.support.outer import EXACT, gaussian, make, named, outer, payload_of, syncer
+from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of
 
 
 def reference(matrix: Tensor, part: float) -> Tensor:
@@ -57,7 +57,7 @@ def test_a_version_is_made_of_flattened_matrices(robust: str) -> None:
     shapes = {"a": (CHUNK - 2048,), "b": (64, 64), "c": (10,)}
     [fragment] = partition({name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}, 1)
     settings = outer(lr=1.0, momentum=0.0, flatten=0.5, robust=robust, **EXACT)
-    peer = syncer({name: torch.zeros(shape) for name, shape in shapes.items()}, settings)
+    peer = author({name: torch.zeros(shape) for name, shape in shapes.items()}, settings)
     contributions = [gaussian(fragment.numel, seed) + 1 for seed in range(4)]
     make(peer, named(payload_of(peer.up, delta) for delta in contributions))
     mean = torch.stack(contributions).mean(0)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.core.author import weights
+from diloco.messages.heads import Line
 from diloco.outer.codecs import codec
 from diloco.outer.optimizer import (
     Nesterov,
@@ -23,8 +25,7 @@ from diloco.outer.optimizer import (
     mean_,
     momentum_at,
 )
-from diloco.protocol.work import weigh
-from tests.support.outer import make, named, outer, syncer
+from tests.support.outer import author, make, named, outer
 
 DELTAS = [0.2, 0.4, 0.6, 1.2]
 NUMEL = 5
@@ -92,10 +93,11 @@ def test_nesterov_by_rates(rates: Callable[[int], tuple[float, float]], golden: 
     ],
 )
 def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
-    weights = weigh(kind, {peer: (1000, steps) for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True)})
+    lines = [Line(0, peer, 1, "", steps, 1000, (), 1.0, "") for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True)]
+    counted = weights(kind, lines)
     master, momentum = full(10.0), full(0.0)
     for expected in golden:
-        nesterov_(master, momentum, merged(DELTAS, [weights[peer] for peer in "abcd"]), 0.5, 0.5)
+        nesterov_(master, momentum, merged(DELTAS, counted), 0.5, 0.5)
         assert_all(master, expected)
 
 
@@ -106,7 +108,7 @@ def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
 #   e = (0, 2.625, -1.75)+ delta = (4, 5.625,-5.25) sends   5.625 at 1    ( 0, 4.375, 15.25)
 def test_sparse_with_error_feedback() -> None:
     settings = outer(codec_up="topk", error_feedback=0.5, momentum=0, lr=1, codec_down="fp32")
-    peer = syncer({"w": torch.full((3,), 10.0)}, settings)
+    peer = author({"w": torch.full((3,), 10.0)}, settings)
     for version, expected in enumerate(([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])):
         peer.local.tensors["w"].sub_(torch.tensor([4.0, 3.0, -3.5]))
         make(peer, named([peer.capture(0)]), step=OuterStep(version, 1))

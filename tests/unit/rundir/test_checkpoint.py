@@ -223,12 +223,16 @@ def test_damage_to_every_checkpoint_is_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_newer_format_is_refused_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", [module.FORMAT - 1, module.FORMAT + 1])
+def test_a_checkpoint_of_another_format_is_refused_by_its_number(
+    other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "FORMAT", 3)
+        patch.setattr(module, "FORMAT", other)
         save(CheckpointStore(tmp_path, keep=1), 1)
-    with pytest.raises(CheckpointError, match="it has format 3, this version of diloco reads 2"):
+    with pytest.raises(CheckpointError, match=f"it has format {other}, this version of diloco reads 3") as caught:
         CheckpointStore(tmp_path, keep=1).load_latest()
+    assert "\n" not in str(caught.value)
 
 
 def test_looking_for_checkpoints_changes_nothing(tmp_path: Path) -> None:

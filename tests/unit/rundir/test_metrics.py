@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from diloco.config import compose
 from diloco.errors import ConfigError
-from diloco.protocol.phase_seconds import PhaseSeconds
-from diloco.protocol.shares import Contributor
+from diloco.messages.phase_seconds import PhaseSeconds
+from diloco.messages.snapshot import Contributor
 from diloco.rundir import summary
 from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
 from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from diloco.config import compose
-from diloco.protocol.phase_seconds import PhaseSeconds
-from diloco.protocol.shares import Contributor
+from diloco.messages.phase_seconds import PhaseSeconds
+from diloco.messages.snapshot import Contributor
 from diloco.rundir import reporting
 from diloco.rundir.reporting import Finished, Message, Notice, Ready, Stage, Status, read_message, to_wire
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-import msgpack
+import msgspec
 import pytest
-import torch
+from msgspec.structs import replace
 
-from diloco.protocol.fragment import LEAP
-from diloco.protocol.messages import Message, Refusal
-from diloco.protocol.messages.bulk import Receipt
-from diloco.protocol.messages.control import Claim, Published, Revocations, Status
-from diloco.protocol.penalties import Penalties
+from diloco.core.penalties import Penalties
+from diloco.messages.bulk import Got, Push
+from diloco.messages.codec import Message, Refusal
+from diloco.messages.control import Answer, Offer, Revocations, Welcome
+from diloco.messages.heads import Line
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S, FLUSH_BYTES, _Outgoing
 from diloco.swarm.wire.streams import Stream, Traffic
-from tests.support.listener import DIGEST, OTHER, Listener, hello, status
-from tests.support.stub_wire import Pipe, contribution, framed
+from tests.support.core import D
+from tests.support.listener import OTHER, Listener, hello, status
+from tests.support.stub_wire import Pipe, framed
 
 
 class Blocked(Pipe):
-    """Says its status, and then takes nothing that it is sent."""
+    """Lets a caller in, and then takes nothing that it is sent."""
 
     def __init__(self) -> None:
         super().__init__(b"")
         self.reader = asyncio.StreamReader()
-        self.reader.feed_data(framed(status()))
+        self.reader.feed_data(framed(Welcome()))
         self.blocked = asyncio.Event()
 
     async def drain(self) -> None:
@@ -35,26 +37,22 @@ class Blocked(Pipe):
             await asyncio.Event().wait()
 
 
-def claim(fragment: int = 0, term: int = 1, version: int = 0) -> Claim:
-    return Claim(fragment=fragment, term=term, version=version, digest=DIGEST)
-
-
-def published(**fields: int) -> Published:
-    known = {"fragment": 0, "term": 1, "version": 1, "digest": DIGEST, "contributors": [OTHER], "applied_tokens": 1}
-    return Published(**{**known, **fields})
-
-
 def packed(**fields: object) -> bytes:
     """A frame whose fields need not fit."""
-    frame = msgpack.packb(fields)
+    frame = msgspec.msgpack.encode(fields)
     return len(frame).to_bytes(4, "big") + frame
 
 
 def hello_with(**fields: object) -> bytes:
-    return packed(**{"kind": "hello", **hello().model_dump(), **fields})
+    known: dict[str, Any] = msgspec.to_builtins(hello())
+    return packed(**{**known, **fields})
 
 
-CONTRIBUTION = contribution(torch.zeros(6))
+def line(fragment: int = 0) -> Line:
+    return Line(fragment, OTHER, 5, D, 4, 100, (), 1.5, D)
+
+
+TOO_MANY = {index: (0, D) for index in range(3)}
 GARBAGE, ENDLESS = b"\x00\x00\x00\x02hi", b"\xff\xff\xff\xff"
 
 
@@ -67,7 +65,7 @@ async def test_a_peer_that_takes_nothing_is_dropped_in_time(loop: VirtualLoop) -
 
     listener.transport.open = opened  # type: ignore[method-assign]
     assert await listener.mesh.dial(OTHER)
-    message = listener.protocol.status()
+    message = listener.core.status()
     while not pipe.blocked.is_set():
         listener.mesh.broadcast(message)
         await asyncio.sleep(0)
@@ -82,47 +80,47 @@ async def test_a_peer_that_takes_nothing_is_dropped_in_time(loop: VirtualLoop) -
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (GARBAGE, "a frame is not valid msgpack"),
+        (GARBAGE, "a message does not fit its schema"),
         (ENDLESS, "a frame of 4294967295 bytes is over the limit"),
-        (framed(status(fragments=1)), "a status of 1 fragments, and the run has 2"),
-        (framed(status().model_copy(update={"disputed": [2]})), "a status of 3 fragments, and the run has 2"),
-        (framed(claim(fragment=2)), "a message about fragment 2, and the run has 2"),
-        (framed(published(fragment=7)), "a message about fragment 7, and the run has 2"),
-        (CONTRIBUTION, "a control stream does not carry Contribution"),
+        (framed(status(tips={2: (0, D)})), "a message about fragment 2, and the run has 2"),
+        (framed(Offer(line(fragment=2))), "a message about fragment 2, and the run has 2"),
+        (framed(Offer(replace(line(), steps=99))), "100 tokens, 0 ranges of data in 99 steps are claimed"),
+        (framed(Answer(7, OTHER, 5, "got")), "a message about fragment 7, and the run has 2"),
+        (framed(Push(line())), "a control stream does not carry Push"),
     ],
-    ids=["schema", "length", "status", "dispute", "claim", "published", "kind"],
+    ids=["schema", "length", "status", "offer", "impossible", "answer", "kind"],
 )
 async def test_an_offence_puts_its_peer_out_for_a_while(sent: bytes, why: str, loop: VirtualLoop) -> None:
     listener = Listener()
     ours = listener.mesh._outgoing[OTHER] = _Outgoing(Stream(OTHER, *[Pipe(b"")] * 2, Traffic()))  # type: ignore[arg-type]
     [answer] = await listener.hear(framed(hello()), framed(status()), sent, framed(status()))
-    assert isinstance(answer, Status)
+    assert isinstance(answer, Welcome)
     [penalty] = listener.said("penalty")
     assert penalty["peer"] == OTHER and str(penalty["why"]).startswith(why)
     assert [event["why"] for event in listener.said("lost")] == [penalty["why"]]
-    assert OTHER not in listener.protocol.members
+    assert OTHER not in listener.core.facts.members
     assert OTHER not in listener.mesh._outgoing and ours.over, "our stream to it ends"
     [refusal] = await listener.hear(framed(hello()))
     assert isinstance(refusal, Refusal) and refusal.reason.startswith(f"refused for 10 s more: {why}")
     assert not await listener.mesh.dial(OTHER) and listener.transport.called == []
-    listener.protocol.penalties = Penalties()  # the time is over
-    assert isinstance((await listener.hear(framed(hello())))[0], Status)
+    listener.context.penalties = Penalties()  # the time is over
+    assert isinstance((await listener.hear(framed(hello())))[0], Welcome)
     assert len(listener.said("penalty")) == 1
 
 
 @pytest.mark.parametrize(
     ("sent", "why", "is_offence"),
     [
-        (GARBAGE, "a frame is not valid msgpack", True),
+        (GARBAGE, "a message does not fit its schema", True),
         (framed(status()), "expected Hello, got Status", True),
-        (framed(Receipt()), "expected Hello, got Receipt", True),
-        (framed(hello(claim(fragment=2))), "a message about fragment 2, and the run has 2", True),
-        (hello_with(wire_version=1, claims=[claim(fragment=9).model_dump()]), "wire version 1 there does not", False),
+        (framed(Got()), "expected Hello, got Got", True),
+        (framed(hello(status=status(tips={2: (0, D)}))), "1 fragments there, 2 here", False),
+        (framed(hello(status=status(tips=TOO_MANY))), "3 fragments there, 2 here", False),
         (hello_with(wire_version=1, status=5, unknown=1), "wire version 1 there does not fit", False),
         (hello_with(run_id="another"), "run.id=another is not the run here", False),
         (hello_with(manifest_hash="f" * 64), "the manifest ffffffffffff differs", False),
     ],
-    ids=["schema", "status", "kind", "claim", "wire", "form", "run", "manifest"],
+    ids=["schema", "status", "kind", "fragment", "fragments", "wire", "run", "manifest"],
 )
 async def test_who_does_not_begin_with_a_fitting_hello_is_refused(sent: bytes, why: str, is_offence: bool) -> None:
     """Who is of another version or run is not punished for it."""
@@ -130,18 +128,16 @@ async def test_who_does_not_begin_with_a_fitting_hello_is_refused(sent: bytes, w
     [refusal] = await listener.hear(sent)
     assert isinstance(refusal, Refusal) and refusal.reason.startswith(why)
     assert [event["peer"] for event in listener.said("penalty")] == [OTHER] * is_offence
-    assert (listener.protocol.penalties.refusal(OTHER, listener.context.now()) is not None) == is_offence
-    assert OTHER not in listener.protocol.members
+    assert (listener.context.penalties.refusal(OTHER, listener.context.now()) is not None) == is_offence
+    assert OTHER not in listener.core.facts.members
 
 
 HONEST: list[Message] = [
-    status("starting"),
-    status("leaving"),
-    claim(term=3, version=2),
-    claim(term=1),  # overtaken
-    claim(term=1 + 2 * LEAP),  # of one who believed a liar
-    published(term=9),  # by one who does not know that it is syncer no more
-    published(version=2**40),
+    status(trains=False),
+    status(leaves=True),
+    status(tips={0: (99, "f" * 64), 1: (99, "f" * 64)}),  # of one who believed a liar
+    Offer(line()),  # that came before
+    Answer(0, OTHER, 5, "want"),  # to what is settled
     Revocations(number=1, token_ids=[], peer_ids=[], signature="0" * 128),
 ]
 
@@ -149,9 +145,9 @@ HONEST: list[Message] = [
 @pytest.mark.parametrize("message", HONEST, ids=lambda message: message.kind)
 async def test_what_an_honest_peer_says_late_or_wrong_is_no_offence(message: Message) -> None:
     listener = Listener()
-    await listener.hear(framed(hello(claim(term=2))), framed(claim(fragment=1)), framed(message), framed(message))
+    await listener.hear(framed(hello()), framed(message), framed(message))
     assert listener.said("penalty") == []
-    why = "said goodbye" if message == status("leaving") else "connection reset"
+    why = "said goodbye" if message == status(leaves=True) else "connection reset"
     assert [event["why"] for event in listener.said("lost") + listener.said("leave")] == [why]
 
 
@@ -169,14 +165,14 @@ async def test_of_two_processes_with_one_identity_the_first_goes_on(
     serving = asyncio.ensure_future(listener.mesh._serve(OTHER, older.reader, older))
     await asyncio.sleep(1)
     current = listener.mesh._incoming[OTHER]
-    listener.protocol.members.join(OTHER, hello(), loop.seconds)
-    listener.protocol.members._members[OTHER].interval_s = 1.0
+    listener.core.facts.members.join(OTHER, hello(), loop.seconds)
+    listener.core.facts.members._members[OTHER].interval_s = 1.0
     happens = {"speaks": lambda: older.reader.feed_data(framed(status())), "ends": older.reader.feed_eof}
     asyncio.get_running_loop().call_later(0.9, happens.get(first, lambda: None))
     begun_at = loop.seconds
     [answer] = await listener.hear(framed(hello(instance=("1" if first == "calls again" else "2") * 16)))
     assert loop.seconds - begun_at == pytest.approx(waited_s, abs=0.2)
-    assert isinstance(answer, Refusal if refused else Status)
+    assert isinstance(answer, Refusal if refused else Welcome)
     if isinstance(answer, Refusal):
         assert answer.reason.startswith("its identity is in use by a running peer; ")
         assert listener.mesh._incoming[OTHER] is current and not older.closed

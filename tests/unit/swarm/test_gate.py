@@ -13,17 +13,20 @@ from hivemind.p2p import PeerID
 from diloco.admission import Admission, Revoked, RunKey, issue
 from diloco.admission.keys import MAX_REVOKED, new_key
 from diloco.errors import ConfigError
-from diloco.protocol.messages import Message, Refusal, encode
-from diloco.protocol.messages.base import MEMBERS
-from diloco.protocol.messages.bulk import StateRequest
-from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting
-from diloco.protocol.messages.watching import ManifestRequest
+from diloco.messages.base import MEMBERS
+from diloco.messages.bulk import Get, Push
+from diloco.messages.codec import Message, Refusal, encode
+from diloco.messages.control import MAX_GREETING_BYTES, Greeting
+from diloco.messages.heads import Line
+from diloco.messages.watching import Ask
 from diloco.swarm.wire.dht import GuardedP2P
 from diloco.swarm.wire.gate import Gate, gate_for, message_of, watching
 from diloco.swarm.wire.transport import Disbelieved, Refused
-from tests.support.core import contribution_of
+from tests.support.core import D
 from tests.support.gates import SOON, Wire, gate, meet
 from tests.support.listener import hello
+
+CONTRIBUTION = Push(Line(0, "QmAnyone", 5, D, 4, 100, (), 1.5, D))
 
 
 async def greet(one: Gate, peer: str, *said: Message, wire: Wire | None = None, **options: Any) -> Wire:
@@ -41,7 +44,7 @@ async def test_two_gates_of_a_run_know_each_other_after_a_greeting(key: RunKey) 
     alice, bob = gate(key, "QmAlice"), gate(key, "QmBob")
     for error, why, said in (
         (Refused, "go away", Refusal(reason="go away")),
-        (ConnectionError, "does not greet as a peer of a run does: expected Greeting, got Manif", ManifestRequest()),
+        (ConnectionError, "does not greet as a peer of a run does: expected Greeting, got Ask", Ask("manifest")),
         (Disbelieved, "QmBob is not believed: the credential belongs to another identity", alice._greeting()),
         (Disbelieved, "QmBob is not believed: this run admits invited peers only", Greeting()),
     ):
@@ -65,7 +68,7 @@ async def test_a_public_run_takes_contributors_and_only_invited_peers_make_its_v
     assert [invited.role_of(one) for one in ("QmAnyone", "QmHost", "QmNobody")] == ["contributor", "host", None]
     assert anyone.role_of("QmInvited") == "worker" and anyone.authors("QmInvited") and not anyone.authors("QmAnyone")
     assert invited.authors("QmInvited") and invited.authors("QmHost") and not invited.authors("QmAnyone")
-    assert invited.objection("QmAnyone", contribution_of()) is None
+    assert invited.objection("QmAnyone", CONTRIBUTION) is None
     assert Gate().authors("QmAnyone")
 
 
@@ -186,8 +189,8 @@ async def test_a_visitor_is_an_observer_whatever_it_was_given(key: RunKey, tmp_p
         visitor.me = f"Qm{id(visitor)}"
         await meet(visitor, door)
         assert door.role_of(visitor.me) == "observer" and door.bars(visitor.me, "a DHT call", MEMBERS) is not None
-        assert door.objection(visitor.me, ManifestRequest()) is None
-        for asked in (StateRequest(manifest_hash="0" * 64, fragment=0), contribution_of(), hello()):
+        assert door.objection(visitor.me, Ask("manifest")) is None
+        for asked in (Get(0, (0, D)), CONTRIBUTION, hello()):
             assert "role observer does not allow" in str(door.objection(visitor.me, asked))
     assert watching("run", None).admission is None
     stranger = Gate(Admission(issue(RunKey(new_key()), "run", "worker", SOON)))

@@ -15,7 +15,7 @@ import pytest
 from diloco.admission import Admission, Memory, Revoked, RunKey, Token, issue
 from diloco.admission.keys import is_sealed, new_key
 from diloco.errors import ConfigError
-from diloco.protocol.messages.watching import ManifestRequest
+from diloco.messages.watching import Ask
 from diloco.swarm.wire.gate import Gate, gate_for, watching
 from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.transport import Disbelieved
@@ -99,7 +99,7 @@ async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
     member = gate(KEY, "QmMember")
     await meet(joiner, member)
     assert joiner.believes("QmMember")
-    assert member.objection("QmJoiner", ManifestRequest()) is None
+    assert member.objection("QmJoiner", Ask("manifest")) is None
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from diloco.protocol.membership import AddressBook
-from diloco.protocol.peer import Peer
+from msgspec.structs import replace
+
+from diloco.core.events import Connected
+from diloco.core.members import AddressBook
 from diloco.swarm.client.watch import _places
-from tests.support.certificates import Nobody
+from tests.support.core import core
 from tests.support.fake_swarm import snapshot
 
 A, B, C = (f"Qm{letter * 44}" for letter in "ABC")
@@ -16,14 +18,14 @@ def at(peer: str, host: str = "192.0.2.7") -> str:
 
 
 def test_a_newcomer_learns_from_one_peer_where_the_others_are() -> None:
-    first, second, third = (Peer(me, me[-1], "run", "0" * 64, ["1" * 64], Nobody()) for me in (A, B, C))
+    first, second, third = map(core, (A, B, C))
     for one in (first, second, third):
-        one.address_book.hear(one.me, {one.me: [at(one.me)]})
-    first.connected(B, second.hello(), 0.0)
-    second.connected(A, first.hello(), 0.0)
+        one.addresses.hear(one.facts.me, {one.facts.me: [at(one.facts.me)]})
+    first.receive(Connected(B, second.hello()), 0.0)
+    second.receive(Connected(A, first.hello()), 0.0)
     assert first.hello().addresses == {A: [at(A)], B: [at(B)]}
-    third.connected(A, first.hello(), 1.0)
-    assert third.address_book.of(B) == (at(B),)
+    third.receive(Connected(A, first.hello()), 1.0)
+    assert third.addresses.of(B) == (at(B),)
 
 
 def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
@@ -35,6 +37,6 @@ def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
 
 def test_a_watcher_calls_no_file_that_a_peer_names() -> None:
     seen = snapshot(2)
-    rows = [row.model_copy(update={"addresses": ["@secret", f"@secret/p2p/{row.peer_id}"]}) for row in seen.peers]
-    places = _places(seen.model_copy(update={"peers": rows}))
+    rows = [replace(row, addresses=["@secret", f"@secret/p2p/{row.peer_id}"]) for row in seen.peers]
+    places = _places(replace(seen, peers=rows))
     assert len(places) == 2 and not any(places.values())

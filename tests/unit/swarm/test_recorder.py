@@ -10,8 +10,8 @@ from diloco.errors import PayloadError
 from diloco.messages.control import Figures
 from diloco.messages.heads import Line
 from diloco.messages.snapshot import MAX_HISTORY, MAX_PEERS, Snapshot, unpack
-from diloco.swarm.newnode.recorder import Recorder
-from tests.support.newcore import GENESIS, ME, OTHER, D, advance, core, join
+from diloco.swarm.node.recorder import Recorder
+from tests.support.core import GENESIS, ME, OTHER, D, advance, core, join
 
 TEXT = '{"model": {"name": "tiny"}}'
 

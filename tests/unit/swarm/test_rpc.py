@@ -18,15 +18,15 @@ import torch
 from diloco.errors import PayloadError
 from diloco.messages import codec
 from diloco.messages.bulk import InnerRequest
-from diloco.messages.codec import NEXT_WIRE_VERSION
+from diloco.messages.codec import WIRE_VERSION
 from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, Probe
 from diloco.swarm.rpc import watch
 from diloco.swarm.rpc.inner_state import InnerDonor, InnerState, Layout, fetch_inner
 from diloco.swarm.rpc.probe import ProbeServer, _callable, ask_to_be_called, probe
 from diloco.swarm.rpc.watch import Informant, request_file, request_manifest, request_snapshot
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
+from tests.support.core import core, join
 from tests.support.coroutines import until
-from tests.support.newcore import core, join
 from tests.support.two_sides import Transport
 from tests.unit.messages.test_snapshot import SEEN, pack
 
@@ -63,7 +63,7 @@ async def test_an_asker_gets_only_so_many_bytes_of_files(tmp_path: Path, monkeyp
         await request_file(there, "p", DIGEST, len(CONTENT))
 
 
-def saying(*pieces: bytes, version: int = NEXT_WIRE_VERSION) -> Any:
+def saying(*pieces: bytes, version: int = WIRE_VERSION) -> Any:
     async def answer(stream: Stream, request: Ask) -> None:
         for piece in pieces:
             await stream.send(Piece(version, piece, more=True))
@@ -112,7 +112,7 @@ class Network(Transport):
     async def obeys(self, *asked: tuple[str, Probe]) -> list[bool]:
         found = []
         for self._asker, request in asked:
-            async with open_bulk(self, "p", Traffic(), codec) as stream:  # type: ignore[arg-type]
+            async with open_bulk(self, "p", Traffic()) as stream:  # type: ignore[arg-type]
                 await stream.send(request)
                 await stream.send_payload(torch.zeros(request.sends, dtype=torch.uint8))
                 found.append(not isinstance(await stream.receive(), codec.Refusal))
@@ -185,7 +185,7 @@ class Asker:
     def open(self, peer: str) -> Any:
         self.asked.append(peer)
         transport: Any = Transport(self._give.answer)
-        return open_bulk(transport, peer, Traffic(), codec)
+        return open_bulk(transport, peer, Traffic())
 
     async def fetch(self, layout: Layout = LAYOUT, seed: int = 0) -> InnerState | None:
         self.asked.clear()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from diloco.swarm.conversations.tasks import FragmentLock, Tasks, in_thread
+from diloco.swarm.wire.tasks import FragmentLock, Tasks, in_thread
 from tests.support.coroutines import PATIENCE_S, Slow, turns, until
 
 

@@ -34,7 +34,7 @@ class Network:
     def __call__(self) -> Any:
         node, network = LastFlight(), self
         node.addresses = [HERE.format(4100 + len(self.nodes))]
-        node.protocol.others_at = lambda: [HERE.format(4000)]
+        node.core.others_at = lambda: [HERE.format(4000)]
 
         class Runtime(Direct):
             def open(self, *arguments: Any) -> Any:

@@ -69,7 +69,7 @@ def test_settings_of_the_outer_step_come_from_several_places() -> None:
     swarm = Swarm(run_id="run", preset="streaming", outer={"lr": 0.5, "mixing": 0.25}, lr=0.6)
     assert (swarm.outer.sync_every, swarm.outer.pattern, swarm.outer.overlap) == (100, "strided", 5)
     assert (swarm.outer.lr, swarm.outer.mixing) == (0.6, 0.25)
-    assert made(preset="async", quorum=None, staleness_limit=0, dylu=False).outer.barrier
+    assert made(preset="async", quorum=None, dylu=False).outer.barrier
     assert Swarm(run_id="run", outer={"sync_every": 4, "lr": 0.5}).outer == made(lr=0.5).outer
     swarm = with_node(preset="async", sync_every=4)
     attached(swarm)
@@ -119,7 +119,7 @@ def test_another_model_is_one_line() -> None:
 
 def test_a_peer_says_how_others_join_and_who_comes(capsys: pytest.CaptureFixture[str]) -> None:
     node = LastFlight()
-    node.addresses, node.protocol.steps = [ADDRESS], 0
+    node.addresses, node.version = [ADDRESS], 0
     swarm = with_node(node, min_peers=3).open()
     sync = attached(swarm).open()
     for kind, name, live in (("join", "anna", 2), ("join", "peer", 3), ("lost", "anna", 2), ("leave", "peer", 1)):

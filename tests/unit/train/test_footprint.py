@@ -26,25 +26,25 @@ def table(config: Config, peers: int = 4, ranks: int = 1, sharded: bool = False)
 
 
 def test_the_bytes_of_peers_with_a_fragment_each() -> None:
-    held = "master and momentum of fragments held"
+    held = "master and momentum as author"
     by_peers = {peers: table(compose(PLAIN), peers) for peers in (1, 2, 3, 4, 100)}
     assert by_peers[4] == {
         "weights": 4, "gradients": 4, "inner optimizer": 8, "anchors": 4, held: 2,
-        "payloads that are sent": 4, "contributions to them": 4, "updates of them": 1,
-        "momentum of fragments backed up": 1,
+        "payloads that are sent": 4, "contributions, encoded": 4, "newest updates": 4,
+        "momentum as the next author": 1,
     }  # fmt: skip
     assert {peers: rows[held] for peers, rows in by_peers.items()} == {1: 8, 2: 4, 3: 4, 4: 2, 100: 2}
-    assert "momentum of fragments backed up" not in by_peers[1], "nobody else holds anything"
+    assert "momentum as the next author" not in by_peers[1], "nobody else is there"
     assert set(table(compose(["outer=data_parallel"]))) == {"weights", "gradients", "inner optimizer"}
 
 
 def test_what_a_setting_adds() -> None:
     plain, late = table(compose(PLAIN)), "payloads that are sent"
     for overrides, what, more in (
-        ("outer.codec_up=int8", "contributions to them", (1 + 1 / 4096) - 4.0),
+        ("outer.codec_up=int8", "contributions, encoded", (1 + 1 / 4096) - 4.0),
         ("outer.quorum=1", "anchors of the round under way", 4.0),
         ("outer.staggered=true", late, -3.0),
-        ("outer.optimizer=delayed_nesterov outer.delay=4", "master and momentum of fragments held", 1.0),
+        ("outer.optimizer=delayed_nesterov outer.delay=4", "master and momentum as author", 1.0),
         ("outer.flatten=0.5", "flattening", 1.0),
         ("train.precision=bf16", "weights in bf16", 2.0),
     ):

@@ -11,24 +11,23 @@ from diloco.train.host import Host
 
 
 @pytest.mark.parametrize(
-    ("steps", "states", "over"),
+    ("steps", "trains", "over"),
     [
         (0, [], False),  # nobody has come yet
-        (0, ["training"], False),
+        (0, [True], False),
+        (0, [False], False),  # another host
         (3, [], True),
-        (3, ["training"], False),  # it has not heard of the last version
-        (2, ["done"], False),
-        (2, ["leaving"], False),
+        (3, [False], True),
+        (3, [True], False),  # it has not heard of the last version
     ],
 )
-def test_a_host_ends_with_the_budget_when_nobody_trains(steps: int, states: list[str], over: bool) -> None:
-    members = [SimpleNamespace(trains=True, status=SimpleNamespace(state=state)) for state in states]
-    everybody = SimpleNamespace(all=lambda: [SimpleNamespace(trains=False), *members])
-    protocol = SimpleNamespace(members=everybody, fragments=[SimpleNamespace(steps=steps)], applied_tokens=0)
-    protocol.planned = [0, 0, 0]
+def test_a_host_ends_with_the_budget_when_nobody_trains(steps: int, trains: list[bool], over: bool) -> None:
+    members = [SimpleNamespace(hello=SimpleNamespace(trains=one)) for one in trains]
+    control = SimpleNamespace(tip=SimpleNamespace(head=SimpleNamespace(number=steps, work=0)))
+    facts = SimpleNamespace(members=SimpleNamespace(all=lambda: members), control=control, planned=(0, 0, 0))
     host = object.__new__(Host)
     host.manifest, host._used_up = compose(["experiment=smoke"]).manifest(), False
-    host.node = SimpleNamespace(protocol=protocol)  # type: ignore[assignment]
+    host.node = SimpleNamespace(core=SimpleNamespace(facts=facts))  # type: ignore[assignment]
     assert host.is_over() is over
     members.clear()
-    assert host.is_over() is (over or steps == 3 or "done" in states), "what a peer has said still counts"
+    assert host.is_over() is (steps == 3), "what is used up stays so"

@@ -4,14 +4,9 @@ out.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,24 +15,16 @@ import torch
 from torch import nn
 
 from diloco.config import compose
-from diloco.errors import PayloadError
-from diloco.outer.fragments import CHUNK
-from diloco.protocol.messages.bulk import InnerHeader
-from diloco.protocol.messages.control import Status
-from diloco.protocol.states import State
 from diloco.sim.run import Simulated
-from diloco.swarm.conversations import inner_state
-from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, receive_inner
-from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.swarm.rpc import inner_state
+from diloco.swarm.rpc.inner_state import InnerState
 from diloco.train import inner
 from diloco.train.api import Attachment
 from diloco.train.inner import InnerStart, bound_moments_, inner_optimizer, layout_of, load_moments_, snapshot
 from diloco.train.island import Island
 from tests.support.inner_states import anchors, said
-from tests.support.peers import DEADLINE_S
 from tests.support.simulated import digests
 from tests.support.simulated import simulated as simulated_with
-from tests.support.stub_wire import Pipe
 
 LATE = ("local.peers=3", "budget.outer_steps=4", "sim.events=[join:3@6.5]")
 
@@ -141,108 +128,10 @@ def test_first_moments_that_no_adam_has_are_clamped(betas: tuple[float, float]) 
     assert moved < 0.02, "one step, at a learning rate of 0.001"
 
 
-def member(peer: str, state: State, pace: float, trains: bool = True) -> Any:
-    return SimpleNamespace(peer=peer, trains=trains, status=Status(state=state, versions=[0], steps_per_s=pace))
-
-
-def test_three_that_train_are_asked_and_then_nobody() -> None:
-    """Whatever pace they claim."""
-    members = [
-        member("slow", "training", 0.5), member("host", "ready", 0.0, trains=False), member("new", "ready", 0.0),
-        member("gone", "leaving", 9.0), member("fast", "exchanging", 3.0), member("begun", "starting", 9.0),
-        member("other", "training", 1.0), member("liar", "training", 1e6),
-    ]  # fmt: skip
-    asked: list[str] = []
-    notes: list[tuple[str, dict[str, object]]] = []
-    layout, first = layout_of(MAKERS["adamw"](net())), set()
-    assert layout is not None
-
-    @asynccontextmanager
-    async def open_(donor: str) -> AsyncIterator[Stream]:
-        asked.append(donor)
-        raise ConnectionResetError(donor)
-        yield
-
-    context: Any = SimpleNamespace(
-        open=open_, now=lambda: 0.0, note=lambda kind, **fields: notes.append((kind, fields)),
-        protocol=SimpleNamespace(members=SimpleNamespace(all=lambda: members), manifest_hash="0" * 64),
-    )  # fmt: skip
-    for seed in range(8):
-        context.replica = SimpleNamespace(rng=Random(seed))
-        assert asyncio.run(fetch_inner(context, layout)) is None
-        assert len(asked) == 3 and set(asked) <= {"slow", "fast", "other", "liar"}
-        assert notes == [("inner_state_failed", {"donor": donor, "why": donor}) for donor in asked]
-        first.add(asked[0])
-        asked.clear()
-        notes.clear()
-    assert len(first) > 2, "the draw decides"
-
-
-def spoiled(state: InnerState, at: int, value: float) -> InnerState:
-    values = state.values.clone()
-    values[at] = value
-    return replace(state, values=values)
-
-
-async def send_anything(stream: Stream, state: InnerState, **spoil: Any) -> None:
-    """As `send_inner`, which would refuse some values itself."""
-    layout = state.layout
-    header = InnerHeader(names=list(layout.names), numels=list(layout.numels), steps=list(state.steps))
-    await stream.send(header.model_copy(update=spoil))
-    for piece in state.values.split(CHUNK):
-        await stream.send_payload(piece.view(torch.uint8))
-
-
-def test_a_state_that_cannot_be_is_refused() -> None:
-    state = stepped()
-    layout, square = state.layout, sum(state.layout.numels[: state.layout.names.index("0.3.exp_avg_sq")])
-
-    async def received(state: InnerState, **spoil: Any) -> InnerState:
-        pipe: Any = Pipe(b"")
-        await send_anything(Stream("donor", pipe.reader, pipe, Traffic()), state, **spoil)
-        there: Any = Pipe(bytes(pipe.written))
-        return await receive_inner(Stream("donor", there.reader, there, Traffic()), layout)
-
-    assert torch.equal(asyncio.run(received(state)).values, state.values)
-    for why, (sent, spoil) in {
-        "the inner state there has .* expected": (state, {"numels": [2**40] * len(layout.numels)}),
-        "in the order of the parameters here": (state, {"names": list(layout.names[::-1])}),
-        "step counters; expected": (state, {"steps": list(state.steps[1:])}),
-        "holds nan": (spoiled(state, -1, math.nan), {}),
-        r"0\.3\.exp_avg_sq, a second moment, holds -1e-06": (spoiled(state, square, -1e-6), {}),
-    }.items():
-        with pytest.raises(PayloadError, match=why):
-            asyncio.run(received(sent, **spoil))
-
-
-def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
-    made: list[int] = []
-
-    def make() -> InnerState | None:
-        made.append(1)
-        return stepped()
-
-    async def scene() -> None:
-        shared = InnerDonor(make)
-        one, two = await asyncio.gather(shared.get(), shared.get())
-        assert one is two and len(made) == 1
-        del one, two
-        deadline = time.monotonic() + DEADLINE_S
-        while shared._kept is not None and shared._kept() is not None:  # a worker thread lets go a moment later
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.001)
-        await shared.get()
-        assert len(made) == 2
-        with pytest.raises(PayloadError, match="no inner optimizer state is here"):
-            await InnerDonor(lambda: None).get()
-
-    asyncio.run(scene())
-
-
 @pytest.fixture
 def p0_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Donors are asked in the order of their names."""
-    monkeypatch.setattr(inner_state, "_donors", lambda protocol, rng: sorted(m.peer for m in protocol.members.all()))
+    monkeypatch.setattr(inner_state, "_donors", lambda core, rng: sorted(m.peer for m in core.facts.members.all()))
 
 
 @pytest.mark.usefixtures("p0_first")
@@ -253,8 +142,9 @@ def test_a_joiner_has_a_donor_s_moments(tmp_path: Path, monkeypatch: pytest.Monk
     after_step = Attachment._after_step
 
     def watched(attachment: Attachment) -> None:
-        if attachment.node is not None and attachment.node.protocol.name in history:
-            history[attachment.node.protocol.name].append(taken(attachment._optimizer))
+        name = "" if attachment.node is None else attachment.node.core.facts.identity.name
+        if name in history:
+            history[name].append(taken(attachment._optimizer))
         after_step(attachment)
 
     def load(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
@@ -279,7 +169,7 @@ def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
     without = simulated(tmp_path / "without", *LATE, *cold, "sim.events=[join:3@6.5,crash:3@6.6]")
     outcome = simulated(tmp_path / "with", *LATE, *cold)
     [event] = said(tmp_path / "with", "cold_start")
-    [discarded] = said(tmp_path / "with", "discarded")
+    discarded, *_ = said(tmp_path / "with", "discarded")  # each fragment has its account
     assert (event["peer"], event["why"]) == ("p3", "swarm.inner_state=cold")
     assert discarded["peer"] == "p3" and discarded["tokens"] == outcome.summary.tokens.discarded == 4 * 64
     assert 6.5 + 4 * 1.7 == pytest.approx(discarded["time"], abs=0.1)

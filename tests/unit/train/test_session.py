@@ -1,8 +1,7 @@
-"""What a process leaves for the next one: through the disk, and into a protocol core that knows it."""
+"""What a process leaves for the next one, through the disk."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,35 +14,36 @@ from torch import nn
 
 from diloco.config import WIRE_VERSION, Config, compose
 from diloco.errors import CheckpointError
-from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.phase_seconds import PhaseSeconds
-from diloco.protocol.shares import Share
+from diloco.messages.heads import Line
+from diloco.messages.phase_seconds import PhaseSeconds
 from diloco.rundir.files import check_same_run
 from diloco.swarm.node.saved import Saved
 from diloco.train.session import Session, write_address
-from tests.support.stub_host import ME, OTHER, StubHost
+from tests.support.alone import Alone, alone
 
-SHARES = {ME: Share(1, 10, 1, 1, "mine"), OTHER: Share(1, 20, 1, 1)}
+WINDOWED = {"optimizer": "delayed_nesterov", "delay": 4, "momentum": 0.5, "quorum": 1}
 
 
-def save(session: Session, model: nn.Module, host: StubHost, **made: int) -> Any:
+async def after_two_versions(node: Alone) -> Saved:
+    for _ in range(2):
+        await node.learn()
+    return await node.snapshot(copies=True)
+
+
+def save(session: Session, model: nn.Module, saved: Saved, **made: int) -> Any:
     """Write what a node has at a boundary, as the training loop does; `made` is what it has trained."""
-    saved = asyncio.run(host.anchors.snapshot(copies=True))
-    made = {"version": 1, "steps": 1, "tokens": 10, "discarded_tokens": 0, "unsent_tokens": 0, **made}
+    made = {"version": 2, "steps": 2, "tokens": 20, "discarded_tokens": 0, "unsent_tokens": 0, **made}
     sync: Any = SimpleNamespace(checkpointing=lambda: nullcontext(saved), **made)
     stream: Any = SimpleNamespace(state=dict)
     session.save(sync, model, torch.optim.SGD(model.parameters()), stream, PhaseSeconds(), (0, 0))
     return sync
 
 
-def saved_by(host: StubHost, config: Config) -> None:
-    save(Session(config), nn.Linear(2, 2), host)
-
-
-def loaded(config: Config) -> Saved:
-    saved = Session(config).outer()
-    assert saved is not None
-    return saved
+def through_the_disk(saved: Saved, config: Config) -> Saved:
+    save(Session(config), nn.Linear(2, 2), saved)
+    loaded = Session(config).outer()
+    assert loaded is not None
+    return loaded
 
 
 @pytest.fixture
@@ -51,61 +51,47 @@ def config(tmp_path: Path) -> Config:
     return compose(["experiment=smoke", f"run.dir={tmp_path}"])
 
 
-def host_of(saved: Saved | None = None, **outer: object) -> StubHost:
-    """A node that goes on from there, alone: within the staleness limit it takes contributions from older versions."""
+def test_a_node_goes_on_where_it_stopped(config: Config) -> None:
+    """And nothing is merged again that is in its anchors."""
+    saved = alone(after_two_versions, error_feedback=0.5)
+    loaded = through_the_disk(saved, config)
+    assert loaded.tips == saved.tips and (loaded.steps, loaded.applied_tokens, loaded.processed) == (2, 20, 20)
+    assert loaded.stamp == saved.stamp > 0 and loaded.addresses == saved.addresses
+    assert all(map(torch.equal, loaded.anchors, saved.anchors))
+    assert loaded.residuals.keys() == saved.residuals.keys() == {0}
+    assert torch.equal(loaded.residuals[0], saved.residuals[0])
 
-    async def make() -> StubHost:
-        return StubHost(OTHER, saved=saved, quorum=1, staleness_limit=4, **outer)
+    async def goes_on(node: Alone) -> None:
+        assert node.clock() == (2, 20) and torch.equal(node.parameters["w"], loaded.anchors[0])
+        entry = loaded.tips[0].book.ledger[node.core.facts.me]
+        known = Line(0, node.core.facts.me, entry.stamp, loaded.tips[0].head.prev, 1, 10, (), 1.0, "ab" * 32)
+        assert not node.core.wants(known)
+        await node.learn()
+        assert node.clock() == (3, 30) and node.core.discarded() == 0
 
-    host = asyncio.run(make())
-    if saved is None:
-        host.protocol.adopted(0, 1, host.protocol.digests[0], 0.0, shares=SHARES)
-        host.own_tokens.was_applied(0, 10)
-    else:
-        for fragment, version in zip(host.protocol.fragments, saved.versions, strict=True):
-            fragment.version = version
-        host.protocol.accounts.restore_shares(saved.shares)
-    host.protocol.members.remove(OTHER)
-    host.protocol.leases.vacate(0)
-    for now in (100.0, 110.0):
-        host.do(host.protocol.tick(now))
-    assert 0 in host.protocol.syncers
-    return host
-
-
-def verdict_on(host: StubHost, base_version: int) -> Any:
-    term = host.protocol.syncers[0].term
-    header = Contribution(
-        base_digest=host.protocol.digests[0], manifest_hash=host.protocol.manifest_hash, fragment=0, term=term,
-        base_version=base_version, steps=1, tokens=20,
-    )  # fmt: skip
-    return host.protocol.offer(OTHER, header)
-
-
-def test_when_everything_was_down_nothing_is_merged_again(config: Config) -> None:
-    """1. The other's contribution from version 0 is in version 1. Everybody is killed, the other before it has that.
-    2. Restarted from its checkpoint it trains from version 0 again, and the staleness limit admits what it learned.
-    """
-    saved_by(host_of(), config)
-    saved = loaded(config)
-    assert saved.shares == [SHARES] and saved.applied == {0: 10} and saved.applied_tokens == 30
-    host = host_of(saved)
-    assert verdict_on(host, 0).merged and not verdict_on(host, 0).accepted
-    assert verdict_on(host, 1).accepted
-    assert [(row.peer_id, row.tokens) for row in host.protocol.accounts.contributions()] == [(OTHER, 20), (ME, 10)]
+    alone(goes_on, saved=loaded, error_feedback=0.5)
 
 
 def test_a_window_that_is_not_full_survives_a_restart(config: Config) -> None:
-    host = host_of(optimizer="delayed_nesterov")
-    kept = host.replica.states[0]
-    kept.pushes, kept.delay = 2, 4
-    for number, vector in enumerate(kept.vectors, 1):
-        vector.fill_(number)
-    saved_by(host, config)
-    loaded(config).load_(resumed := host_of(optimizer="delayed_nesterov").replica)
-    state = resumed.states[0]
-    assert (state.version, state.pushes, state.delay) == (1, 2, 4)
-    assert all(map(torch.equal, state.vectors, kept.vectors))
+    saved = alone(after_two_versions, **WINDOWED)
+    master, kept = saved.outer[0]
+    assert (kept.pushes, kept.delay) == (2, 4) and kept.vectors[1].any()
+    loaded = through_the_disk(saved, config)
+
+    async def begun(node: Alone) -> None:
+        state = node.replica.states[0]
+        assert (state.version, state.pushes, state.delay) == (2, 2, 4)
+        assert torch.equal(node.replica.aggregates[0].master, master)
+        assert all(map(torch.equal, state.vectors, kept.vectors))
+
+    alone(begun, saved=loaded, **WINDOWED)
+
+
+def test_an_anchor_that_is_not_what_its_head_says_is_refused(config: Config) -> None:
+    saved = alone(after_two_versions)
+    saved.anchors[0][0] += 1.0
+    with pytest.raises(CheckpointError, match=r"^a checkpoint holds an anchor that is not what its head says; choose"):
+        through_the_disk(saved, config)
 
 
 def test_a_run_directory_of_an_older_wire_version_is_used(config: Config) -> None:
@@ -121,19 +107,6 @@ def test_a_run_directory_of_an_older_wire_version_is_used(config: Config) -> Non
         check_same_run(config, json.dumps(manifest))
 
 
-def test_what_a_winning_history_lacks_is_discarded(config: Config) -> None:
-    saved_by(host_of(), config)
-    host = host_of(loaded(config))
-
-    async def scene() -> None:
-        won = host.state(5, torch.full((6,), 3.0), **{OTHER: Share(5, 50, 1, 5)})
-        host.client.answers = {1: won}
-        await host.anchors.catch_up(0, [OTHER])
-
-    asyncio.run(scene())
-    assert host.protocol.versions == [5] and host.own_tokens.take_lost() == 10 and "discarded" in host.notes
-
-
 def restored(session: Session, model: nn.Module) -> Any:
     sync, stream = SimpleNamespace(), SimpleNamespace(restore=lambda state: None)
     session.restore(sync, model, torch.optim.SGD(model.parameters()), stream)  # type: ignore[arg-type]
@@ -142,8 +115,8 @@ def restored(session: Session, model: nn.Module) -> Any:
 
 def test_what_was_not_sent_is_discarded_by_who_resumes(config: Config) -> None:
     """It is neither in the anchors, from which a resumed peer goes on, nor on its way to anybody."""
-    model = nn.Linear(2, 2)
-    sync = save(Session(config), model, host_of(), steps=7, tokens=110, discarded_tokens=5, unsent_tokens=10)
+    model, counts = nn.Linear(2, 2), {"steps": 7, "tokens": 110, "discarded_tokens": 5, "unsent_tokens": 10}
+    sync = save(Session(config), model, alone(after_two_versions), **counts)
     assert sync.discarded_tokens == 5, "this peer may still send them"
     resumed = restored(Session(config), model)
     assert (resumed.steps, resumed.tokens, resumed.discarded_tokens) == (7, 110, 15)
@@ -151,7 +124,7 @@ def test_what_was_not_sent_is_discarded_by_who_resumes(config: Config) -> None:
 
 def test_a_checkpoint_that_was_resumed_from_is_let_go(config: Config) -> None:
     """While a file is mapped, its space on the disk is in use even after it is deleted."""
-    save(Session(config), model := nn.Linear(2, 2), host_of())
+    save(Session(config), model := nn.Linear(2, 2), alone(after_two_versions))
     session = Session(config)
     saved = session.outer()
     restored(session, model)
@@ -159,15 +132,19 @@ def test_a_checkpoint_that_was_resumed_from_is_let_go(config: Config) -> None:
     assert saved is not None and saved.anchors[0].isfinite().all(), "what it held is there"
 
 
-def test_tensors_of_a_checkpoint_are_a_replica_s_own(config: Config) -> None:
+def test_tensors_of_a_checkpoint_are_a_replica_s_own() -> None:
     """The same checkpoint can be loaded twice: what the first replica makes of it does not reach the second."""
-    saved = asyncio.run(host_of().anchors.snapshot(copies=True))
-    one, two = host_of().replica, host_of().replica
-    saved.load_(one)
-    for vector in (one.anchors[0], one.aggregates[0].master, one.states[0].momentum):
-        vector.fill_(9.0)
-    saved.load_(two)
-    assert not (two.anchors[0] == 9.0).any() and not (two.states[0].momentum == 9.0).any()
+    saved = alone(after_two_versions, **WINDOWED)
+
+    async def spoil(node: Alone) -> bool:
+        replica = node.replica
+        vectors = (replica.anchors[0], replica.aggregates[0].master, replica.states[0].momentum)
+        found = any((vector == 9.0).any() for vector in vectors)
+        for vector in vectors:
+            vector.fill_(9.0)
+        return found
+
+    assert [alone(spoil, saved=saved, **WINDOWED) for _ in range(2)] == [False, False]
 
 
 def test_a_peer_does_not_join_by_its_own_address_file(config: Config) -> None:

@@ -154,7 +154,7 @@ def test_a_loop_ends_with_a_goodbye(way: Any, number: int, tmp_path: Path, monke
 
     loop = Loop(tmp_path, monkeypatch)
 
-    async def begin(cold: bool) -> None:
+    async def begin(*_: Any) -> None:
         signal.raise_signal(number)
 
     loop.node.begin = begin  # type: ignore[assignment, method-assign]

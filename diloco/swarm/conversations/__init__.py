@@ -1,1 +1,0 @@
-"""What two peers say to each other: each module is one conversation."""

@@ -1,1 +1,0 @@
-"""One peer in the swarm: the core, its tensors and its streams."""

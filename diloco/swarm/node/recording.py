@@ -1,0 +1,144 @@
+"""What happened to a core, to be played again by `scripts/replay`: its start, then every event with its time, and what
+signer and arithmetic said meanwhile. Tensors are left out.
+
+    frame: 4 bytes of its length, then (seconds, kind, fields as (type, msgpack))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace as with_fields
+
+from diloco.core import events
+from diloco.core.events import Connected, Event, Part, Records
+from diloco.core.facts import Facts, Settings, Sizes
+from diloco.core.history import Bounds, Tip
+from diloco.messages.codec import KINDS
+from diloco.messages.control import Planned
+from diloco.messages.heads import Line
+
+__all__ = ["NAME", "Recording", "Said", "Start", "read"]
+
+NAME = "recording.bin"
+MOST_BYTES = 64 << 20  # of both files: the newer one begins anew when it has half of them
+
+
+@dataclass(frozen=True)
+class Start:
+    """From what a core begins; or where it was when its file began anew."""
+
+    me: str
+    name: str
+    run_id: str
+    manifest_hash: str
+    trains: bool
+    may_author: bool
+    tokens_per_step: int | None
+    settings: Settings
+    tips: tuple[Tip, ...]
+    sizes: tuple[Sizes, ...]
+    wall_ms: int
+    processed: int
+    stamp: int
+    planned: Planned
+
+    @classmethod
+    def of(cls, core: Facts) -> Start:
+        """Where a core is."""
+        me = core.identity
+        return cls(
+            me.me, me.name, me.run_id, me.manifest_hash, me.trains, me.may_author, me.tokens_per_step, core.settings,
+            tuple(f.tip for f in core.fragments), tuple(f.sizes for f in core.fragments),
+            core.wall_ms + int(core.now * 1000), core.processed, core.stamp, core.planned,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the signer or the arithmetic returned for the event before."""
+
+    signature: bytes = b""
+    bounds: Bounds | None = None
+
+
+KNOWN: tuple[Any, ...] = (*KINDS.values(), Line, Records, Part, Settings, Bounds)
+TYPES: dict[str, Any] = {one.__name__: one for one in KNOWN}
+EVENTS: dict[str, Any] = {name: one for name, one in vars(events).items() if isinstance(one, type)} | {"Said": Said}
+
+
+class Recording:
+    """Writes what happens to a core. It stands for the core's signer and arithmetic, and notes what they say."""
+
+    def __init__(self, path: Path, core: Facts) -> None:
+        self._path, self._core, self._nbytes = path, core, 0
+        self._signer, self._arithmetic = core.identity.signer, core.arithmetic
+        self._begin()
+        core.identity, core.arithmetic = replace(core.identity, signer=self), self
+
+    def event(self, event: Event, now: float) -> None:
+        """Note what is about to happen."""
+        if self._nbytes > MOST_BYTES // 2:
+            os.replace(self._path, self._path.with_suffix(".old"))
+            self._begin()
+        self._write(event, now)
+
+    def sign(self, content: bytes) -> bytes:
+        signature = self._signer.sign(content)
+        self._write(Said(signature), self._core.now)
+        return signature
+
+    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
+        return self._signer.verify(peer, content, signature)
+
+    def bounds(self, *arguments: Any) -> Bounds:
+        bounds = self._arithmetic.bounds(*arguments)
+        self._write(Said(bounds=bounds), self._core.now)
+        return bounds
+
+    def _begin(self) -> None:
+        core = self._core
+        self._path.write_bytes(b"")
+        self._nbytes = 0
+        start = msgspec.msgpack.encode((core.now, "Start", [("Start", msgspec.msgpack.encode(Start.of(core)))]))
+        self._frame(start)
+        for member in core.members.all():
+            status = with_fields(member.status, whole=True, tips=member.tips, hears=sorted(member.hears), deaf=[])
+            self._write(Connected(member.peer, with_fields(member.hello, status=status)), core.now)
+
+    def _write(self, event: Any, now: float) -> None:
+        values = [getattr(event, one.name) for one in fields(event)]
+        typed = [(type(one).__name__, msgspec.msgpack.encode(one, enc_hook=lambda tensor: b"")) for one in values]
+        self._frame(msgspec.msgpack.encode((now, type(event).__name__, typed)))
+
+    def _frame(self, frame: bytes) -> None:
+        with self._path.open("ab") as file:
+            self._nbytes += file.write(len(frame).to_bytes(4, "big") + frame)
+
+
+def read(path: Path) -> Iterator[tuple[float, Any]]:
+    """Seconds and what happened, up to the last frame that is whole."""
+    data, at = path.read_bytes(), 0
+    while at + 4 <= len(data) and at + 4 + (size := int.from_bytes(data[at : at + 4], "big")) <= len(data):
+        now, kind, typed = msgspec.msgpack.decode(data[at + 4 : at + 4 + size])
+        at += 4 + size
+        if kind == "Start":
+            yield now, msgspec.msgpack.decode(typed[0][1], type=Start)
+        else:
+            yield now, EVENTS[kind](*(_value(name, raw) for name, raw in typed))
+
+
+def _value(name: str, raw: bytes) -> Any:
+    if name in TYPES:
+        return msgspec.msgpack.decode(raw, type=TYPES[name])
+    value = msgspec.msgpack.decode(raw)
+    return frozenset(value) if name == "frozenset" else _tuples(value) if name == "tuple" else value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

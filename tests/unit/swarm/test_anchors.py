@@ -1,0 +1,124 @@
+"""The tensors of a node: what moves an anchor, what does not, and what a checkpoint holds meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import torch
+
+from diloco.core.events import Apply
+from diloco.core.facts import Moving
+from diloco.core.history import state_of
+from diloco.messages.heads import Book, Head
+from diloco.outer.digest import part_digests
+from tests.support.alone import Alone, alone
+from tests.support.core import ME, OTHER, D
+from tests.support.coroutines import Slow, turns, until
+
+
+def applying(node: Alone, anchor: torch.Tensor, limit: float = 1e9, state: str = "") -> Apply:
+    """An update of another author to an anchor; with the float codecs it carries the values themselves."""
+    tip, replica = node.core.facts.control.tip, node.replica
+    update = torch.empty(replica.update_nbytes(0), dtype=torch.uint8)
+    replica.down.encode_update(anchor, replica.anchors[0], update)
+    book: Book = tip.book
+    state = state or state_of(book, part_digests(anchor))
+    head = Head(0, tip.head.number + 1, tip.head.id, OTHER, OTHER, (), 1, tip.head.work + 10, D, state)
+    return Apply(0, head, book, update, limit, 0)
+
+
+def test_an_update_moves_the_anchor_only_to_what_its_head_says() -> None:
+    async def scene(node: Alone) -> None:
+        anchors, before = node.anchors, node.replica.anchors[0].clone()
+        target = before + 3.0
+        outcome = await anchors._apply(applying(node, target, state="f" * 64))
+        assert (outcome.why, outcome.damaged) == ("digest", False), "its author was wrong"
+        outcome = await anchors._apply(applying(node, target, limit=7.0))
+        assert outcome.why == "far" and torch.equal(node.replica.anchors[0], before)
+        outcome = await anchors._apply(applying(node, target, limit=7.5))
+        assert outcome.why == "" and outcome.parts == part_digests(target)
+        assert torch.equal(node.replica.anchors[0], target)
+        node.replica.anchors[0][0] += 1.0
+        outcome = await anchors._apply(applying(node, target + 1.0, state="f" * 64))
+        assert (outcome.why, outcome.damaged) == ("digest", True), "the anchor here was"
+
+    alone(scene)
+
+
+async def test_a_moving_anchor_arrives_though_its_task_is_cancelled() -> None:
+    """1. The update is applied, in a thread. 2. Ctrl+C cancels the task. 3. The core knows of the anchor that is here,
+    and a checkpoint has both.
+    """
+    node = await Alone.made()
+    apply, action = Slow(node.replica.apply_update_), applying(node, target := node.replica.anchors[0] + 3.0)
+    node.core.facts.control.moving = Moving(action.head, action.book, action.update, OTHER)
+    node.replica.apply_update_ = apply  # type: ignore[method-assign]
+    moving = asyncio.ensure_future(node.anchors.apply(action))
+    await until(apply.began.is_set)
+    moving.cancel()
+    await turns()
+    apply.go_on.set()
+    await until(lambda: node.core.facts.control.tip.head.number == 1)
+    saved = await node.snapshot(copies=True)
+    assert saved.steps == 1 and saved.tips[0].parts == part_digests(saved.anchors[0])
+    assert torch.equal(saved.anchors[0], target)
+    with suppress(asyncio.CancelledError):
+        await moving
+    await node.context.tasks.close(1.0)
+
+
+def test_nothing_moves_under_a_checkpoint_that_is_written() -> None:
+    """An author that saves for long goes on without itself; the version it makes must not be in the checkpoint."""
+
+    async def scene(node: Alone) -> None:
+        await node.learn()
+        saved = await node.snapshot(copies=False)
+        assert saved.anchors[0] is node.replica.anchors[0], "no memory for copies"
+        master, state = saved.outer[0]
+        live = [saved.anchors[0], master, *state.vectors]
+        before = [vector.clone() for vector in live]
+        learning = asyncio.ensure_future(node.learn())
+        await turns(100)
+        await node.show_anchors()  # evaluating the anchors meanwhile is no problem
+        part = await node.anchors.read_part(0, node.core.facts.control.tip.head.id, 0)
+        assert part is not None and torch.equal(part, before[0])
+        assert all(map(torch.equal, before, live)) and not learning.done()
+        node.anchors.end_snapshot()
+        await learning
+        assert node.clock() == (2, 20) and not torch.equal(before[0], node.replica.anchors[0])
+
+    alone(scene)
+
+
+def test_a_checkpoint_of_copies_holds_up_nobody() -> None:
+    async def scene(node: Alone) -> None:
+        await node.learn()
+        saved = await node.snapshot(copies=True)
+        await node.learn()
+        assert node.clock() == (2, 20) and saved.steps == 1
+        assert torch.equal(saved.anchors[0], torch.arange(6.0) - 1.0)
+
+    alone(scene)
+
+
+def test_momentum_is_kept_of_what_this_peer_may_inherit() -> None:
+    async def scene(node: Alone) -> None:
+        await node.learn()
+        node.anchors.follow()
+        assert set(node.replica.states) == set(node.replica.aggregates) == {0}
+        facts = node.core.facts
+        facts.shun(ME, 99.0)
+        node.anchors.follow()
+        assert node.replica.aggregates == {}, "what the encoding lost goes with its author"
+
+    alone(scene, momentum=0.5)
+
+
+def test_the_bound_of_an_update_is_equal_on_all_machines() -> None:
+    async def scene(node: Alone) -> None:
+        arithmetic = node.core.facts.arithmetic
+        limit, reach = arithmetic.bounds(3, 4, 0, 1, 2.0, (0.1, 0.2, 0.3))
+        assert limit > 0 and all(float(f"{one:.6g}") == one for one in reach)
+
+    alone(scene, momentum=0.5)

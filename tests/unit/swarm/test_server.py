@@ -1,0 +1,107 @@
+"""What a peer asks of a node on a bulk stream: offences have a price, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from math import nan
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from diloco.core.events import Connected
+from diloco.core.penalties import FIRST_S
+from diloco.messages.bulk import Got, Push
+from diloco.messages.codec import Refusal
+from diloco.messages.heads import Line
+from diloco.swarm.rpc.state import payload_digest
+from tests.support.alone import Alone, alone
+from tests.support.core import OTHER
+from tests.support.listener import hello, status
+from tests.support.stub_wire import Pipe, framed
+
+NUMEL = 6
+
+
+async def serve(node: Alone, sent: bytes) -> list[object]:
+    """What is answered on a stream of another peer."""
+    pipe = Pipe(sent)
+    await node._server.serve(OTHER, pipe.reader, pipe)
+    return pipe.messages()
+
+
+def contribution(node: Alone, value: float = 0.0, stamp: int = 10**13, norm: float | None = None) -> bytes:
+    """Of that other peer, to the head that is here."""
+    values = torch.full((NUMEL,), value)
+    payload = values.view(torch.uint8)
+    said = float(values.norm()) if norm is None else norm
+    line = Line(0, OTHER, stamp, node.core.facts.control.tip.head.id, 1, 10, (), said, payload_digest(payload))
+    return framed(Push(line)) + payload.numpy().tobytes()
+
+
+WRONG: dict[str, tuple[Callable[[Alone], bytes], str]] = {
+    "length": (lambda node: b"\xff\xff\xff\xff", "over the limit"),
+    "schema": (lambda node: b"\x00\x00\x00\x02hi", "does not fit its schema"),
+    "kind": (lambda node: framed(Got()), "a bulk stream cannot begin with Got"),
+    "nan": (lambda node: contribution(node, nan, norm=1.0), "payload holds nan"),
+    "norm": (lambda node: contribution(node, 1.0, norm=99.0), "has norm 2.44949, and its line says 99"),
+}
+
+
+@pytest.mark.parametrize(("sent", "why"), WRONG.values(), ids=WRONG)
+def test_an_offence_is_noted_and_told_and_its_peer_refused(sent: Callable[[Alone], bytes], why: str) -> None:
+    async def scene(node: Alone) -> None:
+        answer = (await serve(node, sent(node)))[-1]
+        assert isinstance(answer, Refusal) and re.search(why, answer.reason)
+        assert "refused" in node.said and "penalty" in node.said
+        again = (await serve(node, contribution(node)))[-1]
+        assert isinstance(again, Refusal) and again.reason.startswith("refused for 10 s more")
+        await asyncio.sleep(FIRST_S + 1)
+        assert isinstance((await serve(node, contribution(node)))[0], Got)
+
+    alone(scene)
+
+
+@settings(max_examples=25)
+@given(cuts=st.lists(st.integers(0, 400), min_size=1, max_size=8))
+def test_streams_that_break_and_are_begun_again_are_no_offence(cuts: list[int]) -> None:
+    async def scene(node: Alone) -> None:
+        whole = contribution(node, 1.0)
+        answers = [await serve(node, whole[:cut]) for cut in [*cuts, len(whole)]]
+        assert any(isinstance(one, Got) for said in answers for one in said)
+        assert "penalty" not in node.said and node.context.penalties.refusal(OTHER, node.context.now()) is None
+
+    alone(scene)
+
+
+def test_what_nobody_wants_is_refused_without_a_penalty() -> None:
+    """It comes again, or too late."""
+
+    async def scene(node: Alone) -> None:
+        sent = contribution(node)
+        assert isinstance((await serve(node, sent))[0], Got)
+        [answer] = await serve(node, sent)
+        assert isinstance(answer, Refusal) and "is wanted" in answer.reason and "penalty" not in node.said
+
+    alone(scene)
+
+
+def test_nobody_waits_for_a_peer_that_is_refused() -> None:
+    async def scene(node: Alone) -> None:
+        tips = {0: node.core.facts.control.tip.key}
+        trains = replace(hello(), status=status(tips=tips, steps=1, steps_per_s=1.0))
+        node.context.do(Connected(OTHER, trains))
+        node.parameters["w"].sub_(1.0)
+        await node.stepped(10)
+        while node._captures:
+            await node.anchors.capture(node._captures.pop(0))
+        await asyncio.sleep(1.0)
+        assert node.core.facts.control.tip.head.number == 0, "the other one trains"
+        node.context.offence(OTHER, "sent nonsense")
+        await node.context.tasks.until(lambda: node.core.facts.control.tip.head.number == 1)
+
+    alone(scene)

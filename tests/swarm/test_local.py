@@ -224,6 +224,7 @@ def test_control_c_twice_ends_at_once_whatever_is_under_way(tmp_path: Path) -> N
     run_dir = tmp_path / "run"
     with local(run_dir, *ENDLESS, "local.step_delay_s=[0,600]") as started:
         eventually(lambda: json_lines(run_dir / "metrics.jsonl"), "training, which begins with an evaluation")
+        eventually(lambda: any(event["peer"] == "p1" for event in events(run_dir, "join")), "p1, too")
         started.process.send_signal(signal.SIGINT)
         eventually(lambda: "leaving the swarm" in (run_dir / "logs" / "p1.log").read_text(), "the signal to arrive")
         assert started.process.poll() is None, "one of them sleeps for ten minutes"

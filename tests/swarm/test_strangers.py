@@ -102,6 +102,7 @@ def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_strea
 ) -> None:
     [member, _] = members
     core = member.node.core
+    together(*(lambda peer=peer: peer.round(0.01) for peer in members))  # type: ignore[misc]
     [(line, _), *_] = core.facts.control.tip.head.lines
     questions: list[tuple[str, Message | None]] = [
         (BULK, Get(0, (0, ""))),

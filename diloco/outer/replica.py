@@ -2,7 +2,7 @@
 
     capture          base - local, chunk by chunk, as payload                    (every peer)
     aggregates       payloads -> update (see `aggregate`)                        (the author)
-    apply_update_    update -> anchor, momentum and window; then its digest      (everybody, the author too)
+    apply_update_    update -> anchor, momentum and window                       (everybody, the author too)
 
 The *base* is the anchor that the local parameters started from. At a barrier it is the anchor itself. Where a fragment
 moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges. Parameters narrower than fp32
@@ -187,8 +187,8 @@ class Replica:
             parts += hasher.take(after)
         return math.hypot(*norms), (*parts, *hasher.rest())
 
-    def apply_update_(self, fragment: int, update: Tensor, step: OuterStep) -> str:
-        """Move the anchor by a whole update (uint8), with momentum and window if they are here; returns its new digest.
+    def apply_update_(self, fragment: int, update: Tensor, step: OuterStep) -> None:
+        """Move the anchor by a whole update (uint8), with momentum and window if they are here.
 
         `PayloadError` before anything is changed when the length is wrong. An update that is invalid inside leaves an
         anchor that the caller repairs by fetching the fragment's state.
@@ -200,7 +200,6 @@ class Replica:
         else:
             for part, (start, stop) in parts:
                 self.down.apply_update_(anchor[start:stop], part)
-        return self.digest(fragment)
 
     @torch.no_grad()
     def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:

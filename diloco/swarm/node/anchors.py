@@ -164,8 +164,7 @@ class Anchors:
         fragment, replica = action.fragment, self._replica
         await self._about_to_move(fragment)
         anchor = replica.anchors[fragment]
-        for (start, stop), values in zip(part_ranges(anchor.numel()), action.parts, strict=True):
-            anchor[start:stop].copy_(values)
+        await in_thread(_fill, anchor, action.parts)
         if fragment in replica.aggregates:
             await in_thread(replica.aggregates[fragment].restart)
         return Applied(fragment, action.head.id, await in_thread(part_digests, anchor))
@@ -241,6 +240,11 @@ class Anchors:
     def end_snapshot(self) -> None:
         """The tensors of the last snapshot may move again."""
         self._saving.close()
+
+
+def _fill(anchor: Tensor, parts: Sequence[Tensor]) -> None:
+    for (start, stop), values in zip(part_ranges(anchor.numel()), parts, strict=True):
+        anchor[start:stop].copy_(values)
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:

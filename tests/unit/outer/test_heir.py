@@ -47,7 +47,8 @@ class Rounds:
         """The author makes so many versions, which the heir follows."""
         for _ in range(number):
             update, step = self.publish()
-            assert self.heir.apply_update_(0, update, step) == self.author.digest(0)
+            self.heir.apply_update_(0, update, step)
+            assert self.heir.digest(0) == self.author.digest(0)
 
 
 def merged(author: Replica, deltas: list[Tensor]) -> tuple[Tensor, OuterStep]:

@@ -12,7 +12,7 @@ peer               an event changes facts, then one function looks at all of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -452,9 +452,7 @@ class Facts:
         able: Mapping[str, object] | Sequence[str] = self.members.able(self.is_author())
         if self.shunned:
             able = [peer for peer in able if self.shunned.get(peer, 0.0) <= self.now]
-        if named in able or not able:
-            return named if able else ""
-        return in_turn(len(self.fragments), tuple(sorted(able)))[f.index]
+        return named if named in able else self._in_turn(f, able)
 
     def author_of(self, f: Fragment) -> str:
         """The author of the next version of a fragment."""
@@ -462,8 +460,12 @@ class Facts:
 
     def second(self, f: Fragment) -> str:
         """Who is the author if the one whom the tip names goes."""
-        rest = [peer for peer in self.members.able(self.is_author()) if peer != self.author_of(f)]
-        return min(rest, key=lambda peer: score(f.index, peer), default="")
+        author = self.author_of(f)
+        return self._in_turn(f, [peer for peer in self.members.able(self.is_author()) if peer != author])
+
+    def _in_turn(self, f: Fragment, able: Iterable[str]) -> str:
+        peers = tuple(sorted(able))
+        return in_turn(len(self.fragments), peers)[f.index] if peers else ""
 
     def heir(self, f: Fragment) -> str:
         """Whom the head that this peer makes names: itself, for what the encoding lost is here; another one if it may

@@ -58,8 +58,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("core.tips", "if bad or core.now - since > core.settings.stuck_s / 2:", "if bad:")
     ],
     "3: a dead author has no heir": [
-        ("core.facts", "if named in able or not able:", "if named or not able:"),
-        ("core.facts", 'return named if able else ""', "return named"),
+        ("core.facts", "return named if named in able else", "return named or"),
     ],
     "3: the silent stay members": [
         ("core.members", "if now - one.heard > one.silence_s(floor_s, beats)]", "if False]")

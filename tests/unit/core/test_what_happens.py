@@ -386,3 +386,16 @@ def test_what_waits_for_another_fragment_stays_within_what_a_line_may_claim() ->
     swarm.until(300.0)
     assert max(line.steps for _, head in swarm.made for line, _ in head.lines) <= 16
     assert all(at > 290.0 for at in {head.fragment: at for at, head in swarm.made}.values())
+
+
+@pytest.mark.parametrize("victim", "abc")
+def test_who_follows_the_momentum_is_the_heir(victim: str) -> None:
+    swarm = Swarm(Settings(fragments=8))
+    for name in "abc":
+        swarm.add(name)
+    swarm.until(60.0)
+    core = next(peer.facts for peer in swarm.peers.values() if peer.name != victim)
+    heirs = {f.index: core.second(f) for f in core.fragments if core.author_of(f) == victim}
+    swarm.die(swarm.peers[victim])
+    swarm.until(swarm.now + 60.0, lambda: victim not in core.members.able(myself=True))
+    assert heirs and {index: core.author(core.fragments[index], victim) for index in heirs} == heirs

@@ -13,10 +13,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from diloco.core.events import Capture, Captured, Delivered, Loaded, Push, Stepped
-from diloco.core.facts import CONTROL, Facts, Fragment, Item
+from diloco.core.facts import CONTROL, SHUNNED, Facts, Fragment, Item
 from diloco.core.history import is_signed, sign
-from diloco.core.members import PAUSE_LIMIT_S
-from diloco.core.units import NONE, difference, sound, union
+from diloco.core.units import difference, sound, union
 from diloco.messages.control import Answer, Offer
 from diloco.messages.fields import MAX_TOKENS, MAX_UNIT_RANGES, at_most
 from diloco.messages.heads import Line
@@ -29,7 +28,6 @@ __all__ = [
 MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
 MOST_PER_STEP = 2**28  # tokens, where the manifest names none: larger batches are not known, and a lie ends no run
 LATE_RETRY_S = 1.0  # before a contribution is offered again after a stream broke
-SHUNNED = 8  # times the patience: how long a stuck author is passed over
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------
@@ -53,10 +51,9 @@ def stepped(core: Facts, event: Stepped) -> None:
     if settings.staggered:
         turns = {-(-(turn + 1) * core.cycle // settings.fragments) for turn in range(settings.fragments)}
         core.turn = core.turn or core.position in turns
+        core.due += [f for f in core.fragments if f not in core.due and _hurries(core, f)]
     elif core.position >= core.cycle or any(_hurries(core, f) for f in core.fragments):
         core.due, core.position = list(core.fragments), core.cycle
-    if settings.staggered:
-        core.due += [f for f in core.fragments if f not in core.due and _hurries(core, f)]
     core.position %= core.cycle
 
 
@@ -78,7 +75,7 @@ def loaded(core: Facts, event: Loaded) -> None:
     """Training goes on from an anchor."""
     f = core.fragments[event.fragment]
     if f.adrift or f.waiting is None:  # what was learned since is overwritten
-        f.unsent, f.steps, f.units = 0, 0, NONE
+        f.forget()
     f.base, f.waiting, f.loading, core.untold_data = event.head, None, False, True
 
 
@@ -115,7 +112,8 @@ def contribute(core: Facts, f: Fragment) -> None:
         f.index, core.me, core.stamp, f.base, f.steps, f.unsent, units, 0.0, "0" * 64, core.identity.name
     )  # fmt: skip
     f.waiting = core.settings.overlap if f.base == f.tip.head.id else 0  # else a newer head is here already
-    f.unsent, f.steps, f.units, core.next = 0, 0, NONE, f.index + 1
+    f.forget()
+    core.next = f.index + 1
     core.out.append(Capture(f.draft))
 
 
@@ -135,7 +133,7 @@ def captured(core: Facts, event: Captured) -> None:
 def pass_on(core: Facts, f: Fragment, author: str) -> None:
     """Contributions go to the author: this peer's at once, what others have left here after a while."""
     patience_s, way = core.patience_s(f), core.way(author)
-    pause = core.settings.barrier and any(0 <= core.now - one.paused_at < PAUSE_LIMIT_S for one in core.members.all())
+    pause = core.settings.barrier and any(one.pauses(core.now) for one in core.members.all())
     for item in f.bag.values():
         if pause and item.got is not None:
             item.got = core.now  # the author may wait for that peer
@@ -154,7 +152,7 @@ def pass_on(core: Facts, f: Fragment, author: str) -> None:
 def offered(core: Facts, peer: str, offer: Offer) -> None:
     """A peer has a contribution for the next version."""
     line = offer.line
-    f = core.fragments[line.fragment] if line.fragment < len(core.fragments) else None
+    f = core.fragment(line.fragment)
     core.send(peer, Answer(line.fragment, line.peer, line.stamp, _judged(core, f, line)))
 
 
@@ -173,7 +171,7 @@ def _judged(core: Facts, f: Fragment | None, line: Line) -> Any:
 
 def wanted(core: Facts, line: Line) -> bool:
     """Whether the payload of a contribution is wanted here."""
-    return line.fragment < len(core.fragments) and _judged(core, core.fragments[line.fragment], line) == "want"
+    return bool(_judged(core, core.fragment(line.fragment), line) == "want")
 
 
 def _is_full(core: Facts, f: Fragment) -> bool:
@@ -195,11 +193,9 @@ def impossible(core: Facts, line: Line) -> bool:
 
 def answered(core: Facts, peer: str, answer: Answer) -> None:
     """A peer says what it does with an offer."""
-    if answer.fragment >= len(core.fragments):
-        return
-    f = core.fragments[answer.fragment]
-    item = f.bag.get(answer.peer)
-    if item and item.line.stamp == answer.stamp and item.to == peer:
+    f = core.fragment(answer.fragment)
+    item = f.bag.get(answer.peer) if f else None
+    if f and item and item.line.stamp == answer.stamp and item.to == peer:
         wants, item.asked = answer.says == "want" and item.asked, False
         if wants:
             item.again, item.got = core.now + core.deadline_s(f.sizes.payload), None
@@ -211,7 +207,7 @@ def answered(core: Facts, peer: str, answer: Answer) -> None:
 def delivered(core: Facts, event: Delivered) -> None:
     """The payload of a contribution that was wanted is here."""
     line = event.line
-    f = core.fragments[line.fragment] if line.fragment < len(core.fragments) else None
+    f = core.fragment(line.fragment)
     if f is None:
         return
     if _judged(core, f, line) == "want":

@@ -11,13 +11,13 @@ from __future__ import annotations
 from math import inf
 
 from diloco.core.facts import CONTROL, Facts
+from diloco.core.limits import MAX_PEERS
 from diloco.core.units import NONE, count, difference, first, gaps, union
 from diloco.messages.control import MAX_WANTED, Grant, Lease
 from diloco.messages.fields import MAX_RANGES, MAX_UNIT_RANGES, Units, forget_oldest
 
 __all__ = ["deal", "granted", "has", "lease", "leased", "lost"]
 
-MOST_PEERS = 4096  # to whom sequences are granted
 LEAP = 2**24  # No honest peer has sequences this far past the merged ones, so one message cannot use up the list.
 
 
@@ -57,7 +57,7 @@ def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
     if peer != core.me:
         until = inf if peer in core.members else core.now + core.patience_s(f)
         core.granted[peer] = (union(its, new), until)
-        forget_oldest(core.granted, MOST_PEERS)
+        forget_oldest(core.granted, MAX_PEERS)
     return new
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "Apply",
     "Ask",
     "Asked",
+    "Begun",
     "Broadcast",
     "Broke",
     "Capture",

@@ -33,6 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_SHUNNED = 1024
+SHUNNED = 8  # times the patience for an author, or for what it gives: how long it is passed over
 CONTROL = 0  # the fragment whose book has the swarm clock and the data
 
 
@@ -242,6 +243,10 @@ class Fragment:
         waited = not self.unsent if self.waiting is None else self.waiting <= 0
         return waited or self.adrift
 
+    def forget(self) -> None:
+        """What was learned here since the base is lost, or sent."""
+        self.unsent, self.steps, self.units = 0, 0, NONE
+
     def greater(self) -> dict[str, Key]:
         """Who tells a greater tip that is not refused."""
         return {peer: key for peer, key in self.told.items() if key[1] not in self.refused} if self.told else self.told
@@ -345,6 +350,10 @@ class Facts:
     def control(self) -> Fragment:
         """The fragment whose book has the swarm clock and the data."""
         return self.fragments[CONTROL]
+
+    def fragment(self, index: int) -> Fragment | None:
+        """The fragment of that number; None for one that the run does not have."""
+        return self.fragments[index] if index < len(self.fragments) else None
 
     def over(self, tip: Tip) -> bool:
         """Whether the run ends with that head: as it is planned, or because nothing is greater."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diloco.config.address import problem
+from diloco.core.limits import MAX_PEERS
 from diloco.core.units import NONE
 from diloco.messages.control import Figures, Hello, Status
 from diloco.messages.fields import Units, forget_oldest
@@ -19,7 +20,6 @@ STALL_BEATS = 3.0  # Large swarms say their progress seldom; one message that is
 PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
 BEATS_PER_S = 64.0  # heartbeats heard from all others together; in smaller swarms each says one every `heartbeat_s`
 MAX_ADDRESSES = 4  # kept of one peer, the best first
-MAX_PEERS = 4096  # whose addresses are kept
 
 
 @dataclass
@@ -82,9 +82,13 @@ class Member:
         """Seconds of silence after which it counts as gone, by its own heartbeat."""
         return max(floor_s, beats * self.interval_s)
 
+    def pauses(self, now: float) -> bool:
+        """Whether it evaluates or saves, and not for too long."""
+        return 0 <= now - self.paused_at < PAUSE_LIMIT_S
+
     def stalled(self, now: float, floor_s: float, first_step_s: float) -> bool:
         """Whether it makes no progress, by its own measured pace. A first step may compile kernels."""
-        if 0 <= now - self.paused_at < PAUSE_LIMIT_S:
+        if self.pauses(now):
             return False
         pace = self.status.steps_per_s
         limit_s = max(floor_s, STALL_STEPS / pace, STALL_BEATS * self.interval_s) if pace > 0 else first_step_s

@@ -1,6 +1,6 @@
 """How long a version waits for whom, at a barrier. Sans-IO.
 
-    enough contributions are here -> does it wait for that peer? (`until`) -> closed, perhaps without some
+    enough contributions are here -> does it wait for the rest? (`wait_s`) -> closed, perhaps without some
     closed -> who was missing, or took too long? -> `slow`: nobody waits for that peer until it is quicker
 
 A slow peer's own word counts for nothing, with one exception: it may say that it evaluates or saves a checkpoint. What

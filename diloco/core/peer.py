@@ -490,14 +490,14 @@ class Peer:
             return
         for f in core.fragments:
             if f.waiting is not None or f.adrift:  # nothing is loaded any more, so what came after is lost
-                f.unsent, f.steps, f.units = 0, 0, NONE
+                f.forget()
         core.due = [f for f in core.fragments if f.unsent and not core.finished]
         others = core.members.all()
         kept = any(
             item.got is None and not f.tip.objection(item.line) and not core.over(f.tip)
             for f in core.fragments for item in f.bag.values()
         )  # fmt: skip
-        making = core.making() or any(f.draft or f.moving for f in core.fragments)
+        making = any(f.draft or f.merge or f.moving for f in core.fragments)
         lacks = [[one for one in others if tuple(one.tips.get(f.index, (0, ""))) < f.tip.key] for f in core.fragments]
         # When the run is over, all others want its last heads; else it is enough that somebody has them.
         alone = bool(others) and any(missing if core.finished else len(missing) == len(others) for missing in lacks)

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from diloco.core.contributions import impossible
 from diloco.core.events import Applied, Apply, Ask, Asked, Gave, Load, Part, Records, Replace, Reply
-from diloco.core.facts import Facts, Fetch, Fragment, Goal, Moving, score
+from diloco.core.facts import SHUNNED, Facts, Fetch, Fragment, Goal, Moving, score
 from diloco.core.history import Record, Tip, follow, is_signed, sign, state_of, wrong, wrong_state
+from diloco.core.limits import MAX_PEERS
 from diloco.core.units import NONE, difference, overlaps
 from diloco.messages.bulk import Get
 from diloco.messages.fields import forget_oldest
@@ -24,9 +25,7 @@ __all__ = ["answer", "applied", "broke", "fetch", "gave", "load"]
 
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0  # before somebody else is asked after a donor said: not now; twice that next time
 PARTS_EACH = 2  # that one donor is asked for at a time
-SHUNNED = 8  # times `stuck_s`: how long the author of a head is passed over that no honest one makes
 REFUSED = 1024  # heads that are remembered
-REMEMBERED = 4096  # donors that failed
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ def _failed(core: Facts, f: Fragment, donor: str, seconds: float = 0.0) -> None:
     asked = f.fetch
     if donor:  # else it was a pause
         f.later[donor] = core.now + (seconds or core.settings.refresh_s)
-        forget_oldest(f.later, REMEMBERED)
+        forget_oldest(f.later, MAX_PEERS)
     if asked and asked.goal:  # others have the rest
         asked.asked = {part: one for part, one in asked.asked.items() if one[0] != donor}
     elif asked and asked.donor == donor:
@@ -119,7 +118,7 @@ def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
             _failed(core, f, peer)
     elif f.fetch and f.fetch.goal is None and f.fetch.donor == peer:
         since = f.busy.setdefault(peer, core.now)
-        forget_oldest(f.busy, REMEMBERED)
+        forget_oldest(f.busy, MAX_PEERS)
         if bad or core.now - since > core.settings.stuck_s / 2:
             return _failed(core, f, peer)
         pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(f.noes, 8))
@@ -261,7 +260,7 @@ def adopt(core: Facts, f: Fragment, tip: Tip, record: Record | None) -> None:
     forget_oldest(f.came, core.settings.records)
     forget_oldest(f.records, max(1, min(core.settings.records, (f.sizes.anchor - 1) // f.sizes.update)))
     if f.adrift or overlaps(tip.book.merged, f.units):  # what was learned since the base is lost
-        f.unsent, f.steps, f.units = 0, 0, NONE
+        f.forget()
     if f is core.control:
         core.queue = NONE if f.adrift else difference(core.queue, tip.book.merged)
     if not f.behind():  # else what is here may be for a tip that is still to come

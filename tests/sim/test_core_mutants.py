@@ -13,7 +13,7 @@ from tests.support.core_mutants import MUTANTS, ROOT, mutated
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_rule_can_be_broken(name: str) -> None:
-    for module, source in mutated(name).items():
+    for module, source in mutated(MUTANTS[name]).items():
         compile(source, module, "exec")
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FEW, SEEDS = 16, 60
 
-MUTANTS: dict[str, list[tuple[str, str, str]]] = {
+Mutant = list[tuple[str, str, str]]  # a module, what stands in it, and what it becomes
+MUTANTS: dict[str, Mutant] = {
     "1: the longer history wins": [("messages.heads", "return self.work, self.id", "return self.number, self.id")],
     "1: of equal work each keeps its own": [("core.peer", "if key > f.tip.key:", "if key[0] > f.tip.key[0]:")],
     "1: ties fall at random": [
@@ -190,12 +192,12 @@ def path_of(module: str) -> Path:
     return ROOT / "diloco" / (module.replace(".", "/") + ".py")
 
 
-def mutated(name: str) -> dict[str, str]:
+def mutated(mutant: Mutant) -> dict[str, str]:
     """Sources by module."""
     sources: dict[str, str] = {}
-    for module, before, after in MUTANTS[name]:
+    for module, before, after in mutant:
         source = sources.get(module) or path_of(module).read_text(encoding="utf-8")
-        assert source.count(before) == 1, f"{name}: {before!r} is {source.count(before)} times in {module}"
+        assert source.count(before) == 1, f"{before!r} is {source.count(before)} times in {module}"
         sources[module] = source.replace(before, after)
     return sources
 
@@ -220,7 +222,7 @@ class Finder:
 
 def find(name: str) -> str:
     """In a fresh process: what finds the mutant, or nothing."""
-    sys.meta_path.insert(0, Finder(mutated(name)))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Finder(mutated(MUTANTS[name])))  # type: ignore[arg-type]
     if why := _first(range(FEW)):
         return why
     failed: list[str] = []
@@ -244,21 +246,21 @@ def _first(seeds: range) -> str:
     return ""
 
 
-def find_all(jobs: int) -> None:
+def find_all(program: str, names: Iterable[str]) -> None:
     """Print what finds each, as soon as it is known."""
 
     def found(name: str) -> str:
-        command = [sys.executable, "-m", "tests.support.core_mutants", name]
+        command = [sys.executable, "-m", program, name]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
         return json.dumps([name, ended.stdout.splitlines()[-1] if ended.returncode == 1 else None])
 
-    with ThreadPoolExecutor(jobs) as pool:
-        for line in pool.map(found, MUTANTS):
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for line in pool.map(found, names):
             print(line, flush=True)
 
 
 if __name__ == "__main__" and sys.argv[1] == "--all":
-    find_all(os.cpu_count() or 1)
+    find_all("tests.support.core_mutants", MUTANTS)
 elif __name__ == "__main__":
     found_by = find(sys.argv[1])
     print(found_by or "not found")

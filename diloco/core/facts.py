@@ -356,10 +356,14 @@ class Facts:
         return self.fragments[index] if index < len(self.fragments) else None
 
     def over(self, tip: Tip) -> bool:
-        """Whether the run ends with that head: as it is planned, or because nothing is greater."""
+        """Whether the run ends with that head: as it is planned, or because nothing is greater. By tokens, when they are
+        in its own history, or in that of the swarm clock at a version that it has reached, too: the fragments of one
+        round close one after another, and all of them end with that round.
+        """
         steps, tokens, _ = self.planned
-        tokens = tokens or MAX_TOKENS
-        return bool(steps and tip.head.number >= steps) or max(tip.head.work, self.control.tip.head.work) >= tokens
+        tokens, head, clock = tokens or MAX_TOKENS, tip.head, self.control.tip.head
+        by_tokens = head.work >= tokens or (clock.work >= tokens and head.number >= clock.number)
+        return bool(steps and head.number >= steps) or by_tokens
 
     @property
     def trains_now(self) -> bool:

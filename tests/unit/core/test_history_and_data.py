@@ -144,3 +144,14 @@ def test_when_the_run_is_over_no_head_is_waited_for() -> None:
             assert peer.facts.waits
             advance(peer.facts, f, ME)
     assert not peer.facts.waits
+
+
+def test_with_a_budget_in_tokens_all_fragments_end_with_the_round_of_the_swarm_clock() -> None:
+    """One that closes later is not over before it has that version, though it may have fewer tokens."""
+    facts = core().facts
+    facts.planned = (0, 20, 0)
+    clock, other = facts.fragments
+    advance(facts, clock, ME, "other")
+    assert [facts.over(f.tip) for f in facts.fragments] == [True, False]
+    advance(facts, other, ME)
+    assert [facts.over(f.tip) for f in facts.fragments] == [True, True]

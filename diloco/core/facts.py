@@ -356,9 +356,10 @@ class Facts:
         return self.fragments[index] if index < len(self.fragments) else None
 
     def over(self, tip: Tip) -> bool:
-        """Whether the run ends with that head: as it is planned, or because nothing is greater. By tokens, when they are
-        in its own history, or in that of the swarm clock at a version that it has reached, too: the fragments of one
-        round close one after another, and all of them end with that round.
+        """Whether the run ends with that head: as it is planned, or because nothing is greater.
+
+        Tokens count in its own history, and in that of the swarm clock if it has reached the same version: the
+        fragments of a round close one after another, and all of them end with that round.
         """
         steps, tokens, _ = self.planned
         tokens, head, clock = tokens or MAX_TOKENS, tip.head, self.control.tip.head

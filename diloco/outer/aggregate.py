@@ -39,7 +39,9 @@ __all__ = ["Aggregate", "Merged", "Weighted"]
 
 
 class Weighted(NamedTuple):
-    """A whole contribution, encoded (uint8), with its weight, which is positive; a late one counts at a discount."""
+    """A whole contribution, encoded (uint8), with its weight, which is positive: 1 for equal ones (`core.author`), so
+    that sums of 4- and 8-bit payloads are exact. A late one counts at a discount.
+    """
 
     peer: str
     payload: Tensor
@@ -101,8 +103,7 @@ class Aggregate:
         """
         contributions = sorted(contributions, key=lambda one: one.peer)
         peers = [one.peer for one in contributions]
-        unit = contributions[0].weight  # equal ones weigh exactly 1, so sums of 4- and 8-bit payloads are exact
-        weights = [one.weight / unit for one in contributions]
+        weights = [one.weight for one in contributions]
         found = Comparison([one.payload for one in contributions], self.up, self._payloads, self._rng)
         state.join_(step)
         judged = self._judge(found, weights, state, peers.index(me) if me in peers else None)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from diloco.errors import SwarmError
 from diloco.messages.bulk import Get, No, PartHeader
 from diloco.messages.codec import Message, Refusal
 from diloco.swarm.wire.streams import Traffic, open_bulk
@@ -105,3 +106,16 @@ def test_what_is_not_here_is_answered_with_no(village: Village) -> None:
     refusal = village.run(answer(Get(1, nothing)))
     assert isinstance(refusal, Refusal) and refusal.reason == "fragment 1 does not exist"
     assert isinstance(village.run(answer(Get(0, nothing))), PartHeader)
+
+
+def test_a_node_that_cannot_join_leaves_nothing_open(village: Village, monkeypatch: pytest.MonkeyPatch) -> None:
+    village.donors(1)
+
+    async def nobody(mesh: object) -> list[str]:
+        return []
+
+    monkeypatch.setattr("diloco.swarm.node.mesh.ControlMesh.start", nobody)
+    with pytest.raises(SwarmError, match=r"answer, but no diloco peer of run\.id=run is there"):
+        village.joiner()
+    assert "joiner" not in village.network._transports and not village.loop.tasks_of("joiner")
+    del village.peers["joiner"]

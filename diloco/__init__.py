@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from diloco.attach.ranks import Island
+    from diloco.attach.swarm import Swarm
     from diloco.extensions import register
     from diloco.integrations.accelerate import AccelerateSwarm
     from diloco.integrations.lightning import DilocoLightningCallback
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from diloco.outer.optimizer import OuterOptimizer
     from diloco.outer.payloads import Codec
     from diloco.rundir.comparison import compare
-    from diloco.train.api import Swarm
-    from diloco.train.island import Island
 
 __all__ = [
     "AccelerateSwarm", "Codec", "DilocoCallback", "DilocoLightningCallback", "Island", "OuterOptimizer", "Swarm",
@@ -34,9 +34,9 @@ _PLACES = {
     "Codec": ("diloco.outer.payloads", "", ""),
     "DilocoCallback": ("diloco.integrations.trainer", "accelerate", "hf"),
     "DilocoLightningCallback": ("diloco.integrations.lightning", "lightning", "lightning"),
-    "Island": ("diloco.train.island", "", ""),
+    "Island": ("diloco.attach.ranks", "", ""),
     "OuterOptimizer": ("diloco.outer.optimizer", "", ""),
-    "Swarm": ("diloco.train.api", "", ""),
+    "Swarm": ("diloco.attach.swarm", "", ""),
     "compare": ("diloco.rundir.comparison", "", ""),
     "register": ("diloco.extensions", "", ""),
 }

@@ -26,7 +26,7 @@ from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.swarm.client.ask import Found, check_clock, look, parse_manifest, try_to_listen
 from diloco.swarm.wire.gate import Gate, watching
 from diloco.text import counted, one_line
-from diloco.train.machine import GIB, inspect_machine
+from diloco.train.hardware import GIB, inspect_machine
 from diloco.train.memory import parameters_of
 from diloco.train.speed import step_seconds
 

@@ -116,7 +116,7 @@ def _prepare(
     steps.show("loading libraries")
     from diloco.cli import volunteer
     from diloco.swarm.client.ask import check_clock, parse_manifest
-    from diloco.train.machine import inspect_machine
+    from diloco.train.hardware import inspect_machine
 
     directory = stack.enter_context(volunteer.lock_peer_directory(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
@@ -147,7 +147,7 @@ def _prepare(
     _ask(config, _terms(config, need.parameters, used_bytes, name), yes, steps)
     volunteer.move_aside(config)
     from diloco.swarm.wire.gate import watching
-    from diloco.train.origin import fetch  # the small files that the run starts from, from its peers
+    from diloco.train.start_files import fetch  # the small files that the run starts from, from its peers
 
     gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
     return fetch(config, found.addresses or config.swarm.initial_peers, gate, Path(config.swarm.identity_path or ""))
@@ -155,7 +155,7 @@ def _prepare(
 
 def _of_rank_0(config: Config, rank: int) -> Config:
     """Rank 0's configuration, on every rank of a torchrun job."""
-    from diloco.train.island import said_by_rank_0
+    from diloco.attach.ranks import said_by_rank_0
 
     if rank == 0:
         said_by_rank_0(config.model_dump_json())

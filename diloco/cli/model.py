@@ -12,6 +12,7 @@ import click
 
 from diloco import data, hub
 from diloco import model as models
+from diloco.attach.ranks import Island
 from diloco.config import Config, compose
 from diloco.errors import CheckpointError, ConfigError
 from diloco.outer.fragments import partition, scatter_
@@ -20,9 +21,8 @@ from diloco.rundir.compare import read_json, read_runs
 from diloco.rundir.files import write_atomic
 from diloco.text import human_count
 from diloco.train import evaluate as evaluation
-from diloco.train.island import Island
-from diloco.train.origin import with_origin
 from diloco.train.precision import autocast
+from diloco.train.start_files import with_origin
 
 __all__ = ["evaluate", "export", "generate"]
 

@@ -11,7 +11,7 @@ import click
 
 from diloco.config import Config
 from diloco.outer.codecs import codec
-from diloco.train.machine import GIB
+from diloco.train.hardware import GIB
 from diloco.train.memory import memory_rows, parameters_of, sequence_bytes
 from diloco.train.planning import Exchange, Link, arithmetic, needed_bits_per_s, needed_sync_every, predict
 from diloco.train.speed import step_seconds

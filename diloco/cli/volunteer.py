@@ -23,9 +23,9 @@ from diloco.errors import ConfigError
 from diloco.rundir.files import data_home, exclusive, write_atomic
 from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.libp2p import peer_id_of
-from diloco.train.machine import Machine
+from diloco.train.checkpoint import checkpoints_name
+from diloco.train.hardware import Machine
 from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need
-from diloco.train.session import checkpoints_name
 
 __all__ = [
     "PeerDirectory",

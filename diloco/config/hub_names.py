@@ -25,7 +25,7 @@ _PLACES = (
     ("data", "tokenizer", "tokenizer_revision", "model"),
     ("data", "name", "revision", "dataset"),
 )
-# What `train/origin.py` fills in from these keys; the first one tells whether it has.
+# What `train/start_files.py` fills in from these keys; the first one tells whether it has.
 _DERIVED = (
     ("model", {"model.path", "model.revision"}, ("weights", "frozen", "generation", "config", "directory")),
     ("data", {"data.tokenizer", "data.tokenizer_revision"}, ("tokenizer_files", "tokenizer_directory")),

@@ -11,11 +11,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from diloco.attach.peer_state import PeerState
+from diloco.attach.swarm import Attachment, Swarm
 from diloco.errors import ConfigError
 from diloco.integrations.membership import FOLDER, check_processes, load_beside, save_beside
 from diloco.integrations.orders import ORDERED, check_has_batches, order_by_, remedy
-from diloco.train.api import Attachment, Swarm
-from diloco.train.peer_state import PeerState
 
 __all__ = ["AccelerateSwarm"]
 

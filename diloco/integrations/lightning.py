@@ -11,12 +11,12 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from diloco.attach.peer_state import PeerState
+from diloco.attach.schedulers import Paced
+from diloco.attach.swarm import Attachment
 from diloco.errors import ConfigError
 from diloco.integrations.membership import Membership, peer_state
 from diloco.rundir.checkpoint import copied
-from diloco.train.api import Attachment
-from diloco.train.peer_state import PeerState
-from diloco.train.schedules import Paced
 
 __all__ = ["DilocoLightningCallback"]
 

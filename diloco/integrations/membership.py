@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.attach.data_shard import Living, shard
+from diloco.attach.peer_state import PeerState
+from diloco.attach.ranks import Island
+from diloco.attach.sharded import kept
+from diloco.attach.state_io import Groups
+from diloco.attach.swarm import Attachment, Swarm
 from diloco.errors import CheckpointError, ConfigError, JoinError
 from diloco.integrations.orders import ORDERED, order_by_, remedy
 from diloco.integrations.tokens import tokens_of
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
-from diloco.train.api import Attachment, Swarm
-from diloco.train.flat import Groups
-from diloco.train.island import Island
-from diloco.train.peer_state import PeerState
-from diloco.train.rows import kept
-from diloco.train.shards import Living, shard
 
 __all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "peer_state", "save_beside"]
 

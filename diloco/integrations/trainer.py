@@ -14,11 +14,11 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from diloco.attach.peer_state import PeerState
+from diloco.attach.swarm import Attachment
 from diloco.errors import CheckpointError, ConfigError
 from diloco.integrations.membership import Membership, load_beside, save_beside
 from diloco.integrations.orders import check_has_batches
-from diloco.train.api import Attachment
-from diloco.train.peer_state import PeerState
 
 __all__ = ["DilocoCallback"]
 

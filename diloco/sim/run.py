@@ -18,6 +18,9 @@ import torch
 
 from diloco import data
 from diloco import model as models
+from diloco.attach.inner_optimizer import inner_optimizer
+from diloco.attach.ranks import Island
+from diloco.attach.swarm import Attachment, Swarm
 from diloco.config import Config
 from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
@@ -34,10 +37,7 @@ from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
-from diloco.train.api import Attachment, Swarm
-from diloco.train.inner import inner_optimizer
-from diloco.train.island import Island
-from diloco.train.session import Session
+from diloco.train.checkpoint import Session
 
 __all__ = ["Simulated", "simulate", "simulate_in"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from diloco.attach import devices
 from diloco.rundir.comparison import gap_of
-from diloco.train import devices
 
 __all__ = ["cpu_seconds", "describe", "gap", "place", "put", "rows_of", "spread"]
 

@@ -21,7 +21,7 @@ def peer(arguments: list[str]) -> int:
     start, arguments = _start(arguments)
     config = compose(arguments, start)
     if config.names_files:
-        from diloco.train.origin import resolved
+        from diloco.train.start_files import resolved
 
         config = resolved(config)
     logging.basicConfig(format="diloco: %(message)s", stream=sys.stderr)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from diloco import model as models
+from diloco.attach.devices import forked_random, seed_random
+from diloco.attach.ranks import Island
 from diloco.data import Tokenizer
 from diloco.errors import ConfigError, DataError, DivergedError
-from diloco.train.devices import forked_random, seed_random
-from diloco.train.island import Island
 
 __all__ = ["EvalResult", "evaluate", "generate", "prompt_tokens"]
 

@@ -8,6 +8,9 @@ from types import TracebackType
 import torch
 
 from diloco import model as models
+from diloco.attach.node_link import NodeView
+from diloco.attach.parameters import Trained
+from diloco.attach.swarm import Swarm
 from diloco.config import Config
 from diloco.config.manifest import raised
 from diloco.errors import ConfigError
@@ -20,11 +23,8 @@ from diloco.rundir.summary import write_contributions
 from diloco.swarm.client.ask import check_clock, look, parse_manifest
 from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.wire.gate import watching
-from diloco.train import origin
-from diloco.train.api import Swarm
-from diloco.train.parameters import Trained
-from diloco.train.session import identity_path, write_address
-from diloco.train.swarm_link import NodeView
+from diloco.train import start_files
+from diloco.train.checkpoint import identity_path, write_address
 
 __all__ = ["Host"]
 
@@ -45,12 +45,12 @@ class Host:
             found = look(config.swarm.initial_peers, identity_path(config, name), gate=gate)
             check_clock(found)
             manifest = parse_manifest(found.manifest_text)
-            config = origin.fetch(
-                origin.with_manifest(config, manifest), found.addresses, gate, identity_path(config, name)
+            config = start_files.fetch(
+                start_files.with_manifest(config, manifest), found.addresses, gate, identity_path(config, name)
             )
         self.manifest = manifest
         model = models.build(config.model, manifest.run.seed)
-        origin.keep(config, model)
+        start_files.keep(config, model)
         parameters = Trained(model)
         outer = manifest.outer
         if outer.method != "diloco":

@@ -20,6 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from diloco import model as models
+from diloco.attach.devices import empty_cache, forked_random, peak_memory
+from diloco.attach.ranks import Island
+from diloco.attach.schedulers import swarm_steps
+from diloco.attach.sharded import whole
 from diloco.config import BudgetConfig, Config, InnerConfig
 from diloco.config.manifest import raised
 from diloco.data import Stream
@@ -28,13 +32,9 @@ from diloco.rundir.metrics import RunLog
 from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Message, Notice, Status
 from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary, Tokens, write_contributions
-from diloco.train.devices import empty_cache, forked_random, peak_memory
+from diloco.train.checkpoint import Session, Sync
 from diloco.train.evaluate import evaluate, generate, prompt_tokens
-from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast
-from diloco.train.rows import whole
-from diloco.train.schedules import swarm_steps
-from diloco.train.session import Session, Sync
 from diloco.train.speed import token_share
 
 __all__ = ["Trainer", "learning_rate"]

@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 from diloco import model as models
+from diloco.attach import devices
+from diloco.attach.inner_optimizer import moment_numel
+from diloco.attach.ranks import Island
 from diloco.config import Config, ModelConfig, OuterConfig
 from diloco.core.facts import Settings
 from diloco.errors import ConfigError
@@ -23,10 +26,7 @@ from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS
-from diloco.train import devices
-from diloco.train.inner import moment_numel
-from diloco.train.island import Island
-from diloco.train.machine import GIB, Machine, machine_at
+from diloco.train.hardware import GIB, Machine, machine_at
 
 __all__ = ["MemoryNeed", "Row", "fit_micro_batch", "fitted", "memory_need", "memory_rows", "parameters_of"]
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.attach.devices import Precision, native_precision
+from diloco.attach.ranks import Island
 from diloco.config import Config
 from diloco.errors import ConfigError, DivergedError
 from diloco.model.forward import choose_attention_, compile_layers_, never_wait_for_masks, recompute_layers_
-from diloco.train.devices import Precision, native_precision
-from diloco.train.island import Island
 
 __all__ = ["LossScale", "autocast", "precision_of", "prepare_"]
 

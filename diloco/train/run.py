@@ -19,6 +19,13 @@ from torch import Tensor, nn
 
 from diloco import data
 from diloco import model as models
+from diloco.attach import devices
+from diloco.attach.inner_optimizer import inner_optimizer
+from diloco.attach.parameters import values_digest
+from diloco.attach.ranks import Island
+from diloco.attach.sharded import whole
+from diloco.attach.signals import watch
+from diloco.attach.swarm import Swarm
 from diloco.config import Config, flatten
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
@@ -27,18 +34,12 @@ from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
 from diloco.swarm.wire.identity import identity_number
-from diloco.train import devices, origin
-from diloco.train.api import Swarm
-from diloco.train.baseline import DataParallel
-from diloco.train.inner import inner_optimizer
-from diloco.train.island import Island
+from diloco.train import start_files
+from diloco.train.checkpoint import Session, Sync, checkpoints_name, identity_path, write_address
+from diloco.train.data_parallel import DataParallel
 from diloco.train.loop import Trainer
 from diloco.train.memory import fitted
-from diloco.train.parameters import values_digest
 from diloco.train.precision import precision_of, prepare_
-from diloco.train.rows import whole
-from diloco.train.session import Session, Sync, checkpoints_name, identity_path, write_address
-from diloco.train.signals import watch
 
 __all__ = ["run"]
 
@@ -101,7 +102,7 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
     length = config.data.sequence_length
     model = models.build(config.model, config.run.seed, tokenizer=tokenizer, sequence_length=length)
     if island.leads:
-        origin.keep(config, model)
+        start_files.keep(config, model)
     model = model.to(island.device)
     chosen = prepare_(model, config, island.device)
     wrapped = island.wrap(model)
@@ -150,7 +151,7 @@ def _take_part(trainer: Trainer) -> None:
         with _arriving(sync, tell):
             stack.enter_context(sync)
         if sync.version == 0 and not island.sharded:
-            origin.check_start(trainer.config, model)
+            start_files.check_start(trainer.config, model)
         with island.following():  # before the swarm is left, which takes longer than torchrun waits
             trainer.train()
         if island.leads:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from diloco import model as models
+from diloco.attach import devices
 from diloco.config import Config
-from diloco.train import devices
 from diloco.train.precision import autocast
 
 __all__ = ["step_seconds", "token_share"]

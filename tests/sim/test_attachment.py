@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.attach.swarm import Attachment, Swarm
 from diloco.errors import ConfigError
 from diloco.outer.optimizer import OuterOptimizer, OuterStep
 from diloco.rundir.summary import PhaseTimer
-from diloco.train.api import Attachment, Swarm
 from tests.support import loops as support
 from tests.support.loops import Direct, LastFlight, Loop, train
 

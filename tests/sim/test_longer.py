@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diloco.attach.inner_optimizer import inner_optimizer
 from diloco.config import BudgetConfig, Config, InnerConfig, compose
 from diloco.outer.optimizer import OuterOptimizer, OuterStep
 from diloco.rundir.metrics import RunLog
@@ -17,9 +18,8 @@ from diloco.sim.peers import PacedStream
 from diloco.sim.run import _config_of, _Peer, _Simulation
 from diloco.sim.virtual_time import virtual_time
 from diloco.train import loop
-from diloco.train.inner import inner_optimizer
+from diloco.train.checkpoint import Session
 from diloco.train.loop import Trainer, learning_rate
-from diloco.train.session import Session
 
 SETTINGS = ("experiment=smoke", "local.peers=3", "outer.sync_every=2", "eval.every=0")
 

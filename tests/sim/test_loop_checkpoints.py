@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.attach.swarm import Swarm
 from diloco.errors import CheckpointError, ConfigError
-from diloco.train.api import Swarm
 from tests.support.loops import Direct, LastFlight, Loop, train
 
 EXACT = {"sync_every": 4, "codec_up": "fp32", "codec_down": "fp32", "lr": 0.7, "momentum": 0.9}

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
+from diloco.attach.inner_optimizer import Together
+from diloco.attach.schedulers import Paced, Schedules, StepHooks, swarm_steps
 from diloco.errors import ConfigError
-from diloco.train.inner import Together
-from diloco.train.schedules import Paced, Schedules, StepHooks, swarm_steps
 from tests.support.loops import Loop, train
 
 Made = Callable[[torch.optim.Optimizer], Any]

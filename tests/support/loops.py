@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.attach.swarm import Attachment, Swarm
 from diloco.core.members import Members
 from diloco.outer.replica import Replica
 from diloco.sim.lockstep import Lockstep
@@ -22,7 +23,6 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import Traffic
 from diloco.swarm.wire.transport import Transport
-from diloco.train.api import Attachment, Swarm
 
 STEP_S = 1.0
 

@@ -59,7 +59,7 @@ def readme(phase: str) -> Names:
 
 def report(phase: str, attachment: Any, model: Any, **more: object) -> None:
     """What the test compares."""
-    from diloco.train.parameters import values_digest
+    from diloco.attach.parameters import values_digest
 
     print(json.dumps({
         "phase": phase, "version": attachment.version, "steps": attachment.steps, "tokens": attachment.tokens,

@@ -14,7 +14,7 @@ from diloco import model as models
 from diloco.config import Config, compose
 from diloco.data.tokenizers import HubTokenizer
 from diloco.model.files import transformers
-from diloco.train import origin
+from diloco.train import start_files
 from tests.support.models import SMALL
 
 EXPERTS: dict[str, Any] = {
@@ -72,7 +72,7 @@ def config_of(path: Path | str, tokenizer: Path | str | None = None, *more: str)
 
 
 def started(path: Path | str, *more: str) -> Config:
-    return origin.resolved(config_of(path, None, *more))
+    return start_files.resolved(config_of(path, None, *more))
 
 
 def lines(directory: Path) -> Path:

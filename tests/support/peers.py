@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from diloco.attach.node_link import NodeView
 from diloco.config import OuterConfig, SwarmConfig
 from diloco.core.members import Members
 from diloco.outer.digest import anchor_digest
@@ -29,7 +30,6 @@ from diloco.outer.replica import Replica
 from diloco.swarm.node.node import Exchanged, Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread
-from diloco.train.swarm_link import NodeView
 from tests.support import warm
 from tests.support.places import ROOT
 from tests.support.warm import MARK as MARK

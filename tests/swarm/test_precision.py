@@ -14,9 +14,9 @@ import os, sys, torch
 from pathlib import Path
 from torch import nn
 from diloco.config import compose
-from diloco.train.island import Island
+from diloco.attach.ranks import Island
 from diloco.train.precision import LossScale, autocast
-from diloco.train.rows import own_rows
+from diloco.attach.sharded import own_rows
 
 config = compose(["train.precision=fp16"])
 island = Island.from_environment("cpu", sys.argv[1])

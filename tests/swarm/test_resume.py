@@ -16,7 +16,7 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.config import compose
-from diloco.train.baseline import DataParallel
+from diloco.train.data_parallel import DataParallel
 from diloco.train.run import run
 from tests.support.peers import SMOKE, command, events, eventually, json_lines
 from tests.support.slow import slow

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
+from diloco.attach.parameters import Trained
+from diloco.attach.ranks import Island
+from diloco.attach.sharded import Rows, is_rows, kept, own_rows, rows_of, sharded_like, whole
 from diloco.config import OuterConfig
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.train.island import Island
-from diloco.train.parameters import Trained
-from diloco.train.rows import Rows, is_rows, kept, own_rows, rows_of, sharded_like, whole
 from tests.support.peers import command
 from tests.support.slow import slow
 from tests.support.stub_device import at_once

@@ -164,7 +164,7 @@ def with_digests(config: Config) -> Config:
     """The configuration with digests in place of the files that it names, if it names any."""
     if not config.names_files:
         return config
-    from diloco.train.origin import resolved  # torch takes seconds
+    from diloco.train.start_files import resolved  # torch takes seconds
 
     return resolved(config)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from diloco.admission import Admission, Role, RunKey, Token, issue
 from diloco.admission.keys import new_key
+from diloco.attach.swarm import Attachment, Swarm
 from diloco.config import OuterConfig
 from diloco.errors import SwarmError
 from diloco.outer import digest, fragments
@@ -41,7 +42,6 @@ from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.testing.fuzz.lying import Lying
-from diloco.train.api import Attachment, Swarm
 
 __all__ = ["Checkpoint", "Crowd", "Life", "Member", "small_pieces"]
 

@@ -17,7 +17,7 @@ from diloco.config import compose
 from diloco.messages.watching import ProbeReply
 from diloco.swarm.client.ask import Found
 from diloco.swarm.rpc.probe import Probed
-from diloco.train.machine import inspect_machine
+from diloco.train.hardware import inspect_machine
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"

@@ -24,8 +24,8 @@ from diloco.config import WIRE_VERSION, compose
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.client.ask import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
+from diloco.train.hardware import GIB, Machine
 from diloco.train.loop import Trainer
-from diloco.train.machine import GIB, Machine
 from diloco.train.memory import MemoryNeed, fit_micro_batch
 from tests.support.errors import error_text
 from tests.support.joining import OTHER, found
@@ -145,7 +145,7 @@ def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
 
 def trainer(micro_batch: int | None) -> Trainer:
     from diloco import model as models
-    from diloco.train.island import Island
+    from diloco.attach.ranks import Island
 
     config = compose(["experiment=smoke", f"train.micro_batch={micro_batch or 'null'}"])
     model = models.build(config.model, 0)

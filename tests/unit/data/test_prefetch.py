@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco import data
+from diloco.attach.ranks import Island
 from diloco.config import compose
 from diloco.core.units import NONE, difference, union
 from diloco.data.numbered import NumberedStream
 from diloco.data.prefetch import AHEAD, Prefetched
 from diloco.errors import DataError
 from diloco.swarm.node.leases import LeasedData
-from diloco.train.island import Island
 from diloco.train.run import _stream
 from tests.support.data import config, numbered, rows_of
 from tests.support.hub_rows import hub_directory

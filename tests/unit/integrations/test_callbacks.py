@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import diloco
+from diloco.attach.unwrap import paced, plain_model, plain_optimizer
 from diloco.errors import ConfigError, DilocoError, JoinError
 from diloco.integrations.membership import FOLDER
 from diloco.rundir.files import exclusive
 from diloco.swarm.node.node import Exchanged
-from diloco.train.wrapped import paced, plain_model, plain_optimizer
 from tests.support.loops import Direct, LastFlight
 
 # Of the libraries, about themselves and this machine.

@@ -26,7 +26,7 @@ class Node(Going):
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """That of peers of this process; signals end programs as usual."""
     made, before = Node(), signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    monkeypatch.setattr("diloco.train.api.NodeThread", lambda: Direct(made))
+    monkeypatch.setattr("diloco.attach.swarm.NodeThread", lambda: Direct(made))
     yield made
     signal.signal(signal.SIGTERM, before)
 
@@ -113,7 +113,7 @@ class Diverging(Node):
 def test_divergence_is_one_line_in_the_trainers_words(
     kind: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.train.api.NodeThread", lambda: Direct(Diverging()))
+    monkeypatch.setattr("diloco.attach.swarm.NodeThread", lambda: Direct(Diverging()))
     with pytest.raises(DivergedError) as caught:
         trainer(tmp_path, real(kind)).train() if kind == "DilocoCallback" else fit(tmp_path, real(kind))
     assert str(caught.value) == f"training diverged: a value of nan cannot be sent, in outer step 2; {remedy}"

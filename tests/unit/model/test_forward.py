@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco import model as models
+from diloco.attach.ranks import Island
 from diloco.config import ModelConfig, compose
 from diloco.data import load_tokenizer
 from diloco.errors import ConfigError
 from diloco.model.forward import choose_attention_, compile_layers_, layers_of, recompute_layers_
 from diloco.rundir.summary import PhaseTimer
-from diloco.train.baseline import DataParallel
+from diloco.train.data_parallel import DataParallel
 from diloco.train.evaluate import generate
-from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.precision import prepare_
 from tests.support.models import small_model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from diloco.attach.progress import dylu_steps
 from diloco.outer.optimizer import OPTIMIZERS, YOUTH, OuterStep, lr_at
-from diloco.train.progress import dylu_steps
 from tests.support.outer import outer
 
 PAPER = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}

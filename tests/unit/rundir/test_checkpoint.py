@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from diloco.attach.state_io import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 from diloco.errors import CheckpointError
 from diloco.rundir import checkpoint as module
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
-from diloco.train.flat import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 
 # Every operation through which a save changes the disk (shutil.rmtree included).
 OPERATIONS = ("mkdir", "open", "write", "fsync", "replace", "unlink", "rmdir")

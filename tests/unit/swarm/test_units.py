@@ -7,11 +7,11 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.attach.leases import IslandLeases
+from diloco.attach.ranks import Island
 from diloco.core.units import NONE, count, difference, first, intersection, union
 from diloco.messages.fields import Units
 from diloco.swarm.node.leases import LeasedData
-from diloco.train.island import Island
-from diloco.train.leases import IslandLeases
 
 STEPS = st.sampled_from(["lease", "take", "train", "lose"])
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.attach.swarm import Swarm
 from diloco.errors import JoinError, SwarmError
-from diloco.train.api import Swarm
 from tests.support.loops import Direct, LastFlight
 
 HERE = "/ip4/127.0.0.1/tcp/{}/p2p/QmYMpufpDR5Jw7KpaDaXFfsm7RMHbAE1kdXG6X2mJmHKsZ"
@@ -49,8 +49,8 @@ class Network:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     made = Network()
-    monkeypatch.setattr("diloco.train.api.NodeThread", made)
-    monkeypatch.setattr("diloco.train.seeds.look", made.look)
+    monkeypatch.setattr("diloco.attach.swarm.NodeThread", made)
+    monkeypatch.setattr("diloco.attach.bootstrap_peers.look", made.look)
     return made
 
 
@@ -88,7 +88,7 @@ def test_a_second_try_is_the_same_peer_and_calls_whom_it_knew(
 
 def test_who_was_told_an_address_calls_again_for_a_while(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """When it comes back; the first time, and when it is refused, it ends at once."""
-    monkeypatch.setattr("diloco.train.attachment.AGAIN_S", 0.0)
+    monkeypatch.setattr("diloco.attach.attachment.AGAIN_S", 0.0)
     silent = SwarmError("swarm.initial_peers=x cannot be reached")
     run = {"run_id": "told", "address": HERE.format(5000)}
     heard: list[str] = []
@@ -102,7 +102,7 @@ def test_who_was_told_an_address_calls_again_for_a_while(network: Network, monke
         assert sync.node is network.nodes[-1] and heard == ["calls_again"]
         assert swarm.network.initial_peers == (HERE.format(5000), HERE.format(4000))
     for patience_s, error in ((30.0, SwarmError("the swarm refused this peer")), (0.0, silent)):
-        monkeypatch.setattr("diloco.train.api.COME_BACK_S", patience_s)
+        monkeypatch.setattr("diloco.attach.swarm.COME_BACK_S", patience_s)
         network.refusals = iter([error])
         with pytest.raises(JoinError), peer(**run) as swarm, attach(swarm):
             pass

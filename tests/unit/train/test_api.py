@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from diloco.attach.arguments import as_typed
+from diloco.attach.data_shard import Living
+from diloco.attach.swarm import Swarm
 from diloco.config.sizes import MOST_PARAMETERS
 from diloco.errors import ConfigError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec
-from diloco.train.api import Swarm
-from diloco.train.arguments import as_typed
-from diloco.train.shards import Living
 from tests.support.loops import Direct, LastFlight, attached, made
 
 ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/QmYMpufpDR5Jw7KpaDaXFfsm7RMHbAE1kdXG6X2mJmHKsZ"

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.attach.ranks import Island
 from diloco.config import Config, compose
 from diloco.errors import CheckpointError
 from diloco.rundir.checkpoint import CheckpointStore
-from diloco.train.baseline import DataParallel
-from diloco.train.island import Island
+from diloco.train.checkpoint import Session
+from diloco.train.data_parallel import DataParallel
 from diloco.train.loop import Trainer
-from diloco.train.session import Session
 
 
 class Disk:

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from diloco.attach import devices
+from diloco.attach.devices import choose, claim
 from diloco.config import compose
 from diloco.errors import ConfigError
-from diloco.train import devices
-from diloco.train.devices import choose, claim
 
 
 def there(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from diloco import model as models
+from diloco.attach.inner_optimizer import inner_optimizer, moment_numel
+from diloco.attach.ranks import Island
 from diloco.config import Config, compose
 from diloco.errors import ConfigError
 from diloco.model.cross_entropy import CHUNK_BYTES
-from diloco.train.inner import inner_optimizer, moment_numel
-from diloco.train.island import Island
-from diloco.train.machine import GIB, Machine
+from diloco.train.hardware import GIB, Machine
 from diloco.train.memory import Row, fitted, memory_need, memory_rows
 
 PLAIN = ["outer.robust=none", "outer.codec_up=fp32", "outer.codec_down=fp32", "inner=adamw", "outer.fragments=4"]

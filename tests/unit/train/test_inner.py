@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.attach import inner_optimizer as inner
+from diloco.attach import muon
+from diloco.attach.inner_optimizer import Together, inner_optimizer, load_moments_, snapshot
+from diloco.attach.state_io import flatten_optimizer, restore_optimizer
 from diloco.config import compose
-from diloco.train import inner, muon
-from diloco.train.flat import flatten_optimizer, restore_optimizer
-from diloco.train.inner import Together, inner_optimizer, load_moments_, snapshot
 
 
 class Net(nn.Module):

@@ -14,14 +14,21 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.attach import inner_optimizer as inner
+from diloco.attach.inner_optimizer import (
+    InnerStart,
+    bound_moments_,
+    inner_optimizer,
+    layout_of,
+    load_moments_,
+    snapshot,
+)
+from diloco.attach.ranks import Island
+from diloco.attach.swarm import Attachment
 from diloco.config import compose
 from diloco.sim.run import Simulated
 from diloco.swarm.rpc import inner_state
 from diloco.swarm.rpc.inner_state import InnerState
-from diloco.train import inner
-from diloco.train.api import Attachment
-from diloco.train.inner import InnerStart, bound_moments_, inner_optimizer, layout_of, load_moments_, snapshot
-from diloco.train.island import Island
 from tests.support.inner_states import anchors, said
 from tests.support.simulated import digests
 from tests.support.simulated import simulated as simulated_with

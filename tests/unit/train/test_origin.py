@@ -19,7 +19,7 @@ from diloco.data import load_tokenizer
 from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError
 from diloco.rundir.files import files_of, origin_of
 from diloco.swarm.client.ask import parse_manifest
-from diloco.train import origin
+from diloco.train import start_files
 from tests.support.models import small_model
 from tests.support.origins import BIAS, config_of, experts, started
 from tests.support.stub_hub import COMMIT, go_online, stub_hub
@@ -39,7 +39,7 @@ def test_a_run_from_a_directory_has_a_manifest_without_it(saved: Path, tmp_path:
     assert {"tokenizer.json", "chat_template.jinja"} <= manifest.data.tokenizer_files.keys()
     shutil.copytree(saved, tmp_path / "copy")
     assert started(tmp_path / "copy").manifest().hash() == manifest.hash()
-    assert origin.resolved(config) == config  # a saved configuration is not looked up again
+    assert start_files.resolved(config) == config  # a saved configuration is not looked up again
 
 
 def trained() -> nn.Module:
@@ -79,8 +79,8 @@ def test_another_model_replaces_that_of_a_saved_configuration(saved: Path, tmp_p
     base = tmp_path / "config.yaml"
     base.write_text(started(saved).to_yaml())
     assert compose([], base=base) == started(saved)
-    again = origin.resolved(compose([f"model.path={tmp_path / 'model'}", "data.tokenizer=bytes"], base=base))
-    other = origin.resolved(config_of(tmp_path / "model", "bytes"))
+    again = start_files.resolved(compose([f"model.path={tmp_path / 'model'}", "data.tokenizer=bytes"], base=base))
+    other = start_files.resolved(config_of(tmp_path / "model", "bytes"))
     assert again.manifest() == other.manifest() and again.model == other.model
 
 
@@ -105,11 +105,11 @@ def test_files_that_no_run_can_start_from_are_one_line(saved: Path, tmp_path: Pa
     with pytest.raises(
         DataError, match=r"^data\.tokenizer=.*empty has no tokenizer; set it to bytes, or to a director"
     ):
-        origin.resolved(config_of(saved, tmp_path / "empty"))
+        start_files.resolved(config_of(saved, tmp_path / "empty"))
     with pytest.raises(CheckpointError, match=r"^model\.path: .*nowhere is no directory; give a directory"):
-        origin.resolved(config_of(tmp_path / "nowhere", "bytes"))
+        start_files.resolved(config_of(tmp_path / "nowhere", "bytes"))
     with pytest.raises(ConfigError, match=r"^data\.sequence_length=128 is longer than model\.config\.max_position_emb"):
-        origin.resolved(config_of(saved, None, "data.sequence_length=128"))
+        start_files.resolved(config_of(saved, None, "data.sequence_length=128"))
 
 
 def joiner(manifest: Manifest, directory: Path, given: dict[str, Path] | None = None) -> Config:
@@ -119,29 +119,29 @@ def joiner(manifest: Manifest, directory: Path, given: dict[str, Path] | None = 
         to = files_of(config)[digest]
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(place, to)
-    return origin.with_origin(config)
+    return start_files.with_origin(config)
 
 
 def test_a_peer_without_the_files_builds_the_same_model(saved: Path, tmp_path: Path) -> None:
     config = started(saved, f"run.dir={tmp_path / 'first'}")
     model: Any = models.build(config.model, config.run.seed)
-    origin.keep(config, model)
+    start_files.keep(config, model)
     kept = files_of(config)
     next(iter(kept.values())).write_bytes(b"of another run that was here")
-    origin.keep(config, model)
+    start_files.keep(config, model)
     assert all(sha256(file.read_bytes()).hexdigest() == digest for digest, file in kept.items())
     other = joiner(config.manifest(), tmp_path, kept)
     built: Any = models.build(other.model, other.run.seed)
-    origin.keep(other, built)
+    start_files.keep(other, built)
     assert torch.equal(built.get_buffer(BIAS), torch.arange(4.0))
     about = ("architectures", "_name_or_path", "dtype")
     settings = [{k: v for k, v in one.config.to_dict().items() if k not in about} for one in (built, model)]
     assert settings[0] == settings[1]
     assert built.generation_config.to_dict() == model.generation_config.to_dict()
     assert load_tokenizer(*other.data.tokenizer_place).digest == load_tokenizer(str(saved)).digest
-    origin.check_start(other, model)
+    start_files.check_start(other, model)
     with pytest.raises(SwarmError, match=r"^the run starts from weights [0-9a-f]{12}, and the swarm sent others; join"):
-        origin.check_start(other, built)
+        start_files.check_start(other, built)
     built.load_state_dict(model.state_dict())
     for place, one in (("a", model), ("b", built)):
         models.save(one, tmp_path / place, load_tokenizer(str(saved)))
@@ -157,16 +157,16 @@ def test_a_tensor_or_a_file_that_is_not_the_runs_is_named(saved: Path, tmp_path:
     shifted: Any = models.build(config.model, 0)
     shifted.get_buffer(BIAS).add_(1)
     with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS} is not what the run starts from; use the f"):
-        origin.keep(config, shifted)
+        start_files.keep(config, shifted)
     with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS} is here or in the run, and not in both"):
-        origin.keep(origin.with_origin(config), small_model())
+        start_files.keep(start_files.with_origin(config), small_model())
     with pytest.raises(CheckpointError, match=r"^model\.directory=.* has other weights than [0-9a-f]{12}, from which"):
-        origin.keep(config, trained())
+        start_files.keep(config, trained())
     words = shutil.copytree(saved, tmp_path / "words")
     (words / "chat_template.jinja").write_text("another")
     changed = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer_directory": str(words)})})
     with pytest.raises(CheckpointError, match=r"^data\.tokenizer_files\.chat_template\.jinja is not what the run star"):
-        origin.keep(changed, models.build(config.model, 0))
+        start_files.keep(changed, models.build(config.model, 0))
     assert not (origin_of(config) / "tokenizer" / "chat_template.jinja").exists()
 
 

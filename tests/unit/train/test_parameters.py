@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diloco.attach.parameters import Trained, buffer_digests, frozen_digest, values_digest
+from diloco.attach.swarm import Swarm
+from diloco.attach.unwrap import class_name, named, plain_model
 from diloco.config import OuterConfig
 from diloco.errors import ConfigError
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.swarm.node.options import RunSpec
-from diloco.train.api import Swarm
-from diloco.train.parameters import Trained, buffer_digests, frozen_digest, values_digest
-from diloco.train.wrapped import class_name, named, plain_model
 
 
 class Net(nn.Module):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.attach.ranks import Island
 from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError
 from diloco.train import precision
-from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast, precision_of, prepare_
 from tests.support.inner_states import said
 from tests.support.models import small_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diloco.attach.unwrap import plain_optimizer
 from diloco.errors import ConfigError
-from diloco.train.wrapped import plain_optimizer
 
 Params = list[nn.Parameter]
 

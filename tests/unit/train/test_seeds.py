@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from diloco.attach.bootstrap_peers import Known, known_by, ports_again, remember, seeds_again
 from diloco.config import SwarmConfig
 from diloco.config.manifest import hash_of
 from diloco.errors import SwarmError
 from diloco.swarm.client.ask import Found
-from diloco.train.seeds import Known, known_by, ports_again, remember, seeds_again
 
 TEXT = '{"outer": {"rounds": 7}, "run": {"id": "mine"}}'
 OURS = hash_of(TEXT.replace("7", "9"))  # a longer run is the same one
@@ -31,7 +31,7 @@ def again(monkeypatch: pytest.MonkeyPatch, *given: str, known: Sequence[str] = K
         answers: Any = SimpleNamespace(reply=SimpleNamespace(addresses=[addresses[-1]]))
         return Found(TEXT, [answers])
 
-    monkeypatch.setattr("diloco.train.seeds.look", look)
+    monkeypatch.setattr("diloco.attach.bootstrap_peers.look", look)
     network = SwarmConfig.parse({"initial_peers": list(given), "listen": ["/ip4/0.0.0.0/tcp/0"]})
     return seeds_again(network, known, Path("identity"), "mine", run), called
 
@@ -47,7 +47,7 @@ def test_who_comes_back_joins_at_those_that_answer(monkeypatch: pytest.MonkeyPat
         raise SwarmError("nobody")
 
     again(monkeypatch)
-    monkeypatch.setattr("diloco.train.seeds.look", nobody)
+    monkeypatch.setattr("diloco.attach.bootstrap_peers.look", nobody)
     assert seeds_again(SwarmConfig.parse({}), KNOWN, Path("identity"), "mine", OURS) == ()
 
 

@@ -18,7 +18,7 @@ from diloco.messages.heads import Line
 from diloco.messages.phase_seconds import PhaseSeconds
 from diloco.rundir.files import check_same_run
 from diloco.swarm.node.saved import Saved
-from diloco.train.session import Session, write_address
+from diloco.train.checkpoint import Session, write_address
 from tests.support.alone import Alone, alone
 
 WINDOWED = {"optimizer": "delayed_nesterov", "delay": 4, "momentum": 0.5, "quorum": 1}

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.train import signals
-from diloco.train.api import Swarm
-from diloco.train.signals import watch
+from diloco.attach import signals
+from diloco.attach.signals import watch
+from diloco.attach.swarm import Swarm
 from tests.support.loops import Direct, LastFlight
 
 
@@ -32,7 +32,7 @@ def _handlers() -> Iterator[None]:
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """With what the process would have ended at once."""
     codes: list[int] = []
-    monkeypatch.setattr("diloco.train.signals.os._exit", codes.append)
+    monkeypatch.setattr("diloco.attach.signals.os._exit", codes.append)
     return codes
 
 
@@ -40,7 +40,7 @@ def test_a_second_signal_of_its_kind_ends_at_once(ended: list[int], monkeypatch:
     """Schedulers send the same one twice, and another before it."""
     heard: list[int] = []
     now = 0.0
-    monkeypatch.setattr("diloco.train.signals.time.monotonic", lambda: now)
+    monkeypatch.setattr("diloco.attach.signals.time.monotonic", lambda: now)
     end = watch(lambda number: heard.append(number) is not None, over=(signal.SIGINT,))
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         signal.raise_signal(number)
@@ -109,7 +109,7 @@ class Loop:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.node = LastFlight()
-        monkeypatch.setattr("diloco.train.api.NodeThread", lambda: Direct(self.node))
+        monkeypatch.setattr("diloco.attach.swarm.NodeThread", lambda: Direct(self.node))
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.swarm = Swarm(run_id="run", sync_every=4, identity=directory / "key", quiet=True)
@@ -166,7 +166,9 @@ def test_a_loop_ends_with_a_goodbye(way: Any, number: int, tmp_path: Path, monke
 def test_a_signal_leaves_a_checkpoint_of_the_last_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless there is one; with what the loop has added last."""
     loop, saved = Loop(tmp_path, monkeypatch), []
-    monkeypatch.setattr("diloco.train.checkpoints.Checkpoints.save", lambda self, sync, run, state: saved.append(state))
+    monkeypatch.setattr(
+        "diloco.attach.checkpoints.Checkpoints.save", lambda self, sync, run, state: saved.append(state)
+    )
     for save in (True, False):
         with (
             pytest.raises(SystemExit),

@@ -10,11 +10,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from diloco import model as models
+from diloco.attach import devices
+from diloco.attach.ranks import Island
 from diloco.config import compose
 from diloco.rundir.summary import PhaseTimer
-from diloco.train import devices
-from diloco.train.baseline import DataParallel
-from diloco.train.island import Island
+from diloco.train.data_parallel import DataParallel
 from diloco.train.loop import Trainer
 from diloco.train.speed import token_share
 

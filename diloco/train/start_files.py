@@ -20,6 +20,7 @@ from torch import nn
 
 from diloco import data
 from diloco import model as models
+from diloco.attach.parameters import values_digest
 from diloco.config import Config, DataConfig, Manifest, ModelConfig
 from diloco.config.data import FILES, MAX_TOKENIZER_FILES
 from diloco.config.model import MAX_FROZEN
@@ -28,7 +29,6 @@ from diloco.hub import TOKENIZER_FILES, files_at
 from diloco.rundir.files import files_of, origin_of, write_atomic
 from diloco.swarm.client.ask import fetch_files
 from diloco.swarm.wire.gate import Gate
-from diloco.train.parameters import values_digest
 
 __all__ = ["check_start", "fetch", "keep", "resolved", "with_manifest", "with_origin"]
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from diloco.attach.inner_optimizer import kind_of
+from diloco.attach.sharded import is_rows, is_sharded, own_rows
+from diloco.attach.unwrap import named, plain_name
 from diloco.errors import ConfigError
 from diloco.outer.digest import fragment_digest, part_digest, part_ranges
 from diloco.outer.fragments import gather_, partition
 from diloco.swarm.node.node import OnEvent
-from diloco.train.inner import kind_of
-from diloco.train.rows import is_rows, is_sharded, own_rows
-from diloco.train.wrapped import named, plain_name
 
 __all__ = ["Trained", "buffer_digests", "frozen_digest", "values_digest"]
 

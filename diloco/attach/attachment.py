@@ -16,6 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.attach.console_log import Listener
+from diloco.attach.devices import usual
+from diloco.attach.inner_optimizer import InnerStart, snapshot
+from diloco.attach.leases import IslandLeases
+from diloco.attach.node_link import NodeView, SwarmLink, Where
+from diloco.attach.parameters import Trained
+from diloco.attach.progress import Progress
+from diloco.attach.ranks import Island
+from diloco.attach.schedulers import Schedules, StepHooks, swarm_steps
+from diloco.attach.sharded import kept
+from diloco.attach.signals import leave
 from diloco.config import OuterConfig
 from diloco.errors import DivergedError, SwarmError
 from diloco.messages.control import Figures
@@ -28,17 +39,6 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.malloc import give_back
-from diloco.train.devices import usual
-from diloco.train.inner import InnerStart, snapshot
-from diloco.train.island import Island
-from diloco.train.leases import IslandLeases
-from diloco.train.parameters import Trained
-from diloco.train.progress import Progress
-from diloco.train.rows import kept
-from diloco.train.schedules import Schedules, StepHooks, swarm_steps
-from diloco.train.signals import leave
-from diloco.train.swarm_link import NodeView, SwarmLink, Where
-from diloco.train.voice import Listener
 
 __all__ = ["Attachment"]
 

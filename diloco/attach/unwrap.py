@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.attach.inner_optimizer import Together
+from diloco.attach.rehearsal import refuse_undoing
+from diloco.attach.schedulers import Paced
 from diloco.errors import ConfigError
-from diloco.train.inner import Together
-from diloco.train.rehearsal import refuse_undoing
-from diloco.train.schedules import Paced
 
 __all__ = ["class_name", "named", "paced", "plain_model", "plain_name", "plain_optimizer"]
 

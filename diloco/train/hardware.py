@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.train import devices
+from diloco.attach import devices
 
 __all__ = ["GIB", "Machine", "free_memory", "inspect_machine", "machine_at"]
 

@@ -21,7 +21,7 @@ __all__ = ["leave", "watch"]
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # SLURM announces the end of a job with SIGUSR1
 AGAIN_S = 2.0  # schedulers and torchrun send the same signal twice
-WHOLE = ("diloco.train.attachment", "diloco.train.api", "torch.optim.optimizer")  # what is not left half-done
+WHOLE = ("diloco.attach.attachment", "diloco.attach.swarm", "torch.optim.optimizer")  # what is not left half-done
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from diloco.attach.devices import random_states, restore_random
+from diloco.attach.inner_optimizer import Together, kind_of
+from diloco.attach.sharded import sharded_like, whole
 from diloco.core.history import Tip, state_of
 from diloco.errors import CheckpointError
 from diloco.messages.heads import Book, Head
 from diloco.outer.digest import part_digests
 from diloco.outer.state import OuterState
 from diloco.swarm.node.saved import Saved
-from diloco.train.devices import random_states, restore_random
-from diloco.train.inner import Together, kind_of
-from diloco.train.rows import sharded_like, whole
 
 __all__ = [
     "Groups", "Tensors", "flatten_optimizer", "flatten_own", "flatten_swarm", "from_json", "restore_optimizer",

@@ -16,16 +16,16 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from diloco.attach.sharded import load_rows_, whole
+from diloco.attach.state_io import Groups, flatten_own, flatten_swarm, restore_own, restore_swarm
+from diloco.attach.swarm import Attachment, Saved
 from diloco.config import Config
 from diloco.data import Stream
 from diloco.errors import CheckpointError
 from diloco.messages.phase_seconds import PhaseSeconds
 from diloco.rundir.checkpoint import BackgroundWriter, CheckpointStore, copied
 from diloco.rundir.files import check_same_run, write_atomic
-from diloco.train.api import Attachment, Saved
-from diloco.train.baseline import DataParallel
-from diloco.train.flat import Groups, flatten_own, flatten_swarm, restore_own, restore_swarm
-from diloco.train.rows import load_rows_, whole
+from diloco.train.data_parallel import DataParallel
 
 __all__ = ["Session", "checkpoints_name", "identity_path", "write_address"]
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from diloco.attach.ranks import Island
+from diloco.attach.sharded import Rows
 from diloco.messages.snapshot import Contributor, Snapshot
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import Fragment
@@ -19,8 +21,6 @@ from diloco.swarm.node.node import Exchanged, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.malloc import give_back
-from diloco.train.island import Island
-from diloco.train.rows import Rows
 
 __all__ = ["NodeView", "SwarmLink", "Where"]
 

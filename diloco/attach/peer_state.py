@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.attach.attachment import Attachment
+from diloco.attach.state_io import Groups, Tensors, flatten_swarm, restore_swarm
 from diloco.errors import CheckpointError, PayloadError
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.node.saved import Saved
-from diloco.train.attachment import Attachment
-from diloco.train.flat import Groups, Tensors, flatten_swarm, restore_swarm
 
 __all__ = ["PeerState"]
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.attach.ranks import Island
+from diloco.attach.sharded import whole
 from diloco.outer.digest import digest_of
 from diloco.rundir.summary import PhaseTimer
-from diloco.train.island import Island
-from diloco.train.rows import whole
 
 __all__ = ["DataParallel"]
 

@@ -17,9 +17,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from diloco.attach.inner_optimizer import parts_of
+from diloco.attach.state_io import from_json, to_json
 from diloco.errors import ConfigError
-from diloco.train.flat import from_json, to_json
-from diloco.train.inner import parts_of
 
 __all__ = ["Paced", "Schedules", "StepHooks", "is_attached", "swarm_steps"]
 

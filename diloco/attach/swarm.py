@@ -34,6 +34,20 @@ import torch
 from torch import Tensor, nn
 
 from diloco import model as models
+from diloco.attach import devices
+from diloco.attach.arguments import OuterSettings, as_typed, check_names, loop_spec, network_of, outer_of, several
+from diloco.attach.attachment import Attachment
+from diloco.attach.bootstrap_peers import known_by, ports_again, remember, seeds_again
+from diloco.attach.checkpoints import Checkpoints
+from diloco.attach.console_log import Listener, Voice
+from diloco.attach.data_shard import Living, shard
+from diloco.attach.inner_optimizer import kind_of
+from diloco.attach.parameters import Trained, frozen_digest
+from diloco.attach.peer_state import PeerState
+from diloco.attach.ranks import Island
+from diloco.attach.schedulers import Schedules, is_attached, swarm_steps
+from diloco.attach.signals import watch
+from diloco.attach.unwrap import class_name, paced, plain_model, plain_optimizer
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.config.manifest import planned
 from diloco.errors import CheckpointError, ConfigError
@@ -46,20 +60,6 @@ from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
 from diloco.swarm.wire.identity import identity_number, own_id
-from diloco.train import devices
-from diloco.train.arguments import OuterSettings, as_typed, check_names, loop_spec, network_of, outer_of, several
-from diloco.train.attachment import Attachment
-from diloco.train.checkpoints import Checkpoints
-from diloco.train.inner import kind_of
-from diloco.train.island import Island
-from diloco.train.parameters import Trained, frozen_digest
-from diloco.train.peer_state import PeerState
-from diloco.train.schedules import Schedules, is_attached, swarm_steps
-from diloco.train.seeds import known_by, ports_again, remember, seeds_again
-from diloco.train.shards import Living, shard
-from diloco.train.signals import watch
-from diloco.train.voice import Listener, Voice
-from diloco.train.wrapped import class_name, paced, plain_model, plain_optimizer
 
 __all__ = ["Attachment", "Saved", "Swarm"]
 

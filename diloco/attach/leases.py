@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from diloco.attach.ranks import Island
 from diloco.core.units import first
 from diloco.messages.fields import Units
 from diloco.swarm.node.leases import LeasedData
-from diloco.train.island import Island
 
 __all__ = ["IslandLeases"]
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.attach import devices
 from diloco.errors import CheckpointError, ConfigError, DilocoError, UnsavedError
 from diloco.model.forward import layers_of
-from diloco.train import devices
 
 __all__ = ["Island", "said_by_rank_0"]
 

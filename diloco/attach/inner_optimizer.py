@@ -14,14 +14,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from diloco.attach.muon import Muon
+from diloco.attach.ranks import Island
+from diloco.attach.sharded import is_sharded, load_rows_
 from diloco.config import InnerConfig
 from diloco.errors import ConfigError
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.rpc.inner_state import InnerState, Layout
-from diloco.train.island import Island
-from diloco.train.muon import Muon
-from diloco.train.rows import is_sharded, load_rows_
 
 __all__ = [
     "InnerStart", "Together", "bound_moments_", "inner_optimizer", "kind_of", "layout_of", "load_moments_",

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
+from diloco.attach.devices import forked_random
 from diloco.errors import ConfigError
-from diloco.train.devices import forked_random
 
 __all__ = ["refuse_undoing"]
 
 MOST = 1 << 18  # elements of a group that are copied
 BEFORE, AFTER = 3, 12  # steps before the change, and after it; slow weights come back every 5 to 10 steps
 STAYS = 0.75  # of the change, at least
-KNOWN = ("torch.optim", "diloco.train.muon")
+KNOWN = ("torch.optim", "diloco.attach.muon")
 
 
 def refuse_undoing(optimizer: Any) -> None:

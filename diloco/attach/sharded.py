@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diloco.attach.ranks import Island
 from diloco.outer.fragments import Fragment, read_, write_
 from diloco.outer.local import Local
-from diloco.train.island import Island
 
 __all__ = ["Rows", "is_rows", "is_sharded", "kept", "load_rows_", "own_rows", "rows_of", "sharded_like", "whole"]
 

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.attach.node_link import NodeView
+from diloco.attach.ranks import Island
 from diloco.swarm.node.node import OnEvent
 from diloco.text import counted, human_bytes, plain
-from diloco.train.island import Island
-from diloco.train.swarm_link import NodeView
 
 __all__ = ["Listener", "Voice"]
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.attach.attachment import Attachment
+from diloco.attach.peer_state import PeerState
+from diloco.attach.ranks import Island
+from diloco.attach.schedulers import Schedules
+from diloco.attach.sharded import load_rows_, whole
+from diloco.attach.state_io import flatten_own, restore_own
 from diloco.errors import CheckpointError
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
 from diloco.swarm.node.options import RunSpec
-from diloco.train.attachment import Attachment
-from diloco.train.flat import flatten_own, restore_own
-from diloco.train.island import Island
-from diloco.train.peer_state import PeerState
-from diloco.train.rows import load_rows_, whole
-from diloco.train.schedules import Schedules
 
 __all__ = ["Checkpoints"]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from diloco.integrations.trainer import DilocoCallback
     from diloco.outer.optimizer import OuterOptimizer
     from diloco.outer.payloads import Codec
-    from diloco.rundir.comparison import compare
+    from diloco.rundir.compare import compare
 
 __all__ = [
     "AccelerateSwarm", "Codec", "DilocoCallback", "DilocoLightningCallback", "Island", "OuterOptimizer", "Swarm",
@@ -37,7 +37,7 @@ _PLACES = {
     "Island": ("diloco.attach.ranks", "", ""),
     "OuterOptimizer": ("diloco.outer.optimizer", "", ""),
     "Swarm": ("diloco.attach.swarm", "", ""),
-    "compare": ("diloco.rundir.comparison", "", ""),
+    "compare": ("diloco.rundir.compare", "", ""),
     "register": ("diloco.extensions", "", ""),
 }
 

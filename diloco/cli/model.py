@@ -17,7 +17,7 @@ from diloco.config import Config, compose
 from diloco.errors import CheckpointError, ConfigError
 from diloco.outer.fragments import partition, scatter_
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
-from diloco.rundir.compare import read_json, read_runs
+from diloco.rundir.compare import read_json, read_run
 from diloco.rundir.files import write_atomic
 from diloco.text import human_count
 from diloco.train import evaluate as evaluation
@@ -123,7 +123,7 @@ def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
 def _model_card(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> str:
     """Markdown with the header that the Hugging Face hub reads, of a checkpoint or of a run's final model."""
     model, data = config.model, config.data
-    [run] = read_runs([run_dir])
+    run = read_run(run_dir)
     if checkpoint is not None:
         step, tokens = str(checkpoint.step), human_count(float(checkpoint.state["applied_tokens"]))
     else:

@@ -1,16 +1,19 @@
-"""Compares runs: the settings that differ, the results, and curves of the held-out loss.
+"""`diloco.compare`: what `diloco compare` prints, as a value for notebooks and scripts.
 
-Reads `config.yaml`, `summary.json` and `metrics.jsonl` of each run directory. A run that broke or is still going on has
-only some of these files; then unknown values are None.
+It reads `config.yaml`, `summary.json` and `metrics.jsonl` of each run directory. A run that broke or is still going on
+has only some of these files; then unknown values are None. Losses are on held-out text, in nats per token.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import math
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,22 +21,26 @@ from typing import Any
 from diloco.config import compose, flatten
 from diloco.config.files import read_saved
 from diloco.errors import ConfigError
-from diloco.rundir.files import number, read_json_lines
+from diloco.rundir.files import number, prepare_run_directory, read_json_lines, write_atomic
+from diloco.rundir.plot import picture
 
-__all__ = [
-    "NOT_A_DIFFERENCE", "Point", "Run", "differing", "find_runs", "labels", "read_json", "read_runs",
-    "time_to_loss", "worst_loss",
-]  # fmt: skip
+__all__ = ["Arm", "Comparison", "Gap", "Point", "Run", "compare", "gap_of", "read_json", "read_run"]
 
-LONGEST_NAME = 80
 NOT_A_DIFFERENCE = (
     "run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard", "eval.prompt",
 )  # fmt: skip
+RESULTS = ("loss", "perplexity", "tokens", "virtual_s", "wall_s", "bytes_sent", "utilization", "exit")
+TOKENS_WITHIN = 0.02  # of each other; a budget ends with the outer step that reaches it
+AXES = {  # of the pictures: field of `Point`, and label
+    "tokens": ("tokens", "tokens applied by the swarm"),
+    "time": ("time_s", "seconds"),
+    "bytes": ("bytes_sent", "bytes sent by all peers"),
+}
 
 
 @dataclass(frozen=True)
 class Point:
-    """Held-out loss in nats per token at a version; `time_s` is seconds since the start, virtual if simulated."""
+    """The loss at a version; `time_s` is seconds since the start, virtual if simulated."""
 
     version: int
     loss: float
@@ -48,8 +55,8 @@ class Run:
 
     directory: Path
     settings: dict[str, Any]
+    seed: int | None = None
     curve: list[Point] = field(default_factory=list)
-    name: str = ""
     loss: float | None = None
     tokens: int | None = None
     virtual_s: float | None = None
@@ -62,11 +69,172 @@ class Run:
     def perplexity(self) -> float | None:
         return math.exp(self.loss) if self.loss is not None and self.loss < 700 else None
 
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The settings of which somebody may want to know what they change."""
+        return {key: value for key, value in self.settings.items() if not key.startswith(NOT_A_DIFFERENCE)}
 
-def find_runs(places: Sequence[Path]) -> list[Path]:
-    """The run directories that `places` are or, for a sweep, contain; each once, in the given order. Raises
-    `ConfigError` if a place is neither a run nor a sweep.
+    def time_to_loss(self, loss: float | None) -> float | None:
+        """Seconds (virtual if simulated) until the held-out loss was at most `loss`, on the line between two points.
+
+        None if it never was, or if the times are unknown.
+        """
+        before: Point | None = None
+        for point in self.curve if loss is not None else ():
+            if point.loss <= loss:
+                if point.time_s is None or before is None or before.time_s is None:
+                    return point.time_s
+                part = (before.loss - loss) / (before.loss - point.loss)
+                return before.time_s + part * (point.time_s - before.time_s)
+            before = point
+        return None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs of one setting, each with a seed of its own; one run is an arm, too."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def counted(self) -> tuple[Run, ...]:
+        """The runs that have ended well, or all if none has: those of which `mean` and `spread` are."""
+        return tuple(run for run in self.runs if run.exit == 0) or self.runs
+
+    def mean(self, of: str = "loss") -> float | None:
+        """The mean over the seeds of a field of `Run`; None if it is not known of any."""
+        values = self._values(of)
+        return statistics.mean(values) if values else None
+
+    def spread(self, of: str = "loss") -> float | None:
+        """Standard deviation over the seeds; None with one run."""
+        return _deviation(self._values(of))
+
+    def _values(self, of: str) -> list[float]:
+        return [value for run in self.counted if (value := getattr(run, of)) is not None]
+
+    def losses(self) -> dict[int, float]:
+        """The held-out loss by seed."""
+        return {run.seed: run.loss for run in self.runs if run.seed is not None and run.loss}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """`percent` has a value for each of the `seeds`; it is negative where `name` ends below `baseline`."""
+
+    name: str
+    baseline: str
+    seeds: tuple[int, ...]
+    percent: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.percent)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds; None with one seed."""
+        return _deviation(self.percent)
+
+    def __str__(self) -> str:
+        spread = f" ± {self.spread:.1f}" if self.spread is not None else ""
+        seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
+        return f"{self.name}: held-out loss {self.mean:+.1f}{spread} % over {self.baseline} ({seeds})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side, as `compare` returns it.
+
+    arms: runs that differ in run.seed only, by their mean loss, the lowest first.
+    gaps: how far each arm ends from data parallel at the same tokens, in percent; empty without such a run.
     """
+
+    arms: tuple[Arm, ...]
+    gaps: tuple[Gap, ...]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for arm in self.arms for run in arm.runs]
+
+    def worst_loss(self) -> float | None:
+        """The largest final loss of the finished runs (of all, if none finished): every one of them has reached it."""
+        finished = [run for run in self.runs if run.exit == 0] or self.runs
+        return max((run.loss for run in finished if run.loss is not None), default=None)
+
+    def rows(self, loss: float | None = None) -> list[dict[str, Any]]:
+        """A dict per run, for example for `pandas.DataFrame`: arm, directory, the settings that differ by dotted key,
+        the results, and `time_to_loss_s`, the seconds to a held-out loss (None: the worst final loss of all).
+        """
+        reached = self.worst_loss() if loss is None else loss
+        names, keys = _names(self.runs), _differing([run.compared for run in self.runs])
+        return [
+            {"arm": arm.name, "name": names.pop(0), "directory": str(run.directory)}
+            | {key: run.settings.get(key) for key in keys}
+            | {name: getattr(run, name) for name in RESULTS}
+            | {"time_to_loss_s": run.time_to_loss(reached)}
+            for arm in self.arms
+            for run in arm.runs
+        ]
+
+    def to_csv(self, file: str | Path, loss: float | None = None) -> None:
+        """Writes `rows` as a table with a line of names first. Raises ConfigError if `file` cannot be written."""
+        rows, text = self.rows(loss), io.StringIO()
+        writer = csv.DictWriter(text, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomic(Path(file), text.getvalue())
+
+    def plot(self, directory: str | Path) -> list[Path]:
+        """Draws the loss by tokens, time and bytes, a line per run. Raises ConfigError if one cannot be written."""
+        from matplotlib import colormaps
+
+        prepare_run_directory(Path(directory))
+        many = len(self.arms) > 10
+        palette = colormaps["viridis" if many else "tab10"]
+        written = []
+        for name, (of, label) in AXES.items():
+            written.append(Path(directory) / f"loss-by-{name}.png")
+            virtual = name == "time" and all(run.virtual_s for run in self.runs)
+            with picture(written[-1], f"{label} (virtual)" if virtual else label) as axes:
+                axes.set_ylabel("held-out loss (nats per token)")
+                for index, arm in enumerate(self.arms):
+                    colour = palette(index / (len(self.arms) - 1) if many else index)
+                    for run in arm.counted:
+                        known = [(x, one.loss) for one in run.curve if (x := getattr(one, of)) is not None]
+                        label = None if run is not arm.counted[0] else arm.name.replace("$", r"\$")
+                        if known:
+                            axes.plot(*zip(*known, strict=True), "o-", color=colour, markersize=3, label=label)
+                if axes.lines:
+                    axes.legend(frameon=False, fontsize=8, ncols=2 if many else 1)
+        return written
+
+
+def compare(*places: str | Path) -> Comparison:
+    """Reads runs, which may have broken or be still going on, to compare them.
+
+        from diloco import compare
+        found = compare("runs/sweep", "runs/baseline")
+        found.arms[0].name, found.arms[0].mean("loss"), found.arms[0].spread("loss")
+        pandas.DataFrame(found.rows())
+
+    `places` are run directories or directories of sweeps. Raises ConfigError if one of them is neither.
+    """
+    arms = _arms([read_run(directory) for directory in _run_directories(map(Path, places))])
+    return Comparison(tuple(arms), tuple(_gaps(arms)))
+
+
+def gap_of(loss: float, baseline: float) -> float:
+    """A loss over a baseline's, in percent."""
+    return 100 * (loss / baseline - 1)
+
+
+# -- what is left of a run --------------------------------------------------------------------------------------------
+
+
+def _run_directories(places: Iterable[Path]) -> list[Path]:
+    """The run directories that `places` are or, for a sweep, contain; each once, in the given order."""
     found: dict[Path, None] = {}
     for place in places:
         if not place.is_dir():
@@ -78,62 +246,31 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Reads the runs, and gives them names that tell them apart."""
-    runs = [_read(directory) for directory in directories]
-    for run, name in zip(runs, labels([run.settings for run in runs], directories), strict=True):
-        run.name = name
-    return runs
-
-
-def worst_loss(runs: Sequence[Run]) -> float | None:
-    """The largest final loss of the finished runs (of all runs, if none finished): every one of them has reached it."""
-    finished = [run for run in runs if run.exit == 0] or runs
-    return max((run.loss for run in finished if run.loss is not None), default=None)
-
-
-def time_to_loss(run: Run, loss: float) -> float | None:
-    """Seconds (virtual if simulated) until the held-out loss was at most `loss`, interpolated linearly between points.
-
-    None if it never was, or if the times are unknown.
-    """
-    before: Point | None = None
-    for point in run.curve:
-        if point.loss <= loss:
-            if point.time_s is None or before is None or before.time_s is None or before.loss <= point.loss:
-                return point.time_s
-            part = (before.loss - loss) / (before.loss - point.loss)
-            return before.time_s + part * (point.time_s - before.time_s)
-        before = point
-    return None
-
-
 def _is_run(place: Path) -> bool:
-    """Whether a directory holds a run or a member of a sweep."""
     return any((place / name).is_file() for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json"))
 
 
-def _read(directory: Path) -> Run:
-    member = read_json(directory / "member.json")
-    run = Run(directory, _settings(directory / "config.yaml", member.get("overrides")))
-    summary = read_json(directory / "summary.json")
-    run.loss = number(_get(summary, "eval", "loss"))
-    run.virtual_s, run.wall_s = number(summary.get("virtual_s")), number(summary.get("wall_s"))
-    run.tokens, run.exit = _whole(_get(summary, "tokens", "applied")), _whole(summary.get("exit"))
-    if run.exit is None:  # it wrote no summary, but the sweep knows its exit code
-        run.exit = _whole(member.get("exit"))
-    peers = summary.get("peers")
-    peers = peers if isinstance(peers, list) else []
-    sent = [value for peer in peers if (value := number(_get(peer, "bytes_sent"))) is not None]
-    busy = [value for peer in peers if (value := number(_get(peer, "utilization"))) is not None]
-    run.bytes_sent = int(sum(sent)) if sent else None
-    run.utilization = sum(busy) / len(busy) if busy else None
+def read_run(directory: Path) -> Run:
+    """What is known of the run in a directory."""
+    member, summary = read_json(directory / "member.json"), read_json(directory / "summary.json")
     records = read_json_lines(directory / "metrics.jsonl")
-    run.curve = _curve(records, run)
+    run = Run(directory, settings := _settings(directory / "config.yaml", member.get("overrides")))
+    run.seed = settings.get("run.seed")
+    run.virtual_s, run.wall_s = number(summary.get("virtual_s")), number(summary.get("wall_s"))
+    run.curve = _curve(records, run.virtual_s is not None)
+    run.loss = number(_get(summary, "eval", "loss"))
     if run.loss is None and run.curve:
         run.loss = run.curve[-1].loss
-    if run.tokens is None:
-        run.tokens = int(max((number(record.get("tokens")) or 0 for record in records), default=0)) or None
+    applied, code = number(_get(summary, "tokens", "applied")), number(summary.get("exit", member.get("exit")))
+    if applied is None:
+        applied = max((number(record.get("tokens")) or 0 for record in records), default=0) or None
+    run.tokens, run.exit = (None if value is None else int(value) for value in (applied, code))
+    peers = peers if isinstance(peers := summary.get("peers"), list) else []
+    sent, busy = (
+        [value for peer in peers if (value := number(_get(peer, name))) is not None]
+        for name in ("bytes_sent", "utilization")
+    )
+    run.bytes_sent, run.utilization = int(sum(sent)) if sent else None, statistics.mean(busy) if busy else None
     return run
 
 
@@ -147,11 +284,10 @@ def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
     return {}
 
 
-def _curve(records: Sequence[Mapping[str, Any]], run: Run) -> list[Point]:
+def _curve(records: Sequence[Mapping[str, Any]], is_virtual: bool) -> list[Point]:
     """Held-out loss by version; a resumed run repeats some versions, and the later lines count."""
-    began = next((at for record in records if (at := number(record.get("time"))) is not None), None)
-    if run.virtual_s is not None:
-        began = 0.0  # the virtual clock begins with the run
+    times = [at for record in records if (at := number(record.get("time"))) is not None]
+    began = 0.0 if is_virtual or not times else times[0]  # the virtual clock begins with the run
     sent: dict[str, float] = {}
     points: dict[int, Point] = {}
     for record in records:
@@ -161,7 +297,7 @@ def _curve(records: Sequence[Mapping[str, Any]], run: Run) -> list[Point]:
         if loss is None or version is None:
             continue
         at, so_far = number(record.get("time")), sum(sent.values()) if sent else None
-        time_s = None if at is None or began is None else at - began
+        time_s = None if at is None else at - began
         points[int(version)] = Point(int(version), loss, number(record.get("tokens")), time_s, so_far)
     return [points[version] for version in sorted(points)]
 
@@ -181,30 +317,43 @@ def _get(tree: Any, *keys: str) -> Any:
     return tree
 
 
-def _whole(value: Any) -> int | None:
-    found = number(value)
-    return None if found is None else int(found)
+# -- arms and gaps ----------------------------------------------------------------------------------------------------
 
 
-def labels(settings: Sequence[Mapping[str, Any]], directories: Sequence[Path]) -> list[str]:
+def _arms(runs: Sequence[Run]) -> list[Arm]:
+    """The arms by their mean loss, the lowest first and those without one last. Each has a name of its own."""
+    groups: dict[str, list[Run]] = {}
+    seen: Counter[str] = Counter()
+    for run in runs:
+        same = repr(sorted(_without_seed(run).items())) if run.settings else str(run.directory)
+        seen[f"{same} {run.seed}"] += 1  # who ran a seed twice has two arms
+        groups.setdefault(f"{seen[f'{same} {run.seed}']} {same}", []).append(run)
+    firsts = [group[0] for group in groups.values()]
+    names = _names(firsts, with_seed=len(firsts) == len(runs))
+    arms = [Arm(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)]
+    return sorted(arms, key=lambda arm: math.inf if (loss := arm.mean()) is None else loss)
+
+
+def _without_seed(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in run.compared.items() if key != "run.seed"}
+
+
+def _names(runs: Sequence[Run], with_seed: bool = True) -> list[str]:
     """A name for each by the settings in which it differs from others, or else by its directory."""
-    keys, places = differing(settings), [place.resolve().name for place in directories]
+    settings = [run.compared if with_seed else _without_seed(run) for run in runs]
+    keys, places = _differing(settings), [run.directory.resolve().name for run in runs]
     names = [" ".join(f"{key}={_shown(one[key])}" for key in keys if key in one) for one in settings]
-    names = [name if 0 < len(name) <= LONGEST_NAME else place for name, place in zip(names, places, strict=True)]
-    count = Counter(names)
-    names = [
-        f"{name} ({place})" if count[name] > 1 and name != place else name
-        for name, place in zip(names, places, strict=True)
-    ]
-    return names if len(set(names)) == len(names) else list(map(str, directories))
+    often = Counter(names)
+    good = [0 < len(name) <= 80 and often[name] == 1 for name in names]
+    names = [name if its else place for its, name, place in zip(good, names, places, strict=True)]
+    return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
 
 
-def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys in which settings differ; of another model its name only."""
     known = [one for one in settings if one]
-    keys = dict.fromkeys(key for one in known for key in one if not key.startswith(NOT_A_DIFFERENCE))
-    absent = object()
-    found = [key for key in keys if any(one.get(key, absent) != known[0].get(key, absent) for one in known)]
+    keys = dict.fromkeys(key for one in known for key in one)
+    found = [key for key in keys if any(key not in one or one[key] != known[0].get(key) for one in known)]
     if "model.name" in found:  # it implies the model's settings
         found = [key for key in found if key == "model.name" or not key.startswith("model.")]
     return found
@@ -213,4 +362,39 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+    return str(value).replace(" ", "") if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def _gaps(arms: Sequence[Arm]) -> list[Gap]:
+    """The gap of each arm to the best data parallel arm with its model, data and tokens, if there is one."""
+    baselines = [arm for arm in arms if arm.runs[0].settings.get("outer.method") == "data_parallel"]
+    found = []
+    for arm in arms:
+        rivals = [one for one in baselines if _is_comparable(arm, one)] if arm not in baselines else []
+        if rivals:
+            best = min(rivals, key=lambda one: statistics.mean(one.losses().values()))
+            mine, theirs = arm.losses(), best.losses()
+            seeds = tuple(sorted(mine.keys() & theirs.keys()))
+            name = "data parallel" if len(baselines) == 1 else f"data parallel {best.name}"
+            found.append(Gap(arm.name, name, seeds, tuple(gap_of(mine[seed], theirs[seed]) for seed in seeds)))
+    return found
+
+
+def _is_comparable(arm: Arm, other: Arm) -> bool:
+    """Whether model, data and tokens are equal, and there is a seed that both have."""
+    one, two = arm.mean("tokens"), other.mean("tokens")
+    if one is None or two is None or abs(one - two) > TOKENS_WITHIN * max(one, two):
+        return False
+    task, task_of_other = (
+        {
+            key: value
+            for key, value in one.runs[0].compared.items()
+            if key.startswith(("model.", "data.", "eval.sequences"))
+        }
+        for one in (arm, other)
+    )
+    return task == task_of_other and bool(arm.losses().keys() & other.losses().keys())
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from diloco.attach import devices
-from diloco.rundir.comparison import gap_of
+from diloco.rundir.compare import gap_of
 
 __all__ = ["cpu_seconds", "describe", "gap", "place", "put", "rows_of", "spread"]
 

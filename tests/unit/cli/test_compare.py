@@ -12,14 +12,9 @@ import pytest
 
 import diloco
 from diloco.errors import ConfigError
-from diloco.rundir.compare import Point, Run, find_runs, read_runs, time_to_loss, worst_loss
-from diloco.rundir.comparison import arms_of, find_gaps
+from diloco.rundir.compare import Point, compare, read_run
 from tests.support.command_line import Typed
 from tests.support.run_directories import make
-
-
-def found(*places: Path) -> list[Run]:
-    return read_runs(find_runs(places))
 
 
 def change(place: Path, **fields: Any) -> None:
@@ -37,16 +32,16 @@ def table(text: str) -> list[str]:
 
 
 def test_a_finished_run_is_known_whole(tmp_path: Path) -> None:
-    [run] = read_runs([make(tmp_path / "a")])
+    run = read_run(make(tmp_path / "a"))
     assert (run.loss, run.tokens, run.wall_s, run.virtual_s, run.exit) == (3.0, 200, 21.5, None, 0)
     assert run.perplexity == pytest.approx(20.0855, abs=1e-4) and run.bytes_sent == 2000
     assert run.utilization == pytest.approx((0.9 + 0.5) / 2)
     assert run.curve == [Point(i, 5.0 - i, 100.0 * i, 10.0 * i, 1000.0 * i) for i in range(3)]
     line = [(6.0, 0.0), (5.0, 0.0), (4.5, 5.0), (4.0, 10.0), (3.25, 17.5), (3.0, 20.0), (2.9, None)]
-    assert [(loss, time_to_loss(run, loss)) for loss, _ in line] == line, "between two evaluations it lies on the line"
+    assert [(loss, run.time_to_loss(loss)) for loss, _ in line] == line, "between two evaluations it lies on the line"
     place = make(tmp_path / "simulated", began=5.0)
     change(place, virtual_s=25.0)
-    [run] = read_runs([place])
+    run = read_run(place)
     assert run.virtual_s == 25.0 and [point.time_s for point in run.curve] == [5.0, 15.0, 25.0], "it begins with it"
 
 
@@ -57,45 +52,45 @@ def test_the_log_says_what_was_sent_and_the_last_word_counts(tmp_path: Path) -> 
     write_lines(place, [*lines[:3], {**lines[2], "peer": "p1", "bytes_sent": 100}, *lines[3:]])
     with (resumed / "metrics.jsonl").open("a") as log:
         log.write('{"time": 1050, "peer": "p0", "version": 1, "tokens": 100, "eval_loss": 3.9}\n{"time": 10')
-    first, second = read_runs([place, resumed])
+    first, second = read_run(place), read_run(resumed)
     assert [point.bytes_sent for point in first.curve] == [0.0, 107.0, 114.0], "more than a share by version"
     assert [point.loss for point in second.curve] == [5.0, 3.9, 3.0]
 
 
 def test_the_worst_loss_is_one_that_every_finished_run_reached(tmp_path: Path) -> None:
     failed = make(tmp_path / "c", losses=(5.0,), exit=4)
-    runs = read_runs([make(tmp_path / "a"), make(tmp_path / "b", losses=(5.0, 3.5)), failed])
-    assert (worst_loss(runs), worst_loss(runs[2:]), worst_loss([])) == (3.5, 5.0, None)
+    make(tmp_path / "a"), make(tmp_path / "b", losses=(5.0, 3.5))
+    assert (compare(tmp_path).worst_loss(), compare(failed).worst_loss()) == (3.5, 5.0)
 
 
 def test_an_unfinished_run_shows_what_is_left_of_it(tmp_path: Path) -> None:
     place = make(tmp_path / "a")
     (place / "summary.json").unlink()
-    [run] = read_runs([place])
+    run = read_run(place)
     assert (run.loss, run.tokens, run.wall_s, run.bytes_sent, run.exit) == (3.0, 200, None, None, None)
     assert (run.curve[-1].bytes_sent, run.curve[-1].time_s) == (2000.0, 20.0)
     failed_at_once = tmp_path / "sweep" / "0-lr9"
     failed_at_once.mkdir(parents=True)
     member = {"name": "0-lr9", "overrides": ["experiment=smoke", "outer.lr=9"], "exit": 3}
     (failed_at_once / "member.json").write_text(json.dumps(member))
-    failed, whole = read_runs([*find_runs([tmp_path / "sweep"]), make(tmp_path / "other")])
-    assert (failed.name, failed.exit, failed.loss, failed.curve) == ("outer.lr=9", 3, None, [])
+    whole, failed = compare(tmp_path / "sweep", make(tmp_path / "other")).arms
+    assert (failed.name, failed.runs[0].exit, failed.mean(), failed.runs[0].curve) == ("outer.lr=9", 3, None, [])
     assert whole.name == "outer.lr=0.75"
 
 
 def test_a_sweep_stands_for_its_members_and_must_have_some(tmp_path: Path) -> None:
-    for looks in (find_runs, lambda places: diloco.compare(*places)):
-        with pytest.raises(ConfigError, match=r"nowhere is no directory; give the run\.dir of a run"):
-            looks([tmp_path / "nowhere"])
+    with pytest.raises(ConfigError, match=r"nowhere is no directory; give the run\.dir of a run"):
+        diloco.compare(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="holds no run"):
-        find_runs([tmp_path])
+        compare(tmp_path)
     first, second = make(tmp_path / "0-a"), make(tmp_path / "1-b")
     (tmp_path / "notes").mkdir()
-    assert find_runs([second, tmp_path]) == [second, first], "each counts once"
+    assert [run.directory for run in compare(second, tmp_path).runs] == [second, first], "each counts once"
 
 
 def names(tmp_path: Path, *overrides: Sequence[str]) -> list[str]:
-    return [run.name for run in read_runs([make(tmp_path / f"r{i}", *one) for i, one in enumerate(overrides)])]
+    rows = compare(*[make(tmp_path / f"r{i}", *one) for i, one in enumerate(overrides)]).rows()
+    return [row["name"] for row in rows]
 
 
 @pytest.mark.slow
@@ -111,9 +106,9 @@ def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
 def test_runs_of_one_setting_are_told_apart_by_directory(tmp_path: Path) -> None:
     assert names(tmp_path, [], []) == ["r0", "r1"]
     three = names(tmp_path / "x", ["outer.lr=0.7"], [], [])
-    assert three == ["outer.lr=0.7", "outer.lr=0.75 (r1)", "outer.lr=0.75 (r2)"]
+    assert three == ["outer.lr=0.7", "r1", "r2"]
     places = [make(tmp_path / name, f"run.seed={seed}") for name, seed in (("a-0", 0), ("a-1", 1), ("b-0", 0))]
-    arms = sorted((arm.name, len(arm.runs)) for arm in arms_of(read_runs(places)))
+    arms = sorted((arm.name, len(arm.runs)) for arm in compare(*places).arms)
     assert arms == [("a-0", 2), ("b-0", 1)], "a seed that was run twice is no second seed"
 
 
@@ -166,17 +161,10 @@ def test_seeds_are_one_row_and_the_lowest_loss_comes_first(seeds: Path, tmp_path
     assert whole.arms[1].spread("virtual_s") is None
     times = [str(row["time_to_loss_s"] or "") for row in whole.rows(3.0)]
     assert times == [row["time_to_loss_s"] for row in (first, *others)]
-    assert [one.name for one in whole.plot(str(tmp_path / "new"), ["tokens"])] == ["loss-by-tokens.png"]
+    assert len(whole.plot(str(tmp_path / "new"))) == 3
     arms = json.loads(typed("compare", *places, "--json"))["arms"]
     assert [(arm["name"], arm["seeds"]) for arm in arms] == [("outer.lr=0.5", [0, 1, 2]), ("outer.lr=0.9", [0, 1, 2])]
     assert arms[0]["spread"] == pytest.approx(0.1) and arms[0]["runs"][0] == "run.seed=0 outer.lr=0.5"
-
-
-def test_the_curve_of_an_arm_is_the_mean_of_its_seeds(seeds: Path) -> None:
-    first, second = arms_of(found(seeds))
-    points = [(round(point.loss, 6), point.tokens, round(spread, 6)) for point, spread in first.curve()]
-    assert points == [(5.0, 0, 0.0), (4.0, 100, 0.0), (2.6, 200, 0.1)]
-    assert [round(point.loss, 6) for point, _ in second.curve()] == [5.0, 4.0, 2.95], "without the one that diverged"
 
 
 def test_runs_are_held_against_data_parallel_seed_by_seed(tmp_path: Path, typed: Typed) -> None:
@@ -189,7 +177,7 @@ def test_runs_are_held_against_data_parallel_seed_by_seed(tmp_path: Path, typed:
     broken = make(tmp_path / "broken", "outer=data_parallel", "run.seed=7")
     (broken / "summary.json").unlink()
     (broken / "metrics.jsonl").unlink()
-    gaps = find_gaps(arms_of(found(tmp_path)))
+    gaps = compare(tmp_path).gaps
     assert [(gap.name, gap.seeds) for gap in gaps] == [("muon-0", (0, 1))]
     assert gaps[0].percent == pytest.approx((10.0, 10.0)) and gaps[0].spread == pytest.approx(0.0)
     places = [str(place) for place in tmp_path.iterdir()]  # of several nothing is drawn
@@ -202,8 +190,8 @@ def test_the_best_baseline_at_the_same_tokens_counts(tmp_path: Path) -> None:
     make(tmp_path / "a", "inner=muon", losses=(5.0, 3.0))
     make(tmp_path / "b", "inner=muon", "outer=data_parallel", losses=(5.0, 2.5))
     baseline = make(tmp_path / "c", "outer=data_parallel", losses=(5.0, 2.0))
-    [gap] = find_gaps(arms_of(found(tmp_path)))
+    [gap] = compare(tmp_path).gaps
     assert (gap.percent, gap.spread) == ((pytest.approx(50.0),), None)
     change(baseline, tokens={**json.loads((baseline / "summary.json").read_text())["tokens"], "applied": 300})
-    [gap] = find_gaps(arms_of(found(tmp_path)))
+    [gap] = compare(tmp_path).gaps
     assert gap.percent == (pytest.approx(20.0),), "the other saw more tokens"

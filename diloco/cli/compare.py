@@ -71,7 +71,7 @@ def show(found: Comparison, console: Console, loss: float | None = None) -> None
         cells += [human_count(arm.mean("tokens")), _time(arm.mean("virtual_s")), _time(arm.mean("wall_s"))]
         busy = arm.mean("utilization")
         cells += [human_bytes(arm.mean("bytes_sent")), "-" if busy is None else f"{busy:.1%}"]
-        times = [one.time_to_loss(reached) for one in arm.counted]
+        times = [None if reached is None else one.time_to_loss(reached) for one in arm.counted]
         known = [time for time in times if time is not None]
         cells += [_time(sum(known) / len(known) if len(known) == len(times) else None), _exits(arm)]
         table.add_row(*map(Text, cells))

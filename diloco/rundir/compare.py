@@ -74,13 +74,13 @@ class Run:
         """The settings of which somebody may want to know what they change."""
         return {key: value for key, value in self.settings.items() if not key.startswith(NOT_A_DIFFERENCE)}
 
-    def time_to_loss(self, loss: float | None) -> float | None:
+    def time_to_loss(self, loss: float) -> float | None:
         """Seconds (virtual if simulated) until the held-out loss was at most `loss`, on the line between two points.
 
         None if it never was, or if the times are unknown.
         """
         before: Point | None = None
-        for point in self.curve if loss is not None else ():
+        for point in self.curve:
             if point.loss <= loss:
                 if point.time_s is None or before is None or before.time_s is None:
                     return point.time_s
@@ -173,7 +173,7 @@ class Comparison:
             {"arm": arm.name, "name": names.pop(0), "directory": str(run.directory)}
             | {key: run.settings.get(key) for key in keys}
             | {name: getattr(run, name) for name in RESULTS}
-            | {"time_to_loss_s": run.time_to_loss(reached)}
+            | {"time_to_loss_s": None if reached is None else run.time_to_loss(reached)}
             for arm in self.arms
             for run in arm.runs
         ]
@@ -203,9 +203,9 @@ class Comparison:
                     colour = palette(index / (len(self.arms) - 1) if many else index)
                     for run in arm.counted:
                         known = [(x, one.loss) for one in run.curve if (x := getattr(one, of)) is not None]
-                        label = None if run is not arm.counted[0] else arm.name.replace("$", r"\$")
+                        arm_name = None if run is not arm.counted[0] else arm.name.replace("$", r"\$")
                         if known:
-                            axes.plot(*zip(*known, strict=True), "o-", color=colour, markersize=3, label=label)
+                            axes.plot(*zip(*known, strict=True), "o-", color=colour, markersize=3, label=arm_name)
                 if axes.lines:
                     axes.legend(frameon=False, fontsize=8, ncols=2 if many else 1)
         return written

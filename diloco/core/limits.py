@@ -24,7 +24,8 @@ from diloco.messages.fields import forget_oldest
 __all__ = [
     "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "CONTROL_STREAMS", "FILE_BYTES", "FILE_BYTES_IN_ALL",
     "FILE_BYTES_S", "MAX_PEERS", "MIN_BYTES_PER_S", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REQUEST_BYTES",
-    "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams", "control_messages", "frame_bytes",
+    "Allowance", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams", "control_messages",
+    "frame_bytes",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -118,6 +119,19 @@ class Buckets(Generic[T]):
     def take(self, key: T, now: float, amount: float = 1.0) -> bool:
         """`Bucket.take` of that key's bucket."""
         return self.of(key, now).take(now, amount)
+
+
+class Allowance:
+    """How much strangers may ask for in `seconds`: each so much, and all together, because identities cost nothing."""
+
+    def __init__(self, each: float, together: float, seconds: float) -> None:
+        self._each: Buckets[str] = Buckets(each / seconds, each)
+        self._together = Bucket(together / seconds, together)
+
+    def take(self, peer: str, amount: int, now: float) -> bool:
+        """Whether that peer may have so much; if not, nothing changes."""
+        left = self._together.left(now) >= amount
+        return left and self._each.take(peer, now, amount) and self._together.take(now, amount)
 
 
 class Limiter:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from diloco.core.events import Action, Note
 from diloco.messages.control import Hello, Status
-from diloco.swarm.node.context import Context
+from diloco.swarm.context import Context
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.gate import Gate
@@ -35,10 +35,9 @@ class Listener:
     def __init__(self) -> None:
         self.core = core()
         self.transport, self.notes = NoNetwork(), list[tuple[str, Mapping[str, object]]]()
-        self.context = Context(
-            self.core, SimpleNamespace(fragments=()), self.transport, "{}", D, Gate(),  # type: ignore[arg-type]
-            on_event=lambda kind, fields: self.notes.append((kind, fields)),
-        )  # fmt: skip
+        replica: Any = SimpleNamespace(fragments=())
+        transport: Any = self.transport
+        self.context = Context(self.core, replica, transport, Gate(), lambda *event: self.notes.append(event))
         self.context.carry_out = self.carry_out
         self.mesh = ControlMesh(self.context, RunSpec("run", D, "{}"))
 

@@ -21,7 +21,7 @@ from diloco.outer.aggregate import Aggregate, Weighted
 from diloco.outer.aggregate import Merged as Made
 from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.optimizer import OuterStep
-from diloco.swarm.node.context import Context
+from diloco.swarm.context import Context
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc.state import payload_digest
 from diloco.swarm.wire.malloc import short_lived

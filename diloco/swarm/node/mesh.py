@@ -25,7 +25,7 @@ from diloco.messages.base import Message, Place, Refusal
 from diloco.messages.codec import UnknownKind, expect
 from diloco.messages.control import Hello, Revocations, Welcome
 from diloco.messages.fields import forget_oldest
-from diloco.swarm.node.context import Context
+from diloco.swarm.context import Context
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.rpc.watch import request_manifest
 from diloco.swarm.wire.gate import IN_USE

@@ -10,55 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from msgspec.structs import replace as changed
+from msgspec.structs import replace as with_fields
 
-from diloco.core.events import (
-    Action,
-    Alone,
-    Apply,
-    Ask,
-    Asked,
-    Begun,
-    Broadcast,
-    Broke,
-    Capture,
-    Delivered,
-    Disconnect,
-    Discovered,
-    Exit,
-    Leave,
-    Load,
-    Merge,
-    Note,
-    Paused,
-    Push,
-    Replace,
-    Send,
-    Stepped,
-    Tick,
-    Wake,
-    Wanted,
-)
+from diloco.core import events
 from diloco.core.facts import CONTROL
 from diloco.core.units import NONE
 from diloco.errors import PayloadError, SwarmError
 from diloco.messages.base import Message
-from diloco.messages.bulk import Get, InnerRequest
-from diloco.messages.bulk import Push as PushRequest
+from diloco.messages.bulk import Get, InnerRequest, Push
 from diloco.messages.control import Answer
 from diloco.messages.fields import Units
 from diloco.messages.heads import Line
 from diloco.messages.snapshot import Snapshot
-from diloco.messages.watching import Ask as Ask_
-from diloco.messages.watching import Probe
+from diloco.messages.watching import Ask, Probe
 from diloco.outer.digest import fragment_digest
 from diloco.outer.replica import Replica
+from diloco.swarm.context import Context, OnEvent
 from diloco.swarm.node.anchors import Anchors
-from diloco.swarm.node.context import Context, OnEvent
 from diloco.swarm.node.leases import LeasedData
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import NodeOptions, make_context
@@ -67,10 +39,10 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc import contribution, state
 from diloco.swarm.rpc.inner_state import InnerDonor, InnerState, Layout, fetch_inner
 from diloco.swarm.rpc.probe import ProbeServer
+from diloco.swarm.rpc.server import Answer as Answerer
 from diloco.swarm.rpc.server import Server
-from diloco.swarm.rpc.watch import Informant
+from diloco.swarm.rpc.watch import InfoServer
 from diloco.swarm.wire.streams import BROKEN, BULK, Stream
-from diloco.swarm.wire.tasks import in_thread
 from diloco.swarm.wire.transport import Transport
 
 __all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
@@ -106,24 +78,23 @@ class Node:
     """
 
     def __init__(self, options: NodeOptions, context: Context) -> None:
-        """Compose a node out of its parts; `open` connects it."""
         self.context, self.core, self.replica = context, context.core, context.replica
         self.traffic, self.addresses = context.traffic, context.transport.addresses
         self.advice = context.transport.advice  # what would let others connect to this peer, where they cannot
         self.leased = LeasedData()
         self.anchors = Anchors(context)
         self._options = replace(options, saved=None)  # it may be as large as the model, and mapped from a file
-        self.recorder = Recorder(context.core, context.manifest_text)
+        self.recorder = Recorder(context.core, options.run.manifest_text)
         self.recorder.on_failure = lambda why: context.on_event("recorder_failed", {"why": why})
-        context.watch = self.recorder.note
+        context.watch, context.carry_out = self.recorder.note, self.carry_out
         self._mesh = ControlMesh(context, options.run)
-        self._server = Server(context, len(context.replica.fragments), self._answers())
+        self._server = Server(context, self._answers())
+        self._received = contribution.Received()
         self._captures: list[Line] = []
         self._loads: dict[int, None] = {}
         self._queue: Units | None = None
         self._planned = context.core.facts.planned
         self._exited = self._interrupted = False
-        context.carry_out = self.carry_out
 
     # -- opening and closing ------------------------------------------------------------------------------------------
 
@@ -160,9 +131,8 @@ class Node:
                 f"swarm.initial_peers={list(self._options.network.initial_peers)} answer, but no diloco peer of "
                 f"run.id={self._options.run.id} is there"
             )
-        context.tasks.spawn(transport.failed())
-        context.tasks.spawn(self._tick())
-        context.tasks.spawn(self._discover())
+        for work in (transport.failed(), self._tick(), self._discover()):
+            context.tasks.spawn(work)
 
     async def _discover(self) -> None:
         """A newcomer hears every peer that it can reach before it begins."""
@@ -171,19 +141,15 @@ class Node:
                 async with asyncio.timeout(DISCOVERY_S):
                     members = self.core.facts.members
                     await self.context.tasks.until(lambda: self._mesh.all_greeted() and len(members) > 0)
-        self.context.do(Discovered())
+        self.context.do(events.Discovered())
 
     async def _tick(self) -> None:
         while True:
-            self.context.do(Tick())
+            self.context.do(events.Tick())
             self.anchors.follow()
             self.recorder.look(self.context.now())
-            self.expel()
+            self._mesh.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
-
-    def expel(self) -> None:
-        """Drop the peers that are no longer admitted; fail when this peer is not."""
-        self._mesh.expel()
 
     async def close(self) -> None:
         """End every task and every stream, and the transport. Threads that still work are named in an event."""
@@ -197,108 +163,93 @@ class Node:
 
     # -- what the core asks for ---------------------------------------------------------------------------------------
 
-    def carry_out(self, actions: Sequence[Action]) -> None:
+    def carry_out(self, actions: Sequence[events.Action]) -> None:
         """Do what the core asked for."""
+        works: dict[type, Callable[[Any], Coroutine[Any, Any, None]]] = {
+            events.Push: self._push,
+            events.Ask: lambda action: state.fetch(self.context, action.peer, action.get),
+            events.Merge: self.anchors.merge,
+            events.Apply: self.anchors.apply,
+            events.Replace: self.anchors.replace,
+        }
         for action in actions:
-            self._carry_out(action)
-        planned = self.core.facts.planned
+            if type(action) in works:
+                self.context.tasks.spawn(works[type(action)](action))
+            else:
+                self._carry_out(action)
+        planned, queue = self.core.facts.planned, self.core.facts.queue
         if planned != self._planned:
             self._planned = planned
             self.replica.plan(planned[-1] or None)
-        queue = self.core.facts.queue
         if queue is not self._queue:
             self._queue = queue
             self.leased.have(queue)
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: events.Action) -> None:
         match action:
-            case Broadcast() | Send() | Disconnect():
-                self._say(action)
-            case Push() | Ask() | Merge() | Apply() | Replace():
-                self.context.tasks.spawn(self._work(action))
-            case Note(kind, fields):
-                self.context.note(kind, **fields)
-            case Wake(at):
-                asyncio.get_running_loop().call_at(at, self._wake)
-            case Capture(line):
-                self._captures.append(line)
-            case Load(fragment):
-                self._loads[fragment] = None
-            case Exit():
-                self._exited = True
-
-    def _say(self, action: Broadcast | Send | Disconnect) -> None:
-        match action:
-            case Broadcast(message):
+            case events.Broadcast(message):
                 self._mesh.broadcast(message)
-            case Send(peer, Answer(says="want") as answer):
-                at = self.context.received.at(answer.fragment, answer.peer, answer.stamp)
-                self._mesh.tell(peer, changed(answer, at=at))
-            case Send(peer, message):
+            case events.Send(peer, Answer(says="want") as answer):
+                at = self._received.at(answer.fragment, answer.peer, answer.stamp)
+                self._mesh.tell(peer, with_fields(answer, at=at))
+            case events.Send(peer, message):
                 self._mesh.tell(peer, message)
-            case Disconnect(peer):
+            case events.Disconnect(peer):
                 self._mesh.disconnect(peer)
                 self._mesh.vanished(peer)
-
-    async def _work(self, action: Push | Ask | Merge | Apply | Replace) -> None:
-        match action:
-            case Push():
-                await self._push(action)
-            case Ask(peer, get):
-                await self._ask(peer, get)
-            case Merge():
-                await self.anchors.merge(action)
-            case Apply():
-                await self.anchors.apply(action)
-            case Replace():
-                await self.anchors.replace(action)
+            case events.Note(kind, fields):
+                self.context.note(kind, **fields)
+            case events.Wake(at):
+                asyncio.get_running_loop().call_at(at, self._wake)
+            case events.Capture(line):
+                self._captures.append(line)
+            case events.Load(fragment):
+                self._loads[fragment] = None
+            case events.Exit():
+                self._exited = True
 
     def _wake(self) -> None:
         if not self.context.tasks.closed:
-            self.context.do(Tick())
+            self.context.do(events.Tick())
 
-    async def _push(self, action: Push) -> None:
+    async def _push(self, action: events.Push) -> None:
         try:
             async with self.context.open(action.peer) as stream:
                 await contribution.send(stream, action)
         except (*BROKEN, PayloadError) as error:
             why = str(error) or type(error).__name__
             self.context.note("contribution_broke", fragment=action.line.fragment, author=action.peer, why=why)
-            self.context.do(Broke(action.peer, action.line))
-
-    async def _ask(self, peer: str, get: Get) -> None:
-        fetch = self.core.facts.fragments[get.fragment].fetch
-        goal = fetch.goal if fetch else None
-
-        async def answer() -> Any:
-            async with self.context.open(peer) as stream:
-                return await state.ask(stream, get, self.replica, goal, in_thread)
-
-        self.context.do(await state.asked(peer, get, answer(), self.context.note))
+            self.context.do(events.Broke(action.peer, action.line))
 
     # -- what others may ask ------------------------------------------------------------------------------------------
 
-    def _answers(self) -> dict[type[Message], Callable[[Stream, Any], Awaitable[None]]]:
+    def _answers(self) -> dict[type[Message], Answerer]:
         context = self.context
-        probes = ProbeServer(context.transport, self.core, context.now)
-        packed = lambda: self.recorder.packed(context.now())  # noqa: E731
-        informant = Informant(context.gate, context.traffic, context.manifest_text, packed, context.files, context.now)
-        inner = InnerDonor(self._options.inner_state)
+        info = InfoServer(
+            context,
+            self._options.run.manifest_text,
+            self._options.files,
+            lambda: self.recorder.packed(context.now()),
+        )
         return {
-            Get: self._give, PushRequest: self._receive, InnerRequest: inner.answer, Ask_: informant.answer,
-            Probe: probes.answer,
-        }  # fmt: skip
+            Get: self._give,
+            Push: self._receive,
+            InnerRequest: InnerDonor(self._options.inner_state).answer,
+            Ask: info.answer,
+            Probe: ProbeServer(context.transport, self.core, context.now).answer,
+        }
 
     async def _give(self, stream: Stream, get: Get) -> None:
         if get.fragment >= len(self.replica.fragments):
             raise PayloadError(f"fragment {get.fragment} does not exist")
-        await state.serve(stream, self.context.ask(Asked(stream.peer, get)), self.replica, self.anchors)
+        [reply] = [one for one in self.context.do(events.Asked(stream.peer, get)) if isinstance(one, events.Reply)]
+        await state.serve(stream, reply, self.replica, self.anchors.read_part)
 
-    async def _receive(self, stream: Stream, push: PushRequest) -> None:
+    async def _receive(self, stream: Stream, push: Push) -> None:
         if not self.core.wants(push.line):
             raise PayloadError(f"no contribution of {push.line.peer} to fragment {push.line.fragment} is wanted")
-        payload = await contribution.receive(stream, push, self.replica, self.context.received, in_thread)
-        self.context.do(Delivered(stream.peer, push.line, payload))
+        payload = await contribution.receive(stream, push, self.replica, self._received)
+        self.context.do(events.Delivered(stream.peer, push.line, payload))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -312,7 +263,7 @@ class Node:
         def refused() -> str | None:
             return None if len(self.core.facts.members) else self._mesh.refusal
 
-        self.context.do(Begun(False))
+        self.context.do(events.Begun(False))
         await self.context.tasks.until(lambda: refused() is not None or self._interrupted or self.core.facts.ready)
         if (reason := refused()) is not None:
             raise SwarmError(reason)
@@ -320,9 +271,8 @@ class Node:
 
     async def fetch_inner(self, layout: Layout) -> InnerState | None:
         """The inner optimizer's state of a peer that trains; None when nobody has any, or `interrupt` came first."""
-        return await self.context.tasks.unless(
-            lambda: self._interrupted, fetch_inner(self.context, layout, self.replica.rng)
-        )
+        fetching = fetch_inner(self.context, layout, self.replica.rng)
+        return await self.context.tasks.unless(lambda: self._interrupted, fetching)
 
     async def begin(self, cycle: int = 0, cold: bool = False) -> Exchanged | None:
         """Wait until this peer has what the others have, and go on from the anchors, in step with the others.
@@ -333,13 +283,11 @@ class Node:
         await self.joins_late()
         if self._interrupted:
             return None
-        self.context.do(Wanted(self.leased.wanted, cycle))
-        for fragment in range(len(self.replica.fragments)):
-            self._loads.pop(fragment, None)
-            await self.anchors.load(fragment)
+        self.plan_cycle(cycle)
+        await self.load_anchors()
         if cold:
             return Exchanged(*self.clock(), self.core.discarded(), 0.0, 0.0)
-        self.context.do(Begun())
+        self.context.do(events.Begun())
         return await self.exchange()
 
     async def stepped(self, tokens: int, steps_per_s: float = 0.0) -> tuple[bool, int, int, int, int, int, int]:
@@ -347,7 +295,7 @@ class Node:
         next one, version and clock, discarded tokens, and `place`.
         """
         units = self.leased.trained() if self.leased.wanted else NONE
-        self.context.do(Stepped(tokens, units, steps_per_s))
+        self.context.do(events.Stepped(tokens, units, steps_per_s))
         return (self.waits, *self.clock(), self.core.discarded(), *self.place())
 
     async def exchange(self) -> Exchanged | None:
@@ -358,8 +306,7 @@ class Node:
         while not self._interrupted:
             begun_at = self.context.now()
             if self._captures or self._loads:
-                while self._captures:
-                    await self.anchors.capture(self._captures.pop(0))
+                await self._capture_all()
                 while self._loads:
                     fragment = next(iter(self._loads))
                     del self._loads[fragment]
@@ -372,6 +319,10 @@ class Node:
                 wait_s += self.context.now() - begun_at
         return None
 
+    async def _capture_all(self) -> None:
+        while self._captures:
+            await self.anchors.capture(self._captures.pop(0))
+
     @property
     def waits(self) -> bool:
         """Whether an `exchange` has to come before the next inner step."""
@@ -379,7 +330,7 @@ class Node:
 
     def wait_no_longer(self) -> None:
         """Nobody has to be there any more before this peer begins."""
-        self.context.do(Alone())
+        self.context.do(events.Alone())
 
     def digests(self) -> list[str]:
         """The digest (hex) of each anchor."""
@@ -403,16 +354,16 @@ class Node:
 
     async def pause(self) -> None:
         """The training loop takes no inner steps until `resume`: it evaluates, or it saves."""
-        self.context.do(Paused())
+        self.context.do(events.Paused())
 
     async def resume(self) -> None:
         """It goes on. The tensors of the last `snapshot` may move again."""
         self.anchors.end_snapshot()
-        self.context.do(Paused(False))
+        self.context.do(events.Paused(False))
 
     def plan_cycle(self, steps: int) -> None:
         """The next cycles have so many inner steps (DyLU)."""
-        self.context.do(Wanted(self.leased.wanted, steps))
+        self.context.do(events.Wanted(self.leased.wanted, steps))
 
     async def snapshot(self, copies: bool) -> Saved:
         """What a checkpoint holds; without `copies` the tensors are the live ones until `end_snapshot`."""
@@ -424,14 +375,11 @@ class Node:
         self.context.tasks.notify()
 
     async def finish(self) -> None:
-        """Wait until what this peer has sent is in a version, or cannot be, and for no longer than for an author that
-        is stuck.
-        """
-        facts, until = self.core.facts, self.context.now() + self.core.facts.settings.stuck_s
-        while (
-            not self._interrupted and any(self.core.is_open(f) for f in facts.fragments) and self.context.now() < until
-        ):
-            await self.context.tasks.pause(1.0)
+        """Wait until what this peer has sent is in a version, or cannot be, for as long as an author may be stuck."""
+        facts, context = self.core.facts, self.context
+        until = context.now() + facts.settings.stuck_s
+        while not self._interrupted and context.now() < until and any(map(self.core.is_open, facts.fragments)):
+            await context.tasks.pause(1.0)
 
     async def observe(self) -> Snapshot | None:
         """What this peer knows of the swarm; None when a bug prevents to put it together (`recorder_failed`)."""
@@ -442,19 +390,19 @@ class Node:
         await self.anchors.show()
 
     async def load_anchors(self) -> int:
-        """At the very end, the local parameters become the anchors; returns how many outer steps led to them."""
+        """The local parameters become the anchors; returns how many outer steps led to them."""
         for fragment in range(len(self.replica.fragments)):
+            self._loads.pop(fragment, None)
             await self.anchors.load(fragment)
         return min(number for number, _ in self.anchors.loaded)
 
     async def leave(self, finished: bool) -> None:
         """Send what was learned, unless the run is over, and wait until others have that and this peer's heads."""
         self.anchors.end_snapshot()
-        self.context.do(Leave(finished))
+        self.context.do(events.Leave(finished))
         until = self.core.facts.leave_by + CLOSE_S
         while not self._exited and self.context.now() < until:
-            while self._captures:
-                await self.anchors.capture(self._captures.pop(0))
+            await self._capture_all()
             await self.context.tasks.pause(1.0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READ_S):

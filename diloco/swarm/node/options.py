@@ -20,7 +20,7 @@ from diloco.messages.fields import MAX_LENGTH
 from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
-from diloco.swarm.node.context import Context, OnEvent
+from diloco.swarm.context import Context, OnEvent
 from diloco.swarm.node.recording import Recording
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc.inner_state import Snapshot
@@ -144,11 +144,8 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
     core.addresses.may_call = transport.may_call
     core.addresses.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
     transport.where = core.addresses.of
-    context = Context(
-        core=core, replica=replica, transport=transport, manifest_text=options.run.manifest_text,
-        manifest_hash=options.run.manifest_hash, gate=options.gate, on_event=on_event, files=options.files,
-        traffic=Traffic(upload_limit=options.network.upload_limit),
-    )  # fmt: skip
+    traffic = Traffic(upload_limit=options.network.upload_limit)
+    context = Context(core, replica, transport, options.gate, on_event, traffic)
     options.gate.on_refused = lambda peer, why: context.note("refused", peer=plain(peer), why=why)
     if options.record is not None:
         context.tap = Recording(options.record, core.facts).event

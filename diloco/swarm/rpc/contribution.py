@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from math import isclose
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from diloco.messages.heads import Line
 from diloco.outer.replica import Replica
 from diloco.swarm.rpc.state import payload_digest
 from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.tasks import in_thread
 
 __all__ = ["Received", "receive", "send"]
 
@@ -64,9 +63,7 @@ def _name(line: Line) -> tuple[int, str, int]:
     return line.fragment, line.peer, line.stamp
 
 
-async def receive(
-    stream: Stream, push: Push, replica: Replica, received: Received, thread: Callable[..., Awaitable[Any]]
-) -> Tensor:
+async def receive(stream: Stream, push: Push, replica: Replica, received: Received) -> Tensor:
     """The whole payload (uint8), which is what its line says. Raises `PayloadError`, and what a stream raises."""
     line, nbytes = push.line, replica.payload_nbytes(push.line.fragment)
     payload, at = received.take(line, nbytes)
@@ -80,10 +77,10 @@ async def receive(
     except BROKEN:
         received.keep(line, payload, at)
         raise
-    if await thread(payload_digest, payload) != line.root:
+    if await in_thread(payload_digest, payload) != line.root:
         raise PayloadError("a payload is not what its line says")
     with offences():  # the contributor signed that, and whoever passes it on has looked
-        norm = await thread(replica.payload_norm, line.fragment, payload)
+        norm = await in_thread(replica.payload_norm, line.fragment, payload)
         if not isclose(norm, line.norm, rel_tol=NORM_ERROR, abs_tol=1e-12):
             raise PayloadError(f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}")
     await stream.send(Got())

@@ -14,9 +14,7 @@ import asyncio
 import random
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -26,6 +24,7 @@ from diloco.messages.bulk import InnerHeader, InnerRequest
 from diloco.messages.codec import expect
 from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import CHUNK
+from diloco.swarm.context import Context
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.tasks import in_thread
 
@@ -56,32 +55,22 @@ class InnerState:
 Snapshot = Callable[[], InnerState | None]
 
 
-class Asker(Protocol):
-    """The node that asks: its core, and how it opens streams and reports."""
-
-    core: Peer
-
-    def now(self) -> float: ...
-    def note(self, kind: str, **fields: object) -> None: ...
-    def open(self, peer: str) -> AbstractAsyncContextManager[Stream]: ...
-
-
-async def fetch_inner(asker: Asker, layout: Layout, rng: random.Random) -> InnerState | None:
+async def fetch_inner(context: Context, layout: Layout, rng: random.Random) -> InnerState | None:
     """The inner state of the first donor that has one, of a few drawn at random; None when none of them has.
 
     A donor that vanishes, refuses or lies is the event `inner_state_failed`.
     """
-    for donor in _donors(asker.core, rng):
-        begun_at = asker.now()
+    for donor in _donors(context.core, rng):
+        begun_at = context.now()
         try:
-            async with asker.open(donor) as stream:
+            async with context.open(donor) as stream:
                 await stream.send(InnerRequest())
                 state = await receive_inner(stream, layout)
         except (*BROKEN, PayloadError) as error:
-            asker.note("inner_state_failed", donor=donor, why=str(error) or type(error).__name__)
+            context.note("inner_state_failed", donor=donor, why=str(error) or type(error).__name__)
             continue
-        seconds, nbytes = round(asker.now() - begun_at, 3), 4 * state.values.numel()
-        asker.note("inner_state", **{"from": donor, "seconds": seconds, "bytes": nbytes})
+        seconds, nbytes = round(context.now() - begun_at, 3), 4 * state.values.numel()
+        context.note("inner_state", **{"from": donor, "seconds": seconds, "bytes": nbytes})
         return state
     return None
 

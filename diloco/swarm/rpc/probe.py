@@ -16,12 +16,11 @@ import torch
 
 from diloco.config import WIRE_VERSION
 from diloco.config.address import host_of, problem
-from diloco.core.limits import CALL_EVERY_S, CALLS_PER_MINUTE, PROBE_BYTES, PROBE_BYTES_IN_ALL
+from diloco.core.limits import CALL_EVERY_S, CALLS_PER_MINUTE, PROBE_BYTES, PROBE_BYTES_IN_ALL, Allowance
 from diloco.core.peer import Peer
 from diloco.errors import PayloadError
 from diloco.messages.codec import expect
 from diloco.messages.watching import Probe, ProbeReply
-from diloco.swarm.rpc.allowance import Allowance
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 

@@ -6,49 +6,35 @@ import logging
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from diloco.core.limits import REQUEST_BYTES, bulk_streams
-from diloco.core.penalties import Offence, Penalties, offences
+from diloco.core.penalties import Offence, offences
 from diloco.errors import PayloadError
 from diloco.messages.base import Message, Place, Refusal
-from diloco.swarm.wire.gate import Gate
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
-from diloco.swarm.wire.tasks import Tasks
+from diloco.swarm.context import Context
+from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.transport import Reader, Writer
 
-__all__ = ["Server"]
+__all__ = ["Answer", "Server"]
 
 logger = logging.getLogger(__name__)
 
 Answer = Callable[[Stream, Any], Awaitable[None]]
 
 
-class Owner(Protocol):
-    """The node whose streams are answered."""
-
-    gate: Gate
-    traffic: Traffic
-    penalties: Penalties
-    tasks: Tasks
-
-    def now(self) -> float: ...
-    def note(self, kind: str, **fields: object) -> None: ...
-    def offence(self, peer: str, reason: str) -> None: ...
-
-
 class Server:
     """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason."""
 
-    def __init__(self, owner: Owner, fragments: int, answers: Mapping[type[Message], Answer]) -> None:
+    def __init__(self, context: Context, answers: Mapping[type[Message], Answer]) -> None:
         self.serving = 0  # streams under way
-        self._owner, self._answers = owner, answers
-        self._limiter = bulk_streams(fragments)
+        self._context, self._answers = context, answers
+        self._limiter = bulk_streams(len(context.replica.fragments))
 
     async def serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         """Handle one incoming stream until it ends."""
-        owner, stream = self._owner, Stream(peer, reader, writer, self._owner.traffic)
-        why = self._limiter.opened(peer, owner.now())
+        context, stream = self._context, Stream(peer, reader, writer, self._context.traffic)
+        why = self._limiter.opened(peer, context.now())
         if why is not None:
             logger.debug("a bulk stream of %s is over a limit: %s", peer, why)
             with suppress(*BROKEN, PayloadError):
@@ -60,9 +46,9 @@ class Server:
             await self._answer(stream)
             await stream.drained()
         except PayloadError as error:
-            owner.note("refused", peer=peer, why=str(error))
+            context.note("refused", peer=peer, why=str(error))
             if isinstance(error, Offence):
-                owner.offence(peer, str(error))
+                context.offence(peer, str(error))
             with suppress(*BROKEN, PayloadError):
                 await stream.refuse(str(error))
         except BROKEN as error:
@@ -73,11 +59,10 @@ class Server:
             self.serving -= 1
             self._limiter.closed(peer)
             stream.close()
-            owner.tasks.notify()
+            context.tasks.notify()
 
     async def _answer(self, stream: Stream) -> None:
-        owner = self._owner
-        penalty = owner.penalties.refusal(stream.peer, owner.now())
+        penalty = self._context.penalties.refusal(stream.peer, self._context.now())
         if penalty is not None:  # and nothing that it says is decoded
             await stream.refuse(penalty)
             return
@@ -85,7 +70,7 @@ class Server:
             request = await stream.receive(limit=REQUEST_BYTES)
         if request.place is not Place.REQUEST:
             raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
-        objection = owner.gate.objection(stream.peer, request)
+        objection = self._context.gate.objection(stream.peer, request)
         if objection is not None:
             raise PayloadError(objection)
         answer = self._answers.get(type(request))

@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from diloco.core.events import Broke, Event, Gave, Part, Records, Reply
+from diloco.core.events import Broke, Gave, Part, Records, Reply
 from diloco.core.facts import Goal
 from diloco.core.history import Record
 from diloco.errors import PayloadError
@@ -24,22 +23,20 @@ from diloco.messages.bulk import Get, No, PartHeader, RecordHeader, Values
 from diloco.outer.codecs import Codec, codec
 from diloco.outer.digest import part_digest, part_ranges
 from diloco.outer.replica import Replica
+from diloco.swarm.context import Context
 from diloco.swarm.wire.malloc import short_lived
 from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.tasks import in_thread
 
-__all__ = ["Donor", "ask", "payload_digest", "serve"]
+__all__ = ["ask", "fetch", "payload_digest", "serve"]
 
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 16  # elements of an anchor sent at a time: small, so that a shared link stays fair
 BYTES = 1 << 20  # of an update sent at a time
 
-
-class Donor(Protocol):
-    """Reads the anchors of a node."""
-
-    async def read_part(self, fragment: int, head: str, part: int) -> Tensor | None:
-        """Values (fp32) of a part of the anchor of a head; None when that is not here any more."""
+ReadPart = Callable[[int, str, int], Awaitable[Tensor | None]]
+"""Values (fp32) of a part of the anchor of a head, by fragment, head and part; None when that is not here any more."""
 
 
 def anchor_codec(replica: Replica, number: int) -> Codec:
@@ -55,10 +52,25 @@ def payload_digest(payload: Tensor) -> str:
 # -- asking -----------------------------------------------------------------------------------------------------------
 
 
-async def ask(
-    stream: Stream, get: Get, replica: Replica, goal: Goal | None, thread: Callable[..., Awaitable[str]]
-) -> Records | Part | None:
-    """The answer of a donor. `goal` is what is fetched in parts, if it is. `thread` runs a function beside the loop.
+async def fetch(context: Context, peer: str, get: Get) -> None:
+    """Ask a donor, and tell the core what came of it."""
+    fetching = context.core.facts.fragments[get.fragment].fetch
+    try:
+        async with context.open(peer) as stream:
+            answer = await ask(stream, get, context.replica, fetching.goal if fetching else None)
+    except PayloadError as error:
+        context.note("fetch_failed", fragment=get.fragment, donor=peer, why=str(error))
+        context.do(Broke(peer, get, bad=True))
+    except BROKEN as error:
+        logger.debug("%s gave no answer: %r", peer, error)
+        traceback.clear_frames(error.__traceback__)  # an error and its frames are a cycle, which would keep a part
+        context.do(Broke(peer, get))
+    else:
+        context.do(Gave(peer, get, answer))
+
+
+async def ask(stream: Stream, get: Get, replica: Replica, goal: Goal | None) -> Records | Part | None:
+    """The answer of a donor. `goal` is what is fetched in parts, if it is.
 
     Raises `PayloadError` for an answer that is no good, and what a stream raises.
     """
@@ -68,27 +80,22 @@ async def ask(
         case No():
             return None
         case RecordHeader():
-            return Records(tuple(await _records(stream, get, answer, replica, thread)))
-        case PartHeader() if not get.want:
-            await _check_head(answer, get, replica)
-            values = await _values(stream, replica, get.fragment, 0, answer.head.number, answer.digests[0], thread)
-            return Part(answer.head, answer.book, answer.digests, 0, values)
+            return Records(tuple(await _records(stream, get, answer, replica)))
+        case PartHeader(head, book, digests) if not get.want:
+            if head.fragment != get.fragment or len(digests) != len(_ranges(replica, get.fragment)):
+                raise PayloadError(f"asked for fragment {get.fragment}, got another one or other parts")
+            return Part(head, book, digests, 0, await _values(stream, replica, get.fragment, 0, head.number, digests))
         case Values() if goal is not None and get.want == goal.head.id:
-            digest, number = goal.digests[get.part], goal.head.number
-            values = await _values(stream, replica, get.fragment, get.part, number, digest, thread)
+            values = await _values(stream, replica, get.fragment, get.part, goal.head.number, goal.digests)
             return Part(goal.head, goal.book, goal.digests, get.part, values)
     raise PayloadError(f"{type(answer).__name__} is no answer to a question for fragment {get.fragment}")
 
 
-async def _check_head(answer: PartHeader, get: Get, replica: Replica) -> None:
-    parts = len(part_ranges(replica.fragments[get.fragment].numel))
-    if answer.head.fragment != get.fragment or len(answer.digests) != parts:
-        raise PayloadError(f"asked for fragment {get.fragment} of {parts} parts, got another one")
+def _ranges(replica: Replica, fragment: int) -> list[tuple[int, int]]:
+    return part_ranges(replica.fragments[fragment].numel)
 
 
-async def _records(
-    stream: Stream, get: Get, header: RecordHeader, replica: Replica, thread: Callable[..., Awaitable[str]]
-) -> list[Record]:
+async def _records(stream: Stream, get: Get, header: RecordHeader, replica: Replica) -> list[Record]:
     found: list[Record] = []
     while True:
         head = header.head
@@ -97,7 +104,7 @@ async def _records(
         update = short_lived(replica.update_nbytes(get.fragment))
         for piece in torch.split(update, BYTES):
             await stream.receive_payload(piece)
-        if await thread(payload_digest, update) != head.update:
+        if await in_thread(payload_digest, update) != head.update:
             raise PayloadError(f"the update of a record of fragment {get.fragment} is not what its head names")
         found.append(Record(head, update))
         if header.more == 0:
@@ -109,37 +116,23 @@ async def _records(
 
 
 async def _values(
-    stream: Stream, replica: Replica, fragment: int, part: int, number: int, digest: str,
-    thread: Callable[..., Awaitable[str]],
-) -> Tensor:  # fmt: skip
-    start, stop = part_ranges(replica.fragments[fragment].numel)[part]
+    stream: Stream, replica: Replica, fragment: int, part: int, number: int, digests: tuple[str, ...]
+) -> Tensor:
+    start, stop = _ranges(replica, fragment)[part]
     values, how = torch.empty(stop - start, dtype=torch.float32), anchor_codec(replica, number)
     for piece in torch.split(values, PIECE):
         payload = torch.empty(how.nbytes(piece.numel()), dtype=torch.uint8)
         await stream.receive_payload(payload)
         how.decode(payload, piece)
-    if await thread(part_digest, values) != digest:
+    if await in_thread(part_digest, values) != digests[part]:
         raise PayloadError(f"part {part} of fragment {fragment} is not what its digest says")
     return values
-
-
-async def asked(peer: str, get: Get, answering: Awaitable[Records | Part | None], note: Callable[..., None]) -> Event:
-    """What the core hears of a question, whatever came of it."""
-    try:
-        return Gave(peer, get, await answering)
-    except PayloadError as error:
-        note("fetch_failed", fragment=get.fragment, donor=peer, why=str(error))
-        return Broke(peer, get, bad=True)
-    except BROKEN as error:
-        logger.debug("%s gave no answer: %r", peer, error)
-        traceback.clear_frames(error.__traceback__)  # an error and its frames are a cycle, which would keep a part
-        return Broke(peer, get)
 
 
 # -- answering --------------------------------------------------------------------------------------------------------
 
 
-async def serve(stream: Stream, reply: Reply, replica: Replica, donor: Donor) -> None:
+async def serve(stream: Stream, reply: Reply, replica: Replica, read_part: ReadPart) -> None:
     """Send what the core answers."""
     get, answer = reply.get, reply.answer
     if isinstance(answer, Records):
@@ -148,7 +141,7 @@ async def serve(stream: Stream, reply: Reply, replica: Replica, donor: Donor) ->
             for piece in torch.split(record.update, BYTES):
                 await stream.send_payload(piece)
         return
-    values = None if answer is None else await donor.read_part(get.fragment, answer.head.id, answer.part)
+    values = None if answer is None else await read_part(get.fragment, answer.head.id, answer.part)
     if answer is None or values is None:
         return await stream.send(No())
     await stream.send(Values() if get.want else PartHeader(answer.head, answer.book, answer.digests))

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diloco.config import WIRE_VERSION
-from diloco.core.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S
+from diloco.core.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S, Allowance
 from diloco.errors import PayloadError
 from diloco.messages.codec import expect
 from diloco.messages.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
 from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece
-from diloco.swarm.rpc.allowance import Allowance
-from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import in_thread
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["Informant", "request_file", "request_manifest", "request_snapshot"]
+if TYPE_CHECKING:  # a process that only watches does not load torch
+    from diloco.swarm.context import Context
+
+__all__ = ["InfoServer", "request_file", "request_manifest", "request_snapshot"]
 
 
 async def request_manifest(transport: Transport, peer: str) -> tuple[str, str]:
@@ -55,39 +56,34 @@ async def _request(transport: Transport, peer: str, what: str, most_bytes: int) 
                 return bytes(content), piece.seal
 
 
-@dataclass(eq=False)
-class Informant:
+class InfoServer:
     """The answering side. `snapshot` makes the pieces of one; `files` are those that the manifest names, by digest."""
 
-    gate: Gate
-    traffic: Traffic
-    manifest: str
-    snapshot: Callable[[], list[bytes]]
-    files: Mapping[str, Path]
-    now: Callable[[], float]
-
-    def __post_init__(self) -> None:
-        self._given = Allowance(FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S)
+    def __init__(
+        self, context: Context, manifest: str, files: Mapping[str, Path], snapshot: Callable[[], list[bytes]]
+    ) -> None:
+        self._context, self._manifest, self._files, self._snapshot = context, manifest, files, snapshot
+        self._allowance = Allowance(FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S)
 
     async def answer(self, stream: Stream, request: Ask) -> None:
         """Send what is asked for; `PayloadError` when it is not here, or enough was sent."""
         if request.what in ("manifest", "snapshot"):
-            for piece in [self.manifest.encode()] if request.what == "manifest" else self.snapshot():
+            for piece in [self._manifest.encode()] if request.what == "manifest" else self._snapshot():
                 await stream.send(Piece(WIRE_VERSION, piece, more=True))
         else:
             await self._send_file(stream, request.what)
-        await stream.send(Piece(WIRE_VERSION, b"", seal=self.gate.memory.seal))
+        await stream.send(Piece(WIRE_VERSION, b"", seal=self._context.gate.memory.seal))
 
     async def _send_file(self, stream: Stream, digest: str) -> None:
         try:
-            file = self.files[digest].open("rb")
+            file = self._files[digest].open("rb")
         except (KeyError, OSError) as error:
             raise PayloadError("no file with that digest is here; ask another peer") from error
         with file:
             nbytes = os.fstat(file.fileno()).st_size
-            if not self._given.take(stream.peer, nbytes, self.now()):
+            if not self._allowance.take(stream.peer, nbytes, self._context.now()):
                 raise PayloadError("enough files were sent for a while; ask another peer")
             for _ in range(0, nbytes, MAX_PIECE_BYTES):
                 piece = await in_thread(file.read, MAX_PIECE_BYTES)
-                await self.traffic.throttle(len(piece))
+                await self._context.traffic.throttle(len(piece))
                 await stream.send(Piece(WIRE_VERSION, piece, more=True))

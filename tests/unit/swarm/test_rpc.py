@@ -23,7 +23,7 @@ from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, Probe
 from diloco.swarm.rpc import watch
 from diloco.swarm.rpc.inner_state import InnerDonor, InnerState, Layout, fetch_inner
 from diloco.swarm.rpc.probe import ProbeServer, _callable, ask_to_be_called, probe
-from diloco.swarm.rpc.watch import Informant, request_file, request_manifest, request_snapshot
+from diloco.swarm.rpc.watch import InfoServer, request_file, request_manifest, request_snapshot
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from tests.support.core import core, join
 from tests.support.coroutines import until
@@ -37,15 +37,16 @@ DIGEST, GONE = sha256(CONTENT).hexdigest(), "ab" * 32
 # -- manifest, snapshot, files ----------------------------------------------------------------------------------------
 
 
-def informant(tmp_path: Path) -> Any:
+def info(tmp_path: Path) -> Any:
     (tmp_path / "file").write_bytes(CONTENT)
-    gate: Any = SimpleNamespace(memory=SimpleNamespace(seal="a" * 128))
+    gate = SimpleNamespace(memory=SimpleNamespace(seal="a" * 128))
+    context: Any = SimpleNamespace(gate=gate, traffic=Traffic(), now=lambda: 0.0)
     files = {DIGEST: tmp_path / "file", GONE: tmp_path / "gone"}
-    return Transport(Informant(gate, Traffic(), '{"ä": 1}', lambda: pack(SEEN), files, lambda: 0.0).answer)
+    return Transport(InfoServer(context, '{"ä": 1}', files, lambda: pack(SEEN)).answer)
 
 
 async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_others(tmp_path: Path) -> None:
-    there = informant(tmp_path)
+    there = info(tmp_path)
     assert await request_manifest(there, "p") == ('{"ä": 1}', "a" * 128)
     assert await request_snapshot(there, "p") == SEEN
     assert await request_file(there, "p", DIGEST, len(CONTENT)) == CONTENT
@@ -56,7 +57,7 @@ async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_other
 
 async def test_an_asker_gets_only_so_many_bytes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "FILE_BYTES", 2 * len(CONTENT))
-    there = informant(tmp_path)
+    there = info(tmp_path)
     for _ in range(2):
         await request_file(there, "p", DIGEST, len(CONTENT))
     with pytest.raises(PayloadError, match="enough files were sent for a while"):

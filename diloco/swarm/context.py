@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from diloco.core.events import Action, Asked, Event, Lost, Reply
+from diloco.core.events import Action, Event, Lost
 from diloco.core.limits import CAUSED_BY_OTHERS, EventLines
 from diloco.core.peer import Peer
 from diloco.core.penalties import Penalties
 from diloco.outer.replica import Replica
-from diloco.swarm.rpc.contribution import Received
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import FragmentLock, Tasks
@@ -33,24 +31,20 @@ OnEvent = Callable[[str, dict[str, object]], None]
 class Context:
     """The core of a node, its tensors and its network.
 
-    `locks`, by fragment, are held to read or move an anchor. `received` are payloads on their way here. `carry_out`
-    does what the core asks for; the node sets it. `tap` sees every event before the core does.
+    `locks`, by fragment, are held to read or move an anchor. The node sets `carry_out`, which does what the core asks
+    for, and `watch`, which keeps events for watchers. `tap` sees every event before the core does.
     """
 
     core: Peer
     replica: Replica
     transport: Transport
-    manifest_text: str
-    manifest_hash: str
     gate: Gate
     on_event: OnEvent
-    files: Mapping[str, Path] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     tasks: Tasks = field(default_factory=Tasks)
-    received: Received = field(default_factory=Received)
     lines: EventLines = field(default_factory=EventLines)
-    watch: Callable[[str, dict[str, object], float], None] = lambda kind, fields, now: None
     penalties: Penalties = field(default_factory=Penalties)
+    watch: Callable[[str, dict[str, object], float], None] = lambda kind, fields, now: None
     tap: Callable[[Event, float], None] = lambda event, now: None
     carry_out: Callable[[Sequence[Action]], None] = field(init=False)
     locks: Sequence[FragmentLock] = field(init=False)
@@ -63,7 +57,7 @@ class Context:
         return asyncio.get_running_loop().time()
 
     def note(self, kind: str, **fields: object) -> None:
-        """Hand one event to the log, and keep it for watchers; of those that others cause only so many (`limits`)."""
+        """Log one event and keep it for watchers; of those that others cause only so many (`limits`)."""
         if kind in CAUSED_BY_OTHERS:
             suppressed = self.lines.suppressed(kind, str(fields.get(CAUSED_BY_OTHERS[kind], "")), self.now())
             if suppressed is None:
@@ -76,21 +70,14 @@ class Context:
             who = f"{plain(str(fields['name']))} ...{str(fields['peer'])[-6:]}"
             logger.warning("%s has other data (%s; here %s): %s", who, fields["there"], fields["here"], fields["so"])
 
-    def do(self, event: Event) -> None:
-        """Tell the core what happened, and do what it asks for; whatever waits for a change looks again."""
-        now = self.now()
-        self.tap(event, now)
-        self.carry_out(self.core.receive(event, now))
-        self.tasks.notify()
-
-    def ask(self, event: Asked) -> Reply:
-        """What the core answers."""
+    def do(self, event: Event) -> Sequence[Action]:
+        """Tell the core what happened, and do what it asks for, which is returned. Whoever waits looks again."""
         now = self.now()
         self.tap(event, now)
         actions = self.core.receive(event, now)
-        [reply] = [action for action in actions if isinstance(action, Reply)]
-        self.carry_out([action for action in actions if action is not reply])
-        return reply
+        self.carry_out(actions)
+        self.tasks.notify()
+        return actions
 
     def offence(self, peer: str, reason: str) -> None:
         """A peer sent what no honest one sends: it is refused for a while, and is no member meanwhile."""

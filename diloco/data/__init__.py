@@ -3,8 +3,8 @@
 1. A source yields documents, UTF-8 bytes in a fixed order (`sources`, `formats`): the standard library, files, or a hub
    stream.
 2. The hash of a document decides whether it is training text or held-out text, equally on every peer (`packing`).
-3. A tokenizer turns the document into integers and adds its end token (`tokenizers`, `tokenise`), for large files of
-   this machine once (`token_files`).
+3. A tokenizer turns the document into integers and adds its end token (`tokenizers`); for files of this machine once
+   (`tokens`).
 4. The tokens are concatenated and cut into sequences of T = `data.sequence_length` tokens. No token is repeated, and
    only a last piece shorter than T is dropped. A sequence may hold the end of one document and the start of the next;
    attention is not masked between them, as usual in pretraining.
@@ -22,8 +22,8 @@ from diloco.data.local import LocalDataset
 from diloco.data.numbered import Leases
 from diloco.data.prefetch import AHEAD, Prefetched, Stream
 from diloco.data.streaming import HubDataset
-from diloco.data.token_files import OnProgress
 from diloco.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
+from diloco.data.tokens import OnProgress
 
 __all__ = ["AHEAD", "Dataset", "Leases", "Prefetched", "Stream", "Tokenizer", "is_bytes", "load", "load_tokenizer"]
 

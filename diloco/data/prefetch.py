@@ -1,12 +1,9 @@
 """Makes batches before their turn, in a thread beside the training loop.
 
-    training thread   plan -> is it the batch that was made first? -> hand it out; else make it now -> foresee the next
-    worker thread     make, pin -> the next plan
-
 A stream decides in two steps. Its `plan` runs in the training thread when a batch is handed out, exactly as without
-prefetching: it moves the position and takes leased units, so state, units and batches are the same with and without.
-What is made ahead is a forecast, `ahead`. A wrong one (units came back from a peer that died) costs the time to make
-that batch, and nothing else.
+prefetching: it moves the position and takes leased units. `make` reads and tokenises what a plan says, in any thread.
+The worker makes the plans that the stream foresees. A wrong forecast (units came back from a peer that died) costs the
+time to make that batch, and nothing else.
 
 A thread and not a process: numpy, tokenizers, pyarrow and the network let other threads run meanwhile.
 """
@@ -15,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -73,27 +69,21 @@ class Prefetched:
         self._stream = stream
         self._device = device if device is not None and device.type == "cuda" else None
         self._depth = depth
-        self._foreseen: deque[tuple[Hashable, Future[Tensor | None]]] = deque()
+        self._foreseen: dict[Hashable, Future[Tensor | None]] = {}  # by plan, in their order
         self._jobs: queue.SimpleQueue[tuple[Hashable, Future[Tensor | None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
 
     def __next__(self) -> Tensor:
         plan = self._stream.plan()
-        if not self._foreseen or self._foreseen[0][0] != plan:
-            self._drop(0)
-            self._order(plan)
-        _, batch = self._foreseen.popleft()
+        batch = self._foreseen.pop(plan, None) or self._order(plan)
         coming = self._stream.ahead(self._depth)
-        right = 0
-        for (foreseen, _), actual in zip(self._foreseen, coming, strict=False):
-            if foreseen != actual:
-                break
-            right += 1
-        self._drop(right)
-        for one in coming[right:]:
-            self._order(one)
+        for wrong in self._foreseen.keys() - set(coming):
+            self._foreseen.pop(wrong).cancel()
+        for one in coming:
+            if one not in self._foreseen:
+                self._foreseen[one] = self._order(one)
         if (made := batch.result()) is None:
-            self._drop(0)
+            self._drop()
             made = self._stream.make(plan)
             assert made is not None, "it is planned now"
         return made
@@ -107,23 +97,24 @@ class Prefetched:
 
     def close(self) -> None:
         """End the worker. Can be called twice."""
-        self._drop(0)
+        self._drop()
         worker, self._worker = self._worker, None
         if worker is not None:
             self._jobs.put(None)
             worker.join(END_S)
 
-    def _order(self, plan: Hashable) -> None:
+    def _drop(self) -> None:
+        for batch in self._foreseen.values():
+            batch.cancel()
+        self._foreseen.clear()
+
+    def _order(self, plan: Hashable) -> Future[Tensor | None]:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="diloco-data", daemon=True)
             self._worker.start()
-        job = plan, Future[Tensor | None]()
-        self._foreseen.append(job)
-        self._jobs.put(job)
-
-    def _drop(self, kept: int) -> None:
-        while len(self._foreseen) > kept:
-            self._foreseen.pop()[1].cancel()
+        batch = Future[Tensor | None]()
+        self._jobs.put((plan, batch))
+        return batch
 
     def _work(self) -> None:
         if self._device is not None:  # or pinned memory would belong to the first device, whichever this process has

@@ -65,7 +65,7 @@ def test_batches_and_positions_are_those_of_the_stream(kind: str, streamed: Any)
 
 def ready(stream: Prefetched) -> int:
     """How many batches are made and wait."""
-    return sum(batch.done() for _, batch in stream._foreseen)
+    return sum(batch.done() for batch in stream._foreseen.values())
 
 
 def wait_for(condition: Any) -> None:

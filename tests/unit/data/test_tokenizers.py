@@ -61,7 +61,7 @@ def test_every_id_of_a_vocabulary_arrives(numbers: list[int], text: str) -> None
 def test_the_tokens_of_a_vocabulary_with_holes_are_those_in_a_file_of_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.data.local.FILES_FROM_BYTES", 1)
+    monkeypatch.setattr("diloco.data.tokens.FILES_FROM_BYTES", 1)
     text = written(tmp_path / "text", {f"{number}.txt": "ab" * (9 + number) for number in range(12)})
     values: dict[str, Any] = {"tokenizer": tokenizer_of(tmp_path / "t", {"a": 3, "b": 900}, 2), "holdout": 0.5}
     mapped, memory = (

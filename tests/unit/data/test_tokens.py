@@ -16,7 +16,7 @@ import torch
 
 from diloco import data
 from diloco.config import DataConfig
-from diloco.data import local, token_files
+from diloco.data import tokens
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import DataError
 from tests.support.data import T, config, rows_of, written
@@ -33,15 +33,15 @@ def book(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def everything_has_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "FILES_FROM_BYTES", 0)
-    monkeypatch.setattr(local, "FILES_FROM_BYTES_OF_BYTES", 0)
+    monkeypatch.setattr(tokens, "FILES_FROM_BYTES", 0)
+    monkeypatch.setattr(tokens, "FILES_FROM_BYTES_OF_BYTES", 0)
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Which entries were made."""
-    entries, make = list[Path](), token_files._make
-    monkeypatch.setattr(token_files, "_make", lambda entry, *rest: entries.append(entry) or make(entry, *rest))
+    entries, make = list[Path](), tokens._make
+    monkeypatch.setattr(tokens, "_make", lambda entry, *rest: entries.append(entry) or make(entry, *rest))
     return entries
 
 
@@ -109,7 +109,7 @@ def test_a_broken_entry_is_made_again(book: Path, tmp_path: Path, made: list[Pat
         damage(entry)
         assert same(data.load(cached(tmp_path, book), 0), whole)
         assert made == [entry]
-    left = entry.rename(entry.with_name(f".{entry.name}.tmp-0123"))  # as a killed process leaves it
+    left = entry.rename(entry.with_name(f".{entry.name}.tmp"))  # as a killed process leaves it
     data.load(cached(tmp_path, book), 0)
     assert not left.exists() and entry.is_dir()
 
@@ -122,7 +122,7 @@ def test_several_that_want_the_same_tokens_make_them_once(book: Path, tmp_path: 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(book: Path, tmp_path: Path) -> None:
     cache, full = tmp_path / "cache", OSError(errno.ENOSPC, "No space left on device")
-    with patch.object(token_files.os, "fsync", side_effect=full):
+    with patch.object(tokens.os, "fsync", side_effect=full):
         text = error_text(DataError, data.load, cached(tmp_path, book), 0)
     assert text == (
         f"data.cache={cache}: {cache} cannot hold the tokens (No space left on device); make room there, set "

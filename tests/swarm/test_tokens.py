@@ -1,4 +1,4 @@
-"""Files of tokens: the same tokens as in memory, made once, made again when they are broken, never half there."""
+"""Several processes make the tokens of one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.data import token_files, tokenise
 from diloco.data.tokenizers import HubTokenizer
+from diloco.data.tokens import tokenised
 from diloco.errors import DataError
 from tests.support.data import config
 
@@ -22,12 +22,9 @@ def documents_of(number: int) -> Iterator[bytes]:
 def test_processes_make_the_same_tokens_in_the_same_order(word_tokenizer: str) -> None:
     settings = config("text", Path("x"), tokenizer=word_tokenizer)
     tokenizer = HubTokenizer(word_tokenizer)
-    lists = [
-        token_files.in_memory(tokenise.tokenised(documents_of(3000), settings, tokenizer, processes), tokenizer)
-        for processes in (1, 2)
-    ]
-    for one, two in zip(*lists, strict=True):
-        assert np.array_equal(one, two)
+    one, two = (list(tokenised(documents_of(3000), settings, tokenizer, processes)) for processes in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        assert np.array_equal(a.training, b.training) and np.array_equal(a.held_out, b.held_out)
     broken = settings.model_copy(update={"tokenizer": "nowhere"})  # so that the processes end as they begin
     with pytest.raises(DataError, match=r"^data\.path: a process that tokenises was killed, perhaps for want of"):
-        list(tokenise.tokenised(documents_of(3000), broken, tokenizer, 2))
+        list(tokenised(documents_of(3000), broken, tokenizer, 2))

@@ -1,0 +1,257 @@
+"""Text of this machine to tokens, once: more than a little is kept in files that are mapped into memory.
+
+    DIRECTORY/KEY/training.bin, held_out.bin   the tokens, in the smallest integer type
+                  index.json                   how many they are, and of what type
+    DIRECTORY/KEY.lock                         held by the process that makes them; the others wait
+
+The key is a digest of what the tokens depend on: the content of the files, which column and which part of the documents
+counts, and the tokenizer. An entry is made beside its place and renamed. One that is cut short is made again. Nothing
+is ever deleted: whoever needs the space deletes the directory of an entry, or all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import logging
+import os
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from diloco.config import DataConfig
+from diloco.data.packing import Packer, is_held_out
+from diloco.data.sources import documents, files_of, reading
+from diloco.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
+from diloco.errors import DataError
+
+__all__ = ["OnProgress", "TokenList", "tokenised", "tokens_of"]
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[int, int], None]
+"""Called with bytes of text that are tokenised, and of all."""
+
+VERSION = 3  # of the files
+PROGRESS_S = 0.5
+FILES_FROM_BYTES = 1 << 20  # of text: to read less again takes a second or less
+FILES_FROM_BYTES_OF_BYTES = 64 << 20  # with the byte tokenizer, which has nothing to do
+# One call of the tokenizer: enough to occupy its threads, few enough to be held in memory several times.
+DOCUMENTS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 20
+# A tokenizer's threads stand still while documents are read and packed, so several processes are faster; to begin one
+# takes seconds.
+PROCESSES_FROM_BYTES, MOST_PROCESSES = 32 << 20, 32
+
+
+class TokenList(NamedTuple):
+    """All tokens of some documents, in order, each document followed by the end token."""
+
+    training: NDArray[Any]  # (N,)
+    held_out: NDArray[Any]  # (n,)
+    documents: int
+    num_bytes: int  # of text
+    digest: str = ""  # of the training tokens, if these are all of a source
+
+
+def tokens_of(settings: DataConfig, tokenizer: Tokenizer, on_progress: OnProgress) -> TokenList:
+    """The tokens of a local source, in memory if they are few, or else from the files in `data.cache`.
+
+    Raises DataError: the text cannot be read or tokenised, or the tokens cannot be kept.
+    """
+    files = files_of(settings)
+    total, is_bytes = sum(file.stat().st_size for file in files), isinstance(tokenizer, ByteTokenizer)
+    processes = 1
+    if not is_bytes and total >= PROCESSES_FROM_BYTES:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processes = min(cores, MOST_PROCESSES)
+    parts = tokenised(documents(settings, files), settings, tokenizer, processes)
+    if settings.cache is None or total < (FILES_FROM_BYTES_OF_BYTES if is_bytes else FILES_FROM_BYTES):
+        streams = io.BytesIO(), io.BytesIO()
+        index = _write(streams, parts)
+        training, held_out = (np.frombuffer(one.getbuffer(), token_dtype(tokenizer.vocab_size)) for one in streams)
+        return TokenList(training, held_out, index["documents"], index["num_bytes"], index["digest"])
+
+    def write(streams: Sequence[BinaryIO]) -> dict[str, Any]:
+        return _write(streams, parts, lambda done: on_progress(done, max(total, done)))
+
+    place = _directory(settings.cache)
+    try:
+        return _kept(place / _key(settings, files, tokenizer), np.dtype(token_dtype(tokenizer.vocab_size)), write)
+    except OSError as error:
+        raise DataError(
+            f"data.cache={settings.cache}: {place} cannot hold the tokens ({error.strerror or error}); make room "
+            "there, set data.cache to another directory, or data.cache=null to keep them in memory"
+        ) from error
+
+
+# -- files of tokens --------------------------------------------------------------------------------------------------
+
+
+def _directory(cache: str) -> Path:
+    try:
+        if cache != "auto":
+            return Path(cache).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diloco" / "tokens"
+    except RuntimeError:
+        raise DataError(f"data.cache={cache}: there is no home directory; set data.cache=DIRECTORY, or null") from None
+
+
+def _key(settings: DataConfig, files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    made_of = [VERSION, settings.source, settings.field, settings.holdout, tokenizer.digest]
+    key = blake3(json.dumps(made_of).encode())
+    for file in files:
+        with reading(f"data.path: {file}", "make it readable or leave it out"):
+            content = blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
+        key.update(json.dumps(["".join(file.suffixes), content]).encode())
+    return key.hexdigest()[:32]
+
+
+def _kept(entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]], dict[str, Any]]) -> TokenList:
+    """The tokens of an entry, which is made if it is missing: by one of several processes that want it."""
+    if (found := _read(entry, dtype)) is not None:
+        return found
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with entry.with_suffix(".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("another process tokenises the same files; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            logger.debug("%s has no locks", entry.parent)
+        if (found := _read(entry, dtype)) is None:
+            _make(entry, dtype, write)
+            found = _read(entry, dtype)
+    assert found is not None, f"{entry} was made and cannot be read"
+    return found
+
+
+def _read(entry: Path, dtype: np.dtype[Any]) -> TokenList | None:
+    """An entry, or None if it is missing, is not whole, or is of a type that may not hold every token."""
+    try:
+        index = json.loads((entry / "index.json").read_bytes())
+        if index["dtype"] != dtype.name:
+            return None
+        training, held_out = (_map(entry / f"{name}.bin", dtype, index[name]) for name in ("training", "held_out"))
+        return TokenList(training, held_out, index["documents"], index["num_bytes"], index["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _map(path: Path, dtype: np.dtype[Any], tokens: int) -> NDArray[Any]:
+    if path.stat().st_size != tokens * dtype.itemsize:
+        raise ValueError(f"{path} is not whole")
+    return np.memmap(path, dtype, "r", shape=(tokens,)) if tokens else np.zeros(0, dtype)
+
+
+def _make(entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]], dict[str, Any]]) -> None:
+    temporary = entry.with_name(f".{entry.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # what a process that was killed has left behind
+    temporary.mkdir()
+    try:
+        with contextlib.ExitStack() as stack:
+            streams = [stack.enter_context((temporary / f"{name}.bin").open("xb")) for name in ("training", "held_out")]
+            index = {**write(streams), "dtype": dtype.name}
+            streams.append(stack.enter_context((temporary / "index.json").open("xb")))
+            streams[-1].write(json.dumps(index).encode())
+            for stream in streams:
+                stream.flush()
+                os.fsync(stream.fileno())
+        shutil.rmtree(entry, ignore_errors=True)  # it may be there and not whole
+        temporary.rename(entry)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(
+    streams: Sequence[BinaryIO], parts: Iterable[TokenList], on_bytes: Callable[[int], None] = lambda done: None
+) -> dict[str, Any]:
+    """Write training and held-out tokens; returns the index without the type."""
+    digest, told_at = blake3(), 0.0
+    index = {"training": 0, "held_out": 0, "documents": 0, "num_bytes": 0}
+    for part in parts:
+        digest.update(part.training.view(np.uint8).data)
+        for stream, tokens in zip(streams, (part.training, part.held_out), strict=True):
+            stream.write(tokens.data)
+        index["training"] += len(part.training)
+        index["held_out"] += len(part.held_out)
+        index["documents"] += part.documents
+        index["num_bytes"] += part.num_bytes
+        if time.monotonic() - told_at >= PROGRESS_S:
+            told_at = time.monotonic()
+            on_bytes(index["num_bytes"])
+    return {**index, "digest": digest.hexdigest()}
+
+
+# -- documents to tokens ----------------------------------------------------------------------------------------------
+
+
+def tokenised(
+    documents: Iterable[bytes], settings: DataConfig, tokenizer: Tokenizer, processes: int = 1
+) -> Iterator[TokenList]:
+    """Yields the tokens of documents, group by group, in their order. Raises DataError if a process dies."""
+    groups = _groups(documents)
+    if processes == 1:
+        yield from (_encode(group, settings, tokenizer) for group in groups)
+        return
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, settings.tokenizer_place)
+    coming: deque[Future[TokenList]] = deque()
+    try:
+        for group in groups:
+            coming.append(pool.submit(_encode, group, settings))
+            if len(coming) > 2 * processes:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "data.path: a process that tokenises was killed, perhaps for want of memory; free some, and start again"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _groups(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
+    group: list[bytes] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document)
+        if len(group) == DOCUMENTS_AT_ONCE or size >= BYTES_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+_own: Tokenizer | None = None  # of a worker process
+
+
+def _begin(name: str, revision: str | None) -> None:
+    global _own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the process that waits for this one
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _own = load_tokenizer(name, revision)
+
+
+def _encode(group: Sequence[bytes], settings: DataConfig, tokenizer: Tokenizer | None = None) -> TokenList:
+    tokenizer = tokenizer or _own
+    assert tokenizer is not None
+    packers = [Packer(1, tokenizer), Packer(1, tokenizer)]
+    for document, tokens in zip(group, tokenizer.encode(group), strict=True):
+        packers[is_held_out(document, settings.holdout, settings.source)].add(tokens)
+    training, held_out = (packer.take(len(packer)).reshape(-1) for packer in packers)
+    return TokenList(training, held_out, len(group), sum(map(len, group)))

@@ -37,7 +37,7 @@ from diloco.cli import compare
 from diloco.config import Start, choices, compose
 from diloco.config.compose import KEYS, check_key, compose_tree
 from diloco.config.explain import show
-from diloco.config.files import VERSION_BASE, Request, hydra_for, said_by_hydra, stored
+from diloco.config.files import BEGIN, VERSION_BASE, Request, hydra_for, hydra_overrides, said_by_hydra
 from diloco.config.overrides import Typed, key_of, parse, quoted
 from diloco.errors import ConfigError, DilocoError, DivergedError, on_signals
 from diloco.rundir.compare import read_json
@@ -151,13 +151,14 @@ def run(
             lines.append(one)
             continue
         typed, override = parse(one, swept=True)
-        check_key(typed, groups)
+        check_key(typed.key, groups)
         swept = override.is_sweep_override()
         if typed.key == "run.dir" and swept:
             raise ConfigError(f"{show(one)}: each member has a directory of its own; set --dir")
         fixed += [] if swept else [one]
         lines += [_line(typed, override, groups)] if swept or typed.key not in groups else []
     composed = compose_tree(fixed, start)
+    request = composed.request._replace(saved=None)  # of Hydra's tree only the keys count
     place = directory or Path(str(OmegaConf.select(composed.tree, "run.dir")))
     if directory is None and "run.dir" not in map(key_of, fixed):
         place = place.with_name(f"{place.name}-sweep")
@@ -165,12 +166,12 @@ def run(
     sweep = Sweep(command, tuple(fixed), start, place.absolute(), jobs, dry_run)
     if dry_run:
         with tempfile.TemporaryDirectory() as scratch:
-            _multirun(sweep, composed.request, lines, Path(scratch))
+            _multirun(sweep, request, lines, Path(scratch))
         return 0
     prepare_run_directory(place)
     with exclusive(place):
         try:
-            _multirun(sweep, composed.request, lines, sweep.place)
+            _multirun(sweep, request, lines, sweep.place)
         except KeyboardInterrupt:
             return _conclude(place, stopped=True)
     return _conclude(place)
@@ -184,7 +185,7 @@ def _line(typed: Typed, override: Any, groups: Mapping[str, Sequence[str]]) -> s
             raise ConfigError(f"{typed.key}={show(typed.text)} matches nothing; expected a pattern for a group")
         return f"{typed.key}={','.join(names)}"
     known = typed.key in groups or (typed.key in KEYS and "dict" not in str(KEYS[typed.key].annotation))
-    return f"{'' if known or typed.sign else '++'}{override.input_line}"
+    return f"{'' if known else '++'}{override.input_line}"
 
 
 def _multirun(sweep: Sweep, request: Request, arguments: Sequence[str], place: Path) -> None:
@@ -192,7 +193,7 @@ def _multirun(sweep: Sweep, request: Request, arguments: Sequence[str], place: P
     os.environ.setdefault("SQLALCHEMY_SILENCE_UBER_WARNING", "1")  # Optuna 2 needs its version 1.4
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra ends the process where there is one
     with hydra_for(request.places):
-        name, chosen = stored(request)
+        chosen = hydra_overrides(request)
     # Hydra takes plugins from below hydra_plugins only. Where none is installed, there is no such package.
     sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
     sys.modules["hydra_plugins.diloco"] = sys.modules[__name__]
@@ -202,7 +203,7 @@ def _multirun(sweep: Sweep, request: Request, arguments: Sequence[str], place: P
     own += [f"hydra.sweep.dir={quoted(place)}", "hydra.sweep.subdir=${hydra:job.num}"]
     before, sys.argv = sys.argv, ["diloco", "--multirun", *chosen, *arguments, *own]
     try:
-        hydra.main(config_path=str(request.places[0]), config_name=name, version_base=VERSION_BASE)(sweep)()
+        hydra.main(config_path=str(request.places[0]), config_name=BEGIN, version_base=VERSION_BASE)(sweep)()
     except HydraException as error:
         hint = "; list values, or add hydra/sweeper=optuna" if "support sweep type" in str(error) else ""
         raise ConfigError(f"{said_by_hydra(error)}{hint}") from None

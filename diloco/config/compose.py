@@ -20,13 +20,12 @@ from pydantic import ValidationError
 
 import diloco.config.sizes  # noqa: F401 (files of configs/ name what it registers)
 from diloco.config.explain import accepts, expected, explain, leaves, show, unknown_key
-from diloco.config.files import Request, compose_files, no_choice, read_saved
+from diloco.config.files import Request, Start, choices, compose_files, no_choice, read_saved, search_path
 from diloco.config.groups import KEYLESS
 from diloco.config.hub_names import with_commits
 from diloco.config.manifest import Manifest, flatten
 from diloco.config.overrides import Typed, first_line, parse
 from diloco.config.schema import Config
-from diloco.config.sources import SECTIONS, Start, choices, search_path
 from diloco.errors import ConfigError
 
 __all__ = ["KEYS", "cfg_text", "check_key", "compose", "compose_tree", "help_text", "outer_preset", "validated"]
@@ -38,7 +37,7 @@ class Composed(NamedTuple):
     """What files and arguments say: nothing is resolved or validated yet."""
 
     tree: DictConfig
-    typed: tuple[Typed, ...]  # the settings
+    typed: dict[str, str]  # settings and their values, as typed
     request: Request
     start: Start
 
@@ -55,68 +54,70 @@ def compose(overrides: Sequence[str] = (), start: Start | None = None, *, base: 
 
 def compose_tree(overrides: Sequence[str], start: Start) -> Composed:
     """Everything but resolving and validating. Raises ConfigError for arguments and files that cannot be composed."""
-    groups = choices(start)
-    chosen, settings = list[str](), list[tuple[Typed, Any]]()
+    groups, experiments = choices(start), list[str]()
+    chosen, settings = dict[str, str](), list[tuple[Typed, Any]]()
     for typed, override in map(parse, overrides):
-        check_key(typed, groups)
-        if typed.key in groups and typed.sign != "~":
-            chosen.append(_choice(typed, override, groups, start))
-        else:
+        check_key(typed.key, groups)
+        if typed.key not in groups:
             settings.append((typed, override.value()))
+            continue
+        names = override.value() if isinstance(override.value(), list) else [typed.text]
+        if typed.key == "experiment":
+            experiments = [] if override.value() is None else list(map(str, names))
+            names = experiments
+        else:
+            chosen[typed.key] = str(override.input_line)
+        for name in names:
+            _check_choice(typed.key, str(name), groups[typed.key], search_path(start))
     saved = None if start.base is None else read_saved(start.base)
-    request = Request(search_path(start), start.name, tuple(chosen), saved)
+    request = Request(search_path(start), tuple(chosen.values()), tuple(experiments), saved)
     tree = copy.deepcopy(compose_files(request))
     OmegaConf.set_struct(tree, False)  # keys of an open mapping, such as model.config, are new
     for typed, value in settings:
-        group, _, name = typed.key.rpartition(".")
         try:
-            if typed.sign == "~":
-                (OmegaConf.select(tree, group) if group else tree).pop(name, None)
-            else:
-                OmegaConf.update(tree, typed.key, value)
+            OmegaConf.update(tree, typed.key, value)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{show(f'{typed.key}={typed.text}')}: {first_line(error)}") from None
-    return Composed(tree, tuple(typed for typed, _ in settings), request, start)
+    return Composed(tree, dict(typed for typed, _ in settings), request, start)
 
 
-def check_key(typed: Typed, groups: Mapping[str, Sequence[str]]) -> None:
+def check_key(key: str, groups: Mapping[str, Sequence[str]]) -> None:
     """Raises ConfigError for what is neither a setting nor a group."""
-    if typed.key.startswith(("hydra.", "hydra/")):
-        raise ConfigError(
-            f"{show(typed.key)} has no effect; drop it (diloco sweep takes hydra/sweeper, hydra/launcher)"
-        )
-    if typed.key not in groups and not accepts(KEYS, typed.key):
-        raise ConfigError(unknown_key(typed.key, [*KEYS, *groups]))
+    if key.startswith(("hydra.", "hydra/")):
+        raise ConfigError(f"{show(key)} has no effect; drop it (diloco sweep takes hydra/sweeper, hydra/launcher)")
+    if key not in groups and not accepts(KEYS, key):
+        raise ConfigError(unknown_key(key, [*KEYS, *groups]))
+
+
+def _check_choice(group: str, name: str, there: Sequence[str], places: Sequence[Path]) -> None:
+    if name.removesuffix(".yaml") in there:
+        return
+    looked = f"; looked in {', '.join(f'{place / group}' for place in places)}" if len(places) > 1 else ""
+    if name.endswith((".yaml", ".yml")):
+        looked = f"; a choice is a file in a folder {group}/, or give --config {name}"
+    raise ConfigError(f"{no_choice(group, name, there)}{looked}")
 
 
 def validated(composed: Composed) -> Config:
     """The configuration of a composed tree. Raises ConfigError with one line if it is not valid."""
-    tree, typed = composed.tree, {one.key: one.text for one in composed.typed}
+    typed = composed.typed
     try:
-        content = OmegaConf.to_container(tree, resolve=True)
+        content = OmegaConf.to_container(composed.tree, resolve=True)
     except OmegaConfBaseException as error:
         place = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{place}{first_line(error)}") from None
     assert isinstance(content, dict)
-    try:
-        config = Config.model_validate(with_commits({str(key): content[key] for key in content}, typed.keys()))
-    except ValidationError as error:
-        raise ConfigError(_complaint(error, content, typed, composed)) from None
-    return _closed(config)
-
-
-def _complaint(error: ValidationError, content: Mapping[Any, Any], typed: Mapping[str, str], composed: Composed) -> str:
-    """The first mistake, and what its file lacks where that is the reason."""
-    text, start = explain(error, Config, typed), composed.start
     if "experiment" in content:
-        return "an experiment holds no settings of a run; its file begins with the line # @package _global_"
-    if start.name != "config" and "model" not in content:
-        return f"{text}; does {start.name}.yaml begin with defaults: [config, _self_]?"
-    unknown = [key for key in content if key not in SECTIONS] or " is not a setting" in text
-    if start.base is not None and unknown and not any(text.startswith(key) for key in typed):
-        text += " If" if text.endswith("?") else "; if"
-        return f"{text} another diloco wrote {start.base}, use that one, or delete the key from the file"
-    return text
+        raise ConfigError("an experiment holds no settings of a run; its file begins with the line # @package _global_")
+    try:
+        config = Config.model_validate(with_commits({str(key): content[key] for key in content}, typed))
+    except ValidationError as error:
+        text, file = explain(error, Config, typed), composed.start.base
+        if file is not None and " is not a setting" in text and not any(text.startswith(key) for key in typed):
+            text += " If" if text.endswith("?") else "; if"
+            text += f" another diloco wrote {file}, use that one, or delete the key from the file"
+        raise ConfigError(text) from None
+    return _closed(config)
 
 
 def _closed(config: Config) -> Config:
@@ -135,22 +136,6 @@ def _closed(config: Config) -> Config:
     if typed not in (None, key):
         raise ConfigError(f"run.key={typed} is not the key of {named}, which is {key}; drop one of them")
     return config.model_copy(update={"run": config.run.model_copy(update={"key": key})})
-
-
-def _choice(typed: Typed, override: Any, groups: Mapping[str, Sequence[str]], start: Start) -> str:
-    """A choice as Hydra takes it, all of whose names exist."""
-    names, value = groups[typed.key], override.value()
-    if value is None and typed.key == "experiment":
-        return "~experiment"
-    for name in value if isinstance(value, list) else [typed.text]:
-        if str(name).removesuffix(".yaml") in names:
-            continue
-        places = search_path(start)
-        looked = f"; looked in {', '.join(f'{place / typed.key}' for place in places)}" if len(places) > 1 else ""
-        if str(name).endswith((".yaml", ".yml")):
-            looked = f"; a choice is a file in a folder {typed.key}/, or give --config {name}"
-        raise ConfigError(f"{no_choice(typed.key, str(name), names)}{looked}")
-    return str(override.input_line)
 
 
 def outer_preset(name: str) -> dict[str, Any]:

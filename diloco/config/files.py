@@ -1,10 +1,15 @@
-"""Hydra composes files: folders, a file to begin with and choices become one tree."""
+"""Where files of settings are looked for, and how Hydra composes them: folders, choices and a file become one tree.
+
+The first place that has a file counts: `--config-dir`, the package, then `configs/` in the working directory. So that
+one, which may belong to another program or lie there by chance, adds choices and replaces none.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,35 +20,77 @@ from yaml import YAMLError
 from yaml.error import MarkedYAMLError
 
 from diloco.config.explain import leaves, nearest, show
-from diloco.config.overrides import first_line, key_of, split
+from diloco.config.overrides import first_line
 from diloco.config.schema import Config
-from diloco.config.sources import SCHEMA, SECTIONS
 from diloco.errors import ConfigError
 
 __all__ = [
-    "VERSION_BASE", "Request", "Saved", "compose_files", "hydra_for", "no_choice", "read_saved", "said_by_hydra",
-    "stored",
+    "BEGIN", "VERSION_BASE", "Request", "Saved", "Start", "choices", "compose_files", "hydra_for", "hydra_overrides",
+    "no_choice", "read_saved", "said_by_hydra", "search_path",
 ]  # fmt: skip
 
-BASE, SAVED = "diloco_base", "diloco_saved"
 VERSION_BASE = "1.3"
+SECTIONS = tuple(Config.model_fields)
+GROUPS = tuple(section for section in SECTIONS if section != "run")
+# Names under which Hydra finds what is no file: config.yaml of any folder (Hydra looks for what it begins with in one
+# folder only), the defaults of the schema, groups without choices, the file of --config.
+BEGIN, SCHEMA, NOTHING, SAVED = "diloco_begin", "diloco_schema", "diloco_nothing", "diloco_saved"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a configuration starts from, before its overrides."""
+
+    base: Path | None = None  # --config: a file over the defaults, or the config.yaml of a run instead of them
+    folder: Path | None = None  # --config-dir
+
+    def arguments(self) -> list[str]:
+        """The same start as options of a command line."""
+        given = {"--config": self.base, "--config-dir": self.folder}
+        return [part for key, value in given.items() if value is not None for part in (key, str(value))]
 
 
 class Saved(NamedTuple):
     """The settings of a file of `--config`: the config.yaml of a run, or some settings of somebody's own."""
 
-    file: Path
     text: str  # as JSON, which can be compared
     whole: bool  # every setting without a default is there, so the file needs nothing else
 
 
 class Request(NamedTuple):
-    """What to compose: folders from the first to the last, the file to begin with, and choices."""
+    """What to compose."""
 
-    places: tuple[Path, ...]
-    name: str
-    chosen: tuple[str, ...]  # group overrides, in Hydra's words
+    places: tuple[Path, ...]  # folders, the first one first
+    chosen: tuple[str, ...]  # GROUP=CHOICE, in Hydra's words
+    experiments: tuple[str, ...]
     saved: Saved | None
+
+
+def search_path(start: Start) -> tuple[Path, ...]:
+    """The folders in which files are looked for, the first one first.
+
+    Raises ConfigError if `--config-dir` is not there, or the package is damaged.
+    """
+    if start.folder is not None and not start.folder.is_dir():
+        raise ConfigError(f"--config-dir={start.folder} is no directory; make it, or drop the option")
+    package = Path(__file__).parents[1]
+    installed = [place for place in (package / "_configs", package.parent / "configs") if place.is_dir()]
+    if not installed:
+        raise ConfigError(f"{package}: the configs directory is missing; install diloco again")
+    places = [start.folder, installed[0], Path("configs")]
+    return tuple(dict.fromkeys(place.resolve() for place in places if place is not None and place.is_dir()))
+
+
+def choices(start: Start | None = None) -> dict[str, tuple[str, ...]]:
+    """The groups and the names that can be chosen in each, sorted."""
+    found = {}
+    places = search_path(start or Start())
+    for group in (*GROUPS, "experiment"):
+        files = ((file, place / group) for place in places for file in (place / group).rglob("*.yaml"))
+        names = {str(file.relative_to(folder).with_suffix("")) for file, folder in files}
+        if names:
+            found[group] = tuple(sorted(names))
+    return found
 
 
 def compose_files(request: Request) -> DictConfig:
@@ -60,10 +107,9 @@ def _composed(request: Request) -> DictConfig:
 
     with hydra_for(request.places):
         try:
-            name, chosen = stored(request)
-            return hydra.compose(name, chosen)
+            return hydra.compose(BEGIN, hydra_overrides(request))
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-            raise ConfigError(_reason(request, error)) from None
+            raise ConfigError(_reason(request.places, error)) from None
 
 
 _remembered = lru_cache(maxsize=64)(_composed)
@@ -84,45 +130,34 @@ def hydra_for(places: tuple[Path, ...]) -> Iterator[None]:
         GlobalHydra.instance().hydra = application
 
 
-def stored(request: Request) -> tuple[str, list[str]]:
-    """What Hydra begins with, and the choices and folders as its overrides.
+def hydra_overrides(request: Request) -> list[str]:
+    """The request as overrides of Hydra, inside `hydra_for`; Hydra is told the defaults of the schema.
 
-    Gives Hydra the defaults of the schema, and the file of `--config`, which lies between groups and experiments. The
-    file to begin with is below another, because Hydra looks for the uppermost one in one folder only.
+    The file of `--config` is the first experiment, so that it lies between groups and experiments. What is chosen of a
+    group, also by an experiment, replaces what the file says of it.
     """
+    import hydra
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
+    store.store(BEGIN, {"defaults": ["config"]})
     store.store(SCHEMA, _schema_defaults())
     further = ",".join(f"file://{place}" for place in request.places[1:])
-    folders = [f"hydra.searchpath=[{further}]"] if further else []
+    chosen = [*request.chosen, *([f"hydra.searchpath=[{further}]"] if further else [])]
     if request.saved is None:
-        store.store(BASE, {"defaults": [request.name]})
-        return BASE, [*request.chosen, *folders]
-    return BASE, [*_store_saved(request, request.saved, folders), *folders]
-
-
-def _store_saved(request: Request, saved: Saved, folders: Sequence[str]) -> list[str]:
-    """Returns the choices other than experiments. Those of groups replace what the file says of that group."""
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.types import RunMode
-
-    mine = [one for one in request.chosen if key_of(one) == "experiment"]
-    others = [one for one in request.chosen if key_of(one) != "experiment"]
-    value = OverridesParser.create().parse_override(mine[-1]).value() if mine else None
-    experiments = [f"experiment/{name}" for name in (value if isinstance(value, list) else [value]) if name]
-    below: list[Any] = [request.name]
-    if saved.whole:  # it needs no defaults, and an open mapping such as model.config is not to be mixed with theirs
-        below = [SCHEMA, *({section: None} for section in SECTIONS)]
-    store = ConfigStore.instance()
-    store.store(SAVED, {})
-    store.store(BASE, {"defaults": [*below, SAVED, *experiments]})
-    loader = GlobalHydra.instance().config_loader()
-    found = loader.compute_defaults_list(BASE, [*others, *folders], RunMode.RUN).overrides.override_choices
-    store.store(SAVED, {key: value for key, value in json.loads(saved.text).items() if key not in found})
-    return others
+        return [*chosen, f"experiment=[{','.join(request.experiments)}]"] if request.experiments else chosen
+    optional: list[Any] = [
+        SCHEMA,
+        *({section: None} for section in SECTIONS),
+        {"experiment": list(request.experiments)},
+    ]
+    store.store(NOTHING, {"defaults": optional})
+    found = hydra.compose(NOTHING, chosen, return_hydra_config=True).hydra.runtime.choices
+    content = {key: value for key, value in json.loads(request.saved.text).items() if found.get(key) is None}
+    store.store(SAVED, content, group="experiment", package="_global_")
+    # What a whole file says of a group, such as the open mapping model.config, is not to be mixed with the defaults.
+    whole = [section for section in content if section in GROUPS] if request.saved.whole else []
+    return [*chosen, *(f"~{section}" for section in whole), f"experiment=[{','.join((SAVED, *request.experiments))}]"]
 
 
 def _schema_defaults() -> dict[str, Any]:
@@ -147,18 +182,17 @@ def read_saved(file: Path) -> Saved:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f"line {mark.line + 1}: "
         raise ConfigError(f"{file} is not YAML: {line}{getattr(error, 'problem', None) or first_line(error)}") from None
-    if "${" in json.dumps(OmegaConf.to_container(saved), ensure_ascii=False, default=str):
-        # A part of it may come from a peer. To resolve it would put secrets of this machine into a setting.
+    text = json.dumps(OmegaConf.to_container(saved), ensure_ascii=False, default=str)
+    if (
+        "${" in text
+    ):  # A part of it may come from a peer. To resolve it would put secrets of this machine into a setting.
         raise ConfigError(f"{file} holds ${{...}}, which is resolved in configs/ only; write the value itself")
-    if not isinstance(saved, DictConfig) or saved.keys().isdisjoint({*SECTIONS, "defaults"}):
+    if not isinstance(saved, DictConfig) or saved.keys().isdisjoint(SECTIONS):
         raise ConfigError(f"{file} is not a configuration; expected the config.yaml of a run directory")
     if "defaults" in saved:
-        raise ConfigError(
-            f"{file} has a defaults list; start from it with --config-dir {file.parent} --config-name {file.stem}"
-        )
+        raise ConfigError(f"{file} has a defaults list; make it DIR/experiment/{file.name}, of --config-dir DIR")
     required = (key for key, field in leaves(Config) if field.is_required())
-    whole = all(OmegaConf.select(saved, key, default=None) is not None for key in required)
-    return Saved(file, json.dumps(OmegaConf.to_container(saved), default=str), whole)
+    return Saved(text, all(OmegaConf.select(saved, key, default=None) is not None for key in required))
 
 
 def no_choice(group: str, name: str, there: Sequence[str]) -> str:
@@ -173,21 +207,11 @@ def said_by_hydra(error: Exception) -> str:
     return show(" ".join(str(error).split()).partition(" Config search path:")[0], limit=300)
 
 
-def _reason(request: Request, error: Exception) -> str:
-    """One line that names the file, or the argument."""
+def _reason(places: Sequence[Path], error: Exception) -> str:
+    """One line that names the file, or the folders."""
     while isinstance(error.__cause__, Exception) and not isinstance(error, YAMLError):
         error = error.__cause__
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: {first_line(ValueError(error.problem or 'is not YAML'))}"
-    text = said_by_hydra(error)
-    for argument in request.chosen:
-        sign, key, _ = split(argument)
-        if f"'{key}'" in text and "Could not override" in text:
-            return f"{argument}: {key} is not in the defaults list of {request.name}.yaml; write +{argument}"
-        if sign and ("Multiple values for" in text or "force-add of config groups" in text):
-            return f"{argument} adds a group, but {key} is there already; write {argument.lstrip('+')}"
-    if f"Could not load '{request.name}'" in text:
-        folders = ", ".join(map(str, request.places))
-        return f"--config-name={request.name} is not there; looked for {request.name}.yaml in {folders}"
-    return f"{', '.join(map(str, request.places))}: {text}"
+    return f"{', '.join(map(str, places))}: {said_by_hydra(error)}"

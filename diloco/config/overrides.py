@@ -1,4 +1,4 @@
-"""One argument of a command line, in Hydra's grammar: KEY=VALUE, +KEY=VALUE, ++KEY=VALUE, ~KEY, and GROUP=CHOICE.
+"""One argument of a command line, in Hydra's grammar: KEY=VALUE or GROUP=CHOICE. A + before it changes nothing.
 
 Text that the grammar does not know (`data.path=~/a=b`) is taken as it is; Hydra wants it in quotes.
 Hydra is imported inside functions, so that a help text does not wait for it.
@@ -13,31 +13,24 @@ from typing import Any, NamedTuple
 from diloco.config.explain import show
 from diloco.errors import ConfigError
 
-__all__ = ["Typed", "first_line", "key_of", "parse", "quoted", "split"]
-
-
-SHORT = re.compile(r"^([+~]*)(schedule)(?==|$)")  # short for inner.schedule
+__all__ = ["Typed", "first_line", "key_of", "parse", "quoted"]
 
 
 class Typed(NamedTuple):
     """An argument as somebody typed it."""
 
-    sign: str  # "", "+", "++" or "~" (the schema's default counts, not the preset's)
     key: str
     text: str  # the value as typed
 
 
-def split(argument: str) -> Typed:
-    """The parts of an argument, of which nothing is checked."""
-    argument = SHORT.sub(r"\1inner.\2", argument)
-    sign = next((one for one in ("++", "+", "~") if argument.startswith(one)), "")
-    key, _, text = argument[len(sign) :].partition("=")
-    return Typed(sign, key, text)
+def _split(argument: str) -> Typed:
+    key, _, text = argument.lstrip("+").partition("=")
+    return Typed("inner.schedule" if key == "schedule" else key, text)
 
 
 def key_of(argument: str) -> str:
-    """The key or group of an argument."""
-    return split(argument).key
+    """The key or group of an argument, of which nothing is checked."""
+    return _split(argument).key
 
 
 def parse(argument: str, swept: bool = False) -> tuple[Typed, Any]:
@@ -48,24 +41,22 @@ def parse(argument: str, swept: bool = False) -> tuple[Typed, Any]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    typed, argument = split(argument), SHORT.sub(r"\1inner.\2", argument)
-    if not typed.key or ("=" in argument) == (typed.sign == "~"):
-        raise ConfigError(f"{show(argument)} is not a setting; write KEY=VALUE or GROUP=CHOICE")
+    typed = _split(argument)
+    key, text = typed
     parser = OverridesParser.create()
     try:
-        override = parser.parse_override(argument)
+        override = parser.parse_override(f"{key}={text}")
     except HydraException as error:
-        if typed.text[:1] in ("[", "{", "'", '"'):
-            raise ConfigError(
-                f"{show(typed.key)}={show(typed.text)} cannot be parsed ({first_line(error)}); "
-                "check brackets and quotes"
-            ) from None
+        if text[:1] in ("[", "{", "'", '"'):
+            why = first_line(error)
+            raise ConfigError(f"{show(key)}={show(text)} cannot be parsed ({why}); check brackets and quotes") from None
         try:  # Hydra's grammar reserves some characters of ordinary text
-            override = parser.parse_override(f"{typed.sign}{typed.key}={quoted(typed.text)}")
+            override = parser.parse_override(f"{key}={quoted(text)}")
         except HydraException:
-            raise ConfigError(f"{show(argument)} is not a setting; write KEY=VALUE or GROUP=CHOICE") from None
+            override = None
+    if override is None or "=" not in argument or override.is_delete():
+        raise ConfigError(f"{show(argument)} is not a setting; write KEY=VALUE or GROUP=CHOICE")
     if override.is_sweep_override() and not swept:
-        key, text = typed.key, typed.text
         raise ConfigError(f"{key}={text} is several values; give one value, or a list in brackets: '{key}=[{text}]'")
     return typed, override
 

@@ -43,12 +43,11 @@ def _start(arguments: list[str]) -> tuple[Start, list[str]]:
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--config-dir", "-cd", type=Path)
-    parser.add_argument("--config-name", "-cn", default=Start().name)
     try:
         found, others = parser.parse_known_args(arguments)
     except ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}") from None
-    return Start(found.config, found.config_dir, found.config_name), others
+    return Start(found.config, found.config_dir), others
 
 
 def _leave_with_supervisor() -> None:

@@ -56,7 +56,6 @@ class Asked:
 
     base: Path | None = None
     folder: Path | None = None
-    name: str | None = None
     cfg: str | None = None
     package: str | None = None
 
@@ -71,15 +70,13 @@ class Asked:
         """The same for `compose`."""
         from diloco.config import Start
 
-        given = {} if self.name is None else {"name": self.name.removesuffix(".yaml")}
-        return Start(base=self.base, folder=self.folder, **given)
+        return Start(self.base, self.folder)
 
 
 OPTIONS = (
     click.option("--package", "-p", metavar="KEY", help="Print only this part of --cfg, such as outer."),
     click.option("--cfg", "-c", type=click.Choice(["job", "manifest", "help"]),
                  help="Print the composed configuration, the manifest and its hash, or every setting; then stop."),
-    click.option("--config-name", "-cn", "name", metavar="NAME", help="Begin with NAME.yaml instead of config.yaml."),
     click.option("--config-dir", "-cd", "folder", type=PATH, metavar="DIR",
                  help="Look for choices in this folder, too; configs/ of the working directory is looked at anyway."),
     click.option("--config", "base", type=PATH, metavar="FILE",
@@ -171,7 +168,7 @@ def with_digests(config: Config) -> Config:
 
 def split_address(address: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """ADDRESS and overrides, where the first argument may have been an override already."""
-    if address is not None and re.match(r"[+~]*\w[\w./@]*=", address):
+    if address is not None and re.match(r"[+]*\w[\w./@]*=", address):
         return None, (address, *overrides)
     return address, overrides
 

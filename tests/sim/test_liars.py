@@ -24,8 +24,7 @@ from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
 from diloco.swarm.rpc.inner_state import InnerDonor, InnerState
 from diloco.swarm.wire.streams import Stream
-from diloco.testing.fuzz.crowd import Crowd, Life, Member, small_pieces
-from diloco.testing.fuzz.lying import Lying
+from diloco.testing.fuzz.crowd import Crowd, Life, Member, lying, small_pieces
 from diloco.testing.fuzz.stage import quiet_process
 
 BEGIN, VERSIONS = 3, 16
@@ -115,7 +114,7 @@ def calm() -> tuple[float, float]:
 def test_what_is_sent_as_learned_harms_nobody(factor: float, accused: str) -> None:
     with swarm_of() as swarm:
         replica = swarm.node(swarm.liar).replica
-        replica.up = Lying(replica.up, factor)
+        replica.up = lying(replica.up, factor)
         assert accused in swarm.unharmed()
 
 

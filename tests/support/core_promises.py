@@ -11,6 +11,7 @@ from diloco.core.facts import Fragment, Settings
 from diloco.core.units import count, difference, union
 from diloco.messages.fields import Units
 from diloco.messages.heads import Head
+from diloco.testing.fuzz.lineage import Lineage, Made
 from tests.support.swarm_without_tensors import Peer, Swarm
 
 
@@ -29,7 +30,7 @@ class Promises(Swarm):
 
     def __init__(self, settings: Settings, seed: int) -> None:
         super().__init__(settings, seed=seed)
-        self.chains: dict[str, list[Head]] = {}
+        self.lineage = Lineage()
         self.anchors: dict[str, Any] = {}
         self.liar = ""
         self.lies: set[str] = set()  # digests of updates
@@ -46,7 +47,7 @@ class Promises(Swarm):
             self.again.add(peer.name)
         self.learned[peer.name].clear()
         for f in peer.facts.fragments:
-            self.chains.setdefault(f.tip.head.id, [f.tip.head])
+            self.lineage.made.setdefault(f.tip.head.id, Made(f.tip.head, f.tip.parts, f.tip.book.digest))
             self.seen[peer.name, f.index] = f.tip.head
             self.since[peer.name, f.index], self.bases[peer.name, f.index] = peer.facts.processed, f.base
 
@@ -56,9 +57,9 @@ class Promises(Swarm):
             if head is not before:
                 self.seen[peer.name, f.index] = head
                 holds(head.key > before.key and head.work >= before.work, peer.name, "goes down")
-                if head.id not in self.chains:
+                if head.id not in self.lineage.made:
                     self.check_version(peer, f)
-                if self.bases[peer.name, f.index] not in [one.id for one in self.chains[head.id]]:
+                if self.bases[peer.name, f.index] not in [one.id for one in self.lineage.chain(head)]:
                     self.since[peer.name, f.index] = peer.facts.processed
                 what = peer.anchors.now[f.index], f.tip.book.digest
                 holds(self.anchors.setdefault(head.id, what) == what, "two anchors of", head.id)
@@ -75,22 +76,11 @@ class Promises(Swarm):
         """A head that nobody has seen before."""
         head = f.tip.head
         holds(head.author == peer.name, "nobody made", head.id)
-        chain = self.chains[head.id] = [*self.chains[head.prev], head]
-        holds(head.number == len(chain) - 1 and head.fragment == f.index, "a head does not follow")
-        lines = [line for one in chain for line, _ in one.lines]
-        counted = [line for one in chain for line in one.counted]
-        holds(len({(line.peer, line.stamp) for line in lines}) == len(lines), "twice in one history")
-        holds(head.work == sum(line.tokens for line in counted), "work is not the tokens in the anchor")
-        units = sum(count(line.units) for line in counted)
-        holds(count(union(*(line.units for line in counted))) == units, "data twice in one history")
+        self.lineage.add(f.tip)
+        why = self.lineage.wrong(head)
+        holds(not why and head.fragment == f.index, "version", head.number, "by", peer.name, why)
+        units = sum(count(line.units) for one in self.lineage.chain(head) for line in one.counted)
         holds(f.index or units == head.work, "tokens without data")
-        ids = {one.id for one in chain}
-        holds(all(line.base in ids for line, _ in head.lines), "learned in another history")
-
-    def applied(self, head: Head, peer: str, until: int = 2**60) -> int:
-        """Tokens of a peer in a history."""
-        lines = [line for one in self.chains[head.id] for line in one.counted]
-        return sum(line.tokens for line in lines if line.peer == peer and line.stamp <= until)
 
     def holes(self, side: list[Peer]) -> Units:
         """Sequences that are in no model, and that nobody has."""
@@ -105,26 +95,18 @@ class Promises(Swarm):
             holds(len(set(tips.values())) == 1, "different tips of", i, tips)
         for peer in side:
             for f in peer.facts.fragments:
-                own, applied = contributions.own(peer.facts, f), self.applied(f.tip.head, peer.name)
+                own, applied = contributions.own(peer.facts, f), self.lineage.tokens(f.tip.head, peer.name)
                 holds(own is None or not peer.facts.author_of(f), "a contribution of", peer.name, "stays in flight")
                 holds(applied == f.tip.book.of(peer.name)[1], "the book says other tokens than the heads")
                 lost = contributions.discarded(peer.facts, f)
-                told = [
-                    said["tokens"]
-                    for _, kind, said in peer.notes
-                    if kind == "discarded" and said["fragment"] == f.index
-                ]
+                notes = [said for _, kind, said in peer.notes if kind == "discarded" and said["fragment"] == f.index]
+                told = [said["tokens"] for said in notes]
                 holds(0 <= lost == sum(told), lost, "tokens are discarded, and told are", told)
-                open_ = f.unsent + (own.tokens if own else 0)
-                total = applied + lost + open_
-                holds(
-                    peer.name in self.again or peer.facts.steps * peer.batch == total,
-                    "tokens of",
-                    peer.name,
-                    "are missing",
-                )
+                total = applied + lost + f.unsent + (own.tokens if own else 0)
+                fits = peer.name in self.again or peer.facts.steps * peer.batch == total
+                holds(fits, "tokens of", peer.name, "are missing")
         for name, index, stamp, tokens in self.left:
-            lacks = tokens - self.applied(side[0].tip(index).head, name, stamp)
+            lacks = tokens - self.lineage.tokens(side[0].tip(index).head, name, stamp)
             holds(lacks <= 0, lacks, "tokens of", name, "which left, are not in", index)
         holders = [*side, *(peer for peer in self.peers.values() if peer.core and peer.name == self.liar)]
         missing = difference(missing, union(side[0].tip().book.merged, *(data.has(peer.facts) for peer in holders)))

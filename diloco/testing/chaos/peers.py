@@ -22,7 +22,7 @@ from typing import Any
 from diloco.testing.chaos.schedule import Fault
 from diloco.testing.links.links import Loopback
 
-__all__ = ["ChaosError", "Crowd", "Happened", "Session", "marked"]
+__all__ = ["ChaosError", "Crowd", "Happened", "Session"]
 
 MARK = "DILOCO_CHAOS"
 START_S = 180.0  # imports of several processes on a busy machine
@@ -149,10 +149,11 @@ class Crowd:
     def running(self) -> list[Session]:
         return [one for one in self._newest.values() if one.poll() is None]
 
-    def leftovers(self) -> list[int]:
+    def leftovers(self, kill: bool = False) -> list[int]:
         """Processes that outlive the peers which started them."""
         deadline = time.monotonic() + GONE_S
-        while (left := marked(MARK, self._mark)) and time.monotonic() < deadline:
+        while (left := _marked(self._mark)) and time.monotonic() < deadline:
+            _signal(left if kill else [], signal.SIGKILL)
             time.sleep(LOOK_S)
         return left
 
@@ -161,10 +162,7 @@ class Crowd:
         for one in self.sessions:
             if one.process is not None and one.process.poll() is None:
                 one.process.kill()
-        deadline = time.monotonic() + GONE_S
-        while (left := marked(MARK, self._mark)) and time.monotonic() < deadline:
-            _signal(left, signal.SIGKILL)
-            time.sleep(LOOK_S)
+        self.leftovers(kill=True)
         for one in self.sessions:
             if one.process is not None:
                 one.process.wait()
@@ -181,15 +179,15 @@ class Crowd:
                 return self._enter(peer)
             case "restart":
                 return self._enter(fault.peers[0])
-            case "partition":
-                return network.partition(fault.groups)
-            case "heal":
-                return network.heal()
+            case "partition" | "heal":
+                network.partition(fault.groups)
             case "fast":
-                return network.fast(fault.peers[0])
+                network.fast(fault.peers[0])
             case "slow" | "delay" | "loss":
-                return network.worsen(fault.peers[0], fault.kind, fault.value)
-        return self._hit(fault.kind, self._newest[fault.peers[0]])
+                network.worsen(fault.peers[0], fault.kind, fault.value)
+            case _:
+                return self._hit(fault.kind, self._newest[fault.peers[0]])
+        return network.unshaped or None
 
     def _hit(self, kind: str, victim: Session) -> str | None:
         assert victim.process is not None
@@ -197,7 +195,7 @@ class Crowd:
             return f"p{victim.peer} has ended already"
         if kind in ("stop", "cont"):
             # The daemon too: a lid that closes freezes both.
-            family = marked(MARK, victim.mark) or [victim.process.pid]
+            family = _marked(victim.mark) or [victim.process.pid]
             _signal(family, signal.SIGSTOP if kind == "stop" else signal.SIGCONT)
             victim.stopped = kind == "stop"
             return None
@@ -207,7 +205,7 @@ class Crowd:
             victim.process.wait()
             victim.poll()
             if victim.stopped:
-                _signal(marked(MARK, victim.mark), signal.SIGCONT)
+                _signal(_marked(victim.mark), signal.SIGCONT)
         return None
 
     def _enter(self, peer: int) -> str | None:
@@ -231,7 +229,7 @@ class Crowd:
         own = [f"run.dir={directory}", f"run.name=p{peer}", "run.report=true", listen]
         with session.out.open("wb") as out, session.err.open("wb") as err:
             session.process = subprocess.Popen(
-                [*self.network.command(peer), sys.executable, *self.program(peer), *self._overrides, *own, *overrides],
+                [*self.network.command(peer), sys.executable, "-m", "diloco.train", *self._overrides, *own, *overrides],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
@@ -241,10 +239,6 @@ class Crowd:
         self.sessions.append(session)
         self._newest[peer] = session
         return session
-
-    def program(self, peer: int) -> list[str]:
-        """What Python runs as this peer; the overrides come behind it."""
-        return ["-m", "diloco.train"]
 
     def _wait(self, condition: Callable[[], bool], patience_s: float, what: str, vital: Sequence[Session] = ()) -> None:
         deadline = time.monotonic() + patience_s
@@ -258,9 +252,9 @@ class Crowd:
             time.sleep(LOOK_S)
 
 
-def marked(key: str, mark: str) -> list[int]:
-    """Ids of living processes whose environment has this value, or one that begins with it; none without /proc."""
-    wanted, found = f"{key}={mark}".encode(), []
+def _marked(mark: str) -> list[int]:
+    """Ids of living processes whose environment has this mark, or one of its peers; none without /proc."""
+    wanted, found = f"{MARK}={mark}".encode(), []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             environment = (place / "environ").read_bytes()

@@ -1,7 +1,7 @@
-"""What a swarm under faults came to, from the logs of its peers: figures, and what is wrong. Imported by `chaos`.
+"""What a swarm under faults came to: figures, and what is wrong. Imported by `chaos`.
 
-Everything is read from what the peers wrote: a line of metrics.jsonl per inner step (`train.log_every=1`) and per outer
-step, events.jsonl, and the JSON lines of stdout. All clocks are this machine's.
+All is read from what the peers wrote: a line of metrics.jsonl per inner step (`train.log_every=1`) and per outer step,
+events.jsonl, and the JSON lines of stdout. All clocks are this machine's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,7 @@ from diloco.testing.chaos.peers import Crowd, Happened, Session
 from diloco.testing.chaos.schedule import Fault
 from diloco.testing.links.pipe import WORSE
 
-__all__ = [
-    "Account", "Log", "Stay", "accounts_of", "detection_s", "digests", "joined_s", "judge", "lines_of", "longest_gap",
-    "read", "report",
-]  # fmt: skip
+__all__ = ["Account", "Log", "Stay", "judge", "lines_of", "read", "report"]
 
 WINDOW_S = 20.0  # what a fault causes shows within this time, and before the next trouble
 UNDOING = ("join", "restart", "heal", "cont", "fast")  # they end a trouble, or cause none
@@ -96,17 +94,9 @@ def read(crowd: Crowd, begun_at: float, tokens_per_step: int) -> Log:
 
 def _stay(session: Session) -> Stay:
     assert session.process is not None and session.ended_at is not None
-    summaries = session.said("summary")
-    over = session.said("status", "leaving")
-    stay = Stay(
-        session.peer,
-        session.started_at,
-        session.ended_at,
-        session.fate,
-        session.poll(),
-        summaries[-1] if summaries else None,
-        over_at=over[0]["time"] if over else None,
-    )
+    summary, over = ([None, *session.said("summary")][-1], session.said("status", "leaving"))
+    stay = Stay(session.peer, session.started_at, session.ended_at, session.fate, session.poll(), summary)
+    stay.over_at = over[0]["time"] if over else None
     for row in _json_lines(session.directory / "metrics.jsonl"):
         if stay.started_at <= row["time"] <= stay.ended_at:
             if "loss" in row:
@@ -126,22 +116,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
 
 
-def step_s(log: Log) -> float:
-    """Median seconds from one inner step to the next, of all peers."""
-    gaps = [b - a for one in log.stays for a, b in zip(one.steps, one.steps[1:], strict=False)]
-    return statistics.median(gaps) if gaps else 0.0
-
-
-def longest_gap(times: Sequence[float], start: float, end: float, until: float) -> float:
-    """Longest time without a step that touches [start, end], with what lies before but not what comes after.
-
-    Steps went on, or ought to have, to `until`.
-    """
-    gaps = zip(times, [*times[1:], until], strict=False)
-    return max((min(b, end) - a for a, b in gaps if b > start and a < end), default=0.0)
-
-
-def detection_s(log: Log, fault: Fault, at: float, until: float = math.inf) -> tuple[float | None, str]:
+def _detection_s(log: Log, fault: Fault, at: float, until: float = math.inf) -> tuple[float | None, str]:
     """Seconds until another peer's event names a victim, and its kind; from `until` on it would be too late."""
     silent = NOT_NAMING if fault.kind == "term" else (*NOT_NAMING, "leave")  # all leave at the end of the run
     for event in sorted(log.events, key=lambda event: event["time"]):
@@ -154,25 +129,28 @@ def detection_s(log: Log, fault: Fault, at: float, until: float = math.inf) -> t
     return None, ""
 
 
-def resume_s(log: Log, fault: Fault, at: float, end: float, frozen: set[int]) -> tuple[float, int | None]:
+def _longest_gap(times: Sequence[float], start: float, end: float, until: float) -> float:
+    """Longest time without a step that touches [start, end], with what lies before but not what comes after.
+
+    Steps went on, or ought to have, to `until`.
+    """
+    return max((min(b, end) - a for a, b in pairwise([*times, until]) if b > start and a < end), default=0.0)
+
+
+def _resume_s(log: Log, fault: Fault, at: float, end: float, frozen: set[int]) -> tuple[float, int | None]:
     """Longest gap between inner steps of a survivor, and whose."""
     since = at if fault.kind in UNDOING else 0.0  # what was undone had its own share of that time
+    hit = frozen | set(() if fault.kind in (*WORSE, "fast") else fault.peers)
     gaps = [
-        (longest_gap([max(since, step) for step in one.steps], at, end, one.trained_until), one.peer)
+        (_longest_gap([max(since, step) for step in one.steps], at, end, one.trained_until), one.peer)
         for one in log.stays
-        if one.peer not in frozen
-        and (one.peer not in fault.peers or fault.kind in (*WORSE, "fast"))
-        and one.steps
-        and one.steps[0] < at <= one.trained_until
+        if one.peer not in hit and one.steps and one.steps[0] < at <= one.trained_until
     ]
     return max(gaps, default=(0.0, None))
 
 
-def joined_s(log: Log, stay: Stay) -> float | None:
-    """From a process's start to its first merged contribution; None where it got no further.
-
-    A boundary whose contribution was discarded does not count.
-    """
+def _joined_s(log: Log, stay: Stay) -> float | None:
+    """From a process's start to its first contribution that was merged and not discarded; None if there is none."""
     discarded = [e["time"] for e in _discarded(log) if e["by"] == stay.peer]
     since = stay.started_at
     for account in stay.accounts:
@@ -185,11 +163,10 @@ def joined_s(log: Log, stay: Stay) -> float | None:
 Unequal = dict[str, dict[str, list[int]]]  # fragment:version -> digest -> peers
 
 
-def digests(stays: Iterable[Stay]) -> tuple[int, Unequal, list[str]]:
+def _digests(stays: Iterable[Stay]) -> tuple[int, Unequal, list[str]]:
     """How many fragment versions several peers have logged; those with different digests; and those that died.
 
-    What an author published shortly before it was killed may have reached nobody. Its successor then makes that version
-    anew: a step that is lost, but no two living peers that differ.
+    What an author made just before it was killed may have reached nobody. Another one then makes that version anew.
     """
     living: Unequal = {}
     dying: Unequal = {}
@@ -210,7 +187,7 @@ def _discarded(log: Log) -> Iterator[dict[str, Any]]:
     return (event for event in log.events if event["kind"] == "discarded" and event.get("fragment", 0) == 0)
 
 
-def accounts_of(log: Log) -> dict[str, int]:
+def _tokens(log: Log) -> dict[str, int]:
     """Tokens: what was trained on, and what became of it."""
     processed = sum(len(one.steps) for one in log.stays) * log.tokens_per_step
     discarded = sum(int(event.get("tokens") or 0) for event in _discarded(log))
@@ -220,19 +197,20 @@ def accounts_of(log: Log) -> dict[str, int]:
 
 def report(log: Log, happened: Sequence[Happened]) -> dict[str, Any]:
     """All figures of a run, as JSON."""
-    shared, unequal, died = digests(log.stays)
+    shared, unequal, died = _digests(log.stays)
     ends = {one.summary["anchor_digest"] for one in log.stays if one.summary and one.fate is None}
     evaluated = [one.summary for one in log.stays if one.summary and (one.summary.get("eval") or {}).get("loss")]
     furthest = max(evaluated, key=lambda summary: int(summary["outer_steps"]), default=None)
     kinds = [event["kind"] for event in log.events]
+    gaps = [b - a for one in log.stays for a, b in pairwise(one.steps)]
     return {
-        "step_s": step_s(log),
+        "step_s": statistics.median(gaps) if gaps else 0.0,
         "seconds": log.ended_at - log.begun_at,
-        "tokens": accounts_of(log),
+        "tokens": _tokens(log),
         "tokens_per_s": log.rate,
         "faults": list(_faults(log, happened)),
         "joins": [
-            {"peer": one.peer, "at": one.started_at - log.begun_at, "merged_s": joined_s(log, one)}
+            {"peer": one.peer, "at": one.started_at - log.begun_at, "merged_s": _joined_s(log, one)}
             for one in log.stays
             if one.started_at > log.begun_at
         ],
@@ -258,12 +236,15 @@ def _faults(log: Log, happened: Sequence[Happened]) -> Iterator[dict[str, Any]]:
             end = min(next(following, log.ended_at), one.time + WINDOW_S)
             row["window_s"] = end - one.time
             if fault.kind not in UNDOING:
-                row["detect_s"], row["detected_by"] = detection_s(log, fault, one.time, _undone_at(happened, index))
-            elif fault.kind == "heal":
-                row["detect_s"], row["detected_by"] = _met_s(log, one.time, end), "all met"
-            row["gap_s"], row["gap_of"] = resume_s(log, fault, one.time, end, frozen)
+                row["detect_s"], row["detected_by"] = _detection_s(log, fault, one.time, _undone_at(happened, index))
+            elif fault.kind == "heal":  # to the last hello between the sides
+                hellos = [event["time"] - one.time for event in log.events if event["kind"] == "join"]
+                met = (after for after in hellos if 0 < after < end - one.time)
+                row["detect_s"], row["detected_by"] = max(met, default=None), "all met"
+            row["gap_s"], row["gap_of"] = _resume_s(log, fault, one.time, end, frozen)
             if fault.kind == "cont":
-                row["back_s"] = _back_s(log, fault.peers[0], one.time)
+                steps = [a.time - one.time for s in log.stays if s.peer in fault.peers for a in s.accounts]
+                row["back_s"] = min((after for after in steps if after > 0), default=None)
             frozen = (frozen | set(fault.peers)) if fault.kind == "stop" else frozen - set(fault.peers)
         yield row
 
@@ -273,18 +254,6 @@ def _undone_at(happened: Sequence[Happened], index: int) -> float:
     kind = {"stop": "cont", "partition": "heal"}.get(happened[index].fault.kind)
     peers = happened[index].fault.peers
     return next((o.time for o in happened[index:] if o.fault.kind == kind and o.fault.peers == peers), math.inf)
-
-
-def _met_s(log: Log, at: float, end: float) -> float | None:
-    """From the end of a partition to the last hello between its sides."""
-    hellos = [event["time"] for event in log.events if event["kind"] == "join" and at < event["time"] < end]
-    return max(hellos) - at if hellos else None
-
-
-def _back_s(log: Log, peer: int, at: float) -> float | None:
-    """From when a frozen peer goes on to its next outer step."""
-    times = [account.time for one in log.stays if one.peer == peer for account in one.accounts if account.time > at]
-    return min(times) - at if times else None
 
 
 def judge(figures: Mapping[str, Any], pause_limit_s: float | None) -> list[str]:
@@ -319,12 +288,8 @@ def lines_of(figures: Mapping[str, Any], calm: Mapping[str, Any] | None) -> Iter
             yield start + f"skipped: {row['skipped']}"
             continue
         of = "" if row["gap_of"] is None else f"p{row['gap_of']}"
-        detected = _seconds(row.get("detect_s"))
-        yield (
-            start
-            + f"{detected} {row.get('detected_by', ''):18} {_seconds(row['gap_s'])} {of:4} "
-            + _seconds(row.get("back_s"), 6)
-        )
+        detected, back = _seconds(row.get("detect_s")), _seconds(row.get("back_s"), 6)
+        yield f"{start}{detected} {row.get('detected_by', ''):18} {_seconds(row['gap_s'])} {of:4} {back}"
     yield ""
     for join in figures["joins"]:
         merged = "never" if join["merged_s"] is None else f"after {join['merged_s']:.2f} s"

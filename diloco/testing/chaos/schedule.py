@@ -9,11 +9,19 @@ from dataclasses import dataclass
 
 from diloco.testing.links.pipe import WORSE
 
-__all__ = ["DRAWABLE", "KINDS", "LINK_KINDS", "Fault", "ScheduleError", "joins", "parse", "shuffled"]
+__all__ = ["DRAWABLE", "KINDS", "LINK_KINDS", "Fault", "ScheduleError", "parse", "shuffled"]
 
 LINK_KINDS = ("partition", "heal", "fast", *WORSE)
 DRAWABLE = ("kill", "stop", "term", "partition", *WORSE)
 KINDS = ("kill", "stop", "cont", "term", "join", "restart", *LINK_KINDS)
+# What follows a kind: a pattern, and an example. It is one peer where nothing is said.
+FORMS = {"join": ("", ""), "heal": ("", ""), "partition": (r"\d+(,\d+)*(\|\d+(,\d+)*)+", "0,1|2,3")}
+FORMS |= {kind: (r"\d+ \S+", f"1 {example}") for kind, (_, example, _) in WORSE.items()}
+# In which states of a peer a fault can happen, and its state then.
+STATES: dict[str, tuple[tuple[str, ...], str]] = {
+    "kill": (("runs", "stopped"), "ended"), "term": (("runs",), "ended"), "stop": (("runs",), "stopped"),
+    "cont": (("stopped",), "runs"), "restart": (("ended",), "runs"),
+}  # fmt: skip
 REPLACED_AFTER_S = 1.0  # somebody starts another process where one has died
 STOPPED_S = 4.0
 CUT_S = 8.0
@@ -66,50 +74,31 @@ def _fault(part: str) -> Fault:
     if match is None or match[2] not in KINDS:
         raise ScheduleError(f"--schedule: {part!r} is no fault; expected SECOND:KIND ..., KIND of {', '.join(KINDS)}")
     at, kind, rest = float(match[1]), match[2], match[3].split()
-    if kind in ("join", "heal"):
-        wanted, fault = 0, Fault(at, kind)
-    elif kind == "partition":
-        sides = rest[0] if rest else ""
-        if not re.fullmatch(r"\d+(,\d+)*(\|\d+(,\d+)*)+", sides):
-            raise ScheduleError(f"--schedule: {part!r} needs the sides, such as 0,1|2,3")
-        groups = tuple(tuple(map(int, side.split(","))) for side in sides.split("|"))
-        wanted, fault = 1, Fault(at, kind, groups=groups)
-    else:
-        _, example, read = WORSE.get(kind, ("", "", None))
-        wanted = 2 if read else 1
-        value = rest[1] if len(rest) > 1 else ""
-        if len(rest) != wanted or not rest[0].isdigit():
-            raise ScheduleError(f"--schedule: {part!r} is incomplete; expected {at:g}:{kind} 1 {example}".rstrip())
-        if read:
-            try:
-                read(value)
-            except ValueError as error:
-                raise ScheduleError(f"--schedule: {part!r}: {error}") from error
-        fault = Fault(at, kind, (int(rest[0]),), value=value)
-    if len(rest) != wanted:
-        raise ScheduleError(f"--schedule: {part!r} says too much or too little")
-    return fault
+    form, example = FORMS.get(kind, (r"\d+", "1"))
+    if not re.fullmatch(form, " ".join(rest)):
+        raise ScheduleError(f"--schedule: {part!r} is wrong; expected {at:g}:{kind} {example}".rstrip())
+    if kind == "partition":
+        return Fault(at, kind, groups=tuple(tuple(map(int, side.split(","))) for side in rest[0].split("|")))
+    value = rest[1] if kind in WORSE else ""
+    try:
+        if value:
+            WORSE[kind][2](value)
+    except ValueError as error:
+        raise ScheduleError(f"--schedule: {part!r}: {error}") from error
+    return Fault(at, kind, tuple(map(int, rest[:1])), value=value)
 
 
 def _follow(fault: Fault, state: dict[int, str]) -> None:
     """What a fault makes of who runs; `ScheduleError` where it cannot happen."""
-    for peer in fault.named:
-        if peer not in state:
-            raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: there is no peer {peer} then")
-    before = {"kill": ("runs", "stopped"), "stop": ("runs",), "cont": ("stopped",), "term": ("runs",)}
-    before |= {"restart": ("ended",)}
-    for peer in fault.peers:
-        if state[peer] not in before.get(fault.kind, ("runs", "stopped")):
-            raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: peer {peer} is {state[peer]} then")
-        after = {"kill": "ended", "term": "ended", "stop": "stopped", "cont": "runs", "restart": "runs"}
-        state[peer] = after.get(fault.kind, state[peer])
+    if unknown := [peer for peer in fault.named if peer not in state]:
+        raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: there is no peer {unknown[0]} then")
     if fault.kind == "join":
         state[len(state)] = "runs"
-
-
-def joins(faults: Sequence[Fault]) -> int:
-    """Peers that a schedule adds."""
-    return sum(fault.kind == "join" for fault in faults)
+    before, after = STATES.get(fault.kind, (("runs", "stopped"), None))
+    for peer in fault.peers:
+        if state[peer] not in before:
+            raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: peer {peer} is {state[peer]} then")
+        state[peer] = after or state[peer]
 
 
 def shuffled(seed: int, peers: int, every: float, seconds: float, kinds: Sequence[str]) -> list[Fault]:
@@ -137,8 +126,7 @@ def shuffled(seed: int, peers: int, every: float, seconds: float, kinds: Sequenc
         elif kind == "stop":
             faults += [Fault(at, "stop", (victim,)), Fault(at + pause, "cont", (victim,))]
         elif kind == "partition" and len(alive) > 1:
-            mixed = draw.sample(alive, len(alive))
-            cut = draw.randrange(1, len(mixed))
+            mixed, cut = draw.sample(alive, len(alive)), draw.randrange(1, len(alive))
             sides = (tuple(sorted(mixed[:cut])), tuple(sorted(mixed[cut:])))
             faults += [Fault(at, "partition", groups=sides), Fault(at + pause, "heal")]
         elif kind in DRAWN:

@@ -2,13 +2,13 @@
 
     Crowd -> the life of a peer (a thread in lockstep) -> Attachment -> Node -> SimTransport -> Network
 
-A peer does what the loop in the README does: it attaches a model, counts tokens and takes optimizer steps. Everything
-that acts in the swarm is production code. Time, the network and the faults are simulated.
+A peer does what the loop in the README does. All that acts is production code; time, network and faults are simulated.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import time
 from collections import Counter
@@ -29,21 +29,21 @@ from diloco.errors import SwarmError
 from diloco.outer import digest, fragments
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
+from diloco.outer.payloads import Codec
 from diloco.outer.replica import Replica
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
 from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.node.node import Connect, Node, OnEvent
+from diloco.swarm.node.node import Connect, Node
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc import contribution, state
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
-from diloco.testing.fuzz.lying import Lying
 
-__all__ = ["Checkpoint", "Crowd", "Life", "Member", "small_pieces"]
+__all__ = ["Checkpoint", "Crowd", "Life", "Member", "lying", "small_pieces"]
 
 RATES = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}  # of the outer steps, where a schedule says no others
 TOKENS_PER_STEP = 8
@@ -79,22 +79,17 @@ class Checkpoint:
 
 @dataclass
 class Life:
-    """One process of a peer, from its start to its death or its end.
-
-    `sync` is there once a trainer has attached its model, `node` once it joins, and it is `ready` once it has joined.
-    `ended` says how a life ended: "" while it goes on, "left", "done", "killed", or what it failed with.
-    """
+    """One process of a peer. `ended` is "" while it lives, then "left", "done", "killed", or what it failed with."""
 
     member: Member
     number: int
     seeds: list[str]
     min_peers: int
     checkpoints: list[Checkpoint] = field(default_factory=list)  # the first is what it goes on from
-    lockstep: Lockstep[None] | None = None
     task: asyncio.Task[None] | None = None
-    sync: Attachment | None = None
-    node: Node | None = None
-    ready: bool = False
+    sync: Attachment | None = None  # once a trainer has attached its model
+    node: Node | None = None  # once it joins
+    ready: bool = False  # it has joined
     began: bool = False  # it has trained
     leaving: bool = False
     ended: str = ""
@@ -113,17 +108,6 @@ class Life:
         return f"{self.member.name}.{self.number}"
 
 
-class _Runtime(SimRuntime):
-    """A node whose contributions are multiplied with `lie`; an honest one's is 1."""
-
-    lie = 1.0
-
-    def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
-        if self.lie != 1.0:
-            replica.up = Lying(replica.up, self.lie)
-        return super().open(options, replica, on_event)
-
-
 class Crowd:
     """Peers by name, and what befalls them.
 
@@ -133,14 +117,9 @@ class Crowd:
         outer: settings of the outer step, as `Swarm` takes them.
         elements: of each fragment of the model.
         units: whether sequences are leased to the peers.
-        heartbeat_s: of every peer.
         loss: probability that a bulk stream breaks.
-        inner_state: of joiners, as `swarm.inner_state`.
         closed: whether only invited peers take part; every peer has an invitation.
         uninvited: peers without one, which contribute: the run is public.
-
-    A life that fails is in `failures`. `on_life` is called with each life whose node is there, `on_note` with whatever
-    a node notes, `on_end` with each life that has ended.
     """
 
     def __init__(
@@ -162,13 +141,13 @@ class Crowd:
         self.lives: dict[str, Life] = {}  # the newest of each peer
         self.started: list[Life] = []
         self.ended: list[Life] = []
-        self.failures: list[str] = []
+        self.failures: list[str] = []  # of lives
         self.story: list[str] = []
         self.goal = 10**9  # outer steps after which training ends
         self.rests = False  # nobody makes inner steps, and all stay
         self.torn = False  # whether any peers could not reach each other for a while, or began without each other
-        self.on_life: Callable[[Life], None] = lambda life: None
-        self.on_note: Callable[[Life, str, dict[str, Any]], None] = lambda life, kind, fields: None
+        self.on_life: Callable[[Life], object] = lambda life: None  # its node is there
+        self.on_note: Callable[[Life, str, dict[str, Any]], None] = lambda life, kind, fields: None  # of its node
         self.on_end: Callable[[Life], None] = lambda life: None
         self.tell: Callable[[str], None] = lambda line: None
         self._elements, self._units, self._heartbeat_s, self._inner_state = elements, units, heartbeat_s, inner_state
@@ -245,7 +224,7 @@ class Crowd:
 
     async def _live(self, life: Life) -> None:
         if life.member.trains:
-            lockstep = life.lockstep = Lockstep(lambda: self._train(life), life.owner)
+            lockstep: Lockstep[None] = Lockstep(lambda: self._train(life, lockstep), life.owner)
             await lockstep.run()
         else:
             await self._host(life)
@@ -273,16 +252,15 @@ class Crowd:
         if self.lives[life.name] is life:
             self.start(life.member, checkpoint=next(iter(life.checkpoints), None))
 
-    def _train(self, life: Life) -> None:
+    def _train(self, life: Life, lockstep: Lockstep[None]) -> None:
         """In the peer's thread: the loop of the README, with random gradients."""
-        assert life.lockstep is not None
-        member, r = life.member, random.Random(f"{self.seed} {life.owner}")
+        r = random.Random(f"{self.seed} {life.owner}")
         model = nn.ParameterDict({"w": nn.Parameter(self._parameters())})
         optimizer = self.optimizer(model)
         begins_at = next(iter(life.checkpoints), None)
         saved = None if begins_at is None else begins_at.saved
-        runtime = _Runtime(self.loop, life.lockstep, self._connect(life), self.seed, self._gate(life))
-        runtime.lie, runtime.node_type = member.lie, self._node_type(life)
+        runtime = SimRuntime(self.loop, lockstep, self._connect(life), self.seed, self._gate(life))
+        runtime.node_type = self._node_type(life)
         life.sync = sync = self._swarm(life, runtime).attach(model, optimizer, saved=saved)
         if begins_at is not None:
             sync.steps, sync.tokens, sync.discarded_tokens = begins_at.counters
@@ -296,9 +274,9 @@ class Crowd:
             while not sync.interrupted and sync.version < self.goal:
                 if self.rests or life.hangs:
                     life.at_rest = self.rests
-                    life.lockstep.call(asyncio.sleep(1.0))
+                    lockstep.call(asyncio.sleep(1.0))
                     continue
-                life.lockstep.call(asyncio.sleep(life.member.step_s * r.uniform(0.9, 1.1)))
+                lockstep.call(asyncio.sleep(life.member.step_s * r.uniform(0.9, 1.1)))
                 if leases is not None:
                     leases.take(SEQUENCES_PER_STEP)
                 w = model["w"]
@@ -307,16 +285,17 @@ class Crowd:
                 optimizer.step()
                 life.began = True
                 if sync.exchanged and not sync.interrupted:
-                    written = self._boundary(life, sync, optimizer)
+                    written = self._boundary(life, sync, optimizer, lockstep)
                     life.checkpoints = [*life.checkpoints[1 - CHECKPOINTS :], written]
 
-    def _boundary(self, life: Life, sync: Attachment, optimizer: torch.optim.Optimizer) -> Checkpoint:
+    def _boundary(
+        self, life: Life, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]
+    ) -> Checkpoint:
         """What a trainer does at an outer step: it evaluates, and writes a checkpoint."""
-        assert life.lockstep is not None
         with sync.checkpointing() as live:
             if life.member.boundary_s:
                 begun = [digest_of(anchor) for anchor in live.anchors]
-                life.lockstep.call(asyncio.sleep(life.member.boundary_s))
+                lockstep.call(asyncio.sleep(life.member.boundary_s))
             written = self._checkpoint(sync, live, optimizer)
         if life.member.boundary_s and begun != [digest_of(anchor) for anchor in written.saved.anchors]:
             self.failures.append(f"the checkpoint of {life.name} moved while it was written")
@@ -324,7 +303,7 @@ class Crowd:
 
     def _checkpoint(self, sync: Attachment, live: Saved, optimizer: torch.optim.Optimizer) -> Checkpoint:
         counters = (sync.steps, sync.tokens, sync.discarded_tokens)
-        return Checkpoint(_copied(live), counters, _copied_state(optimizer))
+        return Checkpoint(_copied(live), counters, copy.deepcopy(optimizer.state_dict()))
 
     async def _host(self, life: Life) -> None:
         """A peer that holds fragments, as `diloco host` does."""
@@ -361,6 +340,8 @@ class Crowd:
     def _node_type(self, life: Life) -> type[Node]:
         class Watched(Node):
             async def _join(self) -> None:
+                if life.member.lie != 1.0:
+                    self.replica.up = lying(self.replica.up, life.member.lie)
                 life.node = self
                 crowd.on_life(life)
                 await super()._join()
@@ -399,24 +380,17 @@ class Crowd:
             self.failures.append(f"nobody took {error!r} ({context.get('message')})")
 
 
-def _copied(saved: Saved) -> Saved:
-    """The same in memory of its own: that of a running node moves on."""
-    outer = {fragment: (master.clone(), state.clone()) for fragment, (master, state) in saved.outer.items()}
-    return replace(
-        saved,
-        anchors=[anchor.clone() for anchor in saved.anchors],
-        outer=outer,
-        residuals={fragment: residual.clone() for fragment, residual in saved.residuals.items()},
-    )
+def _copied(live: Saved) -> Saved:
+    """In memory of its own: that of a running node moves on."""
+    anchors, outer, residuals = copy.deepcopy((live.anchors, live.outer, live.residuals))
+    return replace(live, anchors=anchors, outer=outer, residuals=residuals)
 
 
-def _copied_state(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    state = optimizer.state_dict()
-    kept = {
-        key: {name: value.clone() if isinstance(value, Tensor) else value for name, value in of.items()}
-        for key, of in state["state"].items()
-    }
-    return {"state": kept, "param_groups": state["param_groups"]}
+def lying(honest: Codec, factor: float) -> Codec:
+    """A codec that encodes values times a factor, and reads what others send as they sent it."""
+    liar = copy.copy(honest)
+    liar.encode = lambda x, out: honest.encode(x * factor, out)  # type: ignore[method-assign]
+    return liar
 
 
 @contextmanager

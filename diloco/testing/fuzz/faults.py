@@ -1,7 +1,6 @@
 """Seeded fault schedules: which peers there are, how they are set, what befalls them when.
 
-A scenario is data: a fault can be left out and the rest be played again, which is how one is shrunk. A fault happens
-some turns of the event loop after its second, so that it hits the middle of what is done in no time.
+A fault happens some turns of the event loop after its second, so that it hits the middle of what is done in no time.
 
 Schedules of splits are of their own:
 
@@ -16,16 +15,13 @@ election   two sides, and a peer dies as they part
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations, pairwise
 from typing import Any
 
 from diloco.testing.fuzz.crowd import Member
 
-__all__ = [
-    "FLAP_S", "KINDS", "SHAPES", "SPLIT_PROGRESS_S", "TEARING", "Fault", "Scenario", "pairs", "scenario",
-    "split_scenario",
-]  # fmt: skip
+__all__ = ["FLAP_S", "SPLIT_PROGRESS_S", "TEARING", "Fault", "Scenario", "pairs", "scenario", "split_scenario"]
 
 KINDS = (
     "crash", "restart", "leave", "join", "host", "freeze", "suspend", "reset", "stall", "split", "hold", "garble",
@@ -73,27 +69,10 @@ class Scenario:
 
     def describe(self) -> str:
         """The scenario in lines for people."""
-        traits = [
-            f"heartbeat {self.heartbeat_s:g} s",
-            f"bulk streams break with probability {self.loss:g}",
-            f"threads take up to {self.executor_s:g} s",
-            "all start together" if self.together else "the others join the first",
-            *(["leased data"] if self.units else []),
-            *(["joiners start cold"] if self.cold else []),
-            *(["several chunks and parts"] if self.pieces else []),
-            *(["closed run"] if self.closed else []),
-        ]
-        lines = [f"seed {self.seed}: outer {dict(self.outer)}", "  " + ", ".join(traits)]
-        for member in self.members:
-            what = f"trains, {member.step_s:g} s a step" if member.trains else "is a host"
-            extra = f", lies x {member.lie:g}" * (member.lie != 1.0) + ", unreachable" * (not member.reachable)
-            extra += f", {member.boundary_s:g} s of work after each exchange" * (member.boundary_s > 0)
-            rate, offset_s = member.clock
-            lines.append(
-                f"  {member.name} {what}, latency {member.latency_s:g} s, clock {offset_s:+.0f} s x {rate}{extra}"
-            )
-        lines += [f"  fault {number}: {fault}" for number, fault in enumerate(self.faults)]
-        return "\n".join(lines)
+        names = [one.name for one in fields(self) if one.name not in ("members", "faults")]
+        settings = ", ".join(f"{name} {getattr(self, name)}" for name in names)
+        faults = (f"fault {number}: {fault}" for number, fault in enumerate(self.faults))
+        return "\n  ".join([settings, *map(str, self.members), *faults])
 
 
 # -- faults of all kinds ----------------------------------------------------------------------------------------------

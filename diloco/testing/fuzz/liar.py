@@ -2,8 +2,8 @@
 
     honest peers, and a liar -> every message of the liar may be changed (`extremes`) -> the liar dies -> last checks
 
-The liar is a production peer as well. So its words stand where they may stand, and name the right run and heads; only
-the numbers are wrong. It signs what it says, and it asks everybody for everything.
+The liar is a production peer, too: it names the right run and heads, signs what it says, and asks everybody for
+everything. Only the numbers are wrong.
 
 What must hold: no task of an honest peer fails and nothing in it that only watchers need does (`recorder_failed`), no
 honest peer holds the lies against another one (`penalty`, `refused_head`), its snapshot can be read, and once the liar
@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 from msgspec.structs import replace as with_fields
 from rich.console import Console
@@ -84,14 +86,13 @@ def lie_of(seed: int) -> Lie:
     return Lie(seed, Target(kind, path, value), first, more=r.random() < 0.3)
 
 
-def play_lie(lie: Lie, trace: Callable[[str], None] | None = None) -> Outcome:
+def play_lie(lie: Lie, trace: Callable[[str], None] = lambda line: None) -> Outcome:
     """Play a lie; its violation is None when all went well."""
     plan = scenario(lie.seed)
     violation = None
     with quiet_process(), virtual_time() as loop, small_pieces() if plan.pieces else small_pieces(64, 64):
         stage = _Stage(loop, lie)
-        if trace is not None:
-            stage.crowd.tell = trace
+        stage.crowd.tell = trace
         try:
             with stage.lying():
                 loop.run_until_complete(stage.play())
@@ -101,17 +102,13 @@ def play_lie(lie: Lie, trace: Callable[[str], None] | None = None) -> Outcome:
 
 
 class _Crowd(Crowd):
-    """A crowd in which nobody minds what becomes of the liar."""
+    """Nobody minds what becomes of the liar."""
 
     def _over(self, life: Life) -> None:
-        if life.name != LIAR:
-            return super()._over(life)
-        assert life.task is not None
-        if not life.task.cancelled():
-            life.task.exception()
-        life.ended = life.ended or "over"
-        self.ended.append(life)
-        self.network.crash(LIAR)
+        if life.name == LIAR and not life.ended:
+            life.ended = "over"
+            self.network.crash(LIAR)
+        super()._over(life)
 
 
 class _Stage:
@@ -128,7 +125,8 @@ class _Stage:
             closed=plan.closed,
         )  # fmt: skip
         self.crowd.goal = 2**62
-        self.crowd.on_life = self._on_life
+        # A trainer's node is opened from the trainer's thread.
+        self.crowd.on_life = lambda life: self.loop.at(self.loop.seconds, self._begin, life)
         if plan.executor_s:
             loop.executor_s = lambda: 0.3 * self.random.random() ** 3
 
@@ -138,14 +136,11 @@ class _Stage:
         honest = streams.encode  # type: ignore[attr-defined]
 
         def encode(message: Message) -> bytes:
-            owner = self.loop.owner
-            return honest(self._changed(message) if owner is not None and owner.startswith(f"{LIAR}.") else message)
+            lies = (self.loop.owner or "").startswith(f"{LIAR}.")
+            return honest(self._changed(message) if lies else message)
 
-        streams.encode = encode  # type: ignore[attr-defined]
-        try:
+        with patch.object(streams, "encode", encode):
             yield
-        finally:
-            streams.encode = honest  # type: ignore[attr-defined]
 
     def _changed(self, message: Message) -> Message:
         r, lie = self.random, changed(message, self.lie.target, self.random)
@@ -205,14 +200,10 @@ class _Stage:
             crowd.crash(LIAR)
         crowd.note("", "the liar is gone")
         await self._until(lambda: all(life.ready for life in crowd.living()), PROGRESS_S, "all are in the swarm")
-        before = {life.name: _progress(life) for life in crowd.members()}
-        for name in before:
-            await self._until(lambda n=name: self._moved(n, before[n]), PROGRESS_S, f"{name} makes progress")  # type: ignore[misc]
+        for life, before in [(life, _progress(life)) for life in crowd.members()]:
+            moves = partial(_gets_on, life, before)
+            await self._until(moves, PROGRESS_S, f"{life.name} makes progress")
         self._look()
-
-    def _moved(self, name: str, before: int) -> bool:
-        life = self.crowd.lives[name]
-        return life.leaving or _progress(life) > before
 
     async def _at(self, second: float) -> None:
         while self.loop.seconds < second:
@@ -224,12 +215,9 @@ class _Stage:
         while not condition():
             self._check()
             if self.loop.seconds > deadline:
-                raise Violation(f"waited {patience_s:g} s until {what}, in vain: {self._states()}")
+                states = {life.owner: (life.ready, _progress(life)) for life in self.crowd.living()}
+                raise Violation(f"waited {patience_s:g} s until {what}, in vain: {states}")
             await asyncio.sleep(0.5)
-
-    def _states(self) -> dict[str, object]:
-        lives = [(life, life.node.core.facts) for life in self.crowd.living() if life.node is not None]
-        return {life.owner: (facts.ready, [f.tip.head.number for f in facts.fragments]) for life, facts in lives}
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
@@ -264,17 +252,13 @@ class _Stage:
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
-    def _on_life(self, life: Life) -> None:
-        self.loop.at(self.loop.seconds, self._begin, life)  # a trainer's node is opened from the trainer's thread
-
     def _begin(self, life: Life) -> None:
         if not life.ended and life.node is not None:
-            work = self._pester if life.name == LIAR else self._ask_liar
+            work = self._ask_everybody if life.name == LIAR else self._ask_liar
             with self.loop.owned_by(life.owner):
                 life.node.context.tasks.spawn(work(life.node))
 
-    async def _pester(self, node: Node) -> None:
-        """The liar asks everybody for everything."""
+    async def _ask_everybody(self, node: Node) -> None:
         facts = node.core.facts
         while True:
             await asyncio.sleep(ASKS_EVERY_S)
@@ -286,34 +270,29 @@ class _Stage:
             others = [member.peer for member in facts.members.all()]
             if others:
                 request = self.random.choice(requests)
-                node.context.tasks.spawn(_suppressing(self._say(node, self.random.choice(others), request)))
+                node.context.tasks.spawn(self._ask(node, self.random.choice(others), request))
 
-    async def _say(self, node: Node, peer: str, request: Message) -> None:
-        async with node.context.open(peer) as stream:
-            await stream.send(request)
-            await stream.receive(5.0)
-            await asyncio.sleep(self.random.choice([0.0, 1.0]))
+    async def _ask(self, node: Node, peer: str, request: Message) -> None:
+        with suppress(*BROKEN, PayloadError):
+            async with node.context.open(peer) as stream:
+                await stream.send(request)
+                await stream.receive(5.0)
+                await asyncio.sleep(self.random.choice([0.0, 1.0]))
 
     async def _ask_liar(self, node: Node) -> None:
-        """An honest peer, as a newcomer or a watcher would, asks the liar what it is."""
+        """As a newcomer or a watcher would."""
         transport = node.context.transport
+        questions: list[Any] = [partial(probe, nbytes=64), request_manifest, request_snapshot]
         while True:
             await asyncio.sleep(2 * ASKS_EVERY_S)
-            if LIAR not in node.core.facts.members:
-                continue
-            asked: list[Callable[[], Awaitable[Any]]] = [
-                lambda: probe(transport, LIAR, 64),
-                lambda: request_manifest(transport, LIAR),
-                lambda: request_snapshot(transport, LIAR),
-            ]
-            with suppress(*BROKEN, PayloadError):
-                await self.random.choice(asked)()
-
-
-async def _suppressing(work: Awaitable[None]) -> None:
-    with suppress(*BROKEN, PayloadError):
-        await work
+            if LIAR in node.core.facts.members:
+                with suppress(*BROKEN, PayloadError):
+                    await self.random.choice(questions)(transport, LIAR)
 
 
 def _progress(life: Life) -> int:
     return 0 if life.node is None else sum(f.tip.head.number for f in life.node.core.facts.fragments)
+
+
+def _gets_on(life: Life, before: int) -> bool:
+    return life.leaving or _progress(life) > before

@@ -1,17 +1,12 @@
-"""What every version was made of, as nobody in the swarm knows it: the truth that beliefs are compared with.
-
-A version is known by the id of its head.
-"""
+"""What every version was made of, as nobody in the swarm knows it: the truth that beliefs are compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 from diloco.core.history import Tip
 from diloco.core.units import count, union
-from diloco.messages.fields import Units
-from diloco.messages.heads import Head, Line
+from diloco.messages.heads import Head
 
 __all__ = ["Lineage", "Made"]
 
@@ -41,29 +36,26 @@ class Lineage:
             found.append(self.made[found[-1].prev].head)
         return found
 
-    def lines(self, head: Head) -> list[Line]:
-        """The contributions that are in an anchor."""
-        return [line for one in self.chain(head) for line in one.counted]
-
-    def tokens(self, head: Head, peers: Collection[str], until: int = 2**62) -> int:
-        """Tokens of these peers in an anchor, of contributions with stamps up to that one."""
-        return sum(line.tokens for line in self.lines(head) if line.peer in peers and line.stamp <= until)
-
-    def units(self, head: Head) -> list[Units]:
-        """The sequences of each contribution that is in an anchor."""
-        return [line.units for line in self.lines(head)]
+    def tokens(self, head: Head, peer: str, until: int = 2**62) -> int:
+        """Tokens of a peer in an anchor, of contributions with stamps up to that one."""
+        lines = [line for one in self.chain(head) for line in one.counted]
+        return sum(line.tokens for line in lines if line.peer == peer and line.stamp <= until)
 
     def wrong(self, head: Head) -> str:
         """What must not be in a history, and is in the one that leads to this head; empty if all is right."""
+        before = self.made[head.prev].head
+        if (head.fragment, head.number) != (before.fragment, before.number + 1):
+            return "it does not follow the one before"
         chain = self.chain(head)
         lines = [line for one in chain for line, _ in one.lines]
         names = [(line.peer, line.stamp) for line in lines]
         if len(set(names)) < len(names):
             return f"contributions are in it twice: {sorted({name for name in names if names.count(name) > 1})}"
-        if head.work != sum(line.tokens for line in self.lines(head)):
+        counted = [line for one in chain for line in one.counted]
+        if head.work != sum(line.tokens for line in counted):
             return f"its work is {head.work}, which is not the tokens in it"
         if not {line.base for line in lines} <= {one.id for one in chain}:
             return "something in it was learned in another history"
-        units = self.units(head)
+        units = [line.units for line in counted]
         twice = sum(map(count, units)) - count(union(*units))
         return f"{twice} sequences are in it twice" if twice else ""

@@ -21,7 +21,7 @@ from diloco.core.events import Merge
 from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
 from diloco.testing.fuzz.crowd import Crowd, Life, small_pieces
-from diloco.testing.fuzz.faults import FLAP_S, SHAPES, SPLIT_PROGRESS_S, TEARING, Fault, Scenario, pairs
+from diloco.testing.fuzz.faults import FLAP_S, SPLIT_PROGRESS_S, TEARING, Fault, Scenario, pairs
 from diloco.testing.fuzz.invariants import Violation, Watch, check_end
 
 __all__ = ["PROGRESS_S", "Outcome", "play", "quiet_process", "shrink"]
@@ -47,10 +47,18 @@ class Outcome:
     story: tuple[str, ...] = ()
 
 
-def play(plan: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
+def play(plan: Scenario, trace: Callable[[str], None] = lambda line: None) -> Outcome:
     """Run a scenario. The trace is called with each line of the story at its time."""
-    with quiet_process(), virtual_time() as loop:
-        return _played(loop, plan, trace)
+    violation = None
+    with quiet_process(), virtual_time() as loop, small_pieces() if plan.pieces else small_pieces(64, 64):
+        stage = _Stage(loop, plan)
+        stage.crowd.tell = trace
+        try:
+            loop.run_until_complete(stage.play())
+        except (Violation, DeadlockError) as error:
+            violation = str(error)
+        versions = tuple(min(_numbers(life)) for life in stage.crowd.ended if life.node and life.ready)
+        return Outcome(loop.turns, loop.seconds, versions, violation, tuple(stage.crowd.story))
 
 
 @contextmanager
@@ -73,20 +81,6 @@ def _exempt_modules_from_collection(_num_modules: int) -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # the first optimizer imports as much again
     gc.collect()
     gc.freeze()
-
-
-def _played(loop: VirtualLoop, plan: Scenario, trace: Callable[[str], None] | None) -> Outcome:
-    stage = _Stage(loop, plan)
-    if trace is not None:
-        stage.crowd.tell = trace
-    violation = None
-    with small_pieces() if plan.pieces else small_pieces(64, 64):
-        try:
-            loop.run_until_complete(stage.play())
-        except (Violation, DeadlockError) as error:
-            violation = str(error)
-    versions = tuple(min(_numbers(life)) for life in stage.crowd.ended if life.node and life.ready)
-    return Outcome(loop.turns, loop.seconds, versions, violation, tuple(stage.crowd.story))
 
 
 def shrink(plan: Scenario) -> Scenario:
@@ -114,7 +108,7 @@ class _Stage:
             r = random.Random(f"threads {plan.seed}")
             loop.executor_s = lambda: plan.executor_s * r.random() ** 3
         self.pending = 0  # faults that did not end yet
-        self.begun = 0
+        self.begun = 0  # faults
         self.fresh = iter("stuvwxyz" * 4)
 
     async def play(self) -> None:
@@ -244,12 +238,10 @@ class _Stage:
             case "stall" if life is not other:
                 network.cut(life.name, other.name)
                 self._over(fault.seconds, lambda: network.mend(life.name, other.name))
-            case "split" | "hold":
-                self._split(fault)
             case "garble":
                 network.garbling.add(life.name)
-            case shape if shape in SHAPES:
-                self._split_in_shape(fault)
+            case "split" | "hold" | "lone" | "halves" | "thirds" | "one_way" | "flap" | "election":
+                self._split(fault)
 
     def _over(self, seconds: float, end: Callable[[], None]) -> None:
         """A fault ends after a while."""
@@ -318,15 +310,7 @@ class _Stage:
         self._over(fault.seconds, thaw)
 
     def _split(self, fault: Fault) -> None:
-        """Two sides that cannot reach each other for a while; both go on, if nothing else happens to them."""
-        crowd, r = self.crowd, random.Random(f"{self.plan.seed} {fault}")
-        names = sorted(crowd.lives)
-        side = {name for name in names if r.random() < 0.5}
-        crowd.note("", f"splits into {sorted(side)} and the others")
-        self._part(fault, [(one, other) for one in names if one in side for other in names if other not in side])
-
-    def _split_in_shape(self, fault: Fault) -> None:
-        """Sides of many shapes (`splits`)."""
+        """Sides cannot reach each other for a while. They go on, if nothing else happens to them."""
         crowd, r = self.crowd, random.Random(f"{self.plan.seed} {fault}")
         cut = pairs(fault.kind, sorted(crowd.lives), r)
         crowd.note("", f"cannot reach each other: {' '.join(f'{one}-{other}' for one, other in cut)}")

@@ -71,10 +71,10 @@ class Loopback:
     where = "loopback"
 
     def __init__(self, reason: str) -> None:
-        self.unshaped: str | None = f"peers share the loopback ({reason})"  # why links are not as was asked
+        self.unshaped = f"peers share the loopback ({reason})"  # why links are not as was asked; "" if they are
 
     def add(self, peer: int) -> None:
-        return
+        """A place for a peer, connected with all."""
 
     def address(self, peer: int) -> str:
         return "127.0.0.1"
@@ -83,21 +83,16 @@ class Loopback:
         """What a peer's command begins with, to run in its place."""
         return []
 
-    def partition(self, groups: Sequence[Sequence[int]]) -> str | None:
-        """These peers no longer reach those; returns why that cannot be, else None. The others likewise."""
-        return self.unshaped
+    def partition(self, groups: Sequence[Sequence[int]]) -> None:
+        """The peers of a group reach no other group any more; no groups heal all."""
 
-    def heal(self) -> str | None:
-        return self.unshaped
-
-    def worsen(self, peer: int, kind: str, value: str) -> str | None:
+    def worsen(self, peer: int, kind: str, value: str) -> None:
         """Make a peer's link `slow`, `delay` it or make it lossy (`loss`), in both directions, until `fast`."""
-        return self.unshaped
 
-    def fast(self, peer: int) -> str | None:
-        return self.unshaped
+    def fast(self, peer: int) -> None:
+        """The peer's link is as at first."""
 
-    def counts(self) -> dict[str, Any] | None:
+    def counts(self) -> object:
         """What the emulator did: packets lost, dropped and passed, and its processor time; None without one."""
         return None
 
@@ -111,7 +106,7 @@ class Links(Loopback):
     where = "network namespaces"
 
     def __init__(self, number: int, base: Shape) -> None:
-        self.unshaped = None
+        self.unshaped = ""
         self._number, self._base = number, base
         self._peers: list[int] = []
         self._troubles: dict[int, Shape] = {}
@@ -125,7 +120,6 @@ class Links(Loopback):
         )
 
     def add(self, peer: int) -> None:
-        """A namespace for a peer, connected with all."""
         if peer in self._peers:
             return
         if peer >= MOST:
@@ -146,29 +140,20 @@ class Links(Loopback):
     def command(self, peer: int) -> list[str]:
         return ["nsenter", f"--net=/run/netns/{self._space(peer)}"]
 
-    def partition(self, groups: Sequence[Sequence[int]]) -> str | None:
+    def partition(self, groups: Sequence[Sequence[int]]) -> None:
         self._ask(sides={peer: side for side, group in enumerate(groups) for peer in group})
-        return None
 
-    def heal(self) -> str | None:
-        self._ask(sides={})
-        return None
-
-    def worsen(self, peer: int, kind: str, value: str) -> str | None:
+    def worsen(self, peer: int, kind: str, value: str) -> None:
         name, _, read = WORSE[kind]
         self._troubles[peer] = replace(self._troubles.get(peer, Shape()), **{name: read(value)})
         self._shape(peer)
-        return None
 
-    def fast(self, peer: int) -> str | None:
+    def fast(self, peer: int) -> None:
         self._troubles.pop(peer, None)
         self._shape(peer)
-        return None
 
-    def counts(self) -> dict[str, Any] | None:
-        counted = self._ask(count=1)
-        assert isinstance(counted, dict)
-        return counted
+    def counts(self) -> object:
+        return self._ask(count=1)
 
     def close(self) -> None:
         """Take everything away that was made here; the devices go with the emulator."""

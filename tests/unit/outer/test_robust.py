@@ -17,7 +17,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.payloads import Layout
 from diloco.outer.replica import Replica
 from diloco.outer.robust import SKETCH, Comparison, clip, clip_few
-from diloco.testing.fuzz.lying import Lying
+from diloco.testing.fuzz.crowd import lying
 from tests.support import outer as steps
 from tests.support.outer import make, outer, payload_of
 
@@ -35,7 +35,7 @@ def pseudo_gradients(count: int, seed: int, agreement: float = 0.6) -> list[Tens
 
 
 def encoded(x: Tensor, lie: float = 1.0) -> Tensor:
-    return steps.encoded(Lying(INT8, lie), x)
+    return steps.encoded(lying(INT8, lie), x)
 
 
 def sent(deltas: list[Tensor], lies: dict[int, float] | None = None) -> dict[str, Tensor]:

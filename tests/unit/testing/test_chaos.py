@@ -12,15 +12,8 @@ from typing import Any
 import pytest
 
 from diloco.testing.chaos.peers import Happened
-from diloco.testing.chaos.report import (
-    Account,
-    Log,
-    Stay,
-    judge,
-    lines_of,
-    report,
-)
-from diloco.testing.chaos.schedule import Fault, joins, parse
+from diloco.testing.chaos.report import Account, Log, Stay, judge, lines_of, report
+from diloco.testing.chaos.schedule import Fault, ScheduleError, parse
 from diloco.testing.links.links import Links, unavailable
 from diloco.testing.links.pipe import Pipe, Shape, rate_bytes
 
@@ -34,8 +27,25 @@ def test_a_schedule_is_read_as_it_was_written() -> None:
     ]  # fmt: skip
     assert [fault.at for fault in faults] == [30, 35, 60, 65, 80, 90, 100, 104]
     assert faults[4].groups == ((0, 1), (3, 4)) and faults[4].named == (0, 1, 3, 4)
-    assert joins(faults) == 1 and parse("", 4) == []
+    assert parse("", 4) == []
     assert [fault.at for fault in parse("9.5:join, 2:kill 0", 2)] == [2, 9.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("5:explode 1", "'5:explode 1' is no fault; expected SECOND:KIND ..., KIND of kill, stop, cont, "),
+        ("5:partition 0,1", "'5:partition 0,1' is wrong; expected 5:partition 0,1|2,3"),
+        ("5:slow 1", "'5:slow 1' is wrong; expected 5:slow 1 2mbit"),
+        ("5:slow 1 2", "'5:slow 1 2': '2' is not a rate such as 2mbit"),
+        ("5:kill 9", "5:kill 9: there is no peer 9 then"),
+        ("5:kill 1, 6:stop 1", "6:stop 1: peer 1 is ended then"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        parse(text, 4)
+    assert str(error.value).startswith(f"--schedule: {said}")
 
 
 def stay(peer: int, steps: list[float], outer: list[float], digest: str = "a", **more: Any) -> Stay:
@@ -122,12 +132,12 @@ def test_an_emulated_link_delays_cuts_heals_and_leaves_nothing() -> None:
             try:
                 assert far.stdout is not None and far.stdout.readline() == "ready\n"
                 assert len(calm := trips(60)) == 5 and min(calm) >= 0.04
-                assert links.worsen(1, "delay", "30ms") is None
+                links.worsen(1, "delay", "30ms")
                 assert len(late := trips(60)) == 5 and min(late) >= 0.1
-                assert links.fast(1) is None
+                links.fast(1)
                 links.partition([[0], [1]])
                 assert trips(0.05) == []
-                links.heal()
+                links.partition([])
                 assert len(trips(60)) == 5
             finally:
                 far.kill()

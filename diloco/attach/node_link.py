@@ -16,9 +16,9 @@ from diloco.outer.fragments import Fragment
 from diloco.outer.replica import Replica
 from diloco.outer.staging import train_on_current_stream
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node import shown
 from diloco.swarm.node.node import Exchanged, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.rows import ledger_totals
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.malloc import give_back
 
@@ -75,7 +75,7 @@ class NodeView:
 
     def contributions(self) -> list[Contributor]:
         """How much each peer contributed to this peer's anchor."""
-        return self.look(lambda node: shown.ledger(node.core.facts, {}).contributions)
+        return self.look(lambda node: ledger_totals(node.core.facts, {}).contributions)
 
     def observe(self) -> Snapshot | None:
         """What this peer knows of the swarm; None when it has left."""

@@ -51,7 +51,7 @@ def test_a_name_that_is_no_peer_id_cannot_be_reached_and_nothing_more() -> None:
     from diloco.swarm.wire.gate import Gate
     from diloco.swarm.wire.libp2p import Libp2p
 
-    libp2p = Libp2p(SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: "me")), [], Gate())  # type: ignore[arg-type]
+    libp2p = Libp2p(SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: "me")), Gate())  # type: ignore[arg-type]
     for name in ("!!!", "é", "Qm\0"):
         with pytest.raises(ConnectionError, match="is no peer id"):
             asyncio.run(libp2p.open(name, "x"))

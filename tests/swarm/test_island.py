@@ -24,16 +24,8 @@ EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.s
 def torchrun(run_dir: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> Any:
     """The ranks of an island, started."""
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone")
-    arguments = (
-        *launcher,
-        f"--max-restarts={restarts}",
-        "-m",
-        "diloco.train",
-        *SMOKE,
-        f"run.dir={run_dir}",
-        *overrides,
-    )
-    return command(*arguments, directory=run_dir.parent)
+    program = (f"--max-restarts={restarts}", "-m", "diloco.train", *SMOKE, f"run.dir={run_dir}")
+    return command(*launcher, *program, *overrides, directory=run_dir.parent)
 
 
 def train(run_dir: Path, *overrides: str) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from diloco.admission.keys import RunKey
 from diloco.errors import SwarmError
 from diloco.swarm.client.ask import look, parse_manifest
 from tests.support.joining import OTHER
-from tests.support.peers import SMOKE, Crowd, begin_together, command, dead_port, diloco, eventually, together
+from tests.support.peers import SMOKE, Command, Crowd, begin_together, command, dead_port, diloco, eventually, together
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -25,6 +27,24 @@ def crowd(tmp_path: Path) -> Any:
     swarm = Crowd(tmp_path, SHAPES)
     yield swarm
     swarm.close()
+
+
+@contextmanager
+def starting(directory: Path, *settings: str) -> Iterator[Command]:
+    """A peer that has an address, with its run in `starter`; Ctrl+C ends it."""
+    begin = ("-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0")
+    with command(*begin, *settings, directory=directory) as starter:
+        eventually(lambda: (directory / "starter" / "address").exists(), "an address")
+        yield starter
+        starter.process.send_signal(signal.SIGINT)
+        starter.done()
+
+
+def contributes(guest: Command) -> Command:
+    """A volunteer that is told to leave once it has contributed."""
+    eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
+    guest.process.send_signal(signal.SIGINT)
+    return guest
 
 
 def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_others(crowd: Crowd) -> None:
@@ -60,15 +80,10 @@ def test_a_peer_that_nobody_can_call_trains_and_is_no_author(crowd: Crowd) -> No
 
 
 def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
-    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0"]
-    with command(*begin, directory=tmp_path) as starter:
+    with starting(tmp_path) as starter:
         lines = eventually(lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")], "it")
         with command("-m", *lines[0].split(), directory=tmp_path) as guest:
-            eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
-            guest.process.send_signal(signal.SIGINT)
-            guest.done()
-        starter.process.send_signal(signal.SIGINT)
-        starter.done()
+            contributes(guest).done()
     said = [line.split("] ")[1].split(":")[0] for line in guest.stdout.splitlines() if "] " in line]
     stages = [one for one in said if one != "state"]  # which is only told where it takes a while
     assert stages[:5] == ["connect", "manifest", "machine", "data", "first contribution"]
@@ -80,15 +95,9 @@ def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_of_torchrun_join_as_one_peer(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "diloco", "join"]
-    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0"]
-    with command(*begin, directory=tmp_path) as starter:
-        eventually(lambda: (tmp_path / "starter" / "address").exists(), "an address")
+    with starting(tmp_path):
         with command(*torchrun, "@starter/address", "train.device=cpu", directory=tmp_path) as guest:
-            eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
-            guest.process.send_signal(signal.SIGINT)
-            guest.wait()  # torchrun calls it a failure when Ctrl+C has ended its ranks
-        starter.process.send_signal(signal.SIGINT)
-        starter.done()
+            contributes(guest).wait()  # torchrun calls it a failure when Ctrl+C has ended its ranks
     assert "machine: 2 x CPU" in guest.stdout and "tokens from this peer" in guest.stdout
     rows = (tmp_path / "starter" / "contributions.csv").read_text().splitlines()[1:]
     assert len(rows) == 2, "the starter, and the volunteer"
@@ -96,18 +105,12 @@ def test_ranks_of_torchrun_join_as_one_peer(tmp_path: Path) -> None:
 
 def test_a_volunteer_joins_a_closed_run_by_a_link_in_a_file(tmp_path: Path) -> None:
     RunKey.create(tmp_path / "run.key")
-    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0"]
-    with command(*begin, "swarm.key_path=run.key", "run.id=closed", directory=tmp_path) as starter:
-        eventually(lambda: (tmp_path / "starter" / "address").exists(), "an address")
+    with starting(tmp_path, "swarm.key_path=run.key", "run.id=closed"):
         invite = ("invite", "--key", "run.key", "--run", "closed", "@starter/address")
         (tmp_path / "link").touch(0o600)
         (tmp_path / "link").write_text(diloco(*invite, directory=tmp_path).done().stdout)
         with command("-m", "diloco", "join", "@link", directory=tmp_path) as guest:
-            eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
-            guest.process.send_signal(signal.SIGINT)
-            guest.done()
-        starter.process.send_signal(signal.SIGINT)
-        starter.done()
+            contributes(guest).done()
     [memory] = (tmp_path / "home" / "diloco" / "peer-0" / "runs" / "closed" / "refusals").iterdir()
     seal = json.loads(memory.read_text())["seal"]
     manifest = parse_manifest((tmp_path / "starter" / "manifest.json").read_text())

@@ -1,4 +1,4 @@
-"""Run files under crashes and several writers, phases of wall time, summaries and their merge, wandb that fails."""
+"""The real wandb, offline."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.peers import DEADLINE_S
 from tests.support.places import ROOT
 
 
-def test_the_real_wandb_logs_offline_into_the_run_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_real_wandb_logs_offline_into_the_run_directory(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from diloco.config import compose\n"
@@ -21,14 +19,7 @@ def test_the_real_wandb_logs_offline_into_the_run_directory(tmp_path: Path, capl
         "log = WandbLog(config, 'p0')\n"
         "with RunLog(config.run.dir, 'p0', log) as run: run.metric(version=1, inner_step=2, tokens=3, loss=4.0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        check=True,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.stdout == ""
-    assert "the run goes on" not in done.stderr
+    options = {"check": True, "cwd": ROOT, "capture_output": True, "text": True, "timeout": DEADLINE_S}
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], **options)
+    assert done.stdout == "" and "the run goes on" not in done.stderr
     assert list((tmp_path / "wandb").glob("offline-run-*/run-a-b-p0.wandb"))

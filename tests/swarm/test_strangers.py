@@ -20,7 +20,7 @@ from diloco.messages.base import Message, Refusal
 from diloco.messages.bulk import Get, InnerRequest, Push
 from diloco.messages.watching import Ask
 from diloco.swarm.client.ask import revoke
-from diloco.swarm.wire.gate import GREETING, Gate, message_of
+from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
 from tests.support.peers import Crowd, Trainee, begin_together, eventually, together
@@ -198,14 +198,3 @@ def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(club: Club, 
     with pytest.raises(SwarmError, match="revoked"):
         again.start()
     again.close()
-
-
-def test_a_list_goes_to_all_who_are_connected(club: Club, members: list[Trainee]) -> None:
-    first, second = members
-
-    async def hear() -> bool:
-        return first.node.context.gate.hear(message_of(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
-
-    assert first.call(hear())
-    admission = second.node.context.gate.admission
-    eventually(lambda: admission is not None and admission.revoked.number == 7, "the other to be told")

@@ -1,10 +1,4 @@
-"""Asks a swarm what it is before joining it, and as its owner tells it what is revoked. Each call connects and closes.
-
-1. All addresses are called at once. The peers that answer name others, which are called by their ids.
-2. Each of a few peers says its clock, its wire version and its addresses; on demand the link to it is measured.
-3. One of them sends the manifest; in a closed run its owner has signed it.
-4. Whoever joins then fetches the small files that the manifest names by digests.
-"""
+"""Asks a swarm what it is before joining it, and tells it what its owner revokes. Each call connects and closes."""
 
 from __future__ import annotations
 
@@ -13,6 +7,7 @@ import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,10 +22,7 @@ from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
 
-__all__ = [
-    "Found", "Wanted", "check_clock", "fetch_files", "look", "parse_manifest", "revoke",
-    "try_to_listen",
-]  # fmt: skip
+__all__ = ["Found", "Wanted", "check_clock", "fetch_files", "look", "parse_manifest", "revoke", "try_to_listen"]
 
 CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
@@ -64,17 +56,15 @@ class Found:
         return statistics.median(peer.ahead_s for peer in self.peers) if self.peers else None
 
 
-async def _of_any(
-    peers: Iterable[str], question: Callable[[str], Awaitable[T]], explain: Callable[[list[str]], str]
-) -> T:
-    """The first answer of the peers, asked in turn. Without one, `SwarmError` with what `explain` makes of reasons."""
-    reasons = []
+async def _first_answer(peers: Iterable[str], question: Callable[[str], Awaitable[T]]) -> tuple[T | None, list[str]]:
+    """The first answer of the peers, asked in turn, and why those before it gave none."""
+    reasons = list[str]()
     for peer in peers:
         try:
-            return await question(peer)
+            return await question(peer), reasons
         except (*BROKEN, PayloadError) as error:
             reasons.append(str(error) or type(error).__name__)
-    raise SwarmError(explain(reasons))
+    return None, reasons
 
 
 def look(
@@ -85,6 +75,8 @@ def look(
 ) -> Found:
     """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured with so many.
 
+    All addresses are called at once. The peers that answer name others, which are called by their ids.
+
     Args:
         identity_path: this peer's key, for a swarm that admits identities; None makes a new identity.
         gate: shows the invitation to a closed run, and believes only peers of that run (`gate.watching`).
@@ -94,14 +86,6 @@ def look(
         ConfigError: an entry is not an address.
     """
     gate = gate or Gate()
-
-    def explain(reasons: list[str]) -> str:
-        if UNSEALED in reasons:
-            return UNSEALED
-        for reason in reasons:
-            if reason.startswith("refused: "):
-                return f"the swarm refused this peer: {reason.removeprefix('refused: ')}"
-        return f"{','.join(initial_peers)} answers, but is no diloco peer; check the address"
 
     async def ask() -> Found:
         async with aclosing(await Libp2p.visit(initial_peers, gate, identity_path)) as visitor:
@@ -116,12 +100,23 @@ def look(
             met = {visitor.me, *(peer.peer for peer in peers)}
             more = dict.fromkeys(one for peer in peers for one in peer.reply.known if one not in met)
             peers += await _probe_all(visitor, list(more)[: max(0, PEERS_ASKED - len(peers))])
-            text = await _of_any([one.peer for one in peers] or visitor.seeds, manifest, explain)
+            text, reasons = await _first_answer([one.peer for one in peers] or visitor.seeds, manifest)
+            if text is None:
+                raise SwarmError(_no_manifest(initial_peers, reasons))
             if measure_bytes:  # after each other, so that they do not share this machine's link
                 peers = [(*await _probe_all(visitor, [one.peer], measure_bytes), one)[0] for one in peers]
             return Found(text, peers, visitor.silent)
 
     return asyncio.run(ask())
+
+
+def _no_manifest(addresses: Sequence[str], reasons: list[str]) -> str:
+    if UNSEALED in reasons:
+        return UNSEALED
+    for reason in reasons:
+        if reason.startswith("refused: "):
+            return f"the swarm refused this peer: {reason.removeprefix('refused: ')}"
+    return f"{','.join(addresses)} answers, but is no diloco peer; check the address"
 
 
 async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int = 0) -> list[Probed]:
@@ -137,8 +132,7 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int = 0) -> 
 def parse_manifest(text: str) -> Manifest:
     """The manifest of a swarm that this machine may join or host.
 
-    Raises `ConfigError` when it is not valid, of another wire version, or asks for files of this machine
-    (`check_foreign`).
+    Raises `ConfigError` when it is invalid, of another wire version, or asks for files of this machine.
     """
     manifest = Manifest.from_json(text)
     check_foreign(manifest)
@@ -168,20 +162,17 @@ async def fetch_files(
     """
     async with aclosing(await Libp2p.visit(initial_peers, gate, identity_path)) as visitor:
         for digest, (place, limit) in wanted.items():
-            content = await _file(visitor, digest, min(limit, most_bytes), place.name)
+            request = partial(request_file, visitor, digest=digest, most_bytes=min(limit, most_bytes))
+            content, reasons = await _first_answer(visitor.seeds, request)
+            if content is None:
+                needed = f"no peer there gives {place.name}, which the run needs ({reasons[-1]})"
+                raise SwarmError(f"{needed}; try another address of the run")
             most_bytes -= len(content)
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(place, content)
             except OSError as error:
                 raise ConfigError(f"run.dir: {place} cannot be written ({error.strerror}); choose another") from error
-
-
-async def _file(visitor: Libp2p, digest: str, most_bytes: int, name: str) -> bytes:
-    def explain(reasons: list[str]) -> str:
-        return f"no peer there gives {name}, which the run needs ({reasons[-1]}); try another address of the run"
-
-    return await _of_any(visitor.seeds, lambda peer: request_file(visitor, peer, digest, most_bytes), explain)
 
 
 def try_to_listen(
@@ -191,9 +182,8 @@ def try_to_listen(
 
     Returns the addresses, whether others can connect there, and what would help if not.
     """
-    network = SwarmConfig().model_copy(
-        update={"initial_peers": tuple(seeds), "listen": tuple(listen), "announce": tuple(announce), "reachable": "yes"}
-    )
+    places = {"initial_peers": tuple(seeds), "listen": tuple(listen), "announce": tuple(announce)}
+    network = SwarmConfig().model_copy(update={**places, "reachable": "yes"})
 
     async def listen_and_ask() -> tuple[list[str], bool, str]:
         async with aclosing(await Libp2p.connect(network, identity_path, gate)) as peer:

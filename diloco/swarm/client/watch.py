@@ -1,8 +1,4 @@
-"""Sees a swarm without joining it. It listens nowhere, has no lasting identity, and leaves no trace in the DHT.
-
-Importing hivemind takes longer than the visit, because `hivemind/__init__` imports torch and all of its optimizers. A
-process that only watches calls `light_hivemind` first.
-"""
+"""Sees a swarm without joining it: it listens nowhere, has no lasting identity, and leaves no trace in the DHT."""
 
 from __future__ import annotations
 
@@ -31,11 +27,10 @@ MAX_KNOWN = 64  # peers to ask when the one that answered last is gone
 
 
 def light_hivemind(shells: Sequence[str] = ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht")) -> None:
-    """Let this process import parts of hivemind without the rest. The packages `shells` become empty shells.
+    """Let this process import parts of hivemind without `hivemind/__init__`, which imports torch, scipy and more.
 
-    By default only `hivemind.p2p` can be imported afterwards, which is enough to watch. With the shell `hivemind` alone
-    everything is there that a peer needs, without the averaging and the optimizers of hivemind, and without scipy,
-    which they import. Nothing happens when hivemind is imported already.
+    The packages `shells` become empty. By default only `hivemind.p2p` can be imported afterwards, enough to watch; with
+    the shell `hivemind` alone, everything that a peer needs. Nothing happens when hivemind is imported already.
     """
     if "hivemind" in sys.modules:
         return
@@ -50,15 +45,14 @@ def light_hivemind(shells: Sequence[str] = ("hivemind", "hivemind.p2p", "hivemin
 
 
 class Visitor:
-    """Asks one peer at a time what it knows of the swarm.
+    """Asks one peer at a time what it knows of the swarm; an asynchronous context manager.
 
-    It asks the peer that answered last again for as long as that lives, so that histories have no breaks. Then it asks
-    the others that this peer has named, and then those of the address. Use it as an asynchronous context manager.
+    It asks the peer that answered last for as long as that lives, so that histories have no breaks, then the others
+    that this peer has named, and then those of the address.
     """
 
     def __init__(self, addresses: Sequence[str], token: str | None = None) -> None:
-        self._addresses = addresses
-        self._token = token  # the invitation to a closed run
+        self._addresses, self._token = addresses, token
         self._transport: Transport | None = None
         self._known: dict[str, list[str]] = {}  # addresses of the peers to ask, the best first
         self._connected_at = 0.0

@@ -1,12 +1,12 @@
 """The tensors of a node: pseudo-gradients taken, anchors moved and loaded, versions merged, checkpoints copied.
 
-The core asks for each of these and is told what came of it. Work on whole fragments runs in a thread. Whoever reads or
-moves an anchor holds the fragment's lock until the thread has ended and the core knows.
+Work on whole fragments runs in a thread. Whoever reads or moves an anchor holds the fragment's lock until the thread
+has ended and the core knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -40,29 +40,26 @@ class Anchors:
 
     def __init__(self, context: Context) -> None:
         self._context, self._replica, self._core = context, context.replica, context.core
-        self._shown: dict[int, tuple[str, Tensor]] = {}  # kept for those who fetch its parts
+        self._copies: dict[int, tuple[str, Tensor]] = {}  # by fragment: an older anchor, whose parts others fetch
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self._same: set[tuple[str, str]] = set()
         self.loaded = [(f.tip.head.number, f.tip.head.work) for f in context.core.facts.fragments]
-
-    # -- what this peer has learned -----------------------------------------------------------------------------------
 
     async def capture(self, line: Line) -> None:
         """Take and encode a pseudo-gradient. With an overlap training may go on as soon as the parameters are copied.
 
         Raises `DivergedError` when it is not finite.
         """
-        fragment = line.fragment
-        if self._replica.settings.overlap and self._replica.local.can_copy(self._replica.fragments[fragment]):
-            if await in_thread(self._replica.copy_local, fragment):
-                self._context.tasks.spawn(self._encode(line))
-                return
-        await self._encode(line)
+        replica, fragment = self._replica, line.fragment
+        can_copy = replica.settings.overlap and replica.local.can_copy(replica.fragments[fragment])
+        if can_copy and await in_thread(replica.copy_local, fragment):
+            self._context.tasks.spawn(self._encode(line))
+        else:
+            await self._encode(line)
 
     async def _encode(self, line: Line) -> None:
-        fragment = line.fragment
-        async with self._context.locks[fragment].reading():
-            payload, norm, root = await in_thread(self._encoded, fragment)
+        async with self._context.locks[line.fragment].reading():
+            payload, norm, root = await in_thread(self._encoded, line.fragment)
         self._context.do(Captured(line, payload, norm, root))
 
     def _encoded(self, fragment: int) -> tuple[Tensor, float, str]:
@@ -76,8 +73,6 @@ class Anchors:
             remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
             raise DivergedError(f"training diverged: {error}; {remedy}") from None
         return payload, norm, payload_digest(payload)
-
-    # -- parameters ---------------------------------------------------------------------------------------------------
 
     async def load(self, fragment: int) -> None:
         """The local parameters of a fragment become its anchor, or are mixed with it where training went on."""
@@ -93,8 +88,6 @@ class Anchors:
         for fragment, lock in enumerate(self._context.locks):
             async with lock.reading():
                 await in_thread(self._replica.show_anchor_, fragment)
-
-    # -- as author ----------------------------------------------------------------------------------------------------
 
     async def merge(self, action: Merge) -> None:
         """Make the update of the next version."""
@@ -123,16 +116,10 @@ class Anchors:
                 names = [self._core.name(peer) for peer in (one, other)]
                 self._context.note("same_data", **said, peers=[one, other], names=names, cosine=round(cosine, 6))
 
-    # -- moving -------------------------------------------------------------------------------------------------------
-
     async def apply(self, action: Apply) -> None:
         """Move an anchor by an update, if it leads to what its head says."""
-        await self._context.tasks.complete(self._move(action.fragment, lambda: self._apply(action)))
-
-    async def _move(self, fragment: int, work: Callable[[], Awaitable[Applied]]) -> None:
-        """Whoever is cancelled meanwhile: the core knows of the anchor that is here."""
-        async with self._context.locks[fragment].writing():
-            self._context.do(await work())
+        async with self._context.locks[action.fragment].writing():
+            self._context.do(await self._apply(action))
 
     async def _apply(self, action: Apply) -> Applied:
         fragment, head, replica = action.fragment, action.head, self._replica
@@ -152,41 +139,41 @@ class Anchors:
         await in_thread(replica.apply_update_, fragment, action.update, step)
         if action.own:
             parts = await in_thread(part_digests, replica.anchors[fragment])
-        elif fragment in replica.aggregates:
-            await in_thread(replica.aggregates[fragment].restart)
+        else:
+            await self._restart(fragment)
         return Applied(fragment, head.id, parts)
 
     async def replace(self, action: Replace) -> None:
         """Replace an anchor by parts, each of which has its digest."""
-        await self._context.tasks.complete(self._move(action.fragment, lambda: self._replace(action)))
+        fragment, anchor = action.fragment, self._replica.anchors[action.fragment]
+        async with self._context.locks[fragment].writing():
+            await self._about_to_move(fragment)
+            await in_thread(_fill, anchor, action.parts)
+            await self._restart(fragment)
+            self._context.do(Applied(fragment, action.head.id, await in_thread(part_digests, anchor)))
 
-    async def _replace(self, action: Replace) -> Applied:
-        fragment, replica = action.fragment, self._replica
-        await self._about_to_move(fragment)
-        anchor = replica.anchors[fragment]
-        await in_thread(_fill, anchor, action.parts)
-        if fragment in replica.aggregates:
-            await in_thread(replica.aggregates[fragment].restart)
-        return Applied(fragment, action.head.id, await in_thread(part_digests, anchor))
+    async def _restart(self, fragment: int) -> None:
+        if fragment in self._replica.aggregates:
+            await in_thread(self._replica.aggregates[fragment].restart)
 
     async def _about_to_move(self, fragment: int) -> None:
         """Keep what others read of this anchor, and the base of what is being learned from it."""
         core = self._core.facts
-        f, shown = core.fragments[fragment], self._shown.get(fragment)
+        f, copy = core.fragments[fragment], self._copies.get(fragment)
         kept = f.shown[0].head.id if f.shown and self._context.now() < f.shown[1] else ""
         if kept == f.tip.head.id:
-            self._shown[fragment] = (kept, await in_thread(self._replica.anchors[fragment].clone))
-        elif shown and shown[0] != kept:
-            del self._shown[fragment]
+            self._copies[fragment] = (kept, await in_thread(self._replica.anchors[fragment].clone))
+        elif copy and copy[0] != kept:
+            del self._copies[fragment]
         if core.trains_now and f.waiting is None and f.base == f.tip.head.id:
             await in_thread(self._replica.keep_base, fragment)
 
     async def read_part(self, fragment: int, head: str, part: int) -> Tensor | None:
         """Values (fp32) of a part of the anchor of a head; None when that is not here any more."""
-        f, shown = self._core.facts.fragments[fragment], self._shown.get(fragment)
+        f, copy = self._core.facts.fragments[fragment], self._copies.get(fragment)
         start, stop = part_ranges(self._replica.fragments[fragment].numel)[part]
-        if shown and shown[0] == head:
-            return shown[1][start:stop]
+        if copy and copy[0] == head:
+            return copy[1][start:stop]
         async with self._context.locks[fragment].reading():
             return self._replica.anchors[fragment][start:stop].clone() if f.tip.head.id == head else None
 
@@ -198,8 +185,6 @@ class Anchors:
             if f.index in self._replica.aggregates and core.author_of(f) != core.me and not f.merge:
                 self._replica.release(f.index)
         self._replica.follow(heirs)
-
-    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     async def snapshot(self, copies: bool) -> Saved:
         """Anchors with their tips, outer states and residuals, each fragment at one moment.

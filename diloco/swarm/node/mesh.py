@@ -1,11 +1,7 @@
 """The control mesh: one outgoing stream to every peer, one incoming from it, and the DHT to find new ones.
 
-What this peer says goes out on its own stream; what it hears comes in on the other's. No payload travels here, so a
-link that is full of pseudo-gradients does not starve heartbeats. A stream that ends is noticed at once:
-
-1. A peer is killed. The streams to it and from it read end-of-file within milliseconds.
-2. It is dialled once more. Its daemon is gone too, or lingers and accepts a stream that nobody answers.
-3. Without an answer it is lost, and the protocol drops it from the round that waits for it.
+No payload travels here, so a link that is full of pseudo-gradients does not starve heartbeats. When a peer is killed,
+the streams to it and from it end within milliseconds. It is dialled once more; without an answer it is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from diloco.swarm.context import Context
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.rpc.watch import request_manifest
 from diloco.swarm.wire.gate import IN_USE
-from diloco.swarm.wire.streams import BROKEN, CONTROL, Stream
+from diloco.swarm.wire.streams import BROKEN, CONTROL, Outgoing, Stream
 from diloco.swarm.wire.transport import Reader, Refused, Writer
 
 __all__ = ["ControlMesh"]
@@ -39,13 +35,12 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT_S = 10.0
 CLOSE_S = 2.0
 DIALS_EVERY_S = 0.25
-FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
 ALIVE_S = 6.0  # in which a process speaks or its stream ends; shorter than DIAL_TIMEOUT_S
 RECORD_LIFE_S = 60.0  # of this peer's addresses in the DHT
 RECORD_PERIOD_S = 15.0
 FORGET_LOST_S = 86400.0  # in which a member that vanished is called again
-CONTRIBUTES = "who was not invited to this run contributes and makes no versions; ask its owner for a link"
-SHOWN = 5  # settings that differ between two manifests
+NOT_INVITED = "who was not invited to this run contributes and makes no versions; ask its owner for a link"
+NAMED_SETTINGS = 5  # that differ between two manifests
 
 
 class ControlMesh:
@@ -58,12 +53,10 @@ class ControlMesh:
 
     def __init__(self, context: Context, run: RunSpec) -> None:
         self.refusal: str | None = None
-        self._context = context
-        self._run = run
-        self._core = context.core
-        self._outgoing: dict[str, _Outgoing] = {}
+        self._context, self._run, self._core = context, run, context.core
+        self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, Stream] = {}
-        context.gate.twin, context.gate.on_revoked = self._twin, self._spread
+        context.gate.identity_in_use, context.gate.on_revoked = self._identity_in_use, self._pass_on
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._dials = Dials()  # peers that others have named
         fragments = len(context.core.facts.fragments)
@@ -90,32 +83,28 @@ class ControlMesh:
 
     def tell(self, peer: str, message: Message) -> None:
         """Say something to one peer, if it is connected; never blocks."""
-        outgoing = self._outgoing.get(peer)
-        if outgoing is not None:
+        if (outgoing := self._outgoing.get(peer)) is not None:
             outgoing.say(message)
 
     def disconnect(self, peer: str) -> None:
         """End both streams of a peer that is given up; if it lives, it notices and calls."""
-        outgoing = self._outgoing.pop(peer, None)
-        if outgoing is not None:
+        if (outgoing := self._outgoing.pop(peer, None)) is not None:
             outgoing.end()
-        stream = self._incoming.pop(peer, None)
-        if stream is not None:
+        if (stream := self._incoming.pop(peer, None)) is not None:
             stream.close()
 
     async def close(self) -> None:
         """Send what was said, and end all streams. The node's tasks are closed already, so no new ones begin."""
         for outgoing in self._outgoing.values():
             outgoing.end()
-        senders = list(self._senders)
-        if senders:
+        if senders := list(self._senders):
             await asyncio.wait(senders, timeout=CLOSE_S)
         for sender in senders:
             sender.cancel()
         for stream in self._incoming.values():
             stream.close()  # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
 
-    def _spread(self, revoked: Revocations) -> None:
+    def _pass_on(self, revoked: Revocations) -> None:
         """A newer list came in. The peers on it are told too, before they are put out."""
         said = {"number": revoked.number, "token_ids": revoked.token_ids, "peer_ids": revoked.peer_ids}
         self._context.note("revoked", **said)
@@ -128,8 +117,7 @@ class ControlMesh:
         for peer, reason in context.gate.expel().items():
             self.disconnect(peer)
             context.do(Lost(peer, reason))
-        lapsed = context.gate.lapsed()
-        if lapsed is not None:
+        if (lapsed := context.gate.lapsed()) is not None:
             context.tasks.fail(SwarmError(f"the swarm refused this peer: {lapsed}"))
 
     def vanished(self, peer: str) -> None:
@@ -150,17 +138,12 @@ class ControlMesh:
         task = self._dialling.get(peer)
         if task is None or task.done():
             task = self._dialling[peer] = self._context.tasks.start(self._dial(peer))
-            task.add_done_callback(lambda _: self._dialled(peer))
         return task
-
-    def _dialled(self, peer: str) -> None:
-        task = self._dialling.get(peer)
-        if task is not None and task.done():
-            del self._dialling[peer]
 
     def _dial_named(self, peers: Iterable[str]) -> None:
         """Dial peers that another peer or the DHT names: many at once would make this peer a tool of whoever did."""
         waiting = len(self._dials) > 0
+        self._dialling = {peer: task for peer, task in self._dialling.items() if not task.done()}
         known = {self._core.facts.me, *self._outgoing, *self._dialling}
         self._dials.hear(peer for peer in peers if peer not in known)
         if not waiting:
@@ -210,7 +193,7 @@ class ControlMesh:
             return False
         if self._started:
             self.refusal = None
-        outgoing = self._outgoing[peer] = _Outgoing(stream)
+        outgoing = self._outgoing[peer] = Outgoing(stream)
         outgoing.say(self._core.status())  # what changed since the hello was broadcast to the others only
         sender = asyncio.create_task(self._keep(peer, outgoing))
         self._senders[sender] = None
@@ -226,17 +209,17 @@ class ControlMesh:
         if "manifest" in reason:
             try:
                 differing = self._run.differences((await request_manifest(context.transport, peer))[0])
-                reason = f"the run there has other settings: {'; '.join(differing[:SHOWN])}; use the same"
+                reason = f"the run there has other settings: {'; '.join(differing[:NAMED_SETTINGS])}; use the same"
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
         if not (self._started and self._outgoing):
             self.refusal = f"the swarm refused this peer: {reason}"
             context.tasks.notify()
 
-    async def _keep(self, peer: str, outgoing: _Outgoing) -> None:
+    async def _keep(self, peer: str, outgoing: Outgoing) -> None:
         """Our side of the stream to a peer, until either side ends it."""
         stream = outgoing.stream
-        ended = asyncio.create_task(_ended(stream))
+        ended = asyncio.create_task(_end_of(stream))
         ended.add_done_callback(lambda _: outgoing.awake.set())
         try:
             while not (outgoing.over or ended.done()):
@@ -252,7 +235,7 @@ class ControlMesh:
             stream.close()
             if self._outgoing.get(peer) is outgoing:
                 del self._outgoing[peer]
-        await self._check(peer)
+        await self._ended(peer)
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         """Their stream to us: hello, then whatever they say."""
@@ -269,7 +252,7 @@ class ControlMesh:
             stream.close()
         if self._incoming.get(peer) is stream:
             del self._incoming[peer]
-            await self._check(peer)
+            await self._ended(peer)
 
     async def _listen(self, peer: str, stream: Stream) -> None:
         context = self._context
@@ -280,11 +263,11 @@ class ControlMesh:
                 return
             with offences():
                 hello = expect(await stream.receive(limit=self._hello_bytes), Hello)
-            objection = self._objection(peer, hello) or await self._twin(peer, hello.instance)
+            objection = self._objection(peer, hello) or await self._identity_in_use(peer, hello.instance)
             if objection is not None:
                 await stream.refuse(objection, discard=0)
                 return
-            self._check_possible(peer, hello)
+            self._check_possible(hello)
             await stream.send(Welcome())
             self._greet(peer, hello, stream)
             while True:
@@ -294,8 +277,11 @@ class ControlMesh:
                 except UnknownKind as error:
                     logger.debug("%s may be newer: %s", peer, error)
                     continue
-                self._check_possible(peer, message)
-                self._hear(peer, message)
+                self._check_possible(message)
+                if isinstance(message, Revocations):
+                    context.gate.hear(message)
+                else:
+                    context.do(Heard(peer, message))
                 delay_s = self._messages.of(peer, context.now()).delay_s(context.now())
                 if delay_s:  # it says more than any honest peer, so it is read more slowly
                     await asyncio.sleep(delay_s)
@@ -309,7 +295,7 @@ class ControlMesh:
         gate = self._context.gate
         reason = gate.objection(peer, hello)
         if reason is None and hello.authors and not gate.authors(peer):
-            reason = CONTRIBUTES
+            reason = NOT_INVITED
         if reason is not None:
             gate.on_refused(peer, reason)
             return reason
@@ -317,7 +303,7 @@ class ControlMesh:
             return "this peer is leaving"
         return self._core.objection(hello)
 
-    async def _twin(self, peer: str, instance: str) -> str | None:
+    async def _identity_in_use(self, peer: str, instance: str) -> str | None:
         """Why a process may not connect whose identity another one has that lives: it still speaks. The stream of one
         that was killed ends, or is silent.
         """
@@ -339,14 +325,7 @@ class ControlMesh:
         self._context.tasks.spawn(self._call_back(peer))
         self._dial_named(hello.peers)
 
-    def _hear(self, peer: str, message: Message) -> None:
-        context = self._context
-        if isinstance(message, Revocations):
-            context.gate.hear(message)
-            return
-        context.do(Heard(peer, message))
-
-    def _check_possible(self, peer: str, message: Message) -> None:
+    def _check_possible(self, message: Message) -> None:
         """Raises `Offence` for what no honest peer of this run says on a control stream."""
         if message.place not in (Place.HELLO, Place.CONTROL):
             raise Offence(f"a control stream does not carry {type(message).__name__}")
@@ -368,26 +347,23 @@ class ControlMesh:
                 await stream.refuse(str(error), discard=0)
 
     async def _call_back(self, peer: str) -> None:
-        """Dial a peer that connected. A call that had begun before may fail, because its connection is replaced."""
-        if not await self.dial(peer):
-            await self.dial(peer)
+        """Dial a peer that connected, twice: a call that had begun before fails when its connection is replaced."""
+        await self.dial(peer) or await self.dial(peer)
 
-    async def _check(self, peer: str) -> None:
+    async def _ended(self, peer: str) -> None:
         """A stream ended. A peer that said goodbye is gone; any other gets one more call before it counts as lost."""
         member = self._core.facts.members.get(peer)
         if self._context.tasks.closed or member is None or peer in self._checking:
             return
         self._checking.add(peer)
         try:
-            outgoing = self._outgoing.pop(peer, None)
-            if outgoing is not None:
+            if (outgoing := self._outgoing.pop(peer, None)) is not None:
                 outgoing.end()
-            said_goodbye = member.status.leaves
-            if said_goodbye or not await self.dial(peer):
-                why = "said goodbye" if said_goodbye else "connection reset"
-                if not said_goodbye:
-                    self.vanished(peer)
-                self._context.do(Lost(peer, why))
+            if member.status.leaves:
+                self._context.do(Lost(peer, "said goodbye"))
+            elif not await self.dial(peer):
+                self.vanished(peer)
+                self._context.do(Lost(peer, "connection reset"))
         finally:
             self._checking.discard(peer)
 
@@ -410,36 +386,7 @@ class ControlMesh:
             await asyncio.sleep(RECORD_PERIOD_S)
 
 
-class _Outgoing:
-    """Our side of the control stream to a peer. What is said is written at once, and nobody waits for it.
-
-    Once `FLUSH_BYTES` are written the sender is `awake`: it waits until the peer has taken them, with a deadline. So a
-    peer that takes nothing costs so many bytes and what is said before the deadline.
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.over = False
-        self.awake = asyncio.Event()
-        self._nbytes = 0
-
-    def say(self, message: Message) -> None:
-        self._nbytes += self.stream.push(message)
-        if self._nbytes > FLUSH_BYTES:
-            self.awake.set()
-
-    def end(self) -> None:
-        """Nothing more is said."""
-        self.over = True
-        self.awake.set()
-
-    async def flush(self) -> None:
-        self._nbytes = 0
-        self.awake.clear()
-        await self.stream.flush()
-
-
-async def _ended(stream: Stream) -> None:
+async def _end_of(stream: Stream) -> None:
     """Returns when the other side ends a stream on which it has nothing to say."""
     with contextlib.suppress(*BROKEN, PayloadError):
         await stream.receive(None)

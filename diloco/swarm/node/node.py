@@ -271,8 +271,13 @@ class Node:
 
     async def fetch_inner(self, layout: Layout) -> InnerState | None:
         """The inner optimizer's state of a peer that trains; None when nobody has any, or `interrupt` came first."""
-        fetching = fetch_inner(self.context, layout, self.replica.rng)
-        return await self.context.tasks.unless(lambda: self._interrupted, fetching)
+        tasks = self.context.tasks
+        fetching = tasks.start(fetch_inner(self.context, layout, self.replica.rng))
+        await tasks.until(lambda: fetching.done() or self._interrupted)
+        if fetching.done():
+            return fetching.result()
+        fetching.cancel()
+        return None
 
     async def begin(self, cycle: int = 0, cold: bool = False) -> Exchanged | None:
         """Wait until this peer has what the others have, and go on from the anchors, in step with the others.

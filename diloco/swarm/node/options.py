@@ -32,8 +32,13 @@ from diloco.text import plain
 
 __all__ = ["NodeOptions", "RunSpec", "core_settings", "make_context"]
 
-SHOWN = 40  # characters of a value of a manifest
+VALUE_CHARS = 40  # of a value of a manifest, in an error
+MODEL_KEYS = ("model.name", "frozen_parameters")
 LATE, LATE_AT_ONCE = 8, 64  # versions that a base may be behind; where each contribution is a version
+SAME_IN_CORE = (
+    *("fragments", "sync_every", "staggered", "overlap", "quorum", "grace_s", "grace_slack"),
+    *("weights", "delay", "windowed"),
+)
 SHORT_NAME = 24
 
 
@@ -49,33 +54,31 @@ class RunSpec:
     manifest_text: str  # JSON
     tokens_per_step: int | None = None
 
-    def differences(self, theirs: str) -> list[str]:
+    def differences(self, manifest: str) -> list[str]:
         """The keys in which another peer's manifest differs from this one, as `key is THERE there, HERE here`.
 
         Raises `PayloadError` when the text, which is untrusted, is no manifest.
         """
         try:
-            here, there = (dict(flatten(json.loads(text))) for text in (self.manifest_text, theirs))
+            here, there = (dict(flatten(json.loads(text))) for text in (self.manifest_text, manifest))
         except (ValueError, AttributeError, RecursionError):
             raise PayloadError("the other side's manifest is not valid") from None
         differing = (key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
         keys = sorted(key for key in differing if key not in RISING or None in (here.get(key), there.get(key)))
-        found = [f"{key} is {str(there.get(key))[:SHOWN]} there, {str(here.get(key))[:SHOWN]} here" for key in keys]
-        if not any(key.startswith("parameters.") and (key in here) != (key in there) for key in keys):
-            return found
-        names = [str(one.get("model.name") or "another one") for one in (there, here)]
-        rest = [
-            text for text in found if not text.startswith(("model.name is ", "parameters.", "frozen_parameters is "))
-        ]
-        return [f"the model is {names[0][:SHOWN]} there, {names[1][:SHOWN]} here, with other parameters", *rest]
+        models = []
+        if any(key.startswith("parameters.") and (key in here) != (key in there) for key in keys):
+            names = [str(one.get("model.name") or "another one")[:VALUE_CHARS] for one in (there, here)]
+            models = [f"the model is {names[0]} there, {names[1]} here, with other parameters"]
+            keys = [key for key in keys if key not in MODEL_KEYS and not key.startswith("parameters.")]
+        values = [(key, str(there.get(key))[:VALUE_CHARS], str(here.get(key))[:VALUE_CHARS]) for key in keys]
+        return [*models, *(f"{key} is {theirs} there, {ours} here" for key, theirs, ours in values)]
 
 
 @dataclass(frozen=True)
 class NodeOptions:
     """The run that a node joins, and this peer's own settings.
 
-    `network` travels whole: a new setting of `swarm.` needs no change here. `saved` is what a checkpoint kept; without
-    it the node begins with the parameters of its replica, at version 0.
+    `saved` is what a checkpoint kept; without it the node begins with the parameters of its replica, at version 0.
     """
 
     run: RunSpec
@@ -99,13 +102,14 @@ def core_settings(outer: OuterConfig, network: SwarmConfig) -> Settings:
     """How histories grow in a run with these settings."""
     at_once = outer.quorum == 1 and not outer.grace_s and not outer.grace_slack
     return Settings(
-        fragments=outer.fragments, sync_every=outer.sync_every, staggered=outer.staggered, overlap=outer.overlap,
-        quorum=outer.quorum, grace_s=outer.grace_s, grace_slack=outer.grace_slack,
+        **{name: getattr(outer, name) for name in SAME_IN_CORE},
         late=LATE_AT_ONCE if at_once else LATE,
-        staleness_exponent=0.5 if outer.barrier else outer.staleness_exponent, weights=outer.weights,
-        delay=outer.delay, windowed=outer.windowed, leased=False, min_peers=network.min_peers,
-        heartbeat_s=network.heartbeat_s, min_bytes_per_s=MIN_BYTES_PER_S,
-    )  # fmt: skip
+        staleness_exponent=0.5 if outer.barrier else outer.staleness_exponent,
+        leased=False,
+        min_peers=network.min_peers,
+        heartbeat_s=network.heartbeat_s,
+        min_bytes_per_s=MIN_BYTES_PER_S,
+    )
 
 
 class OuterArithmetic:
@@ -127,33 +131,48 @@ class OuterArithmetic:
 
 async def make_context(options: NodeOptions, replica: Replica, transport: Transport, on_event: OnEvent) -> Context:
     """What the parts of a node share. The replica and the core go on where `options.saved` stopped."""
-    saved, settings = options.saved, core_settings(replica.settings, options.network)
+    run, gate, saved = options.run, options.gate, options.saved
     if saved is not None:
         await in_thread(saved.load_, replica)
     identity = Identity(
-        transport.me, options.name[:SHORT_NAME], options.run.id, options.run.manifest_hash, transport, options.trains,
-        transport.reachable and options.gate.authors(transport.me), options.device, options.data,
-        options.run.tokens_per_step, options.gate.authors,
-    )  # fmt: skip
-    now, wall = _clocks(options)
-    first, tokens, rounds = options.planned
+        transport.me,
+        options.name[:SHORT_NAME],
+        run.id,
+        run.manifest_hash,
+        transport,
+        trains=options.trains,
+        may_author=transport.reachable and gate.authors(transport.me),
+        device=options.device,
+        data=options.data,
+        tokens_per_step=run.tokens_per_step,
+        is_author=gate.authors,
+    )
+    steps, tokens, rounds = options.planned
+    sizes = [
+        Sizes(replica.payload_nbytes(f.index), replica.update_nbytes(f.index), 4 * f.numel, len(part_ranges(f.numel)))
+        for f in replica.fragments
+    ]
     core = Peer(
-        identity, settings, OuterArithmetic(replica), await _tips(options, replica), _sizes(replica), now,
-        int(wall * 1000), saved.processed if saved else 0, saved.stamp if saved else 0, (first, tokens, rounds),
-    )  # fmt: skip
+        identity,
+        core_settings(replica.settings, options.network),
+        OuterArithmetic(replica),
+        await _tips(options, replica),
+        sizes,
+        asyncio.get_running_loop().time(),
+        int(1000 * (time.time() if options.wall is None else options.wall)),
+        saved.processed if saved else 0,
+        saved.stamp if saved else 0,
+        (steps, tokens, rounds),
+    )
     core.addresses.may_call = transport.may_call
     core.addresses.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
     transport.where = core.addresses.of
     traffic = Traffic(upload_limit=options.network.upload_limit)
-    context = Context(core, replica, transport, options.gate, on_event, traffic)
-    options.gate.on_refused = lambda peer, why: context.note("refused", peer=plain(peer), why=why)
+    context = Context(core, replica, transport, gate, on_event, traffic)
+    gate.on_refused = lambda peer, why: context.note("refused", peer=plain(peer), why=why)
     if options.record is not None:
         context.tap = Recording(options.record, core.facts).event
     return context
-
-
-def _clocks(options: NodeOptions) -> tuple[float, float]:
-    return asyncio.get_running_loop().time(), time.time() if options.wall is None else options.wall
 
 
 async def _tips(options: NodeOptions, replica: Replica) -> list[Tip]:
@@ -163,14 +182,5 @@ async def _tips(options: NodeOptions, replica: Replica) -> list[Tip]:
     fragments = range(len(replica.fragments))
     if options.blank:
         return [blank(fragment) for fragment in fragments]
-    parts = [await in_thread(part_digests, replica.anchors[fragment]) for fragment in fragments]
+    parts = [await in_thread(part_digests, anchor) for anchor in replica.anchors]
     return [genesis(fragment, options.run.id, parts[fragment]) for fragment in fragments]
-
-
-def _sizes(replica: Replica) -> list[Sizes]:
-    return [
-        Sizes(
-            replica.payload_nbytes(f.index), replica.update_nbytes(f.index), 4 * f.numel, len(part_ranges(f.numel))
-        )
-        for f in replica.fragments
-    ]  # fmt: skip

@@ -1,9 +1,4 @@
-"""What a node remembers of the swarm, for watchers.
-
-    facts of the core, notes -> Recorder (histories of bounded length) -> snapshot -> pieces (`messages.snapshot`)
-
-A node knows what it has heard since it connected. The histories of a peer that is longer there reach further back.
-"""
+"""What a node remembers of the swarm, for watchers: what it has heard since it connected, in bounded histories."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from diloco.errors import PayloadError
 from diloco.messages.control import Figures
 from diloco.messages.fields import forget_oldest
 from diloco.messages.phase_seconds import PhaseSeconds
-from diloco.swarm.node import shown
+from diloco.swarm.node.rows import fragment_row, ledger_totals, peer_row, phase_seconds, run_info
 
 __all__ = ["Recorder"]
 
@@ -41,8 +36,7 @@ class Recorder:
 
     def __init__(self, core: Peer, manifest_text: str) -> None:
         self.on_failure: Callable[[str], None] = lambda why: None
-        self._core = core
-        self._manifest = manifest_text
+        self._core, self._manifest = core, manifest_text
         self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
         self._events: deque[schema.Event] = deque(maxlen=schema.MAX_HISTORY)
         self._samples: list[tuple[int, str, str]] = []
@@ -114,22 +108,21 @@ class Recorder:
     def _round(self, tip: Tip, now: float) -> schema.Round:
         facts, lines = self._core.facts, tip.head.counted
         behind = [at for at, base in enumerate(reversed(tip.book.recent)) for line in lines if line.base == base]
-        told = [seconds for one in self._everybody(now) if (seconds := shown.phases(one.figures))]
+        told = [seconds for one in self._everybody(now) if (seconds := phase_seconds(one.figures))]
         mean = [sum(phase) / len(told) for phase in zip(*map(astuple, told), strict=True)]
-        return schema.Round(
-            tip.head.fragment, tip.head.number, len(facts.members) + 1, facts.num_trainers(), len(lines),
-            max(behind, default=0), PhaseSeconds(*mean) if told else None, now,
-        )  # fmt: skip
+        numbers = tip.head.fragment, tip.head.number, len(facts.members) + 1, facts.num_trainers(), len(lines)
+        return schema.Round(*numbers, max(behind, default=0), PhaseSeconds(*mean) if told else None, now)
 
     def _snapshot(self, now: float) -> schema.Snapshot:
         facts, since, everybody = self._core.facts, time.time() - now, self._everybody(now)
         return schema.Snapshot(
-            run=shown.run(self._core, self._manifest, since + now),
-            peers=[shown.peer(self._core, member, now) for member in everybody[: schema.MAX_PEERS]],
-            fragments=[shown.fragment(facts, f) for f in facts.fragments[: schema.MAX_ROWS]],
+            run=run_info(self._core, self._manifest, since + now),
+            peers=[peer_row(self._core, member, now) for member in everybody[: schema.MAX_PEERS]],
+            fragments=[fragment_row(facts, f) for f in facts.fragments[: schema.MAX_ROWS]],
             rounds=[replace(one, closed_at=since + one.closed_at) for one in self._rounds],
-            ledger=shown.ledger(facts, self._last | {member.peer: member.figures for member in everybody}),
+            ledger=ledger_totals(facts, self._last | {member.peer: member.figures for member in everybody}),
             loss=[replace(point, at=since + point.at) for point in self._loss],
             events=[replace(event, at=since + event.at) for event in self._events],
-            left_out=max(0, len(everybody) - schema.MAX_PEERS), samples=self._samples,
-        )  # fmt: skip
+            left_out=max(0, len(everybody) - schema.MAX_PEERS),
+            samples=self._samples,
+        )

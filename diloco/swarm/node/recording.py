@@ -52,11 +52,10 @@ class Start:
     def of(cls, core: Facts) -> Start:
         """Where a core is."""
         me = core.identity
-        return cls(
-            me.me, me.name, me.run_id, me.manifest_hash, me.trains, me.may_author, me.tokens_per_step, core.settings,
-            tuple(f.tip for f in core.fragments), tuple(f.sizes for f in core.fragments),
-            core.wall_ms + int(core.now * 1000), core.processed, core.stamp, core.planned,
-        )  # fmt: skip
+        who = me.me, me.name, me.run_id, me.manifest_hash, me.trains, me.may_author, me.tokens_per_step
+        tips, sizes = tuple(f.tip for f in core.fragments), tuple(f.sizes for f in core.fragments)
+        wall_ms = core.wall_ms + int(core.now * 1000)
+        return cls(*who, core.settings, tips, sizes, wall_ms, core.processed, core.stamp, core.planned)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Runtime(Protocol):
         """The result of a coroutine of the loop; the caller waits for it."""
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call a function; the caller does not wait. A signal handler may use it, also after `close`."""
+        """Have the loop call a function, without waiting; a signal handler may use it, also after `close`."""
 
     def clock(self) -> float:
         """Seconds, for measuring how long something takes."""

@@ -1,11 +1,11 @@
 """InnerRequest: the inner optimizer's state, from a peer that trains to one that joins: moments and step counters.
 
 1. Joiner: request. Donor: names, sizes and step counters of a snapshot that it makes while it trains.
-2. Joiner: compares them with what its own parameters need, and only then allocates memory. Donor: fp32 values.
+2. Joiner: compares them with its own parameters, and only then allocates memory. Donor: fp32 values.
 3. The joiner refuses values that no optimizer has, and asks the next donor.
 
-No digest says that the moments are right, for those of no two peers are equal. So donors are drawn at random, and
-whoever takes a state over bounds its first moments by its second ones (`train.inner`).
+No digest says that the moments are right, as those of no two peers are equal. So donors are drawn at random, and who
+takes a state over bounds its first moments by its second ones (`train.inner`).
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ Snapshot = Callable[[], InnerState | None]
 
 
 async def fetch_inner(context: Context, layout: Layout, rng: random.Random) -> InnerState | None:
-    """The inner state of the first donor that has one, of a few drawn at random; None when none of them has.
-
-    A donor that vanishes, refuses or lies is the event `inner_state_failed`.
-    """
+    """The inner state of the first donor that has one, of a few drawn at random; None when none of them has."""
     for donor in _donors(context.core, rng):
         begun_at = context.now()
         try:
@@ -86,9 +83,8 @@ async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
     header = expect(await stream.receive(), InnerHeader)
     there = Layout(tuple(header.names), tuple(header.numels), len(header.steps))
     if there != layout:
-        raise PayloadError(
-            f"the inner state there has {sum(there.numels)} elements, in another order or number than here"
-        )
+        elements = sum(there.numels)
+        raise PayloadError(f"the inner state there has {elements} elements, in another order or number than here")
     state = InnerState(layout, tuple(header.steps), torch.empty(sum(layout.numels), dtype=torch.float32))
     for piece in torch.split(state.values, CHUNK):
         await stream.receive_payload(piece.view(torch.uint8))
@@ -97,10 +93,10 @@ async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
 
 
 class InnerDonor:
-    """Gives a snapshot of this peer to joiners, one to all that read at the same time: many cost the memory of one.
+    """Gives a snapshot of this peer to joiners, one to all that read at the same time.
 
-    It is copied, in another thread, while training goes on: values may be of two neighbouring steps, or between decay
-    and increment. A moment is a mean over many steps, so this does no harm.
+    It is copied while training goes on: values may be of two neighbouring steps. A moment is a mean over many steps, so
+    this does no harm.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:

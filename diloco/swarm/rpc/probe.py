@@ -1,7 +1,7 @@
 """Probe: what time is it there, how fast is the link, can others call me?
 
-Any stranger may ask, so the answering side has limits. It calls back one asker at a time, only at the asker's own id
-(libp2p checks that it answers), and only at the IP that its connection comes from: nobody turns this against others.
+Any stranger may ask, so the answering side has limits. It calls back one asker at a time, only at the asker's own id,
+and only at the IP that its connection comes from: nobody turns this against others.
 """
 
 from __future__ import annotations
@@ -124,13 +124,15 @@ class ProbeServer:
             await stream.receive_payload(torch.empty(request.sends, dtype=torch.uint8))
         observed, identity = await transport.observed(stream.peer), self._core.facts.identity
         outcome = await self._call(stream.peer, request.call, observed) if request.call else {}
+        failures = [f"{address}: {failure}" for address, failure in outcome.items() if failure]
         reply = ProbeReply(
-            WIRE_VERSION, identity.run_id, identity.name, time.time(),
+            *(WIRE_VERSION, identity.run_id, identity.name, time.time()),
             addresses=[address for address in transport.addresses if len(address) <= 256][:16],
-            known=[member.peer for member in self._core.facts.members.all()][:KNOWN_PEERS], observed=observed[:256],
+            known=[member.peer for member in self._core.facts.members.all()][:KNOWN_PEERS],
+            observed=observed[:256],
             reached=[address for address, failure in outcome.items() if not failure],
-            why="; ".join(f"{address}: {failure}" for address, failure in outcome.items() if failure)[:512],
-        )  # fmt: skip
+            why="; ".join(failures)[:512],
+        )
         await stream.send(reply)
         if request.wants:
             await stream.send_payload(torch.zeros(request.wants, dtype=torch.uint8))

@@ -1,9 +1,9 @@
 """Where the members of a run are: hivemind's DHT, by which one finds all through any one that lives.
 
-Under the key `{run}/peers` each peer stores its addresses, signed by its libp2p identity. Nobody can change the record
-of another peer; who stores it can withhold it, or return an old one until it ends. So it is a hint whom to call.
-Calls of the DHT are between peers that have greeted each other. hivemind's own authorizer sees a request but not its
-sender, so any receiver could repeat the request; here a call is bound to the identity of its connection.
+Under the key `{run}/peers` each peer stores its addresses, signed by its libp2p identity. Who stores a record can
+withhold it, or return an old one until it ends. So it is a hint whom to call.
+Calls of the DHT are between peers that have greeted each other. (hivemind's own authorizer sees a request but not its
+sender, so any receiver could repeat the request.)
 """
 
 from __future__ import annotations

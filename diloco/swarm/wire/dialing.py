@@ -53,8 +53,7 @@ async def call_each(p2p: P2P, addresses: Sequence[str]) -> dict[str, str]:
     An address that is a second slower than the first one counts as silent.
     """
     calls = {address: asyncio.ensure_future(_call(p2p, address)) for address in addresses}
-    waiting = set(calls.values())
-    timeout_s: float = CALL_S
+    waiting, timeout_s = set(calls.values()), CALL_S
     try:
         while waiting:
             done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -90,11 +89,10 @@ async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
     """`P2P.create`, but the daemon has a session of its own, and nothing about its end is printed.
 
     Ctrl+C in a terminal reaches every process of a group, and so does the signal by which torchrun ends its ranks. The
-    daemon must outlive both for a clean leave. It does not ignore SIGINT reliably, and it unblocks a blocked SIGINT.
+    daemon must outlive both for a clean leave, and does not ignore SIGINT reliably.
 
-    hivemind leaves two errors to the garbage collector, which prints them to stderr: a daemon that did not start, and
-    the failed tasks that talked with a daemon that was killed (see `Libp2p.failed`). It would also put the sockets into
-    /tmp, which may be read-only or full; only a short path can be one of a socket.
+    hivemind leaves two errors to the garbage collector, which prints them: a daemon that did not start, and tasks that
+    talked with a daemon that was killed. It would also put its sockets into /tmp, which may be read-only or full.
     """
     _allow_descriptors()
     place = gettempdir()

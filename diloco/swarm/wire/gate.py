@@ -1,12 +1,11 @@
-"""The door of a peer: which peers may open a stream to it, and which it believes. Every stream and DHT call passes it.
+"""Which peers may open a stream to this one, and which it believes. Every stream and DHT call passes the gate.
 
 1. Before its first stream to a peer this one sends a `Greeting` with its credential, on a stream of its own.
 2. The other side checks it against the libp2p identity that opened the stream, and answers with its own credential, or
-   with a `Refusal`. Either both sides are known now, or neither says any more.
-3. The side with the newer list of what is revoked sends it to the other.
-4. Of an unknown identity no more than `MAX_GREETING_BYTES` are read on any stream, and a DHT call of it is not parsed
+   with a `Refusal`. The side with the newer list of what is revoked sends it to the other.
+3. Of an unknown identity no more than `MAX_GREETING_BYTES` are read on any stream, and a DHT call of it is not parsed
    (the daemon hands over whole calls, of at most 4 MiB).
-5. A peer that expires or is revoked is put out at once: its streams here are closed.
+4. A peer that expires or is revoked is put out at once: its streams here are closed.
 
 An open run has no admission: everybody is let in, and greetings are empty.
 """
@@ -42,8 +41,8 @@ IN_USE = "its identity is in use by a running peer; give this one another swarm.
 Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
 
 
-async def _no_twin(peer: str, instance: str) -> None:
-    """Nobody else has the identity of a peer."""
+async def _unused(peer: str, instance: str) -> None:
+    """No other process has the identity of a peer."""
 
 
 class Gate:
@@ -51,16 +50,15 @@ class Gate:
 
     It shows itself in a role, by default that of its token; a visitor is an observer.
 
-    `on_refused` is called with peer and reason, and `on_revoked` with a newer list, once it counts. `twin` is asked,
-    with peer and instance, why another living process of that identity forbids this one. `greet` raises `Refused` when
-    the other side does not admit this one, `Disbelieved` the other way round.
+    `on_refused` is called with peer and reason, and `on_revoked` with a newer list, once it counts. `identity_in_use`
+    says why another living process of that identity forbids the one with that `instance`.
     """
 
     def __init__(self, admission: Admission | None = None, role: Role | None = None) -> None:
         self.admission = admission
         self.memory = Memory() if admission is None else admission.memory
         self.me = self.instance = ""  # the transport sets them
-        self.twin: Callable[[str, str], Awaitable[str | None]] = _no_twin
+        self.identity_in_use: Callable[[str, str], Awaitable[str | None]] = _unused
         self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
         self.on_revoked: Callable[[Revocations], None] = lambda revoked: None
         self._role = role
@@ -73,10 +71,10 @@ class Gate:
         """The public key of the run, in hexadecimal digits; None where everybody is let in."""
         return None if self.admission is None else self.admission.run_key.hex()
 
-    # -- greetings ----------------------------------------------------------------------------------------------------
-
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
-        """Make both sides known to each other, unless they are."""
+        """Make both sides known to each other, unless they are; `Refused` or `Disbelieved` when one does not let the
+        other in.
+        """
         if not again and peer in self._greeted and self.believes(peer):
             return
         async with asyncio.timeout(GREETING_TIMEOUT_S):
@@ -109,9 +107,11 @@ class Gate:
         stream = Stream(peer, reader, writer, Traffic())
         try:
             if not self.believes(peer):
-                self._make_room(peer, writer)
+                self._admit_stranger(peer, writer)
             theirs = expect(await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES), Greeting)
-            reason = self._take(peer, theirs) or (theirs.instance and await self.twin(peer, theirs.instance)) or None
+            reason = self._take(peer, theirs)
+            if reason is None and theirs.instance:
+                reason = await self.identity_in_use(peer, theirs.instance)
             mine = self._greeting()
             if reason is None:
                 await stream.send(mine)
@@ -147,9 +147,7 @@ class Gate:
             await stream.send(message_of(self.admission.revoked))
             await stream.drained()
 
-    # -- streams ------------------------------------------------------------------------------------------------------
-
-    def _make_room(self, peer: str, writer: Writer) -> None:
+    def _admit_stranger(self, peer: str, writer: Writer) -> None:
         """A stream of a stranger: it ends those that others left open, because identities cost a stranger nothing."""
         for older in self._strangers.add(peer, writer):
             older.close()
@@ -158,7 +156,7 @@ class Gate:
         """Let the handler have a stream, if the peer is known."""
         if self.admission is not None and self.role_of(peer) is None:
             self.on_refused(peer, self.admission.unknown)
-            self._make_room(peer, writer)
+            self._admit_stranger(peer, writer)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
                 await stream.refuse(self.admission.unknown, discard=MAX_GREETING_BYTES)
@@ -183,12 +181,8 @@ class Gate:
         """Why the peer may not do that, which peers in these roles may; None when it may."""
         return None if self.admission is None else self.admission.objection(peer, what, roles, time.time())
 
-    # -- who is in ----------------------------------------------------------------------------------------------------
-
     def believes(self, peer: str) -> bool:
-        """Whether the word of this peer counts. A stranger's refusal, for example, must not end this process, and an
-        observer has nothing to say of the run.
-        """
+        """Whether the word of this peer counts, such as a refusal; an observer has nothing to say of the run."""
         return self.admission is None or self.role_of(peer) in MEMBERS
 
     def authors(self, peer: str) -> bool:
@@ -214,8 +208,6 @@ class Gate:
     def lapsed(self) -> str | None:
         """Why this peer itself is no longer admitted; None when it is."""
         return None if self.admission is None else self.admission.lapsed(self.me, time.time())
-
-    # -- what the owner of the run has signed -------------------------------------------------------------------------
 
     def hear(self, revoked: Revocations) -> bool:
         """Take in a list from anybody; True when it is the owner's and news."""

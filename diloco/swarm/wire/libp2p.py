@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -37,16 +36,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Ask", "Libp2p", "check_free", "peer_id_of", "read_addresses"]
 
-logger = logging.getLogger(__name__)
-
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
 _WORD = b"diloco word"  # what peers sign for each other, unlike records of the DHT
+_LOST = ("routing: not found", "failed to find any peer in table")  # libp2p has no address of the peer
+
+
 Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
 """Asks other peers whether they can connect to this one, and what would help if not."""
-
-_LOST = ("routing: not found", "failed to find any peer in table")  # libp2p has no address of the peer
 
 
 def peer_id_of(address: str) -> str:
@@ -58,7 +56,7 @@ def peer_id_of(address: str) -> str:
 
 
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
-    """Replace each `@FILE` by the addresses in that file, waiting until somebody has written it.
+    """Replace each `@FILE` by the addresses in that file, once somebody has written it.
 
     Raises `SwarmError` when a file did not appear in time, and `ConfigError` when an entry is no address.
     """
@@ -119,19 +117,17 @@ def _nobody(outcome: Mapping[str, str]) -> str:
 class Libp2p:
     """The real `Transport`. Every stream and DHT call passes the gate."""
 
-    def __init__(self, p2p: P2P, seeds: list[str], gate: Gate) -> None:
+    def __init__(self, p2p: P2P, gate: Gate) -> None:
         self.me = gate.me = str(p2p.peer_id.to_base58())
-        self.seeds = seeds
+        self.seeds: list[str] = []
         self.addresses: list[str] = []
         self.where: Callable[[str], Sequence[str]] = lambda peer: ()
-        self.reachable = True
-        self.advice = ""  # what would make this peer reachable
+        self.reachable, self.advice = True, ""
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
-        self._ranges = {"public"}  # scopes of addresses that anybody may name
-        self._p2p = p2p
+        self._scopes = {"public"}  # of addresses that anybody may name
+        self._p2p, self._gate = p2p, gate
         self._members: Members | None = None
         self._identity: Identity | None = None
-        self._gate = gate
 
     @classmethod
     async def connect(
@@ -188,7 +184,6 @@ class Libp2p:
                 members = Members(run_id, identity, gate)
                 await members.join(self._p2p, self.seeds, self.reachable)
                 self._members = members
-        logger.debug("daemon of %s started by process %d", self.me, os.getpid())
         return self
 
     @classmethod
@@ -211,7 +206,7 @@ class Libp2p:
     @classmethod
     async def _of(cls, daemon: Awaitable[P2P], gate: Gate, listen: Sequence[str] = ()) -> Libp2p:
         try:
-            return cls(await daemon, [], gate)
+            return cls(await daemon, gate)
         except (P2PDaemonError, OSError, ValueError) as error:
             raise _broken(error, listen) from error
 
@@ -227,24 +222,20 @@ class Libp2p:
             raise _broken(error) from error
 
     async def _meet(self, addresses: Sequence[str], named: str = "") -> None:
-        """Call these addresses and greet whoever answers.
-
-        `SwarmError` when nobody answers (it begins with `named`), all refuse this peer, or it believes none of them.
-        """
+        """Call these addresses and greet whoever answers; `SwarmError`, which begins with `named`, when none does."""
         outcome = await call_each(self._p2p, addresses)
         self.silent = {address: why for address, why in outcome.items() if why}
         self.seeds = list(dict.fromkeys(peer_id_of(address) for address in outcome if address not in self.silent))
         if outcome and not self.seeds:
             raise SwarmError(named + _nobody(outcome))
-        self._ranges |= {scope(address) for address in outcome}
+        self._scopes |= {scope(address) for address in outcome}
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
         answers = await asyncio.gather(*(self.greet(seed, False) for seed in self.seeds), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
                 raise answer
-        if None in answers and not any(isinstance(answer, Refused) and str(answer) == IN_USE for answer in answers):
-            return
-        for answer in answers:
+        in_use = any(isinstance(answer, Refused) and str(answer) == IN_USE for answer in answers)
+        for answer in answers if in_use or None not in answers else ():
             if isinstance(answer, Refused):
                 raise SwarmError(f"the swarm refused this peer: {answer}")
             if isinstance(answer, Disbelieved):
@@ -266,7 +257,7 @@ class Libp2p:
         return await self._open(peer, protocol)
 
     async def greet(self, peer: str, again: bool = True) -> None:
-        """Tell a peer, even `again`, who is here, and what is revoked; raises as `open`."""
+        """Tell a peer, even `again`, who is here and what is revoked; raises as `open`."""
         await self._gate.greet(peer, partial(self._open, peer, GREETING), again)
 
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
@@ -320,9 +311,7 @@ class Libp2p:
 
     def may_call(self, address: str) -> bool:
         """As in `Transport`. Without a seed in a LAN, this is the subnet of an address of this peer itself."""
-        if scope(address) in self._ranges:
-            return True
-        return any(same_subnet(address, own) for own in self.addresses)
+        return scope(address) in self._scopes or any(same_subnet(address, own) for own in self.addresses)
 
     async def failed(self) -> None:
         """As in `Transport`. Without its daemon a peer would train on alone and not know it."""
@@ -332,8 +321,7 @@ class Libp2p:
 
     async def close(self) -> None:
         """End DHT and daemon. The wait is bounded, because tasks that wait for a dead daemon ignore cancellation."""
-        for part in (self._members, self._p2p):
-            if part is not None:
-                await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)
+        for part in filter(None, (self._members, self._p2p)):
+            await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)
 
     aclose = close  # for `contextlib.aclosing`

@@ -16,7 +16,7 @@ from diloco.swarm.wire.transport import Reader, Transport, Writer
 if TYPE_CHECKING:  # a process that only watches has no tensors, and does not load torch
     from torch import Tensor
 
-__all__ = ["BROKEN", "BULK", "CONTROL", "Stream", "Traffic", "open_bulk"]
+__all__ = ["BROKEN", "BULK", "CONTROL", "FLUSH_BYTES", "Outgoing", "Stream", "Traffic", "open_bulk"]
 
 CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
@@ -28,6 +28,7 @@ _LENGTH_BYTES = 4
 _DISCARD_BYTES = 1 << 16
 REFUSED_BYTES = 1 << 24  # discarded of a peer that still sends, so that it comes to read why it is refused
 FRAME_TIMEOUT_S = 30.0
+FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
 STALL_FLOOR_S = 20.0
 STALL_FACTOR = 20.0
 SENDING_FACTOR = 10.0  # a thin link takes bytes late; heartbeats tell whether it takes any
@@ -153,6 +154,35 @@ class Stream:
     def close(self) -> None:
         """End the stream in both directions."""
         self._writer.close()
+
+
+class Outgoing:
+    """Our side of the control stream to a peer. What is said is written at once, and nobody waits for it.
+
+    Once `FLUSH_BYTES` are written the sender is `awake`: it waits until the peer has taken them, with a deadline. So a
+    peer that takes nothing costs so many bytes and what is said before the deadline.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.over = False
+        self.awake = asyncio.Event()
+        self._nbytes = 0
+
+    def say(self, message: Message) -> None:
+        self._nbytes += self.stream.push(message)
+        if self._nbytes > FLUSH_BYTES:
+            self.awake.set()
+
+    def end(self) -> None:
+        """Nothing more is said."""
+        self.over = True
+        self.awake.set()
+
+    async def flush(self) -> None:
+        self._nbytes = 0
+        self.awake.clear()
+        await self.stream.flush()
 
 
 @asynccontextmanager

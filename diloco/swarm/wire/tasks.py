@@ -1,7 +1,6 @@
 """The tasks of one node, and what they wait for: conditions, threads, and the locks of anchors.
 
-Everything runs in one event loop. Whoever changes something that others may wait for calls `notify`; each waiting
-condition is then evaluated once, and only the tasks whose condition holds are woken.
+Whoever changes something that others may wait for calls `notify`; only the tasks whose condition holds are woken.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ T = TypeVar("T")
 class Tasks:
     """What runs beside the coroutines that the training loop calls.
 
-    On failure: when a task of `spawn` fails, every `until` raises its error, now and later. `close` cancels all tasks;
-    nothing can be started afterwards.
+    When a task of `spawn` fails, every `until` raises its error, now and later. After `close` nothing can be started.
     """
 
     def __init__(self) -> None:
@@ -57,33 +55,6 @@ class Tasks:
         """Let every `until` raise this error, unless another one came first."""
         self.failure = self.failure or error
         self.notify()
-
-    async def complete(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that must not be left half done: when the caller is cancelled, the work goes on to its end first.
-
-        Only `close` cancels it.
-        """
-        task = self.start(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not task.done():
-                await asyncio.wait([task])
-            raise
-
-    async def unless(self, moot: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
-        """Await work until it ends or `moot` holds. It has ended, one way or the other, when this returns or raises.
-
-        Returns None when `moot` held first.
-        """
-        task = self.start(work)
-        try:
-            await self.until(lambda: task.done() or moot())
-            return task.result() if task.done() else None
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
 
     async def close(self, timeout_s: float) -> list[str]:
         """Cancel every task and wait until all have ended; returns the names of those that did not end in time."""
@@ -153,9 +124,8 @@ def _holds(condition: Callable[[], bool]) -> bool:
 
 
 class FragmentLock:
-    """For an anchor: any number of readers or one writer. A reader that comes while others read waits for no writer.
-
-    So a donor serves newcomers while its own checkpoint is written, which reads the anchor for minutes.
+    """For an anchor: any number of readers or one writer. A reader that comes while others read waits for no writer: a
+    donor serves newcomers while its own checkpoint is written, which reads the anchor for minutes.
     """
 
     def __init__(self) -> None:
@@ -193,9 +163,8 @@ class FragmentLock:
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
     """Run a function in a thread of the loop's executor and return its result.
 
-    A thread cannot be cancelled. So when the caller is cancelled, this waits until the function has ended, and only
-    then raises `CancelledError`: a lock that the caller holds protects the tensors for as long as the thread uses them.
-    (`asyncio.to_thread` raises at once, and the lock is free while the thread still writes.)
+    When the caller is cancelled, this waits until the function has ended, and only then raises `CancelledError`: a lock
+    that the caller holds protects the tensors for as long as the thread uses them. (`asyncio.to_thread` does not.)
     """
     work = asyncio.get_running_loop().run_in_executor(None, partial(function, *args))
     try:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
 import torch
 
 from diloco.core.events import Apply
-from diloco.core.facts import Moving
 from diloco.core.history import state_of
 from diloco.messages.heads import Book, Head
 from diloco.outer.digest import part_digests
 from tests.support.alone import Alone, alone
 from tests.support.core import ME, OTHER, D
-from tests.support.coroutines import Slow, turns, until
+from tests.support.coroutines import turns
 
 
 def applying(node: Alone, anchor: torch.Tensor, limit: float = 1e9, state: str = "") -> Apply:
@@ -44,28 +42,6 @@ def test_an_update_moves_the_anchor_only_to_what_its_head_says() -> None:
         assert (outcome.why, outcome.damaged) == ("digest", True), "the anchor here was"
 
     alone(scene)
-
-
-async def test_a_moving_anchor_arrives_though_its_task_is_cancelled() -> None:
-    """1. The update is applied, in a thread. 2. Ctrl+C cancels the task. 3. The core knows of the anchor that is here,
-    and a checkpoint has both.
-    """
-    node = await Alone.made()
-    apply, action = Slow(node.replica.apply_update_), applying(node, target := node.replica.anchors[0] + 3.0)
-    node.core.facts.control.moving = Moving(action.head, action.book, action.update, OTHER)
-    node.replica.apply_update_ = apply  # type: ignore[method-assign]
-    moving = asyncio.ensure_future(node.anchors.apply(action))
-    await until(apply.began.is_set)
-    moving.cancel()
-    await turns()
-    apply.go_on.set()
-    await until(lambda: node.core.facts.control.tip.head.number == 1)
-    saved = await node.snapshot(copies=True)
-    assert saved.steps == 1 and saved.tips[0].parts == part_digests(saved.anchors[0])
-    assert torch.equal(saved.anchors[0], target)
-    with suppress(asyncio.CancelledError):
-        await moving
-    await node.context.tasks.close(1.0)
 
 
 def test_nothing_moves_under_a_checkpoint_that_is_written() -> None:

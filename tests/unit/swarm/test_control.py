@@ -15,8 +15,8 @@ from diloco.messages.codec import Message, Refusal
 from diloco.messages.control import Answer, Offer, Revocations, Welcome
 from diloco.messages.heads import Line
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S, FLUSH_BYTES, _Outgoing
-from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S
+from diloco.swarm.wire.streams import FLUSH_BYTES, Outgoing, Stream, Traffic
 from tests.support.core import D
 from tests.support.listener import OTHER, Listener, hello, status
 from tests.support.stub_wire import Pipe, framed
@@ -92,7 +92,7 @@ async def test_a_peer_that_takes_nothing_is_dropped_in_time(loop: VirtualLoop) -
 )
 async def test_an_offence_puts_its_peer_out_for_a_while(sent: bytes, why: str, loop: VirtualLoop) -> None:
     listener = Listener()
-    ours = listener.mesh._outgoing[OTHER] = _Outgoing(Stream(OTHER, *[Pipe(b"")] * 2, Traffic()))  # type: ignore[arg-type]
+    ours = listener.mesh._outgoing[OTHER] = Outgoing(Stream(OTHER, *[Pipe(b"")] * 2, Traffic()))  # type: ignore[arg-type]
     [answer] = await listener.hear(framed(hello()), framed(status()), sent, framed(status()))
     assert isinstance(answer, Welcome)
     [penalty] = listener.said("penalty")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hivemind.p2p import PeerID
 
 from diloco.admission import Admission, Revoked, RunKey, issue
 from diloco.admission.keys import MAX_REVOKED, new_key
@@ -19,7 +17,6 @@ from diloco.messages.codec import Message, Refusal, encode
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting
 from diloco.messages.heads import Line
 from diloco.messages.watching import Ask
-from diloco.swarm.wire.dht import GuardedP2P
 from diloco.swarm.wire.gate import Gate, gate_for, message_of, watching
 from diloco.swarm.wire.transport import Disbelieved, Refused
 from tests.support.core import D
@@ -70,20 +67,6 @@ async def test_a_public_run_takes_contributors_and_only_invited_peers_make_its_v
     assert invited.authors("QmInvited") and invited.authors("QmHost") and not invited.authors("QmAnyone")
     assert invited.objection("QmAnyone", CONTRIBUTION) is None
     assert Gate().authors("QmAnyone")
-
-
-async def test_a_contributor_is_put_out_by_its_identity(key: RunKey) -> None:
-    door, anyone = (
-        Gate(Admission(issue(key, "run", "worker", SOON), public=True)),
-        gate_for("run", key.public.hex(), None, None, public=True),
-    )
-    door.me, anyone.me = "QmDoor", "QmAnyone"
-    await meet(anyone, door)
-    assert door.admission is not None
-    assert door.admission.revoke(Revoked.sign(key, "run", 1, [], ["QmAnyone"]))
-    assert list(door.expel()) == ["QmAnyone"] and door.role_of("QmAnyone") is None
-    with pytest.raises(Refused, match="has revoked"):
-        await meet(anyone, door)
 
 
 def test_a_public_run_needs_a_key_and_its_hosts_an_invitation(key: RunKey) -> None:
@@ -155,32 +138,6 @@ async def test_a_stream_of_a_stranger_ends_after_a_refusal(key: RunKey) -> None:
     assert wire.closed and b"invited peers only" in wire.written
     wire.reader.feed_eof()
     assert len(await wire.reader.read()) > 998 * MAX_GREETING_BYTES
-
-
-async def test_a_dht_call_of_a_stranger_is_not_even_parsed(key: RunKey, tmp_path: Path) -> None:
-    handlers, parsed = dict[str, Any](), list[bytes]()
-
-    async def add(name: str, handler: Any, balanced: bool) -> None:
-        handlers[name] = handler
-
-    class Request:
-        @classmethod
-        def FromString(cls, request: bytes) -> bytes:
-            parsed.append(request)
-            return request
-
-    async def handler(request: bytes, context: Any) -> Any:
-        return SimpleNamespace(SerializeToString=request.upper)
-
-    p2p, member = GuardedP2P(), PeerID(b"member")
-    p2p._client = SimpleNamespace(add_unary_handler=add, close=lambda: None)
-    p2p.gate, p2p._client_listen_maddr = gate(key, "QmOne"), {"unix": tmp_path / "none"}
-    await p2p.add_protobuf_handler("find", handler, Request, stream_input=False, stream_output=False)
-    with pytest.raises(PermissionError, match="invited peers only"):
-        await handlers["find"](b"what", PeerID(b"stranger"))
-    assert parsed == []
-    await greet(p2p.gate, member.to_base58(), gate(key, member.to_base58())._greeting())
-    assert await handlers["find"](b"what", member) == b"WHAT"
 
 
 async def test_a_visitor_is_an_observer_whatever_it_was_given(key: RunKey, tmp_path: Path) -> None:

@@ -102,15 +102,14 @@ async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
     assert member.objection("QmJoiner", Ask("manifest")) is None
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
-def test_a_key_or_token_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    RunKey.create(tmp_path / "run.key")
-    (tmp_path / "token").write_text(invitation().to_text())
-    for name, setting, given in (
-        ("run.key", "swarm.key_path", (None, f"{tmp_path}/run.key")),
-        ("token", "swarm.token", (f"@{tmp_path}/token", None)),
+def test_a_key_or_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    key, token = tmp_path / "run.key", tmp_path / "token"
+    RunKey.create(key)
+    token.write_text(invitation().to_text())
+    for path, mode, setting, given in (
+        (key, 0o640, "swarm.key_path", (None, str(key))),
+        (token, 0o604, "swarm.token", (f"@{token}", None)),
     ):
-        path = tmp_path / name
         path.chmod(mode)
         why = f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}$"
         with pytest.raises(ConfigError, match=why):

@@ -35,12 +35,8 @@ def watched(figures: Figures | None = None) -> tuple[Peer, Recorder]:
 def test_a_snapshot_has_the_run_and_the_peers() -> None:
     peer, recorder = watched(Figures(tokens=70, loss=2.5, bytes_sent=4, rounds=1, seconds=[1.0, 2.0, 3.0, 4.0]))
     found = seen(recorder, 3.0)
-    assert (found.run.run_id, found.run.mode, found.run.model, found.run.outer_steps) == (
-        "run",
-        "synchronous",
-        "tiny",
-        9,
-    )
+    run = found.run
+    assert (run.run_id, run.mode, run.model, run.outer_steps) == ("run", "synchronous", "tiny", 9)
     mine, other = found.peers
     assert (mine.peer_id, mine.name, mine.device, mine.state, mine.last_seen_s) == (ME, "me", "cpu", "starting", 0.0)
     assert (other.name, other.device, other.loss, other.last_seen_s) == ("other", "gpu", 2.5, 3.0)
@@ -51,11 +47,11 @@ def test_a_snapshot_has_the_run_and_the_peers() -> None:
 
 def test_a_peer_has_the_state_that_its_status_says() -> None:
     peer = core()
-    for name, said in {
-        "training": {}, "exchanging": {"waits": True}, "evaluating": {"pauses": True, "waits": True},
-        "leaving": {"leaves": True}, "starting": {"trains": False},
-    }.items():  # fmt: skip
-        join(peer, name, name=name, **said)
+    join(peer, "training", name="training")
+    join(peer, "exchanging", name="exchanging", waits=True)
+    join(peer, "evaluating", name="evaluating", pauses=True, waits=True)
+    join(peer, "leaving", name="leaving", leaves=True)
+    join(peer, "starting", name="starting", trains=False)
     shown = {row.name: row.state for row in seen(Recorder(peer, TEXT), 0.0).peers if row.peer_id != ME}
     assert shown == {name: name for name in shown} and len(shown) == 5
 

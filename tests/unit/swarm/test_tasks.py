@@ -43,48 +43,6 @@ async def test_a_thread_given_up_has_ended_before_its_lock_is_free() -> None:
         await task
 
 
-async def test_moot_work_has_ended_when_its_caller_goes_on() -> None:
-    steps, moot = list[str](), False
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            await asyncio.sleep(0)
-            steps.append("ended")
-
-    async with closing() as tasks:
-        waiting = asyncio.ensure_future(tasks.unless(lambda: moot, work()))
-        await turns()
-        moot = True
-        tasks.notify()
-        assert await waiting is None and steps == ["ended"]
-
-        waiting = asyncio.ensure_future(tasks.unless(lambda: False, work()))
-        await turns()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert steps == ["ended", "ended"], "a caller that is cancelled leaves nothing behind either"
-
-
-async def test_work_that_must_be_whole_ends_before_its_caller() -> None:
-    steps = list[str]()
-
-    async def work() -> None:
-        steps.append("one half")
-        await turns()
-        steps.append("the other")
-
-    async with closing() as tasks:
-        caller = asyncio.ensure_future(tasks.complete(work()))
-        await turns(2)
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        assert steps == ["one half", "the other"]
-
-
 async def test_a_failed_condition_or_task_is_raised_in_who_waits() -> None:
     broken = False
 

@@ -50,10 +50,7 @@ def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("diloco", "doctor"),
-        ("diloco.train", *SMOKE, "swarm.initial_peers="),
-    ],
+    [("diloco", "doctor"), ("diloco.train", *SMOKE, "swarm.initial_peers=")],
     ids=lambda arguments: arguments[-1],
 )
 def test_whom_nobody_answers_reads_one_line_of_ours(arguments: tuple[str, ...], tmp_path: Path) -> None:

@@ -68,10 +68,7 @@ async def _first_answer(peers: Iterable[str], question: Callable[[str], Awaitabl
 
 
 def look(
-    initial_peers: Sequence[str],
-    identity_path: Path | None = None,
-    measure_bytes: int = 0,
-    gate: Gate | None = None,
+    initial_peers: Sequence[str], identity_path: Path | None = None, measure_bytes: int = 0, gate: Gate | None = None
 ) -> Found:
     """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured with so many.
 

@@ -47,8 +47,7 @@ from diloco.swarm.wire.transport import Transport
 
 __all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
 
-DISCOVERY_S = 5.0
-CLOSE_S = 5.0
+DISCOVERY_S = CLOSE_S = 5.0
 READ_S = 10.0  # in which others read what this peer still sends when it leaves
 
 Connect = Callable[[NodeOptions], Awaitable[Transport]]
@@ -95,8 +94,6 @@ class Node:
         self._queue: Units | None = None
         self._planned = context.core.facts.planned
         self._exited = self._interrupted = False
-
-    # -- opening and closing ------------------------------------------------------------------------------------------
 
     @classmethod
     async def open(cls, options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect) -> Node:
@@ -161,8 +158,6 @@ class Node:
         await self._mesh.close()
         await context.transport.close()
 
-    # -- what the core asks for ---------------------------------------------------------------------------------------
-
     def carry_out(self, actions: Sequence[events.Action]) -> None:
         """Do what the core asked for."""
         works: dict[type, Callable[[Any], Coroutine[Any, Any, None]]] = {
@@ -221,20 +216,13 @@ class Node:
             self.context.note("contribution_broke", fragment=action.line.fragment, author=action.peer, why=why)
             self.context.do(events.Broke(action.peer, action.line))
 
-    # -- what others may ask ------------------------------------------------------------------------------------------
-
     def _answers(self) -> dict[type[Message], Answerer]:
-        context = self.context
-        info = InfoServer(
-            context,
-            self._options.run.manifest_text,
-            self._options.files,
-            lambda: self.recorder.packed(context.now()),
-        )
+        context, options = self.context, self._options
+        info = InfoServer(context, options.run.manifest_text, options.files, self.recorder.packed)
         return {
             Get: self._give,
             Push: self._receive,
-            InnerRequest: InnerDonor(self._options.inner_state).answer,
+            InnerRequest: InnerDonor(options.inner_state).answer,
             Ask: info.answer,
             Probe: ProbeServer(context.transport, self.core, context.now).answer,
         }
@@ -250,8 +238,6 @@ class Node:
             raise PayloadError(f"no contribution of {push.line.peer} to fragment {push.line.fragment} is wanted")
         payload = await contribution.receive(stream, push, self.replica, self._received)
         self.context.do(events.Delivered(stream.peer, push.line, payload))
-
-    # -- training -----------------------------------------------------------------------------------------------------
 
     async def joins_late(self) -> bool:
         """Wait until this peer has what the others have; whether outer steps were taken before.

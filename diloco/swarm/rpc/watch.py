@@ -57,10 +57,10 @@ async def _request(transport: Transport, peer: str, what: str, most_bytes: int) 
 
 
 class InfoServer:
-    """The answering side. `snapshot` makes the pieces of one; `files` are those that the manifest names, by digest."""
+    """The answering side. `snapshot` makes the pieces of one at a time; `files` are those that the manifest names."""
 
     def __init__(
-        self, context: Context, manifest: str, files: Mapping[str, Path], snapshot: Callable[[], list[bytes]]
+        self, context: Context, manifest: str, files: Mapping[str, Path], snapshot: Callable[[float], list[bytes]]
     ) -> None:
         self._context, self._manifest, self._files, self._snapshot = context, manifest, files, snapshot
         self._allowance = Allowance(FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S)
@@ -68,7 +68,8 @@ class InfoServer:
     async def answer(self, stream: Stream, request: Ask) -> None:
         """Send what is asked for; `PayloadError` when it is not here, or enough was sent."""
         if request.what in ("manifest", "snapshot"):
-            for piece in [self._manifest.encode()] if request.what == "manifest" else self._snapshot():
+            snapshot = request.what == "snapshot"
+            for piece in self._snapshot(self._context.now()) if snapshot else [self._manifest.encode()]:
                 await stream.send(Piece(WIRE_VERSION, piece, more=True))
         else:
             await self._send_file(stream, request.what)

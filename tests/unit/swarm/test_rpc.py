@@ -42,7 +42,7 @@ def info(tmp_path: Path) -> Any:
     gate = SimpleNamespace(memory=SimpleNamespace(seal="a" * 128))
     context: Any = SimpleNamespace(gate=gate, traffic=Traffic(), now=lambda: 0.0)
     files = {DIGEST: tmp_path / "file", GONE: tmp_path / "gone"}
-    return Transport(InfoServer(context, '{"ä": 1}', files, lambda: pack(SEEN)).answer)
+    return Transport(InfoServer(context, '{"ä": 1}', files, lambda now: pack(SEEN)).answer)
 
 
 async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_others(tmp_path: Path) -> None:

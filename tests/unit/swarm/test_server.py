@@ -11,9 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from diloco.core.events import Connected
 from diloco.core.penalties import FIRST_S
 from diloco.messages.bulk import Got, Push
 from diloco.messages.codec import Refusal
@@ -21,7 +19,6 @@ from diloco.messages.heads import Line
 from diloco.swarm.rpc.state import payload_digest
 from tests.support.alone import Alone, alone
 from tests.support.core import OTHER
-from tests.support.listener import hello, status
 from tests.support.stub_wire import Pipe, framed
 
 NUMEL = 6
@@ -86,22 +83,5 @@ def test_what_nobody_wants_is_refused_without_a_penalty() -> None:
         assert isinstance((await serve(node, sent))[0], Got)
         [answer] = await serve(node, sent)
         assert isinstance(answer, Refusal) and "is wanted" in answer.reason and "penalty" not in node.said
-
-    alone(scene)
-
-
-def test_nobody_waits_for_a_peer_that_is_refused() -> None:
-    async def scene(node: Alone) -> None:
-        tips = {0: node.core.facts.control.tip.key}
-        trains = replace(hello(), status=status(tips=tips, steps=1, steps_per_s=1.0))
-        node.context.do(Connected(OTHER, trains))
-        node.parameters["w"].sub_(1.0)
-        await node.stepped(10)
-        while node._captures:
-            await node.anchors.capture(node._captures.pop(0))
-        await asyncio.sleep(1.0)
-        assert node.core.facts.control.tip.head.number == 0, "the other one trains"
-        node.context.offence(OTHER, "sent nonsense")
-        await node.context.tasks.until(lambda: node.core.facts.control.tip.head.number == 1)
 
     alone(scene)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco.attach.ranks import Island
+    from diloco.attach.ranks import RankGroup
     from diloco.attach.swarm import Swarm
     from diloco.extensions import register
     from diloco.integrations.accelerate import AccelerateSwarm
@@ -22,8 +22,16 @@ if TYPE_CHECKING:
     from diloco.rundir.compare import compare
 
 __all__ = [
-    "AccelerateSwarm", "Codec", "DilocoCallback", "DilocoLightningCallback", "Island", "OuterOptimizer", "Swarm",
-    "__version__", "compare", "register",
+    "AccelerateSwarm",
+    "Codec",
+    "DilocoCallback",
+    "DilocoLightningCallback",
+    "OuterOptimizer",
+    "RankGroup",
+    "Swarm",
+    "__version__",
+    "compare",
+    "register",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -34,7 +42,7 @@ _PLACES = {
     "Codec": ("diloco.outer.payloads", "", ""),
     "DilocoCallback": ("diloco.integrations.trainer", "accelerate", "hf"),
     "DilocoLightningCallback": ("diloco.integrations.lightning", "lightning", "lightning"),
-    "Island": ("diloco.attach.ranks", "", ""),
+    "RankGroup": ("diloco.attach.ranks", "", ""),
     "OuterOptimizer": ("diloco.outer.optimizer", "", ""),
     "Swarm": ("diloco.attach.swarm", "", ""),
     "compare": ("diloco.rundir.compare", "", ""),
@@ -43,6 +51,8 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Island":
+        raise ImportError("diloco.Island is diloco.RankGroup now")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, library, extra = _PLACES[name]

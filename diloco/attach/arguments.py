@@ -25,14 +25,14 @@ from diloco.config.sizes import fragments_of
 from diloco.errors import ConfigError, DivergedError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec
 
-__all__ = ["OuterSettings", "as_typed", "check_names", "loop_spec", "network_of", "outer_of", "several"]
+__all__ = ["ResolvedOuter", "as_typed", "check_names", "loop_spec", "network_of", "outer_of", "several"]
 
 _TYPED = {"swarm.initial_peers": "address", "swarm.identity_path": "identity", "run.id": "run_id", "run.key": "key"}
 _NAMES = re.compile("|".join(map(re.escape, _TYPED)) + r"|\bswarm\.(?=[a-z_]+[=:])")
 _NOBODY = "; if it had made all its steps before this peer came, start it with min_peers=2"
 
 
-class OuterSettings(NamedTuple):
+class ResolvedOuter(NamedTuple):
     """Settings of the outer step; with `by_size`, into how many fragments follows from the size of the model."""
 
     outer: OuterConfig
@@ -43,7 +43,7 @@ class OuterSettings(NamedTuple):
         return self.outer.model_copy(update={"fragments": fragments_of(numel)}) if self.by_size else self.outer
 
 
-def outer_of(preset: str | None, outer: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> OuterSettings:
+def outer_of(preset: str | None, outer: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> ResolvedOuter:
     """The settings of a file of configs/outer, with others over them; raises `ConfigError`."""
     if isinstance(outer, str):
         raise ConfigError(f"outer={outer!r} is a text; a preset is named with preset={outer!r}")
@@ -56,7 +56,7 @@ def outer_of(preset: str | None, outer: Mapping[str, Any] | None, keywords: Mapp
     by_size = "${fragments_for:" in str(laid.get("fragments")) and "fragments" not in said
     if by_size:
         del laid["fragments"]
-    return OuterSettings(OuterConfig.parse({**laid, **said}), by_size)
+    return ResolvedOuter(OuterConfig.parse({**laid, **said}), by_size)
 
 
 def check_names(given: Iterable[str], settings: Iterable[str], arguments: Iterable[str] = ()) -> None:

@@ -1,6 +1,6 @@
 """A model in step with the swarm while training goes on around it; made by `api.Swarm.attach`, which says how.
 
-Rank 0 of an island talks to the node; the other ranks learn by broadcast what came of it.
+Rank 0 talks to the node; the other ranks learn by broadcast what came of it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from diloco.attach.console_log import Listener
 from diloco.attach.devices import usual
-from diloco.attach.inner_optimizer import InnerStart, snapshot
-from diloco.attach.leases import IslandLeases
-from diloco.attach.node_link import NodeView, SwarmLink, Where
-from diloco.attach.parameters import Trained
+from diloco.attach.inner_optimizer import InnerStateTransfer, snapshot
+from diloco.attach.leases import RankLeases
+from diloco.attach.node_link import NodeHandle, NodeLink, Position
+from diloco.attach.parameters import TrainedParams
 from diloco.attach.progress import Progress
-from diloco.attach.ranks import Island
-from diloco.attach.schedulers import Schedules, StepHooks, swarm_steps
-from diloco.attach.sharded import kept
+from diloco.attach.ranks import RankGroup
+from diloco.attach.schedulers import Schedulers, StepHooks, swarm_steps
+from diloco.attach.sharded import restored_after
 from diloco.attach.signals import leave
 from diloco.config import OuterConfig
 from diloco.errors import DivergedError, SwarmError
@@ -63,32 +63,32 @@ class Attachment:
 
     def __init__(
         self,
-        parameters: Trained,
+        parameters: TrainedParams,
         optimizer: torch.optim.Optimizer,
         outer: OuterConfig,
         options: NodeOptions | None,
-        island: Island,
+        ranks: RankGroup,
         phases: PhaseTimer,
         runtime: Runtime,
         listener: Listener,
-        schedules: Schedules,
+        schedules: Schedulers,
     ) -> None:
         saved = None if options is None else options.saved
         self.parameters = parameters
-        self.view: NodeView | None = None
-        self.outer, self.island, self.phases = outer, island, phases
+        self.view: NodeHandle | None = None
+        self.outer, self.ranks, self.phases = outer, ranks, phases
         self.version = self._round_version = saved.steps if saved else 0
         self.applied_tokens = saved.applied_tokens if saved else 0
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = self.interrupted = self._asked_to_stop = False
         self.asked_by = self.ended_by = 0  # the signal, and the one that all ranks end by
-        self._link = SwarmLink(island, runtime, phases)
+        self._link = NodeLink(ranks, runtime, phases)
         self._optimizer, self._options = optimizer, options
         self._listener, self.schedules = listener, schedules
         self._hook: Any = None
         self.inner_step, self.target_steps, self.unsent_tokens = 0, outer.sync_every, 0
         self._progress = Progress(phases, runtime.clock)
-        self._inner_start = InnerStart(optimizer, island, listener.on_event)
+        self._inner_start = InnerStateTransfer(optimizer, ranks, listener.on_event)
         self._counted_tokens = self._sequences_per_round = 0
         self._given: tuple[Tensor, Tensor] | None = None  # a sample of the parameters, before and after an exchange
         self._is_kept = False  # whether training was seen to go on from what an exchange gave
@@ -109,14 +109,14 @@ class Attachment:
         """As entering, for a loop that is in no `with` block; `close` ends it. Without that, the peer drops out when
         the program ends.
         """
-        atexit.register(self.abandon)
+        atexit.register(self.drop_out)
         self._is_opened = True
         return self.__enter__()
 
     def close(self, kind: type[BaseException] | None = None) -> None:
         """Leave the swarm as at the end of a `with` block, which this kind of error has ended. Can be called twice."""
         if self._hook is None or self._left:
-            return self.abandon()
+            return self.drop_out()
         self.__exit__(kind, None, None)
 
     @usual
@@ -128,7 +128,7 @@ class Attachment:
                 self._connect()
                 self._begin()
         except BaseException:
-            self.abandon()
+            self.drop_out()
             raise
         self._hook = StepHooks(self._optimizer, self._before_step, self._stepped)
         self.phases.switch("compute")
@@ -158,7 +158,7 @@ class Attachment:
                     self.discarded_tokens = self.node.core.discarded()
             self._listener.on_end(finished)
         finally:
-            self.abandon()
+            self.drop_out()
 
     def _connect(self) -> None:
         """All ranks: connect to the swarm."""
@@ -182,7 +182,7 @@ class Attachment:
             self.interrupt(self.asked_by)
         self._listener.on_ready(view.address)
 
-    def _call(self, options: NodeOptions, replica: Replica) -> NodeView:
+    def _call(self, options: NodeOptions, replica: Replica) -> NodeHandle:
         """Connect; a peer that comes back calls again for a while, because others may come back, too."""
         until, waits = time.monotonic() + self.patience_s, False
         while True:
@@ -213,7 +213,7 @@ class Attachment:
         self.parameters.remember()
         self._progress.begin_run(self.steps)
 
-    def _go_along(self, where: Where) -> None:
+    def _go_along(self, where: Position) -> None:
         """All ranks: rank 0 says where they are."""
         if not where.done:
             self.interrupted = True
@@ -239,9 +239,9 @@ class Attachment:
         with self._listener.exchanging(), self.phases.during("comm"):
             self._link.call(lambda node: node.finish())
 
-    def abandon(self) -> None:
+    def drop_out(self) -> None:
         """Drop out of the swarm without a goodbye, unless that was said before: after a failure."""
-        atexit.unregister(self.abandon)
+        atexit.unregister(self.drop_out)
         if self._hook is not None and not self._left:
             self._left = True
             self._listener.on_end(False)
@@ -250,13 +250,13 @@ class Attachment:
     def interrupt(self, number: int = 0) -> None:
         """Stop waiting for the swarm; may be called from the handler of a signal, with its number."""
         self._asked_to_stop, self.asked_by = True, number
-        self.interrupted = self.island.size == 1  # several ranks agree on the step after which they stop
+        self.interrupted = self.ranks.size == 1  # several ranks agree on the step after which they stop
         self.ended_by = number if self.interrupted else 0
         self._link.call_soon(lambda node: node.interrupt)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def lease_units(self, sequences_per_round: int, batches_ahead: int = 0) -> IslandLeases:
+    def lease_units(self, sequences_per_round: int, batches_ahead: int = 0) -> RankLeases:
         """Take part in the run's common list of sequences, so many in a round; call it before entering.
 
         Returns what gives the next ranges of that list to train on, or None while there are not enough (`take`, which
@@ -264,10 +264,10 @@ class Attachment:
         time; other peers get those of a peer that dies, or whose contribution is discarded.
         """
         self._sequences_per_round = sequences_per_round
-        return IslandLeases(self.island, lambda: None if self.node is None else self.node.leased, batches_ahead)
+        return RankLeases(self.ranks, lambda: None if self.node is None else self.node.leased, batches_ahead)
 
     def count(self, tokens: int) -> None:
-        """Tell how many tokens the coming inner step is made of (of the whole island), by which it is weighted. A loop
+        """Tell how many tokens the coming inner step is made of (of all ranks), by which it is weighted. A loop
         that never calls this counts every step as one token.
         """
         self._counted_tokens += tokens
@@ -294,7 +294,7 @@ class Attachment:
         given, self._given = self._given, None
         if given is not None:
             self._is_kept = self.parameters.check_kept(*given)
-        self.schedules.bring_(swarm_steps(self, self.outer.sync_every))
+        self.schedules.step_to(swarm_steps(self, self.outer.sync_every))
 
     def _stepped(self) -> None:
         with self._listener.exchanging():
@@ -310,13 +310,13 @@ class Attachment:
         self._progress.measure(self.steps)
         waits, where = self._link.stepped(tokens, self._progress.steps_per_s)
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
-        stops, by, *rest = map(int, self.island.agree([self._asked_to_stop, self.asked_by, waits, *where]))
+        stops, by, *rest = map(int, self.ranks.broadcast_floats([self._asked_to_stop, self.asked_by, waits, *where]))
         self.interrupted, self.ended_by = bool(stops), by
         if self.interrupted:
             return
         if self._cold:
             return self._warm_up()
-        self._went(Where(*rest[1:]))
+        self._went(Position(*rest[1:]))
         if rest[0]:
             self._exchange()
 
@@ -351,7 +351,7 @@ class Attachment:
             steps = self._progress.cycle_steps(self.outer, self.node.core.fastest_steps_per_s)
             self._link.call_soon(lambda node: node.plan_cycle, steps)
 
-    def _went(self, where: Where) -> None:
+    def _went(self, where: Position) -> None:
         """All ranks: where they are, and whether a round has ended."""
         self._go_along(where)
         ended, self._round_version = self.version > self._round_version, self.version
@@ -364,7 +364,7 @@ class Attachment:
                 self._listener.on_event("rounds_over", {"rounds": rounds, "version": self.version})
 
     def anchor_digest(self) -> str:
-        """As `NodeView.anchor_digest`."""
+        """As `NodeHandle.anchor_digest`."""
         assert self.view is not None
         return self.view.anchor_digest()
 
@@ -380,7 +380,7 @@ class Attachment:
             if self.outer.lockstep and not self.outer.mixing:
                 yield
                 return
-            with kept(self.parameters):
+            with restored_after(self.parameters):
                 self._link.show_anchors()
                 yield
 
@@ -408,7 +408,7 @@ class Attachment:
             self._is_paused = False
             self._link.call(lambda node: node.resume())
             # The swarm may have gone on in the pause. Several ranks hear of it after their next step.
-            alone = None if self.island.size > 1 or self._cold or self.interrupted else self.node
+            alone = None if self.ranks.size > 1 or self._cold or self.interrupted else self.node
             if alone is not None and alone.waits:
                 with self.phases.during("comm"):
                     self._adopt(lambda node: node.exchange())

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from diloco.attach.attachment import Attachment
 from diloco.attach.peer_state import PeerState
-from diloco.attach.ranks import Island
-from diloco.attach.schedulers import Schedules
-from diloco.attach.sharded import load_rows_, whole
+from diloco.attach.ranks import RankGroup
+from diloco.attach.schedulers import Schedulers
+from diloco.attach.sharded import full_tensor, load_rows_
 from diloco.attach.state_io import flatten_own, restore_own
 from diloco.errors import CheckpointError
 from diloco.rundir.checkpoint import CheckpointStore
@@ -37,26 +37,26 @@ class Checkpoints:
     Raises `ConfigError` if another process uses the directory.
     """
 
-    def __init__(self, directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, island: Island) -> None:
+    def __init__(self, directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup) -> None:
         self.directory = directory
-        self._model, self._optimizer, self._island = model, optimizer, island
+        self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._store = CheckpointStore(directory, KEEP, KEY)
         self._lock = ExitStack()
-        if island.leads:
+        if ranks.is_rank0:
             self._lock.enter_context(exclusive(directory, KEY))
 
     def close(self) -> None:
         """Let other processes use the directory."""
         self._lock.close()
 
-    def load(self, schedules: Schedules) -> tuple[PeerState, dict[str, Any]] | None:
+    def load(self, schedules: Schedulers) -> tuple[PeerState, dict[str, Any]] | None:
         """All ranks: restore model, optimizer and generators from the newest checkpoint; None if there is none.
 
         Returns the peer's state and what the loop added. Raises `CheckpointError` when no checkpoint can be used, or
         when the newest is that of another model or optimizer, or is not the same for all ranks.
         """
         found = self._store.load_latest()
-        self._island.check_newest(-1 if found is None else found.step, f"checkpoints={self.directory}")
+        self._ranks.check_newest(-1 if found is None else found.step, f"checkpoints={self.directory}")
         if found is None:
             return None
         state, tensors = found.state, found.tensors
@@ -86,7 +86,7 @@ class Checkpoints:
 
         Raises `CheckpointError` when it cannot be written, and `TypeError` when JSON cannot hold what the loop adds.
         """
-        model = {name: whole(tensor.detach()) for name, tensor in self._tensors().items()}
+        model = {name: full_tensor(tensor.detach()) for name, tensor in self._tensors().items()}
         own, own_json = flatten_own(self._optimizer)
         if run is None:
             return None

@@ -1,6 +1,6 @@
 """What a peer says on stderr, to whoever started it: how others join, for whom it waits, who comes and goes, the end.
 
-The log of most programs shows warnings only, so there these lines would reach nobody. Rank 0 of an island has the node,
+The log of most programs shows warnings only, so there these lines would reach nobody. Rank 0 has the node,
 and therefore speaks alone.
 """
 
@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.attach.node_link import NodeView
-from diloco.attach.ranks import Island
+from diloco.attach.node_link import NodeHandle
+from diloco.attach.ranks import RankGroup
 from diloco.swarm.node.node import OnEvent
 from diloco.text import counted, human_bytes, plain
 
-__all__ = ["Listener", "Voice"]
+__all__ = ["ConsoleLog", "Listener"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def _name(fields: Mapping[str, Any]) -> str:
     return f"{name} ...{peer[-6:]}" if name == "peer" else name
 
 
-class Voice:
+class ConsoleLog:
     """Writes lines to stderr, on rank 0; `quiet` writes none."""
 
     def __init__(self, quiet: bool) -> None:
@@ -56,7 +56,7 @@ class Voice:
 
     def say(self, text: str) -> None:
         """Write one line."""
-        if not self._quiet and Island.place()[0] == 0:
+        if not self._quiet and RankGroup.rank_and_size()[0] == 0:
             print(f"diloco: {text}", file=sys.stderr, flush=True)
 
     def address(self, address: str) -> None:
@@ -64,7 +64,7 @@ class Voice:
         if address:
             self.say(f"others join with address={address!r}")
 
-    def waits(self, view: NodeView, needed: int) -> None:
+    def waits(self, view: NodeHandle, needed: int) -> None:
         """So many peers are needed before the first inner step, unless others train."""
         self.met = self.met or view.num_peers > 1
         self._needed = needed if view.look(lambda node: node.clock()[0] == 0) else 1

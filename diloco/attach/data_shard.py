@@ -20,13 +20,13 @@ from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from diloco.errors import ConfigError
 
-__all__ = ["Living", "shard"]
+__all__ = ["ActivePeers", "shard"]
 
 MOST = 4096  # peers
 WORKERS = 2**48  # numbers of items that one worker of a DataLoader may count
 
 
-class Living:
+class ActivePeers:
     """The peers among whom a stream is shared. It lies in shared memory, so workers of a DataLoader see who comes and
     goes. While nobody is told, everything belongs to this peer.
     """
@@ -62,7 +62,7 @@ class _Part:
         return item % self.of == self.index
 
 
-def _is_own(share: Living | _Part, item: object, number: int) -> bool:
+def _is_own(share: ActivePeers | _Part, item: object, number: int) -> bool:
     """For `filter(with_indices=True)` of the library datasets, whose workers count the items that they get each."""
     return share.owns(_of_worker(number))
 
@@ -76,7 +76,7 @@ def _of_worker(number: int) -> int:
 class _Shared(IterableDataset[Any]):
     """This peer's share of a stream, which is read whole and passed on in part."""
 
-    def __init__(self, stream: Iterable[Any], share: Living | _Part) -> None:
+    def __init__(self, stream: Iterable[Any], share: ActivePeers | _Part) -> None:
         self.stream, self._share = stream, share
 
     def __iter__(self) -> Iterator[Any]:
@@ -84,7 +84,7 @@ class _Shared(IterableDataset[Any]):
 
 
 def shard(
-    dataset: Any, seed: Callable[[], int], living: Callable[[], Living], index: int | None, of: int | None
+    dataset: Any, seed: Callable[[], int], living: Callable[[], ActivePeers], index: int | None, of: int | None
 ) -> Any:
     """As `Swarm.shard`; `seed` and `living` are asked for where they are needed."""
     if (index is None) != (of is None) or (of is not None and index is not None and not 0 <= index < of):

@@ -22,9 +22,25 @@ from torch import Tensor
 from diloco.errors import ConfigError
 
 __all__ = [
-    "Precision", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes", "name_of",
-    "native_precision", "peak_flops", "peak_memory", "place", "random_states", "restore_random", "seed_random",
-    "shares_device", "synchronize", "usual",
+    "Precision",
+    "backend_of",
+    "choose",
+    "count_devices",
+    "empty_cache",
+    "forked_random",
+    "free_bytes",
+    "name_of",
+    "native_precision",
+    "peak_flops",
+    "peak_memory",
+    "pick_device",
+    "place",
+    "random_states",
+    "restore_random",
+    "seed_random",
+    "shares_device",
+    "synchronize",
+    "usual",
 ]  # fmt: skip
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -55,7 +71,7 @@ def place(kind: str, index: int) -> str:
     return f"{kind}:{index}" if kind in ("cuda", "xpu") else kind
 
 
-def counted() -> tuple[str, int]:
+def count_devices() -> tuple[str, int]:
     """The kind of the accelerators that are here, and how many there are; `("cpu", 0)` without any."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type not in KINDS:
@@ -71,7 +87,7 @@ def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> 
     """
     if setting == "cpu":
         return torch.device("cpu")
-    kind, count = counted()
+    kind, count = count_devices()
     wanted, _, number = setting.partition(":")
     if wanted == "auto":
         if not count:
@@ -91,7 +107,7 @@ def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> 
     return torch.device(place(kind, local_rank or 0))
 
 
-def claim(setting: str) -> torch.device:
+def pick_device(setting: str) -> torch.device:
     """The device of this process, by torchrun's environment where there is one; it becomes the current one.
 
     With LOCAL_RANK alone a process is one of several peers on this machine, which take the devices in turn. Where the
@@ -105,7 +121,7 @@ def claim(setting: str) -> torch.device:
         if not alone:
             device = choose(setting, local_rank, local_size)
         elif "LOCAL_RANK" in os.environ:
-            device = choose(setting, local_rank % max(1, counted()[1]))
+            device = choose(setting, local_rank % max(1, count_devices()[1]))
         else:
             device = choose(setting)
     except ConfigError:
@@ -209,7 +225,7 @@ def seed_random(device: torch.device, seed: int) -> None:
 
 def random_states() -> dict[str, Tensor]:
     """States of the generators of all accelerators by name, such as `cuda.0`; none before one is in use."""
-    kind, count = counted()
+    kind, count = count_devices()
     module: Any = torch.get_device_module(kind) if count else None
     if kind == "mps":
         return {"mps.0": module.get_rng_state()}
@@ -220,7 +236,7 @@ def random_states() -> dict[str, Tensor]:
 
 def restore_random(states: Mapping[str, Tensor]) -> None:
     """The inverse of `random_states`; ignores those of devices that this machine lacks."""
-    kind, count = counted()
+    kind, count = count_devices()
     for name, state in states.items():
         its_kind, _, index = name.partition(".")
         if its_kind == kind and index.isdigit() and int(index) < count:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.attach.muon import Muon
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.attach.sharded import is_sharded, load_rows_
 from diloco.config import InnerConfig
 from diloco.errors import ConfigError
@@ -24,8 +24,16 @@ from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.rpc.inner_state import InnerState, Layout
 
 __all__ = [
-    "InnerStart", "Together", "bound_moments_", "inner_optimizer", "kind_of", "layout_of", "load_moments_",
-    "moment_numel", "parts_of", "snapshot",
+    "CombinedOptimizer",
+    "InnerStateTransfer",
+    "bound_moments_",
+    "inner_optimizer",
+    "kind_of",
+    "layout_of",
+    "load_moments_",
+    "moment_numel",
+    "parts_of",
+    "snapshot",
 ]  # fmt: skip
 
 TORN = 2.0  # A donor's moments are copied while it trains, so a first moment may be a step ahead of its second one.
@@ -40,7 +48,7 @@ def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimiz
     if inner.optimizer == "muon" and hidden:
         ids = {id(p) for p in hidden}
         muon = Muon(hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay)
-        return Together(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
+        return CombinedOptimizer(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
     return _adamw([p for _, p in named], inner)
 
 
@@ -66,7 +74,7 @@ def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=inner.peak_lr, betas=inner.betas, fused=fused)
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, which has the groups and the state of all. Its step is one of each.
 
     Raises `ConfigError` for a parameter that two of them have. `load_state_dict` raises what they raise for a state
@@ -96,7 +104,7 @@ class Together(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-class InnerStart:
+class InnerStateTransfer:
     """The inner optimizer's state, on its way in and out. A donor's state takes its memory again on both sides.
 
     `source` is `own` for a peer that goes on from a checkpoint with its optimizer's state, else the setting
@@ -105,9 +113,9 @@ class InnerStart:
 
     source: Literal["own", "donor", "cold"] = "own"
 
-    def __init__(self, optimizer: torch.optim.Optimizer, island: Island, on_event: OnEvent) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, ranks: RankGroup, on_event: OnEvent) -> None:
         self._optimizer = optimizer
-        self._island = island
+        self._ranks = ranks
         self._on_event = on_event
 
     @property
@@ -138,8 +146,8 @@ class InnerStart:
         state = state or InnerState(
             layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels), dtype=torch.float32)
         )
-        steps = tuple(int(step) for step in self._island.agree(state.steps))
-        self._island.share_(state.values)
+        steps = tuple(int(step) for step in self._ranks.broadcast_floats(state.steps))
+        self._ranks.broadcast_(state.values)
         bound_moments_(self._optimizer, state)
         load_moments_(self._optimizer, InnerState(layout, steps, state.values))
 
@@ -228,7 +236,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers of which one is made."""
-    return optimizer.parts if isinstance(optimizer, Together) else (optimizer,)
+    return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:

@@ -1,18 +1,18 @@
-"""The work units of a peer, on all ranks of an island: rank 0 takes them, and the others hear which."""
+"""The work units of a peer, on all ranks of a peer: rank 0 takes them, and the others hear which."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.core.units import first
 from diloco.messages.fields import Units
 from diloco.swarm.node.leases import LeasedData
 
-__all__ = ["IslandLeases"]
+__all__ = ["RankLeases"]
 
 
-class IslandLeases:
+class RankLeases:
     """What the swarm leases to a peer (`data.Leases`).
 
     All ranks call `take` at the same point of their training, because it is a collective; `ahead` is none. Without a
@@ -22,18 +22,18 @@ class IslandLeases:
     the units of `batches_ahead` batches.
     """
 
-    def __init__(self, island: Island, leased: Callable[[], LeasedData | None], batches_ahead: int) -> None:
-        self._island = island
+    def __init__(self, ranks: RankGroup, leased: Callable[[], LeasedData | None], batches_ahead: int) -> None:
+        self._ranks = ranks
         self._leased = leased
         self._batches_ahead = batches_ahead
         self._coming: Units = ()
 
     def take(self, number: int) -> Units | None:
         """All ranks: the next `number` sequences, or None while so many are not leased."""
-        data = self._leased() if self._island.leads else None
+        data = self._leased() if self._ranks.is_rank0 else None
         taken = None if data is None else data.take(number)
         coming = () if data is None or taken is None else data.ahead(self._batches_ahead * number)
-        taken, self._coming = self._island.share((taken, coming))
+        taken, self._coming = self._ranks.broadcast((taken, coming))
         return taken
 
     def ahead(self, number: int) -> Units:

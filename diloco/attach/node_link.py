@@ -1,4 +1,4 @@
-"""How a training process uses a swarm node that runs beside it: alone, or as the ranks of an island together."""
+"""How a training process uses a swarm node that runs beside it: alone, or as the ranks of one peer together."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from diloco.attach.ranks import Island
-from diloco.attach.sharded import Rows
+from diloco.attach.ranks import RankGroup
+from diloco.attach.sharded import ShardedParams
 from diloco.messages.snapshot import Contributor, Snapshot
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import Fragment
@@ -22,12 +22,12 @@ from diloco.swarm.node.rows import ledger_totals
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.malloc import give_back
 
-__all__ = ["NodeView", "SwarmLink", "Where"]
+__all__ = ["NodeHandle", "NodeLink", "Position"]
 
 T = TypeVar("T")
 
 
-class NodeView:
+class NodeHandle:
     """A node that lives in a runtime, seen from the training loop's thread, also after it was closed."""
 
     def __init__(self, node: Node, runtime: Runtime) -> None:
@@ -91,7 +91,7 @@ class NodeView:
         return {str(f.index): f"{f.tip.head.number}:{digest[:16]}" for f, digest in both}
 
 
-class Where(NamedTuple):
+class Position(NamedTuple):
     """Where all ranks are after rank 0 has talked to the node; `done` is 0 when an interrupt came first.
 
     `position` are the inner steps of the cycle under way, which has `cycle`; `unsent_tokens` are in no contribution.
@@ -109,8 +109,8 @@ class Where(NamedTuple):
     fetched: int = 0
 
 
-class SwarmLink:
-    """The one node of an island: rank 0 has it, and all ranks learn what came of each call.
+class NodeLink:
+    """The one node of an ranks: rank 0 has it, and all ranks learn what came of each call.
 
     All ranks call `begin`, `adopt`, `move` and `show_anchors` at the same point of their training. The
     ranks without a node wait there for what rank 0 found, and hand over and take rows of the parameters meanwhile
@@ -118,11 +118,11 @@ class SwarmLink:
     other ranks with it.
     """
 
-    def __init__(self, island: Island, runtime: Runtime, phases: PhaseTimer) -> None:
-        self.island = island
+    def __init__(self, ranks: RankGroup, runtime: Runtime, phases: PhaseTimer) -> None:
+        self.ranks = ranks
         self.runtime = runtime
-        self.view: NodeView | None = None
-        self.rows: Rows | None = None  # on all ranks of an island of several
+        self.view: NodeHandle | None = None
+        self.rows: ShardedParams | None = None  # on all ranks of several
         self._parameters: Mapping[str, Tensor] = {}
         self._phases = phases
 
@@ -134,12 +134,12 @@ class SwarmLink:
     def share(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment]) -> None:
         """All ranks: these parameters are meant from now on. (A process alone hands nothing around.)"""
         self._parameters = parameters
-        if self.island.size > 1:
-            self.rows = Rows(parameters, fragments, self.island)
+        if self.ranks.size > 1:
+            self.rows = ShardedParams(parameters, fragments, self.ranks)
 
-    def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> NodeView:
+    def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> NodeHandle:
         """Rank 0 only: connect a node to the swarm."""
-        self.view = NodeView(self.runtime.open(options, replica, on_event), self.runtime)
+        self.view = NodeHandle(self.runtime.open(options, replica, on_event), self.runtime)
         return self.view
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class SwarmLink:
             return None if self.node is None else self.runtime.call(work(self.node))
 
     def show_anchors(self) -> None:
-        """All ranks: as `NodeView.show_anchors`."""
+        """All ranks: as `NodeHandle.show_anchors`."""
         with self.handing():
             if self.view is not None:
                 self.view.show_anchors()
@@ -173,7 +173,7 @@ class SwarmLink:
             train_on_current_stream(device)
         if self.rows is None:
             yield
-        elif self.island.leads:
+        elif self.ranks.is_rank0:
             try:
                 yield
             finally:
@@ -187,29 +187,29 @@ class SwarmLink:
         if self.node is not None:
             self.runtime.call_soon(work(self.node), *arguments)
 
-    def stepped(self, tokens: int, steps_per_s: float) -> tuple[bool, Where]:
+    def stepped(self, tokens: int, steps_per_s: float) -> tuple[bool, Position]:
         """Tell the node of an inner step; whether an exchange has to come before the next one, and where rank 0 is."""
         if self.node is None:
-            return False, Where()
+            return False, Position()
         waits, *found = self.runtime.call(self.node.stepped(tokens, steps_per_s))
-        return bool(waits), Where(1, *found)
+        return bool(waits), Position(1, *found)
 
-    def begin(self, cycle: int, cold: bool = False, fetched: bool = False) -> Where:
+    def begin(self, cycle: int, cold: bool = False, fetched: bool = False) -> Position:
         """Wait for the swarm, and go on from its anchor, which rank 0 loads into its parameters."""
         return self._after(self.move(lambda node: node.begin(cycle, cold)), cold, fetched)
 
-    def adopt(self, work: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> Where:
+    def adopt(self, work: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> Position:
         """Have rank 0 exchange: what is due is sent, and updates are loaded into its parameters."""
         outcome = self.move(work)
         if self.node is not None:
             give_back()
         return self._after(outcome)
 
-    def _after(self, outcome: Exchanged | None, cold: bool = False, fetched: bool = False) -> Where:
-        found, node = Where(), self.node
+    def _after(self, outcome: Exchanged | None, cold: bool = False, fetched: bool = False) -> Position:
+        found, node = Position(), self.node
         if node is not None and outcome is not None:
             self._phases.move("comm", "wait", outcome.wait_s)
             self._phases.move("comm", "outer", outcome.outer_s)
             clock = outcome.version, outcome.applied_tokens, outcome.discarded_tokens
-            found = Where(1, *clock, *node.place(), cold, fetched)
-        return Where(*map(int, self.island.agree(found)))
+            found = Position(1, *clock, *node.place(), cold, fetched)
+        return Position(*map(int, self.ranks.broadcast_floats(found)))

@@ -21,21 +21,21 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from diloco.attach.inner_optimizer import kind_of
-from diloco.attach.sharded import is_rows, is_sharded, own_rows
+from diloco.attach.sharded import has_row_layout, is_sharded, local_tensor
 from diloco.attach.unwrap import named, plain_name
 from diloco.errors import ConfigError
 from diloco.outer.digest import fragment_digest, part_digest, part_ranges
 from diloco.outer.fragments import gather_, partition
 from diloco.swarm.node.node import OnEvent
 
-__all__ = ["Trained", "buffer_digests", "frozen_digest", "values_digest"]
+__all__ = ["TrainedParams", "buffer_digests", "frozen_digest", "values_digest"]
 
 AGAIN = "make such changes before attach, or attach the model again"
 SHOWN = 3  # names or shapes in one line
 SAMPLED = 64  # values of each parameter
 
 
-class Trained(dict[str, Tensor]):
+class TrainedParams(dict[str, Tensor]):
     """The parameters of a model that require a gradient, by name; the outer step moves these objects.
 
     Raises `ConfigError` for parameters that no outer step can carry.
@@ -78,7 +78,7 @@ class Trained(dict[str, Tensor]):
                 "make them part of the model, or attach both: attach([model, head], optimizer)"
             )
         for key, one in self.items():
-            values = own_rows(one.detach())
+            values = local_tensor(one.detach())
             if values.numel() and not all(math.isfinite(end) for end in values.aminmax()):
                 raise ConfigError(f"{key} has NaN or infinite values at attach; load or initialise the model again")
         self._tell(on_event, missing, "are in no group of the optimizer, so this peer does not train them")
@@ -94,7 +94,7 @@ class Trained(dict[str, Tensor]):
     @property
     def sample(self) -> Tensor:
         """A copy of a few values of each parameter."""
-        return torch.cat([own_rows(one.detach()).reshape(-1)[:SAMPLED].float().cpu() for one in self.values()])
+        return torch.cat([local_tensor(one.detach()).reshape(-1)[:SAMPLED].float().cpu() for one in self.values()])
 
     def check_kept(self, before: Tensor, given: Tensor) -> bool:
         """`ConfigError` when they went back most of the way that an exchange moved them; False if it moved nothing."""
@@ -148,7 +148,7 @@ def _check(name: str, parameter: Tensor) -> None:
         )
     if parameter.is_meta:
         raise ConfigError(f"{name} has no values yet (device=meta); load the model before attach")
-    if not is_rows(parameter):
+    if not has_row_layout(parameter):
         raise ConfigError(
             f"{name} is laid out as {list(parameter.placements)}, and outer steps know rows along the first dimension "  # type: ignore[attr-defined]
             "only; shard the model with fully_shard, without tensor parallelism"

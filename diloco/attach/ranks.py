@@ -1,8 +1,8 @@
-"""An island: the processes of one torchrun job, which are one peer of the swarm together.
+"""The ranks: the processes of one torchrun job, which are one peer of the swarm together.
 
 Its ranks average gradients in every inner step: each has the whole model (DistributedDataParallel), or rows of every
 parameter (FSDP2, `fully_shard`). Only rank 0 talks to the swarm. Its decisions, and the swarm's answers, reach the
-other ranks by broadcast, so ranks cannot differ; `rows` moves parameters. Without torchrun the island is one process,
+other ranks by broadcast, so ranks cannot differ; `rows` moves parameters. Without torchrun there is one process,
 and every method here does nothing.
 """
 
@@ -24,7 +24,7 @@ from diloco.attach import devices
 from diloco.errors import CheckpointError, ConfigError, DilocoError, UnsavedError
 from diloco.model.forward import layers_of
 
-__all__ = ["Island", "said_by_rank_0"]
+__all__ = ["RankGroup", "said_by_rank_0"]
 
 # What gloo and NCCL say when another rank has ended.
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -35,10 +35,10 @@ WORD_TIMEOUT = timedelta(hours=12)
 T = TypeVar("T")
 
 
-class Island:
+class RankGroup:
     """Rank, size and device of this process, and the collectives that keep the ranks alike.
 
-    If a rank dies, all end (`following`), and the swarm sees one peer leave.
+    If a rank dies, all end (`report_lost_rank`), and the swarm sees one peer leave.
 
     Attributes:
         broken: whether a rank was lost, so that nothing can be agreed on any more.
@@ -64,28 +64,28 @@ class Island:
         self._words = self.new_group("gloo") if size > 1 and dist.is_initialized() else None
 
     @classmethod
-    def here(cls, device: torch.device) -> Island:
+    def from_process_group(cls, device: torch.device) -> RankGroup:
         """The ranks of the process group that somebody has made, who also ends it; without one, this process alone."""
-        rank, size = cls.place()
+        rank, size = cls.rank_and_size()
         return cls(device) if size == 1 else cls(device, rank, size, backend=dist.get_backend())
 
     @staticmethod
-    def place() -> tuple[int, int]:
+    def rank_and_size() -> tuple[int, int]:
         """Rank of this process in the process group that there is, and how many are in it."""
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     @classmethod
-    def from_environment(cls, device: str = "auto", parallel: str = "ddp") -> Island:
-        """The island that torchrun's environment describes, with a new process group unless there is one (`here`); one
-        process without torchrun.
+    def from_environment(cls, device: str = "auto", parallel: str = "ddp") -> RankGroup:
+        """The ranks that torchrun's environment describes, with a new process group unless there is one; one process
+        without torchrun.
 
-        `device` is the value of train.device, as `devices.claim` reads it. With `parallel` fsdp each rank has rows of
+        `device` is the value of train.device, as `pick_device` reads it. With `parallel` fsdp each rank has rows of
         every parameter. Raises `ConfigError` if train.device names a device that is not there.
         """
         if dist.is_initialized():
-            return cls.here(devices.claim(device))
+            return cls.from_process_group(devices.pick_device(device))
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        chosen = devices.claim(device)
+        chosen = devices.pick_device(device)
         if size == 1:
             return cls(chosen)
         backend = devices.backend_of(chosen, devices.shares_device(device))
@@ -101,7 +101,7 @@ class Island:
         return dist.new_group(backend=backend, timeout=WORD_TIMEOUT)
 
     @property
-    def leads(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this process is rank 0."""
         return self.rank == 0
 
@@ -125,27 +125,27 @@ class Island:
         fully_shard(model, reshard_after_forward=True)
         return model
 
-    def accumulating(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Backward passes inside add to this rank's gradients; the first one after it averages all of that."""
         if isinstance(wrapped, DistributedDataParallel):
             return wrapped.no_sync()
         return _without_reduction(wrapped) if hasattr(wrapped, "set_requires_gradient_sync") else nullcontext()
 
     @property
-    def rows(self) -> tuple[int, int]:
+    def batch_slice(self) -> tuple[int, int]:
         """Which sequences of the peer's batch (B, T) are this rank's: batch[rank::size], as (rank, size)."""
         return self.rank, self.size
 
     def check_newest(self, step: int, place: str) -> None:
         """All ranks: raise `CheckpointError` where a rank finds another newest checkpoint than rank 0 in a place."""
-        (newest,) = self.agree([step])
+        (newest,) = self.broadcast_floats([step])
         if newest != step:
             raise CheckpointError(
                 f"{place} holds outer step {newest:.0f} for rank 0 and {step} for rank {self.rank}; put it where all "
                 "ranks see the same files"
             )
 
-    def check_none_complains(self, complaint: str) -> None:
+    def raise_first_error(self, complaint: str) -> None:
         """Raise `ConfigError` on rank 0 with the first rank's complaint, if there is any."""
         complaints: list[str] = [complaint] * self.size
         if self.size > 1:
@@ -157,22 +157,22 @@ class Island:
         """Raise `ConfigError` on rank 0 unless all ranks were started with the same settings."""
         if self.size == 1:
             return
-        ranks: list[dict[str, str]] = [{} for _ in range(self.size)]
-        dist.all_gather_object(ranks, {key: str(value) for key, value in settings.items()}, group=self._words)
-        for rank, there in enumerate(ranks):
-            for key in sorted(ranks[0].keys() | there.keys()):
-                here, other = ranks[0].get(key), there.get(key)
+        found: list[dict[str, str]] = [{} for _ in range(self.size)]
+        dist.all_gather_object(found, {key: str(value) for key, value in settings.items()}, group=self._words)
+        for rank, there in enumerate(found):
+            for key in sorted(found[0].keys() | there.keys()):
+                here, other = found[0].get(key), there.get(key)
                 if here != other:
                     self.refuse(f"{key}={other} on rank {rank}, and {here} on rank 0; start all ranks alike")
 
     def refuse(self, why: str) -> NoReturn:
         """`ConfigError` on rank 0. The others wait for its end, because torchrun ends it as soon as one has ended."""
-        if not self.leads:
-            self.agree([0])  # which never comes
+        if not self.is_rank0:
+            self.broadcast_floats([0])  # which never comes
         raise ConfigError(why)
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def report_lost_rank(self) -> Iterator[None]:
         """When connections between ranks break, rank 0 says who was lost, and the others end in silence.
 
         1. A rank dies, or ends with an error. One that can writes into torchrun's store first that it has ended.
@@ -191,12 +191,12 @@ class Island:
             if not torn or self.broken:
                 raise
             self.broken = True
-            lost = self._lost() if self.leads else []
+            lost = self._lost() if self.is_rank0 else []
             if not lost:
                 raise SystemExit(DilocoError.exit_code) from None
-            ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+            who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
             raise UnsavedError(
-                f"{ranks} of {self.size} ended without a word; the last checkpoint is good, and torchrun "
+                f"{who} of {self.size} ended without a word; the last checkpoint is good, and torchrun "
                 "--max-restarts=9 goes on from it by itself"
             ) from None
 
@@ -209,7 +209,7 @@ class Island:
                 time.sleep(0.02)
         return sorted(silent)
 
-    def agree(self, values: Sequence[float]) -> list[float]:
+    def broadcast_floats(self, values: Sequence[float]) -> list[float]:
         """Rank 0's numbers, on every rank."""
         if self.size == 1:
             return list(values)
@@ -217,14 +217,14 @@ class Island:
         dist.broadcast(tensor, src=0, group=self._words)
         return [float(value) for value in tensor.tolist()]
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank: anything that can be pickled."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, group=self._words)
         return box[0]
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The least of all ranks' numbers."""
         if self.size == 1:
             return value
@@ -232,7 +232,7 @@ class Island:
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._words)
         return int(tensor)
 
-    def share_(self, values: Tensor) -> None:
+    def broadcast_(self, values: Tensor) -> None:
         """Rank 0's values of a tensor of the CPU, on every rank, in place."""
         if self.size > 1:
             dist.broadcast(values, src=0, group=self._words)
@@ -246,13 +246,13 @@ class Island:
         return [float(value) for value in tensor.tolist()]
 
     def close(self) -> None:
-        """Leave the process group, if the island made it."""
+        """Leave the process group, if this object made it."""
         if self._store is not None and dist.is_initialized() and not self.broken:
             dist.destroy_process_group()
 
 
 def said_by_rank_0(text: str | None) -> str:
-    """A text that rank 0 of a torchrun job has, on every rank, before there is an island."""
+    """A text that rank 0 of a torchrun job has, on every rank, before there is a process group."""
     stores: Any = dist  # whose names of stores have no types
     store, _, _ = next(iter(stores.rendezvous("env://")))
     key = f"said in start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

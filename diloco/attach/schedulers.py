@@ -21,7 +21,7 @@ from diloco.attach.inner_optimizer import parts_of
 from diloco.attach.state_io import from_json, to_json
 from diloco.errors import ConfigError
 
-__all__ = ["Paced", "Schedules", "StepHooks", "is_attached", "swarm_steps"]
+__all__ = ["ScheduledStep", "Schedulers", "StepHooks", "is_attached", "swarm_steps"]
 
 MOVED = ("lr", "momentum", "betas")  # what torch's schedulers move in the groups of an optimizer
 MOST_ALONE = 100  # steps that an optimizer takes while another one takes none
@@ -33,7 +33,7 @@ def swarm_steps(sync: Any, sync_every: int) -> int:
     return int(sync.version * sync_every + sync.inner_step)
 
 
-class Paced(NamedTuple):
+class ScheduledStep(NamedTuple):
     """A schedule that is stepped `times` after each `every`-th step of the optimizer."""
 
     scheduler: Any
@@ -41,7 +41,7 @@ class Paced(NamedTuple):
     every: int = 1
 
 
-class Schedules:
+class Schedulers:
     """Learning rate schedulers of torch, brought to the swarm's inner step.
 
     A schedule only steps forward, so it goes back by starting again: from its state at step 0, which is remembered when
@@ -53,7 +53,7 @@ class Schedules:
     """
 
     def __init__(self, schedulers: Iterable[Any]) -> None:
-        self._paced = [one if isinstance(one, Paced) else Paced(one) for one in schedulers]
+        self._paced = [one if isinstance(one, ScheduledStep) else ScheduledStep(one) for one in schedulers]
         for paced in self._paced:
             _check(paced.scheduler)
         self._fresh = [_fresh(one.scheduler) for one in self._paced]
@@ -62,7 +62,7 @@ class Schedules:
     def __len__(self) -> int:
         return len(self._paced)
 
-    def bring_(self, step: int) -> None:
+    def step_to(self, step: int) -> None:
         """Bring all of them to the inner step `step` of the swarm clock."""
         behind = False
         for paced, fresh in zip(self._paced, self._fresh, strict=True):

@@ -1,4 +1,4 @@
-"""The local parameters of an island of several processes, of which each has all rows (DDP) or some of them (FSDP2).
+"""The local parameters of a peer of several processes, of which each has all rows (DDP) or some of them (FSDP2).
 
 Fragments are ranges of the flat layout of whole parameters, whoever has their rows. So payloads, blocks of the codecs
 and digests do not depend on the number of processes.
@@ -21,23 +21,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.outer.fragments import Fragment, read_, write_
 from diloco.outer.local import Local
 
-__all__ = ["Rows", "is_rows", "is_sharded", "kept", "load_rows_", "own_rows", "rows_of", "sharded_like", "whole"]
+__all__ = [
+    "ShardedParams",
+    "full_tensor",
+    "has_row_layout",
+    "is_sharded",
+    "load_rows_",
+    "local_tensor",
+    "restored_after",
+    "row_range",
+    "sharded_like",
+]
 
 RELEASE, GATHER, SCATTER = range(3)
 
 
-def is_rows(tensor: Tensor) -> bool:
+def has_row_layout(tensor: Tensor) -> bool:
     """Whether a process has a tensor whole, or a range of its rows; outer steps know no other layout."""
     sharded = [placement for placement in getattr(tensor, "placements", ()) if not placement.is_replicate()]
     return not sharded or (len(sharded) == 1 and type(sharded[0]).__name__ == "Shard" and sharded[0].dim == 0)
 
 
-def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """The range of the flattened whole that this process has of a tensor for which `is_rows` holds."""
+def row_range(tensor: Tensor) -> tuple[int, int]:
+    """The range of the flattened whole that this process has of a tensor for which `has_row_layout` holds."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
         if placement.is_shard():  # as torch.chunk cuts: the last processes may have fewer rows, or none
             mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -47,7 +57,7 @@ def rows_of(tensor: Tensor) -> tuple[int, int]:
     return 0, tensor.numel()
 
 
-def own_rows(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this process has of a tensor; writing to it changes the tensor."""
     sharded: Any = tensor
     local: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
@@ -60,7 +70,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All ranks: a sharded tensor as a whole one, on the CPU of rank 0; empty on other ranks. Any other stays."""
     sharded: Any = tensor
     if not is_sharded(tensor):
@@ -76,8 +86,8 @@ def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
         return values
     from torch.distributed.tensor import DTensor
 
-    begin, end = rows_of(tensor)
-    own = own_rows(tensor)
+    begin, end = row_range(tensor)
+    own = local_tensor(tensor)
     rows = values.reshape(-1)[begin:end].view(own.shape).to(own.device, copy=True)
     like: Any = tensor
     return DTensor.from_local(
@@ -88,20 +98,20 @@ def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def load_rows_(tensor: Tensor, values: Tensor) -> None:
     """A tensor, which may be sharded, takes this process's rows of `values`, which are whole."""
-    begin, end = rows_of(tensor)
-    own = own_rows(tensor)
+    begin, end = row_range(tensor)
+    own = local_tensor(tensor)
     own.copy_(values.reshape(-1)[begin:end].view(own.shape))
 
 
 @contextmanager
-def kept(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def restored_after(parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Whatever becomes of the parameters inside, they are as before afterwards."""
-    before = {name: own_rows(parameter.detach()).clone() for name, parameter in parameters.items()}
+    before = {name: local_tensor(parameter.detach()).clone() for name, parameter in parameters.items()}
     try:
         yield
     finally:
         for name, values in before.items():
-            own_rows(parameters[name].detach()).copy_(values)
+            local_tensor(parameters[name].detach()).copy_(values)
 
 
 class _Part(NamedTuple):
@@ -117,26 +127,26 @@ class _Part(NamedTuple):
         return self.stop - self.start
 
 
-class Rows(Local):
+class ShardedParams(Local):
     """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters.
 
     When a rank dies, the calls of the others raise what torch says of that.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment], island: Island) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment], ranks: RankGroup) -> None:
         super().__init__(parameters)
-        self._fragments, self._island = tuple(fragments), island
-        self._own = {name: rows_of(parameter) for name, parameter in parameters.items()}
+        self._fragments, self._ranks = tuple(fragments), ranks
+        self._own = {name: row_range(parameter) for name, parameter in parameters.items()}
         self._lock = threading.Lock()  # the exchanges of several fragments ask from threads of their own
         # Of their own, because the ranks' other collectives run in another thread.
-        self._words = island.new_group("gloo")
-        self._values = self._words if island.backend == "gloo" else island.new_group(island.backend)
-        self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(island.size)]
+        self._words = ranks.new_group("gloo")
+        self._values = self._words if ranks.backend == "gloo" else ranks.new_group(ranks.backend)
+        self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks.size)]
         dist.all_gather_object(self._rows, self._own, group=self._words)
         self.is_whole = self._own == {name: (0, parameter.numel()) for name, parameter in parameters.items()}
 
     def of_process(self, name: str) -> Tensor:
-        return own_rows(self.tensors[name].detach())
+        return local_tensor(self.tensors[name].detach())
 
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -164,7 +174,7 @@ class Rows(Local):
         with self._lock:
             self._say(SCATTER, fragment.index, start, stop)
             staging = self._staging(fragment, start, stop)
-            sent = values.to(self._island.device) if staging is None else staging.sent(values)
+            sent = values.to(self._ranks.device) if staging is None else staging.sent(values)
             dist.broadcast(sent, src=0, group=self._values)
             self._write(sent, fragment, start, stop)
 
@@ -188,11 +198,11 @@ class Rows(Local):
             if what == RELEASE:
                 return
             if what == SCATTER:
-                values = torch.empty(stop - start, dtype=torch.float32, device=self._island.device)
+                values = torch.empty(stop - start, dtype=torch.float32, device=self._ranks.device)
                 dist.broadcast(values, src=0, group=self._values)
                 self._write(values, self._fragments[index], start, stop)
                 continue
-            mine = self._senders(self._fragments[index], start, stop)[self._island.rank]
+            mine = self._senders(self._fragments[index], start, stop)[self._ranks.rank]
             if mine:
                 values, pieces = self._empty(mine)
                 for part, piece in zip(mine, pieces, strict=True):
@@ -217,7 +227,7 @@ class Rows(Local):
     def _empty(self, parts: Sequence[_Part]) -> tuple[Tensor, Sequence[Tensor]]:
         """Memory for these parts, one behind the other, and its pieces."""
         numels = [part.numel for part in parts]
-        values = torch.empty(sum(numels), dtype=torch.float32, device=self._island.device)
+        values = torch.empty(sum(numels), dtype=torch.float32, device=self._ranks.device)
         return values, torch.split(values, numels)
 
     # -- this rank's rows ---------------------------------------------------------------------------------------------

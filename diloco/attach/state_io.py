@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from diloco.attach.devices import random_states, restore_random
-from diloco.attach.inner_optimizer import Together, kind_of
-from diloco.attach.sharded import sharded_like, whole
+from diloco.attach.inner_optimizer import CombinedOptimizer, kind_of
+from diloco.attach.sharded import full_tensor, sharded_like
 from diloco.core.history import Tip, state_of
 from diloco.errors import CheckpointError
 from diloco.messages.heads import Book, Head
@@ -136,7 +136,7 @@ def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """The same state, cut like the optimizer's parameters, however many ranks have written it, and for the kernels that
     compute here: the checkpoint may come from another device.
     """
-    if isinstance(optimizer, Together):
+    if isinstance(optimizer, CombinedOptimizer):
         return {"parts": [_sharded(*both) for both in zip(optimizer.parts, state["parts"], strict=True)]}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
@@ -183,7 +183,7 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Nested containers as JSON. Tensors, tuples and number keys, which JSON lacks, become small objects and lists."""
     if isinstance(value, Tensor):
         assert path not in tensors, f"two tensors have the name {path}"
-        tensors[path] = whole(value)
+        tensors[path] = full_tensor(value)
         return {"tensor": path}
     if isinstance(value, dict):
         return {"dict": [[key, to_json(item, f"{path}.{key}".lstrip("."), tensors)] for key, item in value.items()]}

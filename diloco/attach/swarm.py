@@ -35,17 +35,17 @@ from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.attach import devices
-from diloco.attach.arguments import OuterSettings, as_typed, check_names, loop_spec, network_of, outer_of, several
+from diloco.attach.arguments import ResolvedOuter, as_typed, check_names, loop_spec, network_of, outer_of, several
 from diloco.attach.attachment import Attachment
 from diloco.attach.bootstrap_peers import known_by, ports_again, remember, seeds_again
 from diloco.attach.checkpoints import Checkpoints
-from diloco.attach.console_log import Listener, Voice
-from diloco.attach.data_shard import Living, shard
+from diloco.attach.console_log import ConsoleLog, Listener
+from diloco.attach.data_shard import ActivePeers, shard
 from diloco.attach.inner_optimizer import kind_of
-from diloco.attach.parameters import Trained, frozen_digest
+from diloco.attach.parameters import TrainedParams, frozen_digest
 from diloco.attach.peer_state import PeerState
-from diloco.attach.ranks import Island
-from diloco.attach.schedulers import Schedules, is_attached, swarm_steps
+from diloco.attach.ranks import RankGroup
+from diloco.attach.schedulers import Schedulers, is_attached, swarm_steps
 from diloco.attach.signals import watch
 from diloco.attach.unwrap import class_name, paced, plain_model, plain_optimizer
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
@@ -157,11 +157,11 @@ class Swarm:
         }  # fmt: skip
         said = {key: value for key, value in named.items() if value is not None}
         self.attachment: Attachment | None = None
-        self._voice = Voice(quiet)
+        self._voice = ConsoleLog(quiet)
         self._sharded = False  # whether `shard` was asked for
-        self._living: Living | None = None
+        self._living: ActivePeers | None = None
         self.run_id, self.name = run_id, name
-        self._settings: OuterSettings = outer_of(preset, outer, {**said, **settings})
+        self._settings: ResolvedOuter = outer_of(preset, outer, {**said, **settings})
         self.outer = self._settings.outer
         self.network = network_of(
             initial_peers=several(address), listen=several(listen), announce=several(announce), reachable=reachable,
@@ -284,7 +284,7 @@ class Swarm:
         *,
         schedulers: Iterable[Any] = (),
         checkpoints: str | Path | None = None,
-        island: Island | None = None,
+        ranks: RankGroup | None = None,
         saved: Saved | PeerState | None = None,
         phases: PhaseTimer | None = None,
     ) -> Attachment:
@@ -311,7 +311,7 @@ class Swarm:
             checkpoints: directory of this peer's checkpoints (`save`). If there is one, the peer goes on from it: the
                 model, the optimizer, random generators, `state`, and the peer's part of the swarm. Its key is there,
                 too, unless `identity` says another place.
-            island: the torchrun job that this process is a rank of (default: the process group that there is, or this
+            ranks: the torchrun job that this process is a rank of (default: the process group that there is, or this
                 process alone).
             saved: where to go on without `checkpoints` (default: the model as it is, version 0). If peers that were
                 there when it was written still train, this one joins them.
@@ -327,23 +327,23 @@ class Swarm:
                 "attach, for one optimizer"
             )
         runtime = self.runtime or NodeThread()
-        options, parameters = None, Trained(model)
+        options, parameters = None, TrainedParams(model)
         self.outer = self._settings.of(sum(parameters.numels.values()))
         device = next((one.device for one in parameters.values()), torch.device("cpu"))
-        island = island or Island.here(device)
-        schedules = Schedules(paced(one, island.size) for one in schedulers)
+        ranks = ranks or RankGroup.from_process_group(device)
+        schedules = Schedulers(paced(one, ranks.size) for one in schedulers)
         with ExitStack() as stack:
             if checkpoints is not None:
-                self._checkpoints = Checkpoints(Path(checkpoints), model, optimizer, island)
+                self._checkpoints = Checkpoints(Path(checkpoints), model, optimizer, ranks)
                 stack.callback(self._checkpoints.close)
                 saved = self._go_on(self._checkpoints, schedules)
             parameters.check_start(optimizer, self._heard)
-            if island.leads:
+            if ranks.is_rank0:
                 shown = "" if self.runtime is not None else class_name(model)  # nobody watches a simulation
                 own = () if self.manifest is not None else (shown, frozen_digest(model))
                 swarm = saved.saved if isinstance(saved, PeerState) else saved
                 with as_typed(self._typed):
-                    options = self.options(parameters, swarm, device=island.device_name, model=own)
+                    options = self.options(parameters, swarm, device=ranks.device_name, model=own)
                 self.run = options.run
                 if isinstance(saved, PeerState):
                     saved.check_same_run(self.run, "the checkpoint" if checkpoints is None else f"{checkpoints=!s}")
@@ -352,14 +352,14 @@ class Swarm:
         words = partial(as_typed, self._typed, **self._remedy)
         listener = Listener(self._heard, self._ready, self._ended, self._joining, words, self._leaves, self._ends_loop)
         self.attachment = Attachment(
-            parameters, optimizer, self.outer, options, island, phases, runtime, listener, schedules
+            parameters, optimizer, self.outer, options, ranks, phases, runtime, listener, schedules
         )
         self.attachment.patience_s = self._patience_s
         if isinstance(saved, PeerState):
             saved.apply(self.attachment)
         return self.attachment
 
-    def _go_on(self, checkpoints: Checkpoints, schedules: Schedules) -> PeerState | None:
+    def _go_on(self, checkpoints: Checkpoints, schedules: Schedulers) -> PeerState | None:
         """From the newest checkpoint, if there is one."""
         if self._identity is None and self._scratch is not None:
             raise ConfigError(
@@ -459,9 +459,9 @@ class Swarm:
     @cached_property
     def seed(self) -> int:
         """A seed of this peer (32 bits), for the order of its data: other peers have others, and it stays the same as
-        long as `identity` does. All ranks of an island ask for it together, once there is a process group.
+        long as `identity` does. All ranks of a peer ask for it together, once there is a process group.
         """
-        rank, size = Island.place()
+        rank, size = RankGroup.rank_and_size()
         if size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"swarm.seed: {os.environ['WORLD_SIZE']} processes were started together, and there is no process "
@@ -475,13 +475,13 @@ class Swarm:
                 seed = (identity_number(file) if self.runtime is None else simulated) % 2**32
         if size == 1:
             return seed
-        island = Island.here(torch.device("cpu")) if self.attachment is None else self.attachment.island
-        return island.share(seed)
+        ranks = RankGroup.from_process_group(torch.device("cpu")) if self.attachment is None else self.attachment.ranks
+        return ranks.broadcast(seed)
 
     @property
     def index(self) -> int:
         """Which of the peers that train now this one is, in the order of their ids: 0 for one alone, and before a model
-        is attached. It changes when others come and go. Rank 0 knows it, the other ranks of an island say 0.
+        is attached. It changes when others come and go. Rank 0 knows it, the other ranks say 0.
         """
         if self.attachment is None or self.attachment.view is None:
             return 0
@@ -498,7 +498,7 @@ class Swarm:
         With `index` and `of` it is a fixed part of any dataset: the parts of different index have nothing in common.
 
         Raises `ConfigError` for what cannot be sharded: a mapping, an array of tokens without `index` and `of`, and a
-        stream without them on an island of several ranks, of which rank 0 alone knows who is there.
+        stream without them on a peer of several ranks, of which rank 0 alone knows who is there.
         """
         self._sharded = True
         return shard(dataset, lambda: self.seed, self._peers_there, index, of)
@@ -523,12 +523,12 @@ class Swarm:
 
     # -- what is heard of the swarm -----------------------------------------------------------------------------------
 
-    def _peers_there(self) -> Living:
-        if Island.place()[1] > 1:
+    def _peers_there(self) -> ActivePeers:
+        if RankGroup.rank_and_size()[1] > 1:
             raise ConfigError(
                 "shard: rank 0 alone knows who is there, so the ranks cannot share a stream; give index, of"
             )
-        self._living = self._living or Living()
+        self._living = self._living or ActivePeers()
         return self._living
 
     def _heard(self, kind: str, fields: dict[str, object]) -> None:
@@ -575,7 +575,7 @@ class Swarm:
         sync.interrupt(number)
         if not told:
             self._voice.say(f"{name}: leaving the swarm; another {name} ends at once")
-        return self._ends_loop and sync.island.size == 1
+        return self._ends_loop and sync.ranks.size == 1
 
     def _leaves(self, kind: type[BaseException] | None) -> None:
         """All ranks: before the goodbye. The last exchange is in a checkpoint when a signal ends the program."""

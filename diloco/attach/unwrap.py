@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.attach.inner_optimizer import Together
+from diloco.attach.inner_optimizer import CombinedOptimizer
 from diloco.attach.rehearsal import refuse_undoing
-from diloco.attach.schedulers import Paced
+from diloco.attach.schedulers import ScheduledStep
 from diloco.errors import ConfigError
 
 __all__ = ["class_name", "named", "paced", "plain_model", "plain_name", "plain_optimizer"]
@@ -85,7 +85,7 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """
     if isinstance(optimizer, list | tuple):
         parts = [plain_optimizer(one) for one in optimizer]
-        return parts[0] if len(parts) == 1 else Together(*parts)
+        return parts[0] if len(parts) == 1 else CombinedOptimizer(*parts)
     while True:
         name, library = type(optimizer).__name__, type(optimizer).__module__
         if "deepspeed" in library:
@@ -106,10 +106,10 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def paced(scheduler: Any, ranks: int) -> Paced:
+def paced(scheduler: Any, ranks: int) -> ScheduledStep:
     """A scheduler and its pace. One of Accelerate steps that inside it once for each rank, unless batches are split."""
     inside = getattr(scheduler, "scheduler", None)
-    if isinstance(scheduler, Paced) or inside is None:
-        return scheduler if isinstance(scheduler, Paced) else Paced(scheduler)
+    if isinstance(scheduler, ScheduledStep) or inside is None:
+        return scheduler if isinstance(scheduler, ScheduledStep) else ScheduledStep(scheduler)
     splits = getattr(scheduler, "split_batches", False) or not getattr(scheduler, "step_with_optimizer", True)
-    return Paced(inside, times=1 if splits else ranks)
+    return ScheduledStep(inside, times=1 if splits else ranks)

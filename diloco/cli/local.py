@@ -148,9 +148,9 @@ def _shared_device(config: Config, index: int, count: int) -> list[str]:
     """In data parallel, which device a process takes where there are fewer devices than processes."""
     if config.train.device == "cpu" or ":" in config.train.device:
         return []
-    from diloco.attach.devices import counted, place  # torch takes seconds, and only this needs it
+    from diloco.attach.devices import count_devices, place  # torch takes seconds, and only this needs it
 
-    kind, there = counted()
+    kind, there = count_devices()
     return [f"train.device={place(kind, index % there)}"] if 0 < there < count else []
 
 

@@ -12,7 +12,7 @@ import click
 
 from diloco import data, hub
 from diloco import model as models
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.config import Config, compose
 from diloco.errors import CheckpointError, ConfigError
 from diloco.outer.fragments import partition, scatter_
@@ -29,15 +29,15 @@ __all__ = ["evaluate", "export", "generate"]
 
 def evaluate(config: Config, model: Path) -> int:
     """Print the loss of a model on the configured held-out sequences."""
-    island = Island.from_environment(config.train.device)
+    ranks = RankGroup.from_environment(config.train.device)
     with _model_of(model) as place:
-        loaded = models.load(place, key="MODEL_DIR").to(island.device)
+        loaded = models.load(place, key="MODEL_DIR").to(ranks.device)
     dataset = data.load(config.data, config.run.seed)
     models.check_fit(loaded.config, dataset.tokenizer, key="MODEL_DIR")
     holdout = dataset.holdout(config.eval.sequences)
-    with autocast(config, island.device):
+    with autocast(config, ranks.device):
         models.prepare_head_(loaded)
-        result = evaluation.evaluate(loaded, holdout, config.inner.batch_size, island.device, dataset.tokenizer)
+        result = evaluation.evaluate(loaded, holdout, config.inner.batch_size, ranks.device, dataset.tokenizer)
     bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
     click.echo(
         f"loss {result.loss:.6f} nats per token, perplexity {result.perplexity:.4f}{bits} "

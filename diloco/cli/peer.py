@@ -36,7 +36,7 @@ def train(config: Config) -> int:
         summary = run(config, show)
     loss = summary.eval.loss
     held_out = f", held-out loss {loss:.3f} nats per token" if loss is not None else ""
-    if summary.peers:  # rank 0 speaks for an island
+    if summary.peers:  # rank 0 speaks for the peer
         console.print(f"{config.run.dir}: outer step {summary.outer_steps}{held_out}", highlight=False)
     return summary.exit
 

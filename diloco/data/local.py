@@ -59,7 +59,7 @@ class LocalDataset:
 
         Or else of the units that are `leases`d, from the numbered list that all peers of the run share.
 
-        `rows` is (rank, size) of a process in an island: its batches are the rows rank, rank + size, ... of the peer's,
+        `rows` is (rank, size) of a process in an ranks: its batches are the rows rank, rank + size, ... of the peer's,
         (B / size, T), and its state is the peer's. Other rows of numbered sequences are not read.
         """
         return NumberedStream(self.training, size, self._seed, shard, shards, rows, leases)

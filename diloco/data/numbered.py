@@ -2,7 +2,7 @@
 
 A permutation that all peers share puts the sequences of an epoch in order, and epochs follow each other. Shard s of S
 takes s, s + S, s + 2S, ... Shards never share a sequence within an epoch, and the state of a stream is the number of
-sequences that it has taken. Any sequence can be read at any time, so a rank of an island reads its own rows only.
+sequences that it has taken. Any sequence can be read at any time, so a rank reads its own rows only.
 """
 
 from __future__ import annotations

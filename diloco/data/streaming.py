@@ -7,7 +7,7 @@
 3. A peer reads forward, passing over what others have. Held-out documents are left out; the others are tokenised,
    packed and yielded in this order.
 
-Rows are not shuffled inside a file, and each rank of an island reads and tokenises the peer's whole batch and keeps its
+Rows are not shuffled inside a file, and each rank reads and tokenises the peer's whole batch and keeps its
 own rows: which text a sequence is made of is known only after everything before it was read.
 
 The state is the units that were taken and not read to their end, and the tokens that wait in the packer.
@@ -234,7 +234,7 @@ class HubStream:
     """One peer's endless batches of a streaming dataset.
 
     The plan of a batch is its number since the start. A position is kept with every batch that was made, because that
-    of the batch that was handed out last is the stream's (see `prefetch`). All ranks of an island take the same units
+    of the batch that was handed out last is the stream's (see `prefetch`). All ranks of a peer take the same units
     at the same time, in `plan`.
 
     Units are taken some batches before they are trained on. A peer that resumes goes on with those of them that are in

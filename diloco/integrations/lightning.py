@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from diloco.attach.peer_state import PeerState
-from diloco.attach.schedulers import Paced
+from diloco.attach.schedulers import ScheduledStep
 from diloco.attach.swarm import Attachment
 from diloco.errors import ConfigError
 from diloco.integrations.membership import Membership, peer_state
@@ -78,7 +78,7 @@ class DilocoLightningCallback(Callback):
                 "give one with several groups of parameters"
             )
         schedulers = [
-            Paced(one.scheduler, every=math.lcm(one.frequency, trainer.accumulate_grad_batches)
+            ScheduledStep(one.scheduler, every=math.lcm(one.frequency, trainer.accumulate_grad_batches)
                   // trainer.accumulate_grad_batches)
             for one in trainer.lr_scheduler_configs
             if one.interval == "step" and not one.reduce_on_plateau

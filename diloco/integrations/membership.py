@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.data_shard import Living, shard
+from diloco.attach.data_shard import ActivePeers, shard
 from diloco.attach.peer_state import PeerState
-from diloco.attach.ranks import Island
-from diloco.attach.sharded import kept
+from diloco.attach.ranks import RankGroup
+from diloco.attach.sharded import restored_after
 from diloco.attach.state_io import Groups
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.errors import CheckpointError, ConfigError, JoinError
@@ -50,7 +50,7 @@ class Membership:
         Swarm(**self._settings)  # complains now, and not after the data is there
         self.attachment: Attachment | None = None
         self.swarm: Swarm | None = None
-        self._living: Living | None = None
+        self._living: ActivePeers | None = None
         self._tokens: list[Tensor | int] = []  # of the micro-batches of the coming step
         self._pause = ExitStack()
 
@@ -74,7 +74,7 @@ class Membership:
         place = directory / FOLDER
         swarm = self.swarm = Swarm(**{"identity": place / "identity.key", **self._settings})
         swarm._take_over()
-        if "identity" not in self._settings and Island.place()[0] == 0:
+        if "identity" not in self._settings and RankGroup.rank_and_size()[0] == 0:
             swarm._held.enter_context(exclusive(place, KEY))
         swarm._ends_loop, swarm._over, swarm._remedy = False, self.over, {"remedy": self.remedy}
         swarm._living = self._living  # of a share of a stream that was taken before there was a swarm
@@ -94,7 +94,7 @@ class Membership:
 
     def shard(self, dataset: Any, index: int | None, of: int | None) -> Any:
         """As `Swarm.shard`, before there is a swarm: of a stream, or a part of anything."""
-        living = self._living = self._living or Living()
+        living = self._living = self._living or ActivePeers()
         if index is None and of is None and hasattr(dataset, "__len__"):
             raise ConfigError(
                 f"shard({type(dataset).__name__}): it has a length, so the callback gives each peer its own order; "
@@ -134,7 +134,7 @@ class Membership:
             raise ConfigError(
                 "callbacks: this trainer calls no training_step, so nobody can count its tokens; use diloco.Swarm"
             )
-        [total] = self.attachment.island.sum(sum(map(int, tokens)))
+        [total] = self.attachment.ranks.sum(sum(map(int, tokens)))
         self.attachment.count(int(total))
 
     def is_over(self, steps: float) -> bool:
@@ -157,7 +157,7 @@ class Membership:
         """Leave the swarm. The model becomes its last anchor, unless `keep_model`: then it stays as it is."""
         with ExitStack() as stack:
             if keep_model and self.attachment is not None:
-                stack.enter_context(kept(self.attachment.parameters))
+                stack.enter_context(restored_after(self.attachment.parameters))
             self.go_on()
             if self.swarm is not None:
                 self.swarm.close()
@@ -184,7 +184,7 @@ class Membership:
 
 def check_processes(processes: int) -> None:
     """Raise `ConfigError` unless a trainer averages gradients over all ranks of the process group."""
-    _, there = Island.place()
+    _, there = RankGroup.rank_and_size()
     if processes != there:
         raise ConfigError(
             f"{there} processes were started together, and the trainer averages gradients over {processes}; on CPUs "

@@ -1,6 +1,6 @@
 """The local parameters of a peer, as a replica reads and writes them: by ranges of fragments.
 
-`Local` has whole tensors of this process. An island whose processes have rows each gives a replica another one with
+`Local` has whole tensors of this process. A peer whose processes have rows each gives a replica another one with
 the same methods (`train.rows`).
 
 Where parameters lie on an accelerator, values go through staging buffers (see `staging`). `Local.copied` lets training

@@ -19,7 +19,7 @@ import torch
 from diloco import data
 from diloco import model as models
 from diloco.attach.inner_optimizer import inner_optimizer
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.config import Config
 from diloco.errors import ConfigError, SwarmError
@@ -121,7 +121,7 @@ class _Simulation:
         self.loop, self.config, self.listen = loop, config, listen
         self.network = Network(loop, config.run.seed, sim.loss, {BULK})
         self.link = Link(sim.bandwidth, sim.bandwidth, sim.latency_s)
-        self.island = Island.from_environment(config.train.device)
+        self.ranks = RankGroup.from_environment(config.train.device)
         self.dataset = data.load(config.data, config.run.seed)
         self.holdout = self.dataset.holdout(config.eval.sequences)
         self.model = models.build(
@@ -129,7 +129,7 @@ class _Simulation:
             config.run.seed,
             tokenizer=self.dataset.tokenizer,
             sequence_length=config.data.sequence_length,
-        ).to(self.island.device)
+        ).to(self.ranks.device)
         self.evaluated: dict[str | None, float | None] = {}
         self.peers: dict[int, _Peer] = {}
         self.summaries: list[Summary] = []
@@ -238,9 +238,9 @@ class _Simulation:
             seed = f"{config.run.seed}/{peer.name}"
             paced = PacedStream(batches, step_s, config.sim.jitter, seed, peer.lockstep)
             swarm = self._swarm(peer, config, log)
-            peer.sync = sync = swarm.attach(model, optimizer, island=self.island, phases=phases)
+            peer.sync = sync = swarm.attach(model, optimizer, ranks=self.ranks, phases=phases)
             trainer = SimTrainer(
-                config, self.island, model, model, optimizer, paced, self.holdout,
+                config, self.ranks, model, model, optimizer, paced, self.holdout,
                 sync, Session(config), phases, log, lambda message: self.listen(self._message(peer, message)),
                 self.dataset.tokenizer, evaluated=self.evaluated,
             )  # fmt: skip

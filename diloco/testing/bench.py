@@ -21,7 +21,7 @@ PAGES = tuple(Path(__file__).parents[2] / "scripts" / name for name in ("README.
 
 def describe() -> dict[str, Any]:
     """This machine: processor, cores, memory in GiB, torch's build, and the load of the last minute."""
-    kind, count = devices.counted()
+    kind, count = devices.count_devices()
     accelerator = devices.name_of(torch.device(kind)) if count else "none"
     return {
         "cpu": _first("/proc/cpuinfo", "model name") or platform.processor(),

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.attach.sharded import load_rows_, whole
+from diloco.attach.sharded import full_tensor, load_rows_
 from diloco.attach.state_io import Groups, flatten_own, flatten_swarm, restore_own, restore_swarm
 from diloco.attach.swarm import Attachment, Saved
 from diloco.config import Config
@@ -129,7 +129,7 @@ class Session:
             return
         with ExitStack() as stack:
             if isinstance(sync, DataParallel):
-                parameters = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+                parameters = {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
                 swarm: Groups = {"anchor": parameters, "outer": {}, "residual": {}}
                 swarm_json = {"version": sync.version, "applied_tokens": sync.applied_tokens}
             elif leads:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.attach.ranks import Island
-from diloco.attach.sharded import whole
+from diloco.attach.ranks import RankGroup
+from diloco.attach.sharded import full_tensor
 from diloco.outer.digest import digest_of
 from diloco.rundir.summary import PhaseTimer
 
@@ -26,9 +26,9 @@ class DataParallel:
     """The same methods as `Attachment`, for the training loop. If one process dies, all end."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, island: Island, sync_every: int, phases: PhaseTimer
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup, sync_every: int, phases: PhaseTimer
     ) -> None:
-        self.island = island
+        self.ranks = ranks
         self.phases = phases
         self.target_steps = sync_every
         self.version = self.applied_tokens = self.inner_step = 0
@@ -72,10 +72,10 @@ class DataParallel:
         self.inner_step += 1
         self.steps += 1
         self.tokens += self._counted_tokens
-        self.applied_tokens += self._counted_tokens * self.island.size
+        self.applied_tokens += self._counted_tokens * self.ranks.size
         self._counted_tokens = 0
         self.exchanged = self.inner_step >= self.target_steps
-        self.interrupted = bool(self.island.agree([self._asked_to_stop])[0])
+        self.interrupted = bool(self.ranks.broadcast_floats([self._asked_to_stop])[0])
         if self.exchanged:
             self.version += 1
             self.inner_step = 0
@@ -83,6 +83,6 @@ class DataParallel:
     def anchor_digest(self) -> str:
         """All ranks: digest of the parameters, which are equal on all processes."""
         with torch.no_grad():
-            own = (whole(p.detach()) for p in self._model.parameters() if p.requires_grad)
+            own = (full_tensor(p.detach()) for p in self._model.parameters() if p.requires_grad)
             flat = torch.cat([values.flatten().float().cpu() for values in own])
         return digest_of(flat)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.attach.devices import forked_random, seed_random
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.data import Tokenizer
 from diloco.errors import ConfigError, DataError, DivergedError
 
@@ -36,9 +36,9 @@ def evaluate(
     batch_size: int,
     device: torch.device | str,
     tokenizer: Tokenizer | None = None,
-    island: Island | None = None,
+    ranks: RankGroup | None = None,
 ) -> EvalResult:
-    """The loss of `model` on the sequences `holdout`, (N, T) int64, of which each rank of an island computes a part.
+    """The loss of `model` on the sequences `holdout`, (N, T) int64, of which each rank computes a part.
 
     Deterministic: no dropout, no randomness, sums in float64. Another `batch_size` may change the last digits. The
     training or evaluation mode of every module is as before afterwards. Call it under `torch.autocast` to evaluate in
@@ -48,8 +48,8 @@ def evaluate(
     if not len(holdout):
         raise ConfigError("data.holdout=0 holds out no text to test; give data=text data.path=FILE data.holdout=0.5")
     total = torch.zeros((), dtype=torch.float64)
-    island = island or Island(torch.device(device))
-    rank, size = island.rows
+    ranks = ranks or RankGroup(torch.device(device))
+    rank, size = ranks.batch_slice
     with models.evaluating(model):
         for tokens in torch.split(holdout, batch_size * size):
             own = tokens[rank::size]
@@ -57,7 +57,7 @@ def evaluate(
             found = models.loss(model, (own if len(own) else tokens[:1]).to(device)).double().cpu()
             # Every sequence predicts T - 1 tokens, so weighing by sequences is weighing by tokens.
             total += found * len(own) if len(own) else 0.0
-    [summed] = island.sum(total.item())
+    [summed] = ranks.sum(total.item())
     loss = summed / len(holdout)
     if not math.isfinite(loss):
         raise DivergedError(f"the held-out loss is {loss}; lower inner.lr or outer.lr and resume from a checkpoint")

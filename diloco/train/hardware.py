@@ -36,7 +36,7 @@ def inspect_machine(device: str, threads: int | None = None) -> Machine:
     """This machine with its present load; `device` is the value of train.device. Raises `ConfigError` if this machine
     has no such device.
     """
-    return machine_at(devices.claim(device), threads)
+    return machine_at(devices.pick_device(device), threads)
 
 
 def machine_at(device: torch.device, threads: int | None = None) -> Machine:

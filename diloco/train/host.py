@@ -8,8 +8,8 @@ from types import TracebackType
 import torch
 
 from diloco import model as models
-from diloco.attach.node_link import NodeView
-from diloco.attach.parameters import Trained
+from diloco.attach.node_link import NodeHandle
+from diloco.attach.parameters import TrainedParams
 from diloco.attach.swarm import Swarm
 from diloco.config import Config
 from diloco.config.manifest import raised
@@ -51,7 +51,7 @@ class Host:
         self.manifest = manifest
         model = models.build(config.model, manifest.run.seed)
         start_files.keep(config, model)
-        parameters = Trained(model)
+        parameters = TrainedParams(model)
         outer = manifest.outer
         if outer.method != "diloco":
             raise ConfigError(f"outer.method={outer.method} has no swarm to host")
@@ -69,7 +69,7 @@ class Host:
             stack.callback(self._log.close)
             stack.callback(self._runtime.close)
             self.node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
-            self._view = NodeView(self.node, self._runtime)
+            self._view = NodeHandle(self.node, self._runtime)
             stack.callback(self._view.close)
             write_address(self._config, self.address)
             self._open = stack.pop_all()

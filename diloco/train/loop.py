@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.attach.devices import empty_cache, forked_random, peak_memory
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.attach.schedulers import swarm_steps
-from diloco.attach.sharded import whole
+from diloco.attach.sharded import full_tensor
 from diloco.config import BudgetConfig, Config, InnerConfig
 from diloco.config.manifest import raised
 from diloco.data import Stream
@@ -46,13 +46,13 @@ REPORT_EVERY_S = 0.5
 
 @dataclass
 class Trainer:
-    """The training loop of one rank; the backward pass of `wrapped`, unlike that of `model`, averages over the island.
+    """The training loop of one rank; the backward pass of `wrapped`, unlike that of `model`, averages over the ranks.
 
     It raises `DivergedError` when a loss is not finite. A checkpoint that cannot be written is a warning and an event.
     """
 
     config: Config
-    island: Island
+    ranks: RankGroup
     model: nn.Module
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
@@ -78,20 +78,20 @@ class Trainer:
     _accounted: tuple[int, float] = (0, 0.0)  # the swarm's, at the last outer step
     _anchors: dict[str, str] = field(default_factory=dict)
     _micro_batch: int | None = None  # rows that fit the memory at a time, once some did not
-    _tried: int | None = None  # rows at a time that fit all ranks of an island
+    _tried: int | None = None  # rows at a time that fit all ranks of a peer
     _pace: float = 0.0  # tokens per second, of the whole peer
     _shown_loss: float | None = None
 
     def __post_init__(self) -> None:
         # In data parallel only rank 0 is told to lead, and all evaluate with it.
-        [lead] = self.island.agree([self.config.run.lead])
+        [lead] = self.ranks.broadcast_floats([self.config.run.lead])
         self.lead = bool(lead)
         keys = ("eval.prompts", "eval.prompt_tokens")
-        for prompt in self.config.eval.prompts if self.island.leads else ():
+        for prompt in self.config.eval.prompts if self.ranks.is_rank0 else ():
             prompt_tokens(self.model, self.tokenizer, prompt, self.config.eval.prompt_tokens, keys)
-        self._scale = LossScale(self.config, self.island)
-        self._ranks = 1 if self.config.outer.method == "data_parallel" else self.island.size
-        self._token_share = token_share(self.model, self.config.data.sequence_length, self.island.device)
+        self._scale = LossScale(self.config, self.ranks)
+        self._ranks = 1 if self.config.outer.method == "data_parallel" else self.ranks.size
+        self._token_share = token_share(self.model, self.config.data.sequence_length, self.ranks.device)
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
@@ -118,7 +118,7 @@ class Trainer:
     def _follow_plan(self) -> None:
         """All ranks: the run is as long as the swarm says, where peers have been told different budgets."""
         plan = [0, 0, 0] if self.sync.view is None else list(self.sync.view.node.core.facts.planned)
-        self.config = self.session.config = raised(self.config, self.island.agree(plan))
+        self.config = self.session.config = raised(self.config, self.ranks.broadcast_floats(plan))
 
     def _inner_step(self, batch: Tensor) -> None:
         """All ranks: forward, backward, clip, step. The optimizer's hook exchanges with the swarm."""
@@ -140,7 +140,7 @@ class Trainer:
     def _skip_step(self) -> None:
         """Without gradients the step that follows changes neither parameters nor moments, and its hook still fires."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.island.leads:
+        if self.ranks.is_rank0:
             skipped, scale = self._scale.skipped_steps, self._scale.scale
             self.log.event("step_skipped", inner_step=self.sync.steps + 1, skipped=skipped, scale=scale)
 
@@ -150,7 +150,7 @@ class Trainer:
         A part that does not fit the accelerator's memory is halved for the rest of the run, on all ranks. When one
         sequence does not fit, `ConfigError` ends the run.
         """
-        alone = self.island.size == 1
+        alone = self.ranks.size == 1
         while True:
             part = min(self._micro_batch or self.config.train.micro_batch or len(rows), len(rows))
             fits = alone or part == self._tried
@@ -161,8 +161,8 @@ class Trainer:
             except torch.OutOfMemoryError:
                 if not alone:  # the other ranks wait for this one in a collective
                     raise ConfigError(
-                        f"train.micro_batch={part}: so many sequences do not fit {self.island.device} of rank "
-                        f"{self.island.rank}; use {max(1, part // 2)}"
+                        f"train.micro_batch={part}: so many sequences do not fit {self.ranks.device} of rank "
+                        f"{self.ranks.rank}; use {max(1, part // 2)}"
                     ) from None
                 fits = False
             if fits:
@@ -174,12 +174,12 @@ class Trainer:
         if part == 1:
             raise ConfigError(
                 f"data.sequence_length={sequence_length}: not even one sequence fits the memory of "
-                f"{self.island.device}; use train.device=cpu, or a machine with more"
+                f"{self.ranks.device}; use train.device=cpu, or a machine with more"
             )
         self._micro_batch = part // 2
         self.optimizer.zero_grad(set_to_none=True)
-        empty_cache(self.island.device)
-        if self.island.leads:
+        empty_cache(self.ranks.device)
+        if self.ranks.is_rank0:
             self.log.event("micro_batch", sequences=self._micro_batch)
 
     def _fits_all(self, rows: Tensor) -> bool:
@@ -188,36 +188,36 @@ class Trainer:
         Sharded layers are gathered from all ranks, so where memory is short there, the run ends.
         """
         fits = True
-        with forked_random(self.island.device):
+        with forked_random(self.ranks.device):
             try:
-                with self.island.accumulating(self.wrapped):
+                with self.ranks.no_sync(self.wrapped):
                     self._backward(self.model, rows, 1.0)  # DistributedDataParallel has collectives going forward, too
             except torch.OutOfMemoryError:
-                if self.island.sharded:
+                if self.ranks.sharded:
                     raise
                 fits = False
         self.optimizer.zero_grad(set_to_none=True)
-        return bool(self.island.least(fits))
+        return bool(self.ranks.all_reduce_min(fits))
 
     def _accumulate(self, rows: Tensor, micro_batch: int) -> Tensor:
         """Mean loss of the rows, computed in parts of `micro_batch` rows; gradients add up to those of the whole."""
-        total = torch.zeros((), dtype=torch.float32, device=self.island.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
         *parts, last = torch.split(rows, micro_batch)  # (b, T) each
-        with self.island.accumulating(self.wrapped) if parts else nullcontext():
+        with self.ranks.no_sync(self.wrapped) if parts else nullcontext():
             for part in parts:
                 total += self._backward(self.wrapped, part, len(part) / len(rows))
         return total + self._backward(self.wrapped, last, len(last) / len(rows))
 
     def _backward(self, model: nn.Module, rows: Tensor, weight: float) -> Tensor:
-        with autocast(self.config, self.island.device):
-            loss = models.loss(model, rows.to(self.island.device, non_blocking=True)) * weight
+        with autocast(self.config, self.ranks.device):
+            loss = models.loss(model, rows.to(self.ranks.device, non_blocking=True)) * weight
         self._scale.scaled(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _check_losses(self) -> None:
         """Once in a while, and before every exchange: end the run at a loss that is not finite, before it spreads."""
-        [total] = self.island.sum(float(torch.stack(self._losses).mean()))
-        self._loss = total / self.island.size
+        [total] = self.ranks.sum(float(torch.stack(self._losses).mean()))
+        self._loss = total / self.ranks.size
         self._losses.clear()
         self._norm = float(self._norm.full_tensor() if hasattr(self._norm, "full_tensor") else self._norm)
         if not math.isfinite(self._loss):
@@ -231,11 +231,11 @@ class Trainer:
         """After an exchange: account for it, and once in a while evaluate the anchor and write a checkpoint."""
         self._follow_plan()
         config, sync = self.config, self.sync
-        if self.island.leads:
+        if self.ranks.is_rank0:
             self._account()
         over = config.budget.is_used_up(sync.version, sync.applied_tokens)
         if self.lead and not over and self._passed(config.eval.every, self._boundary_version):
-            if self.island.leads:
+            if self.ranks.is_rank0:
                 self.tell(self.status("evaluating"))
             self.evaluate()
         if config.checkpoint.every and (over or self._passed(config.checkpoint.every, self._saved_version)):
@@ -273,15 +273,15 @@ class Trainer:
         """All ranks: held-out loss of the anchor, where text is held out, and what it writes after `eval.prompts`."""
         if not len(self.holdout) and not self.config.eval.prompts:
             return
-        rows = max(1, self.config.inner.batch_size // self.island.size)
+        rows = max(1, self.config.inner.batch_size // self.ranks.size)
         rows = min(rows, self._micro_batch or self.config.train.micro_batch or rows)
-        with self.sync.anchored(), autocast(self.config, self.island.device):
+        with self.sync.anchored(), autocast(self.config, self.ranks.device):
             if len(self.holdout):
-                self.eval_loss = evaluate(self.model, self.holdout, rows, self.island.device, island=self.island).loss
+                self.eval_loss = evaluate(self.model, self.holdout, rows, self.ranks.device, ranks=self.ranks).loss
             written = self._write()
-        if self.island.leads and len(self.holdout):
+        if self.ranks.is_rank0 and len(self.holdout):
             self._log(eval_loss=self.eval_loss)
-        if self.island.leads and written:
+        if self.ranks.is_rank0 and written:
             self._show(written)
 
     def _write(self) -> list[tuple[str, str]]:
@@ -308,7 +308,7 @@ class Trainer:
         In the `background` training goes on meanwhile. Where the disk is behind, the next boundary gets the checkpoint.
         """
         session = self.session
-        [behind] = self.island.agree([background and session.writing])
+        [behind] = self.ranks.broadcast_floats([background and session.writing])
         if behind:
             if not self._behind:  # a slow disk stays slow for long
                 logger.warning("the disk is behind: outer step %d gets no checkpoint", self.sync.version)
@@ -319,11 +319,11 @@ class Trainer:
         error = session.written()
         if error is not None:
             self._not_saved(version, error)
-        [saved] = self.island.agree([session.saved_version])
+        [saved] = self.ranks.broadcast_floats([session.saved_version])
         session.saved_version, session.loss_scale = int(saved), self._scale.state
         session.save(
             self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic(),
-            self.island.leads, background,
+            self.ranks.is_rank0, background,
         )  # fmt: skip
         if self._unsaved and (error is None or not background):
             logger.warning("checkpoints are written again, after %d that could not be", self._unsaved)
@@ -336,7 +336,7 @@ class Trainer:
         if self.lead and self.config.checkpoint.push is not None:
             with self.sync.anchored():
                 place, values = "cpu" if self.pusher is not None else "meta", self.model.state_dict().items()
-                state = {name: whole(value.detach()).to(place, copy=True) for name, value in values}
+                state = {name: full_tensor(value.detach()).to(place, copy=True) for name, value in values}
             if self.pusher is not None:
                 self.pusher.begin(self.sync.version, state, final)
 
@@ -356,14 +356,14 @@ class Trainer:
 
     def _report(self, lr: float) -> None:
         now = time.monotonic()
-        if not self.island.leads:
+        if not self.ranks.is_rank0:
             return
         if self._loss is not None:
             (tokens, at), spent = self._logged, self.phases.seconds().total
             pace = (self.sync.tokens - tokens) / max(spent - at, 1e-9)
             self._logged = (self.sync.tokens, spent)
             mfu = None if self._token_share is None else pace * self._token_share / self._ranks
-            memory = peak_memory(self.island.device)
+            memory = peak_memory(self.ranks.device)
             self._log(loss=self._loss, lr=lr, grad_norm=self._norm, tokens_per_s=pace, mfu=mfu, **memory)
             self._pace, self._shown_loss, self._loss = pace, self._loss, None
         if now - self._told_at >= REPORT_EVERY_S or self.sync.exchanged:
@@ -387,7 +387,7 @@ class Trainer:
             tokens_per_s=round(self._pace, 1),
             bytes_sent=sent,
             bytes_received=received,
-            peers=self.island.size if sync.view is None else sync.view.num_peers,
+            peers=self.ranks.size if sync.view is None else sync.view.num_peers,
         )
 
     def summary(self, wall_s: float, digest: str | None = None) -> Summary:
@@ -395,7 +395,7 @@ class Trainer:
         config, sync, view = self.config, self.sync, self.sync.view
         sent, received = self.traffic()
         mine = PeerSummary(
-            peer_id=view.node.core.facts.me if view else f"rank{self.island.rank}",
+            peer_id=view.node.core.facts.me if view else f"rank{self.ranks.rank}",
             name=config.run.name or "peer",
             steps=sync.steps,
             tokens=sync.tokens,

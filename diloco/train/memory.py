@@ -18,7 +18,7 @@ from torch import nn
 from diloco import model as models
 from diloco.attach import devices
 from diloco.attach.inner_optimizer import moment_numel
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.config import Config, ModelConfig, OuterConfig
 from diloco.core.facts import Settings
 from diloco.errors import ConfigError
@@ -69,15 +69,15 @@ class MemoryNeed:
 
 
 def memory_rows(
-    config: Config, peers: int, ranks: int = 1, sharded: bool = False, accelerator: bool | None = None
+    config: Config, peers: int, num_ranks: int = 1, sharded: bool = False, accelerator: bool | None = None
 ) -> list[Row]:
     """The table for a peer of a swarm of so many, without activations, on an accelerator or the CPU; by default on what
-    this machine has. Of its `ranks` each has all parameters, or rows of them if `sharded`. `train.precision=auto` is
-    that of most accelerators. Raises `ConfigError` as `diloco.model.build`.
+    this machine has. Each of its `num_ranks` has all parameters, or rows of them if `sharded`. `train.precision=auto`
+    is that of most accelerators. Raises `ConfigError` as `diloco.model.build`.
     """
-    accelerator = bool(devices.counted()[1]) if accelerator is None else accelerator
+    accelerator = bool(devices.count_devices()[1]) if accelerator is None else accelerator
     config = _resolved(config, "bf16" if accelerator else "fp32")
-    return list(_rows(config, peers, ranks, sharded, accelerator))
+    return list(_rows(config, peers, num_ranks, sharded, accelerator))
 
 
 def _resolved(config: Config, native: devices.Precision) -> Config:
@@ -86,11 +86,11 @@ def _resolved(config: Config, native: devices.Precision) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": native})})
 
 
-def _rows(config: Config, peers: int, ranks: int, sharded: bool, accelerator: bool) -> Iterator[Row]:
+def _rows(config: Config, peers: int, num_ranks: int, sharded: bool, accelerator: bool) -> Iterator[Row]:
     model, outer, data = _outline(config.model), config.outer, config.data
     numel = models.num_parameters(model)
     moments = FP32 * moment_numel(model, config.inner) / max(numel, 1)
-    part = 1 / ranks if sharded else 1.0
+    part = 1 / num_ranks if sharded else 1.0
 
     def row(what: str, where: str, per_parameter: float) -> Row:
         return Row(what, where, per_parameter * numel, per_parameter)
@@ -118,7 +118,7 @@ def _rows(config: Config, peers: int, ranks: int, sharded: bool, accelerator: bo
         if accelerator and outer.overlap and not sharded:
             yield row("a copy of the fragment that is sent", "device", FP32 / outer.fragments)
     yield Row("batch", "main", TOKEN_BYTES * config.inner.batch_size * data.sequence_length, None)
-    yield Row("libraries", "main", LIBRARIES_BYTES * ranks, None)
+    yield Row("libraries", "main", LIBRARIES_BYTES * num_ranks, None)
     if config.checkpoint.background:
         yield row("a checkpoint, copied before it is written", "spare", copied + moments)
 
@@ -159,14 +159,14 @@ def _outline(settings: ModelConfig) -> nn.Module:
 
 
 def memory_need(
-    config: Config, machine: Machine, peers: int | None = None, ranks: int = 1, sharded: bool = False
+    config: Config, machine: Machine, peers: int | None = None, num_ranks: int = 1, sharded: bool = False
 ) -> MemoryNeed:
     """Memory for training this configuration, with its precision. Without `peers` there is one for each fragment.
 
     Raises `ConfigError` as `diloco.model.build` does.
     """
     config = _resolved(config, machine.precision)
-    rows = memory_rows(config, peers or config.outer.fragments, ranks, sharded, machine.device.type != "cpu")
+    rows = memory_rows(config, peers or config.outer.fragments, num_ranks, sharded, machine.device.type != "cpu")
     on_device, in_main, spare = (
         sum(row.nbytes for row in rows if row.where == where) for where in ("device", "main", "spare")
     )
@@ -212,19 +212,19 @@ def _too_small(need: MemoryNeed, wanted: float, free: float, where: str) -> Conf
     )
 
 
-def fitted(config: Config, island: Island) -> Config:
+def fitted(config: Config, ranks: RankGroup) -> Config:
     """All ranks: the configuration with a micro-batch that fits the memory of all of them, if none is set. Checkpoints
     are not written in the background where there is no room for a copy.
 
     Raises `ConfigError` on rank 0 if one rank has no room for a single sequence.
     """
     alone = config.outer.method == "data_parallel"  # with a batch of its own
-    rows = max(1, config.inner.batch_size // (1 if alone else island.size))
+    rows = max(1, config.inner.batch_size // (1 if alone else ranks.size))
     founds = not config.swarm.initial_peers  # and then holds all fragments, until others come
-    machine, complaint, micro_batch = machine_at(island.device, config.train.threads), "", rows
+    machine, complaint, micro_batch = machine_at(ranks.device, config.train.threads), "", rows
     try:
         peers = config.swarm.min_peers if founds else None
-        need = memory_need(config, machine, peers, island.size, island.sharded)
+        need = memory_need(config, machine, peers, ranks.size, ranks.sharded)
         micro_batch = fit_micro_batch(need, machine, rows)
         used = need.main_bytes + (need.device_bytes + micro_batch * need.sequence_bytes if machine.shared else 0.0)
         if config.checkpoint.background and used + need.spare_bytes > machine.main_bytes:
@@ -234,8 +234,8 @@ def fitted(config: Config, island: Island) -> Config:
             )
     except ConfigError as error:
         complaint = str(error)
-    island.check_none_complains(complaint)
-    micro_batch = island.least(micro_batch)
+    ranks.raise_first_error(complaint)
+    micro_batch = ranks.all_reduce_min(micro_batch)
     if config.train.micro_batch is not None or micro_batch >= rows:
         return config
     train = config.train.model_copy(update={"micro_batch": micro_batch})

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.attach.devices import Precision, native_precision
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.config import Config
 from diloco.errors import ConfigError, DivergedError
 from diloco.model.forward import choose_attention_, compile_layers_, never_wait_for_masks, recompute_layers_
@@ -40,8 +40,8 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str, object]:
-    """Have the model's layers and the process compute as `train.` says. Call it before `Island.wrap`. Returns what was
-    chosen, for the log; raises `ConfigError` for what this machine or model does not have.
+    """Have the model's layers and the process compute as `train.` says. Call it before `RankGroup.wrap`. Returns what
+    was chosen, for the log; raises `ConfigError` for what this machine or model does not have.
     """
     settings, precision = config.train, precision_of(config, device)
     if settings.attention.startswith("flash") and (device.type != "cuda" or precision == "fp32"):
@@ -66,14 +66,14 @@ class LossScale:
     2018, arXiv:1710.03740, section 3.2). It halves when gradients overflow, and doubles after `GROWTH_STEPS` steps
     without. In other precisions nothing is scaled, and no call does anything.
 
-    A step whose gradients overflow is skipped by all ranks of an island. It still counts as an inner step with its
+    A step whose gradients overflow is skipped by all ranks of a peer. It still counts as an inner step with its
     tokens: they were read, and peers of a run must not differ in when they exchange. `DivergedError` is raised when
     gradients are not finite even unscaled. The scale is this peer's own, and `state` goes into its checkpoints.
     """
 
-    def __init__(self, config: Config, island: Island) -> None:
-        self._island = island
-        self.enabled = precision_of(config, island.device) == "fp16"
+    def __init__(self, config: Config, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self.enabled = precision_of(config, ranks.device) == "fp16"
         self.scale = FIRST_SCALE if self.enabled else 1.0
         self.skipped_steps = 0
         self._good_steps = 0
@@ -105,7 +105,7 @@ class LossScale:
             return False
         # A norm that is not finite belongs to gradients that are not. With FSDP2 each rank has a part of it.
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if self._island.least(math.isfinite(float(norm))):
+        if self._ranks.all_reduce_min(math.isfinite(float(norm))):
             self._good_steps += 1
             if self._good_steps == GROWTH_STEPS:
                 self.scale, self._good_steps = 2 * self.scale, 0

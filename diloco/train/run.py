@@ -22,8 +22,8 @@ from diloco import model as models
 from diloco.attach import devices
 from diloco.attach.inner_optimizer import inner_optimizer
 from diloco.attach.parameters import values_digest
-from diloco.attach.ranks import Island
-from diloco.attach.sharded import whole
+from diloco.attach.ranks import RankGroup
+from diloco.attach.sharded import full_tensor
 from diloco.attach.signals import watch
 from diloco.attach.swarm import Swarm
 from diloco.config import Config, flatten
@@ -57,42 +57,42 @@ def run(config: Config, listen: Listener) -> Summary:
     contributions.csv, model/, loss.png and summary.json. Raises `DilocoError`, one line for the user, if anything else
     ends the run early; the last checkpoint is good then.
     """
-    island = Island.from_environment(config.train.device, config.train.parallel)
+    ranks = RankGroup.from_environment(config.train.device, config.train.parallel)
     try:
-        with island.following():
+        with ranks.report_lost_rank():
             own = ("run.", "data.shard", "train.device")  # which `diloco local` gives each process in data parallel
             settings = flatten(config.model_dump(mode="json"))
             alike = {key: value for key, value in settings if not key.startswith(own)}
             # `auto` may be another precision on another device, and a loss is scaled on all ranks or on none.
-            island.check_same({**alike, "train.precision": precision_of(config, island.device)})
-            if config.outer.method == "diloco" and config.inner.batch_size % island.size:
-                island.refuse(
-                    f"inner.batch_size={config.inner.batch_size} cannot be shared evenly by {island.size} processes; "
-                    f"use a multiple of {island.size}"
+            ranks.check_same({**alike, "train.precision": precision_of(config, ranks.device)})
+            if config.outer.method == "diloco" and config.inner.batch_size % ranks.size:
+                ranks.refuse(
+                    f"inner.batch_size={config.inner.batch_size} cannot be shared evenly by {ranks.size} processes; "
+                    f"use a multiple of {ranks.size}"
                 )
             name = config.run.name or "peer"
-            if not island.leads:
-                return _run(config, island, lambda message: None)
+            if not ranks.is_rank0:
+                return _run(config, ranks, lambda message: None)
             prepare_run_directory(config.run.dir)
 
             def tell(message: Message) -> None:
                 listen(replace(message, peer=name, time=time.time()))
 
             with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
-                return _run(config, island, tell)
+                return _run(config, ranks, tell)
     finally:
-        island.close()
+        ranks.close()
 
 
-def _run(config: Config, island: Island, tell: Tell) -> Summary:
+def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
     began_at = time.monotonic()
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     name = config.run.name or "peer"
-    config = fitted(config, island)
-    island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
+    config = fitted(config, ranks)
+    ranks.broadcast_floats([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = Session(config)
-    island.check_newest(session.saved_version, f"run.dir={config.run.dir}")
+    ranks.check_newest(session.saved_version, f"run.dir={config.run.dir}")
     config = session.config
     tell(Stage(stage="data"))
     dataset = data.load(
@@ -101,35 +101,35 @@ def _run(config: Config, island: Island, tell: Tell) -> Summary:
     holdout, tokenizer = dataset.holdout(config.eval.sequences), dataset.tokenizer
     length = config.data.sequence_length
     model = models.build(config.model, config.run.seed, tokenizer=tokenizer, sequence_length=length)
-    if island.leads:
+    if ranks.is_rank0:
         start_files.keep(config, model)
-    model = model.to(island.device)
-    chosen = prepare_(model, config, island.device)
-    wrapped = island.wrap(model)
+    model = model.to(ranks.device)
+    chosen = prepare_(model, config, ranks.device)
+    wrapped = ranks.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
-    shard = _shard(config, island)
-    wandb = WandbLog(config, name) if island.leads else None
+    shard = _shard(config, ranks)
+    wandb = WandbLog(config, name) if ranks.is_rank0 else None
     with RunLog(config.run.dir, name, wandb) as log:
-        if island.leads:
-            log.event("computes", device=island.device_name, **chosen)
+        if ranks.is_rank0:
+            log.event("computes", device=ranks.device_name, **chosen)
             if session.saved_version >= 0:
                 log.event("resume", version=session.saved_version, skipped=session.skipped)
-        phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, island.device))
+        phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, ranks.device))
         sequences = "" if config.data.shards == 1 else dataset.digest  # a single shard is data of this peer's own
-        sync = _sync(config, island, model, optimizer, session, phases, log, tell, sequences)
-        stream = _stream(config, dataset, shard, island, sync)
+        sync = _sync(config, ranks, model, optimizer, session, phases, log, tell, sequences)
+        stream = _stream(config, dataset, shard, ranks, sync)
         if wandb is not None:
             wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(
-            config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell, tokenizer
+            config, ranks, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell, tokenizer
         )
-        if island.leads and config.run.lead:
+        if ranks.is_rank0 and config.run.lead:
             _prepare_files(trainer)
         tell(trainer.status("waiting"))
         with ExitStack() as stack:
             stack.enter_context(closing(stream))
-            stack.callback(_watch(sync, island))
+            stack.callback(_watch(sync, ranks))
             _take_part(trainer)
             return _finish(trainer, began_at)
 
@@ -146,15 +146,15 @@ def _prepare_files(trainer: Trainer) -> None:
 
 def _take_part(trainer: Trainer) -> None:
     """Joins the swarm, trains, saves and leaves."""
-    island, sync, model, tell = trainer.island, trainer.sync, trainer.model, trainer.tell
+    ranks, sync, model, tell = trainer.ranks, trainer.sync, trainer.model, trainer.tell
     with ExitStack() as stack:
         with _arriving(sync, tell):
             stack.enter_context(sync)
-        if sync.version == 0 and not island.sharded:
+        if sync.version == 0 and not ranks.sharded:
             start_files.check_start(trainer.config, model)
-        with island.following():  # before the swarm is left, which takes longer than torchrun waits
+        with ranks.report_lost_rank():  # before the swarm is left, which takes longer than torchrun waits
             trainer.train()
-        if island.leads:
+        if ranks.is_rank0:
             tell(trainer.status("leaving"))
         if sync.version > 0:
             trainer.save()
@@ -162,7 +162,7 @@ def _take_part(trainer: Trainer) -> None:
 
 def _sync(
     config: Config,
-    island: Island,
+    ranks: RankGroup,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     session: Session,
@@ -174,7 +174,7 @@ def _sync(
     """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
     outer, name = config.outer, config.run.name or "peer"
     if outer.method == "data_parallel":
-        return DataParallel(model, optimizer, island, outer.sync_every, phases)
+        return DataParallel(model, optimizer, ranks, outer.sync_every, phases)
 
     def ready(address: str) -> None:
         node = swarm.attachment.node if swarm.attachment is not None else None
@@ -186,7 +186,7 @@ def _sync(
 
     swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
     swarm.sequences = sequences
-    return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
+    return swarm.attach(model, optimizer, ranks=ranks, saved=session.outer() if ranks.is_rank0 else None, phases=phases)
 
 
 @contextmanager
@@ -208,12 +208,12 @@ def _arriving(sync: Sync, tell: Tell) -> Iterator[None]:
         watcher.join()
 
 
-def _watch(sync: Sync, island: Island) -> Callable[[], None]:
+def _watch(sync: Sync, ranks: RankGroup) -> Callable[[], None]:
     """Ctrl+C, SIGTERM and their like: leave cleanly, and rank 0 says so once."""
     told = threading.Event()
 
     def stop(number: int) -> bool:
-        if not told.is_set() and island.leads and not island.broken:
+        if not told.is_set() and ranks.is_rank0 and not ranks.broken:
             sys.stderr.write("diloco: leaving the swarm; Ctrl+C once more ends at once\n")
         told.set()
         sync.interrupt()
@@ -224,7 +224,7 @@ def _watch(sync: Sync, island: Island) -> Callable[[], None]:
 
 def _finish(trainer: Trainer, began_at: float) -> Summary:
     """After the swarm, all ranks: evaluate the final anchor. Rank 0 writes the model, the picture and the summary."""
-    config, sync, tell, leads = trainer.config, trainer.sync, trainer.tell, trainer.island.leads
+    config, sync, tell, leads = trainer.config, trainer.sync, trainer.tell, trainer.ranks.is_rank0
     if trainer.lead:
         if leads:
             tell(trainer.status("evaluating"))
@@ -232,11 +232,11 @@ def _finish(trainer: Trainer, began_at: float) -> Summary:
         if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
             trainer.push(final=True)
-            state = {name: whole(value.detach()) for name, value in trainer.model.state_dict().items()}
+            state = {name: full_tensor(value.detach()) for name, value in trainer.model.state_dict().items()}
             if leads:
                 _write(config, trainer.tokenizer, state, config.run.dir / "model")
     digest = sync.anchor_digest() if leads or isinstance(sync, DataParallel) else ""
-    if not leads:  # rank 0 speaks for the island
+    if not leads:  # rank 0 speaks for the peer
         return Summary()
     mine = trainer.summary(time.monotonic() - began_at, digest)
     tell(Finished(summary=mine))
@@ -264,25 +264,25 @@ def _write(config: Config, tokenizer: Any, state: dict[str, Tensor], place: Path
     models.save(model, place, tokenizer)
 
 
-def _shard(config: Config, island: Island) -> int:
+def _shard(config: Config, ranks: RankGroup) -> int:
     if config.data.shard is not None:
         return config.data.shard
     # Nobody deals out shards here, so each identity has an order of its own over all the data.
-    own = identity_number(identity_path(config, config.run.name or "peer")) if island.leads else 0
-    return int(island.agree([own])[0])
+    own = identity_number(identity_path(config, config.run.name or "peer")) if ranks.is_rank0 else 0
+    return int(ranks.broadcast_floats([own])[0])
 
 
-def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, sync: Sync) -> data.Prefetched:
+def _stream(config: Config, dataset: data.Dataset, shard: int, ranks: RankGroup, sync: Sync) -> data.Prefetched:
     """Leased units, where several peers share one list of them and nobody has cut it into shards.
 
-    Each rank of an island reads its own rows of the peer's batch.
+    Each rank reads its own rows of the peer's batch.
     """
     batch_size, settings = config.inner.batch_size, config.data
     if isinstance(sync, DataParallel):
-        stream = dataset.batches(batch_size, shard=island.rank, shards=island.size)
+        stream = dataset.batches(batch_size, shard=ranks.rank, shards=ranks.size)
     elif settings.shards is not None:
-        stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=island.rows)
+        stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=ranks.batch_slice)
     else:
         leases = sync.lease_units(dataset.units(batch_size * config.outer.sync_every), data.AHEAD)
-        stream = dataset.batches(batch_size, shard=shard, rows=island.rows, leases=leases)
-    return data.Prefetched(stream, island.device)
+        stream = dataset.batches(batch_size, shard=shard, rows=ranks.batch_slice, leases=leases)
+    return data.Prefetched(stream, ranks.device)

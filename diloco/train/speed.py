@@ -26,7 +26,7 @@ def step_seconds(config: Config, micro_batch: int | None = None) -> float:
     With a `micro_batch` only that part of a batch is measured, and a step counts as so many parts. Takes the memory of
     training: weights, gradients, AdamW's two moments and the activations of what is measured.
     """
-    device = devices.claim(config.train.device)
+    device = devices.pick_device(config.train.device)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     model = models.build(config.model, config.run.seed, sequence_length=config.data.sequence_length).to(device)

@@ -49,11 +49,11 @@ class Again(_Simulation):
             stream = PacedStream(batches, 1.0, 0.0, peer.name, peer.lockstep)
             saved = session.outer()
             peer.sync = sync = self._swarm(peer, config, log).attach(
-                model, optimizer, island=self.island, phases=phases, saved=saved
+                model, optimizer, ranks=self.ranks, phases=phases, saved=saved
             )
             session.restore(sync, model, optimizer, stream)
             trainer = Trainer(
-                config, self.island, model, model, optimizer, stream, self.holdout, sync, session, phases, log,
+                config, self.ranks, model, model, optimizer, stream, self.holdout, sync, session, phases, log,
                 lambda message: None,
             )  # fmt: skip
             with sync:

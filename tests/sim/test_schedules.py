@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
-from diloco.attach.inner_optimizer import Together
-from diloco.attach.schedulers import Paced, Schedules, StepHooks, swarm_steps
+from diloco.attach.inner_optimizer import CombinedOptimizer
+from diloco.attach.schedulers import ScheduledStep, Schedulers, StepHooks, swarm_steps
 from diloco.errors import ConfigError
 from tests.support.loops import Loop, train
 
@@ -63,37 +63,37 @@ def stepped(schedule: Made, steps: int) -> list[Any]:
 def test_a_schedule_is_brought_to_what_a_loop_would_have(schedule: Made) -> None:
     """Forward and back; from a checkpoint, which the library restores in mid-round, to the last exchange, too."""
     optimizer, scheduler = made(schedule)
-    schedules = Schedules([scheduler])
+    schedules = Schedulers([scheduler])
     kept = json.loads(json.dumps(schedules.state()))
     for step in (0, 12, 12, 13, 9, 30, 0, 6, 38):
-        schedules.bring_(step)
+        schedules.step_to(step)
         assert moved(optimizer) == stepped(schedule, step), step
     states = [one.state_dict() for one in looped(schedule, 14)]
     optimizer, scheduler = made(schedule)
     optimizer.load_state_dict(states[0])
     scheduler.load_state_dict(states[1])
-    schedules = Schedules([scheduler])
-    schedules.bring_(12)
+    schedules = Schedulers([scheduler])
+    schedules.step_to(12)
     assert moved(optimizer) == stepped(schedule, 14), "nobody knows where it began"
     schedules.restore(kept)
     for step in (12, 20):
-        schedules.bring_(step)
+        schedules.step_to(step)
         assert moved(optimizer) == stepped(schedule, step)
 
 
 @pytest.mark.parametrize(("times", "every", "steps", "taken"), [(1, 4, 11, 2), (3, 1, 5, 15)])
 def test_who_steps_seldom_or_often_keeps_its_pace(times: int, every: int, steps: int, taken: int) -> None:
     optimizer, scheduler = made(SCHEDULES["exponential"])
-    Schedules([Paced(scheduler, times, every)]).bring_(steps)
+    Schedulers([ScheduledStep(scheduler, times, every)]).step_to(steps)
     assert moved(optimizer) == stepped(SCHEDULES["exponential"], taken)
 
 
 def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), lr=rate)
-    schedules = Schedules([torchs.ExponentialLR(optimizer, 0.5)])
-    schedules.bring_(3)
-    schedules.bring_(1)
+    schedules = Schedulers([torchs.ExponentialLR(optimizer, 0.5)])
+    schedules.step_to(3)
+    schedules.step_to(1)
     assert optimizer.param_groups[0]["lr"] is rate and rate == pytest.approx(0.05)
     assert schedules.state() == [None], "JSON holds no tensors"
 
@@ -108,23 +108,23 @@ def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
 )
 def test_what_is_no_schedule_of_so_many_steps_is_refused(wrong: Made, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}") as error:
-        Schedules([made(wrong)[1]]).bring_(41)
+        Schedulers([made(wrong)[1]]).step_to(41)
     assert "\n" not in str(error.value)
 
 
 def test_a_schedule_stepped_for_each_micro_batch_is_an_error() -> None:
     """And a skipped step is none."""
     optimizer, scheduler = made(SCHEDULES["exponential"])
-    schedules = Schedules([scheduler])
+    schedules = Schedulers([scheduler])
     optimizer.step()  # or torch warns
     for step in range(100):  # 9 of 10 times nothing is wrong
-        schedules.bring_(step)
+        schedules.step_to(step)
         scheduler.step()
         if step % 10 == 0:
             scheduler.step()
     with pytest.raises(ConfigError, match="schedulers: before 9 steps of the optimizer in a row, one was further"):
         for step in range(100, 200):
-            schedules.bring_(step)
+            schedules.step_to(step)
             scheduler.step()
             scheduler.step()
 
@@ -190,7 +190,7 @@ def test_a_step_of_several_optimizers_is_one_of_each(order: str, ends: int) -> N
         calls.append("after")
         hooks.free_gradients()
 
-    hooks = StepHooks(Together(*optimizers.values()), lambda: calls.append("before"), after)
+    hooks = StepHooks(CombinedOptimizer(*optimizers.values()), lambda: calls.append("before"), after)
     for name in order:
         parameters[name].grad = torch.ones(2)
     waiting = parameters["a"].grad
@@ -210,7 +210,7 @@ def test_a_step_of_several_optimizers_is_one_of_each(order: str, ends: int) -> N
 def test_gradients_of_the_next_step_are_not_freed() -> None:
     a, b = (nn.Parameter(torch.ones(2)) for _ in "ab")
     one, other = torch.optim.SGD([a], lr=0.1), torch.optim.SGD([b], lr=0.1)
-    hooks = StepHooks(Together(one, other), lambda: None, lambda: hooks.free_gradients())
+    hooks = StepHooks(CombinedOptimizer(one, other), lambda: None, lambda: hooks.free_gradients())
     for _ in range(3):
         (a + b).sum().backward()
         one.step()
@@ -221,7 +221,7 @@ def test_gradients_of_the_next_step_are_not_freed() -> None:
 
 def test_an_optimizer_that_takes_no_steps_is_named() -> None:
     one, other = torch.optim.SGD([nn.Parameter(torch.ones(2))]), torch.optim.Adam([nn.Parameter(torch.ones(2))])
-    StepHooks(Together(one, other), lambda: None, lambda: None)
+    StepHooks(CombinedOptimizer(one, other), lambda: None, lambda: None)
     with pytest.raises(
         ConfigError, match=r"^optimizer\[1\]=Adam has taken no step in 101 of another; a step of the swarm is"
     ):

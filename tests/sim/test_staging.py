@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
 
-from diloco.attach.node_link import SwarmLink
-from diloco.attach.ranks import Island
+from diloco.attach.node_link import NodeLink
+from diloco.attach.ranks import RankGroup
 from diloco.config import OuterConfig
 from diloco.core.events import Apply
 from diloco.core.facts import Moving
@@ -218,7 +218,7 @@ def test_the_node_copies_in_the_stream_in_which_training_runs(monkeypatch: pytes
 def test_the_node_is_told_the_stream_before_each_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[torch.device]()
     monkeypatch.setattr("diloco.attach.node_link.train_on_current_stream", told.append)
-    link = SwarmLink(Island(torch.device("cpu")), NodeThread(), PhaseTimer())
+    link = NodeLink(RankGroup(torch.device("cpu")), NodeThread(), PhaseTimer())
     link.share({"w": torch.zeros(2, device="meta"), "v": torch.zeros(3, device="meta")}, ())
     assert link.move(lambda node: node.load_anchors()) is None and told == [torch.device("meta")]
     link.show_anchors()

@@ -145,15 +145,15 @@ def checkpoints() -> None:
 
 
 def ranks() -> None:
-    """A Trainer on all ranks, and then a loop with an island, for which the process group is there already."""
+    """A Trainer on all ranks, and then a loop with an ranks, for which the process group is there already."""
     names = readme("trainer")
     [own] = (one for one in names["trainer"].callback_handler.callbacks if isinstance(one, names["DilocoCallback"]))
-    report("trainer", own.attachment, names["model"], size=own.attachment.island.size)
+    report("trainer", own.attachment, names["model"], size=own.attachment.ranks.size)
     torch.manual_seed(int(os.environ["RANK"]))  # the ranks have other data, and rank 0's model
     names = {}
-    exec(compile(block("island"), "README: island", "exec"), names)
-    report("island", names["swarm"].attachment, names["model"], size=names["island"].size)
-    torch.distributed.destroy_process_group()  # the Trainer's, which the island has left alone
+    exec(compile(block("ranks"), "README: ranks", "exec"), names)
+    report("ranks", names["swarm"].attachment, names["model"], size=names["ranks"].size)
+    torch.distributed.destroy_process_group()  # the Trainer's, which it has left alone
 
 
 PHASES: dict[str, Callable[[], None]] = {

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.attach.node_link import NodeView
+from diloco.attach.node_link import NodeHandle
 from diloco.config import OuterConfig, SwarmConfig
 from diloco.core.members import Members
 from diloco.outer.digest import anchor_digest
@@ -109,7 +109,7 @@ class Trainee:
     parameters: dict[str, Tensor]
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     runtime: NodeThread = field(default_factory=NodeThread)
-    view: NodeView = field(init=False)
+    view: NodeHandle = field(init=False)
 
     @property
     def node(self) -> Node:
@@ -150,7 +150,7 @@ class Trainee:
         node = self.runtime.open(
             self.options, self.replica, lambda kind, fields: self.events.append((kind, dict(fields)))
         )
-        self.view = NodeView(node, self.runtime)
+        self.view = NodeHandle(node, self.runtime)
         return self
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:

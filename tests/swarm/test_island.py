@@ -22,7 +22,7 @@ EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.s
 
 
 def torchrun(run_dir: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> Any:
-    """The ranks of an island, started."""
+    """The ranks of an ranks, started."""
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone")
     program = (f"--max-restarts={restarts}", "-m", "diloco.train", *SMOKE, f"run.dir={run_dir}")
     return command(*launcher, *program, *overrides, directory=run_dir.parent)
@@ -122,7 +122,7 @@ def test_a_chunked_head_and_compiled_recomputed_layers_train_like_plain_ones(tmp
     torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-5)
 
 
-def test_islands_of_any_kind_join_a_swarm_and_end_with_its_anchor(tmp_path: Path) -> None:
+def test_ranks_of_any_kind_join_a_swarm_and_end_with_its_anchor(tmp_path: Path) -> None:
     alone, ddp, fsdp = (tmp_path / name for name in ("alone", "ddp", "fsdp"))
     joining = ("swarm.min_peers=3", f"swarm.initial_peers=['@{alone / 'address'}']", "train.threads=1")
     with torchrun(ddp, *joining) as one, torchrun(fsdp, *joining, "train.parallel=fsdp") as other:
@@ -154,7 +154,7 @@ def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_an_island_that_loses_a_rank_comes_back_as_the_same_peer_and_goes_on(tmp_path: Path) -> None:
+def test_a_peer_that_loses_a_rank_comes_back_as_the_same_peer_and_goes_on(tmp_path: Path) -> None:
     place, run_dir = tmp_path / "host", tmp_path / "run"
     host = ("-m", "diloco", "host", "--new", *SMOKE, f"run.dir={place}", "budget.outer_steps=6")
     with command(*host, directory=tmp_path) as keeper:

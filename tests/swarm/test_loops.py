@@ -95,7 +95,7 @@ def test_the_ranks_of_torchrun_are_one_peer(tmp_path: Path) -> None:
         started.done()
     lines = [re.sub(r"^\[\w+\]:", "", line) for line in started.stdout.splitlines()]
     found = [json.loads(line) for line in lines if line.startswith('{"phase"')]
-    for phase, version, steps, tokens in (("trainer", 3, 12, 12 * 8 * 2 * 16 * 2), ("island", 3, 60, 60)):
+    for phase, version, steps, tokens in (("trainer", 3, 12, 12 * 8 * 2 * 16 * 2), ("ranks", 3, 60, 60)):
         one, other = (line for line in found if line["phase"] == phase)
         assert one["model"] == other["model"]
         assert {one["size"], other["size"]} == {2}

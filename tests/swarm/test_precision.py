@@ -14,28 +14,28 @@ import os, sys, torch
 from pathlib import Path
 from torch import nn
 from diloco.config import compose
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.train.precision import LossScale, autocast
-from diloco.attach.sharded import own_rows
+from diloco.attach.sharded import local_tensor
 
 config = compose(["train.precision=fp16"])
-island = Island.from_environment("cpu", sys.argv[1])
+ranks = RankGroup.from_environment("cpu", sys.argv[1])
 torch.manual_seed(0)
 model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8, bias=False)])[0])
-wrapped, scale, found = island.wrap(model), LossScale(config, island), []
+wrapped, scale, found = ranks.wrap(model), LossScale(config, ranks), []
 for spoilt in (False, True, False):
-    with autocast(config, island.device):
+    with autocast(config, ranks.device):
         loss = wrapped(torch.ones(2, 8)).float().mean()
     scale.scaled(loss).backward()
     [weight] = model.parameters()
-    if spoilt and island.rank == 1:
-        own_rows(weight.grad)[-1, -1] = float("inf")
+    if spoilt and ranks.rank == 1:
+        local_tensor(weight.grad)[-1, -1] = float("inf")
     scale.unscale_(model)
     skips = scale.skips(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     found.append(f"{skips} {scale.scale}")
     model.zero_grad()
-Path(f"rank{island.rank}").write_text("/".join(found))
-island.close()
+Path(f"rank{ranks.rank}").write_text("/".join(found))
+ranks.close()
 os._exit(0)  # as ranks of `diloco.train` do: the usual end of a process now and then aborts one
 """
 

@@ -1,4 +1,4 @@
-"""What an island sends and takes does not depend on how many processes it has, nor on which one has which rows."""
+"""What a peer sends and takes does not depend on how many processes it has, nor on which one has which rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from diloco.attach.parameters import Trained
-from diloco.attach.ranks import Island
-from diloco.attach.sharded import Rows, is_rows, kept, own_rows, rows_of, sharded_like, whole
+from diloco.attach.parameters import TrainedParams
+from diloco.attach.ranks import RankGroup
+from diloco.attach.sharded import (
+    ShardedParams,
+    full_tensor,
+    has_row_layout,
+    local_tensor,
+    restored_after,
+    row_range,
+    sharded_like,
+)
 from diloco.config import OuterConfig
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
@@ -44,7 +52,7 @@ def learned(parameters: dict[str, Tensor]) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, shape in SHAPES.items():
         step = LEARNED * torch.randn(shape, generator=generator)
-        own_rows(parameters[name].detach()).sub_(own_rows(sharded_like(step, parameters[name])))
+        local_tensor(parameters[name].detach()).sub_(local_tensor(sharded_like(step, parameters[name])))
 
 
 def outcome(replica: Replica) -> dict[str, Tensor]:
@@ -62,7 +70,7 @@ def outcome(replica: Replica) -> dict[str, Tensor]:
 
 def alone() -> tuple[dict[str, Tensor], Model]:
     model = Model()
-    parameters = Trained(model)
+    parameters = TrainedParams(model)
     replica = Replica(parameters, partition(parameters.numels, 2), SETTINGS)
     with torch.no_grad():
         learned(parameters)
@@ -70,21 +78,21 @@ def alone() -> tuple[dict[str, Tensor], Model]:
 
 
 def rank(kind: str, place: Path) -> None:
-    """One process of an island: rank 0 saves what came of it, and every rank what it has.
+    """One process of an ranks: rank 0 saves what came of it, and every rank what it has.
 
     `staged` is ddp with parameters that are read and written as if they were on an accelerator.
     """
-    island = Island.from_environment("cpu", "ddp" if kind == "staged" else kind)
+    ranks = RankGroup.from_environment("cpu", "ddp" if kind == "staged" else kind)
     model: nn.Module = Model()
-    island.wrap(model) if kind == "fsdp" else None
-    parameters = Trained(model)
+    ranks.wrap(model) if kind == "fsdp" else None
+    parameters = TrainedParams(model)
     fragments = partition(parameters.numels, 2)
-    rows = Rows(parameters, fragments, island)
+    rows = ShardedParams(parameters, fragments, ranks)
     assert rows.is_whole == (kind != "fsdp")
     assert rows.shapes == {name: torch.Size(shape) for name, shape in SHAPES.items()}
     staging = at_once() if kind == "staged" else None
     rows._staging = lambda *_: staging  # type: ignore[method-assign]
-    if island.leads:
+    if ranks.is_rank0:
         replica = Replica(rows, fragments, SETTINGS)
         rows.release()
     else:
@@ -92,24 +100,24 @@ def rank(kind: str, place: Path) -> None:
     with torch.no_grad():
         learned(parameters)
     found = {}
-    if island.leads:
+    if ranks.is_rank0:
         found = outcome(replica)
         rows.release()
     else:
         rows.follow()
-    with kept(parameters), torch.no_grad():
+    with restored_after(parameters), torch.no_grad():
         for parameter in parameters.values():
-            own_rows(parameter).zero_()
-    found |= {name: whole(parameter.detach()) for name, parameter in parameters.items()}
-    if island.leads:
+            local_tensor(parameter).zero_()
+    found |= {name: full_tensor(parameter.detach()) for name, parameter in parameters.items()}
+    if ranks.is_rank0:
         torch.save(found, place)
-    island.close()
+    ranks.close()
 
 
 @pytest.mark.parametrize(
     ("kind", "size"), [slow("ddp", 2), slow("staged", 2), slow("fsdp", 2), ("fsdp", 3), slow("fsdp", 4)]
 )
-def test_an_island_of_any_size_sends_and_takes_the_same_bits(kind: str, size: int, tmp_path: Path) -> None:
+def test_a_peer_of_any_size_sends_and_takes_the_same_bits(kind: str, size: int, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone")
     with command(
         *launcher, "-m", "tests.swarm.test_rows", kind, str(tmp_path / "found"), directory=tmp_path
@@ -117,14 +125,14 @@ def test_an_island_of_any_size_sends_and_takes_the_same_bits(kind: str, size: in
         assert started.wait() == 0, started.stderr
     found = torch.load(tmp_path / "found", weights_only=True)
     expected, model = alone()
-    expected |= {name: parameter.detach() for name, parameter in Trained(model).items()}
+    expected |= {name: parameter.detach() for name, parameter in TrainedParams(model).items()}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 
 def test_tied_weights_are_one_parameter() -> None:
-    assert list(Trained(Model())) == list(SHAPES)
+    assert list(TrainedParams(Model())) == list(SHAPES)
 
 
 def test_a_layout_that_is_no_range_of_rows_is_refused_by_name(tmp_path: Path) -> None:
@@ -134,12 +142,12 @@ def test_a_layout_that_is_no_range_of_rows_is_refused_by_name(tmp_path: Path) ->
         columns = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])
         replicated = distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()])
         rows = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
-        assert [is_rows(one) for one in (columns, replicated, rows)] == [False, True, True]
-        assert rows_of(replicated) == rows_of(rows) == (0, 24)
+        assert [has_row_layout(one) for one in (columns, replicated, rows)] == [False, True, True]
+        assert row_range(replicated) == row_range(rows) == (0, 24)
         model = nn.Module()
         model.register_parameter("w", nn.Parameter(columns))
         with pytest.raises(ConfigError, match=r"^w is laid out as .*shard the model with fully_shard"):
-            Trained(model)
+            TrainedParams(model)
     finally:
         dist.destroy_process_group()
 

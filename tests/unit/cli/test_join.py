@@ -145,13 +145,13 @@ def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
 
 def trainer(micro_batch: int | None) -> Trainer:
     from diloco import model as models
-    from diloco.attach.ranks import Island
+    from diloco.attach.ranks import RankGroup
 
     config = compose(["experiment=smoke", f"train.micro_batch={micro_batch or 'null'}"])
     model = models.build(config.model, 0)
-    optimizer, island = torch.optim.SGD(model.parameters(), lr=0.0), Island(torch.device("cpu"))
+    optimizer, ranks = torch.optim.SGD(model.parameters(), lr=0.0), RankGroup(torch.device("cpu"))
     nothing, log = [None] * 5, SimpleNamespace(event=lambda kind, **fields: None)
-    return Trainer(config, island, model, model, optimizer, *nothing, log, None)  # type: ignore[arg-type]
+    return Trainer(config, ranks, model, model, optimizer, *nothing, log, None)  # type: ignore[arg-type]
 
 
 ROWS = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))

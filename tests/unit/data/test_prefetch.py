@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco import data
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.config import compose
 from diloco.core.units import NONE, difference, union
 from diloco.data.numbered import NumberedStream
@@ -217,5 +217,5 @@ LEASED = [call.units(8), call.lease_units(ANY, AHEAD)]
 def test_a_run_has_units_or_a_stream(overrides: list[str], rank: int, size: int, expected: list[Any]) -> None:
     """The latter where its data is cut."""
     asked = Mock()  # a dataset, and a peer of the swarm
-    _stream(compose(["experiment=smoke", *overrides]), asked, 7, Island(torch.device("cpu"), rank, size), asked)
+    _stream(compose(["experiment=smoke", *overrides]), asked, 7, RankGroup(torch.device("cpu"), rank, size), asked)
     assert asked.method_calls == expected

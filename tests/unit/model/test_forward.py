@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco import model as models
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.config import ModelConfig, compose
 from diloco.data import load_tokenizer
 from diloco.errors import ConfigError
@@ -24,7 +24,7 @@ from diloco.train.loop import Trainer
 from diloco.train.precision import prepare_
 from tests.support.models import small_model
 
-ALONE, BYTES = Island(torch.device("cpu")), load_tokenizer("bytes")
+ALONE, BYTES = RankGroup(torch.device("cpu")), load_tokenizer("bytes")
 TOKENS = torch.randint(256, (3, 24), generator=torch.Generator().manual_seed(0))
 
 

@@ -1,4 +1,4 @@
-"""The sequences that a peer trains on: each is taken once, and all ranks of an island take the same."""
+"""The sequences that a peer trains on: each is taken once, and all ranks of a peer take the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.attach.leases import IslandLeases
-from diloco.attach.ranks import Island
+from diloco.attach.leases import RankLeases
+from diloco.attach.ranks import RankGroup
 from diloco.core.units import NONE, count, difference, first, intersection, union
 from diloco.messages.fields import Units
 from diloco.swarm.node.leases import LeasedData
@@ -50,21 +50,21 @@ def test_too_few_are_not_taken() -> None:
 
 
 class Ranks:
-    """What `share` does for the ranks of an island that are called one after the other."""
+    """What `share` does for the ranks of a peer that are called one after the other."""
 
     def __init__(self, leads: bool, said: list[Any]) -> None:
-        self.leads, self.said = leads, said
+        self.is_rank0, self.said = leads, said
 
     def share(self, value: Any) -> Any:
-        if self.leads:
+        if self.is_rank0:
             self.said.append(value)
         return self.said[-1]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["lease", "take"]), st.integers(1, 6)), max_size=40))
-def test_all_ranks_of_an_island_take_the_units_of_rank_0(steps: list[tuple[str, int]]) -> None:
+def test_all_ranks_take_the_units_of_rank_0(steps: list[tuple[str, int]]) -> None:
     data, alone, said = LeasedData(), LeasedData(), list[Any]()
-    leads, follows = (IslandLeases(cast(Island, Ranks(first, said)), lambda: data, 3) for first in (True, False))
+    leads, follows = (RankLeases(cast(RankGroup, Ranks(first, said)), lambda: data, 3) for first in (True, False))
     queue: Units = NONE
     for at, (what, size) in enumerate(steps):
         if what == "lease":

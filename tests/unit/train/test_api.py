@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from diloco.attach.arguments import as_typed
-from diloco.attach.data_shard import Living
+from diloco.attach.data_shard import ActivePeers
 from diloco.attach.swarm import Swarm
 from diloco.config.sizes import MOST_PARAMETERS
 from diloco.errors import ConfigError, JoinError, SwarmError
@@ -296,4 +296,4 @@ def test_a_peer_that_is_attached_owns_items_and_has_figures() -> None:
         figures = swarm.figures()
     assert (figures["diloco/peers"], figures["diloco/round"], figures["diloco/bytes_sent"]) == (1, 3, 0)
     assert 0 <= figures["diloco/wait_share"] <= 1 and figures["diloco/tokens_discarded"] == 0
-    assert Living().owns(3), "before anybody is known"
+    assert ActivePeers().owns(3), "before anybody is known"

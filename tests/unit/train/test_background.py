@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.config import Config, compose
 from diloco.errors import CheckpointError
 from diloco.rundir.checkpoint import CheckpointStore
@@ -51,15 +51,15 @@ class Scene:
     def __init__(self, config: Config) -> None:
         self.model = nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(self.model.parameters())
-        island, self.session, self.events = Island(torch.device("cpu")), Session(config), list[tuple[str, Any]]()
+        ranks, self.session, self.events = RankGroup(torch.device("cpu")), Session(config), list[tuple[str, Any]]()
         phases: Any = SimpleNamespace(seconds=lambda: self.session.seconds)
-        self.sync = DataParallel(self.model, optimizer, island, 1, phases)
+        self.sync = DataParallel(self.model, optimizer, ranks, 1, phases)
         log: Any = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
         log.metric = lambda **_: None
         self.position = {"next": 0}
         stream: Any = SimpleNamespace(state=lambda: self.position)
         self.trainer = Trainer(
-            config, island, self.model, self.model, optimizer, stream, torch.zeros(1), self.sync, self.session, phases,
+            config, ranks, self.model, self.model, optimizer, stream, torch.zeros(1), self.sync, self.session, phases,
             log, lambda message: None,
         )  # fmt: skip
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from diloco.attach import devices
-from diloco.attach.devices import choose, claim
+from diloco.attach.devices import choose, pick_device
 from diloco.config import compose
 from diloco.errors import ConfigError
 
 
 def there(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
     """This machine has so many accelerators of that kind."""
-    monkeypatch.setattr(devices, "counted", lambda: (kind if count else "cpu", count))
+    monkeypatch.setattr(devices, "count_devices", lambda: (kind if count else "cpu", count))
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
 
 
@@ -47,11 +47,11 @@ def test_ranks_and_peers_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatc
     taken = []
     for number in range(4):
         monkeypatch.setenv("LOCAL_RANK", str(number))
-        taken.append(str(claim("auto")))
+        taken.append(str(pick_device("auto")))
     assert taken == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
-    assert str(claim("cuda:1")) == "cuda:1" and str(claim("cpu")) == "cpu"
+    assert str(pick_device("cuda:1")) == "cuda:1" and str(pick_device("cpu")) == "cpu"
     there(monkeypatch, "cpu", 0)
-    assert str(claim("auto")) == "cpu"
+    assert str(pick_device("auto")) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_one_rank_says_what_is_not_there_and_others_wait(monkeypatch: pytest.Mon
         for name, value in {"WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "LOCAL_RANK": rank}.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(ending):
-            claim("auto")
+            pick_device("auto")
     assert waited == [devices.REFUSED_S] * 2
 
 

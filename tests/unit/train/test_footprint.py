@@ -9,7 +9,7 @@ import torch
 
 from diloco import model as models
 from diloco.attach.inner_optimizer import inner_optimizer, moment_numel
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.config import Config, compose
 from diloco.errors import ConfigError
 from diloco.model.cross_entropy import CHUNK_BYTES
@@ -98,16 +98,16 @@ def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("diloco.train.memory.machine_at", lambda *_: found)
         return found
 
-    config, island = compose([*PLAIN, "swarm.min_peers=4"]), Island(torch.device("cpu"))
+    config, ranks = compose([*PLAIN, "swarm.min_peers=4"]), RankGroup(torch.device("cpu"))
     need = memory_need(config, machine(GIB), 4)
     room = need.device_bytes + need.main_bytes
     machine(room + 3.5 * need.sequence_bytes)
-    assert fitted(config, island).train.micro_batch == 3
-    assert not fitted(config, island).checkpoint.background, "there is no room for a copy"
+    assert fitted(config, ranks).train.micro_batch == 3
+    assert not fitted(config, ranks).checkpoint.background, "there is no room for a copy"
     chosen = compose([*PLAIN, "swarm.min_peers=4", "train.micro_batch=2"])
-    assert fitted(chosen, island).train == chosen.train
+    assert fitted(chosen, ranks).train == chosen.train
     machine(1e12)
-    assert fitted(config, island) == config
+    assert fitted(config, ranks) == config
     machine(room)
     with pytest.raises(ConfigError, match="this machine is too small for the run"):
-        fitted(config, island)
+        fitted(config, ranks)

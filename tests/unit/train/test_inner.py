@@ -12,7 +12,7 @@ from torch import nn
 
 from diloco.attach import inner_optimizer as inner
 from diloco.attach import muon
-from diloco.attach.inner_optimizer import Together, inner_optimizer, load_moments_, snapshot
+from diloco.attach.inner_optimizer import CombinedOptimizer, inner_optimizer, load_moments_, snapshot
 from diloco.attach.state_io import flatten_optimizer, restore_optimizer
 from diloco.config import compose
 
@@ -46,7 +46,7 @@ def step(net: Net, optimizer: torch.optim.Optimizer) -> float:
 def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     """A learning rate that is set counts for both."""
     net, optimizer = made()
-    assert isinstance(optimizer, Together)
+    assert isinstance(optimizer, CombinedOptimizer)
     muon, adamw = optimizer.parts
     assert [p for group in muon.param_groups for p in group["params"]] == [net.layer.weight]
     rest = {id(p) for group in adamw.param_groups for p in group["params"]}

@@ -16,14 +16,14 @@ from torch import nn
 
 from diloco.attach import inner_optimizer as inner
 from diloco.attach.inner_optimizer import (
-    InnerStart,
+    InnerStateTransfer,
     bound_moments_,
     inner_optimizer,
     layout_of,
     load_moments_,
     snapshot,
 )
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.attach.swarm import Attachment
 from diloco.config import compose
 from diloco.sim.run import Simulated
@@ -193,7 +193,7 @@ def test_who_resumes_or_comes_at_the_start_asks_nobody() -> None:
     for source, asked in (("own", []), ("donor", ["joins_late"])):
         called: list[str] = []  # it does not join late
         node: Any = SimpleNamespace(joins_late=lambda: "joins_late")
-        start = InnerStart(MAKERS["adamw"](net()), Island(torch.device("cpu")), lambda kind, fields: None)
+        start = InnerStateTransfer(MAKERS["adamw"](net()), RankGroup(torch.device("cpu")), lambda kind, fields: None)
         start.source = source  # type: ignore[assignment]
         runtime: Any = SimpleNamespace(call=called.append)
         assert start.fetch(node, runtime, lambda: False) == (None, False) and called == asked

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.parameters import Trained, buffer_digests, frozen_digest, values_digest
+from diloco.attach.parameters import TrainedParams, buffer_digests, frozen_digest, values_digest
 from diloco.attach.swarm import Swarm
 from diloco.attach.unwrap import class_name, named, plain_model
 from diloco.config import OuterConfig
@@ -103,7 +103,7 @@ def test_parameters_that_stay_are_named() -> None:
     model = nn.ParameterDict(
         {name: nn.Parameter(torch.ones(300)) for name in ("a", "decayed", "rows", "still", "zero")}
     )
-    trained = Trained(model)
+    trained = TrainedParams(model)
     groups = [
         {"params": [one], "weight_decay": 0.1 * (name == "decayed")} for name, one in model.items() if name != "still"
     ]
@@ -158,7 +158,8 @@ def test_wrappers_change_no_name(wraps: Sequence[Callable[[nn.Module], nn.Module
         wrapped = wrap(wrapped)
     one, other = (plain_model(net) for net in (plain, wrapped))
     specs = [
-        swarm().options(Trained(net), None, model=(class_name(net), frozen_digest(net))).run for net in (one, other)
+        swarm().options(TrainedParams(net), None, model=(class_name(net), frozen_digest(net))).run
+        for net in (one, other)
     ]
     assert specs[0] == specs[1]
     assert buffer_digests(one) == buffer_digests(other)
@@ -175,7 +176,7 @@ def test_adapters_have_the_names_of_injected_ones() -> None:
     settings = LoraConfig(target_modules=["head"])
     injected = inject_adapter_in_model(settings, Net())
     around = plain_model(nn.DataParallel(get_peft_model(Net(), settings)))  # type: ignore[arg-type]
-    assert list(Trained(around)) == list(Trained(injected)) and class_name(around) == "Net"
+    assert list(TrainedParams(around)) == list(TrainedParams(injected)) and class_name(around) == "Net"
 
 
 def cast(model: nn.Linear) -> None:
@@ -190,7 +191,7 @@ def rebind(model: nn.Linear) -> None:
 @pytest.mark.parametrize("change", [cast, rebind])
 def test_storage_that_is_bound_anew_is_followed(change: Callable[[nn.Linear], None]) -> None:
     model = nn.Linear(4, 4)
-    trained = Trained(model)
+    trained = TrainedParams(model)
     settings = OuterConfig(method="diloco", sync_every=1, codec_up="fp32", codec_down="fp32")
     replica = Replica(trained, partition({name: p.numel() for name, p in trained.items()}, 1), settings)
     change(model)
@@ -231,7 +232,7 @@ def to(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]:
 )
 def test_a_model_that_trains_something_else_is_refused(change: Callable[[nn.Linear], None], why: str) -> None:
     model = nn.Linear(4, 4)
-    trained = Trained(model)
+    trained = TrainedParams(model)
     trained.check(untold)
     model.bias.requires_grad_(False)
     trained.check(untold)  # a parameter may be frozen later
@@ -241,7 +242,7 @@ def test_a_model_that_trains_something_else_is_refused(change: Callable[[nn.Line
 
 
 def run_of(model: nn.Module) -> RunSpec:
-    return swarm().options(Trained(model), None, model=("", frozen_digest(model))).run
+    return swarm().options(TrainedParams(model), None, model=("", frozen_digest(model))).run
 
 
 def test_peers_with_another_base_are_in_another_run() -> None:
@@ -271,11 +272,11 @@ def test_buffers_that_training_changes_are_named_once() -> None:
     """Those that stay are not worth a word."""
     said: list[tuple[str, dict[str, object]]] = []
     model = Net()
-    attached = Trained(model)
+    attached = TrainedParams(model)
     model.eval()(torch.randn(8, 4))
     attached.check(lambda kind, fields: said.append((kind, fields)))
     assert not said
-    attached = Trained(model)
+    attached = TrainedParams(model)
     model.table.add_(1.0)  # type: ignore[operator]
     for _ in range(2):
         model.train()(torch.randn(8, 4))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError
 from diloco.train import precision
@@ -25,8 +25,8 @@ from tests.support.simulated import digests, simulated
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def scale_of(*overrides: str, island: Any = None) -> LossScale:
-    return LossScale(compose(["train.precision=fp16", *overrides]), island or Island(CPU))
+def scale_of(*overrides: str, ranks: Any = None) -> LossScale:
+    return LossScale(compose(["train.precision=fp16", *overrides]), ranks or RankGroup(CPU))
 
 
 @pytest.mark.parametrize(("native", "chosen"), [(True, "bf16"), (False, "fp16")])
@@ -90,7 +90,7 @@ def test_gradients_of_the_scaled_loss_become_those_of_the_loss() -> None:
     assert float(model.weight.grad[0, 0]) == 2.0**16  # type: ignore[index]
     scale.unscale_(model)
     assert torch.equal(model.weight.grad, torch.ones(2, 3))  # type: ignore[arg-type]
-    scale = LossScale(compose(["train.precision=bf16"]), Island(CPU))
+    scale = LossScale(compose(["train.precision=bf16"]), RankGroup(CPU))
     loss = torch.ones(())
     assert scale.scaled(loss) is loss
     assert not scale.skips(torch.empty((), device="meta")), "nobody waits for the norm: to read this value would raise"
@@ -101,14 +101,14 @@ def test_gradients_that_overflow_unscaled_end_the_run() -> None:
     assert all(scale.skips(infinite) for _ in range(16)) and scale.scale == 1
     with pytest.raises(DivergedError, match=r"use train\.precision=fp32, or lower inner\.lr"):
         scale.skips(infinite)
-    another_rank: Any = SimpleNamespace(device=CPU, least=lambda finite: 0)
-    assert scale_of(island=another_rank).skips(torch.ones(())), "a step is skipped when those of another rank overflow"
+    another_rank: Any = SimpleNamespace(device=CPU, all_reduce_min=lambda finite: 0)
+    assert scale_of(ranks=another_rank).skips(torch.ones(())), "a step is skipped when those of another rank overflow"
 
 
 def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
     bad, good = torch.tensor(float("nan")), torch.ones(())
-    before, after, plain = scale_of(), scale_of(), LossScale(compose(), Island(CPU))
+    before, after, plain = scale_of(), scale_of(), LossScale(compose(), RankGroup(CPU))
     for norm in (bad, bad, good, good):
         before.skips(norm)
     after.restore(json.loads(json.dumps(before.state)))

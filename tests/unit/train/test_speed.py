@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diloco import model as models
 from diloco.attach import devices
-from diloco.attach.ranks import Island
+from diloco.attach.ranks import RankGroup
 from diloco.config import compose
 from diloco.rundir.summary import PhaseTimer
 from diloco.train.data_parallel import DataParallel
@@ -69,8 +69,8 @@ def test_a_line_has_norm_pace_memory_and_utilization(monkeypatch: pytest.MonkeyP
     model, clock = models.build(config.model, 0), iter(range(10**6))
     phases, lines, norms = PhaseTimer(clock=lambda: next(clock)), list[dict[str, Any]](), list[float]()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    island, log = Island(CPU), SimpleNamespace(metric=lambda **line: lines.append(line))
-    sync = DataParallel(model, optimizer, island, 2, phases)
+    ranks, log = RankGroup(CPU), SimpleNamespace(metric=lambda **line: lines.append(line))
+    sync = DataParallel(model, optimizer, ranks, 2, phases)
     clip = torch.nn.utils.clip_grad_norm_
 
     def clipped(parameters: Any, most: float) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_a_line_has_norm_pace_memory_and_utilization(monkeypatch: pytest.MonkeyP
     rows: Any = iter(torch.randint(256, (9, 2, 32), generator=torch.Generator().manual_seed(0)))
     session: Any = SimpleNamespace(loss_scale=(), traffic=(0, 0))
     trainer = Trainer(
-        config, island, model, model, optimizer, rows, rows, sync, session, phases, log, lambda message: None,  # type: ignore[arg-type]
+        config, ranks, model, model, optimizer, rows, rows, sync, session, phases, log, lambda message: None,  # type: ignore[arg-type]
     )  # fmt: skip
     with sync:
         trainer.train()

@@ -139,7 +139,7 @@ class TrainConfig(PeerLocal):
 
     device: Device = "auto"
     """auto is the first accelerator, or each process's own under torchrun, else the CPU."""
-    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="Of an ranks, the model in each process, or rows.")
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="Of several ranks: the model in each, or rows.")
     micro_batch: int | None = Field(None, ge=1, le=1 << 20)
     """Sequences computed at a time; null takes the batch whole, or what fits."""
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")

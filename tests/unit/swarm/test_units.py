@@ -50,12 +50,12 @@ def test_too_few_are_not_taken() -> None:
 
 
 class Ranks:
-    """What `share` does for the ranks of a peer that are called one after the other."""
+    """What `broadcast` does for the ranks of a peer that are called one after the other."""
 
     def __init__(self, leads: bool, said: list[Any]) -> None:
         self.is_rank0, self.said = leads, said
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         if self.is_rank0:
             self.said.append(value)
         return self.said[-1]

@@ -38,7 +38,7 @@ from diloco.swarm.node.node import Exchanged, Node
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.wire.malloc import give_back
+from diloco.swarm.wire.malloc import trim_heap
 
 __all__ = ["Attachment"]
 
@@ -325,7 +325,7 @@ class Attachment:
         self.parameters.check(self._listener.on_event)
         self._hook.free_gradients()  # their memory is what the exchange needs at its peak
         with self.phases.during("comm"):
-            give_back()  # where gradients were, there is room now
+            trim_heap()  # where gradients were, there is room now
             self._adopt(lambda node: node.exchange())
         self._progress.restart(self.steps)
 

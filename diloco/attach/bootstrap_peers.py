@@ -16,8 +16,8 @@ from diloco.config import SwarmConfig
 from diloco.config.address import problem
 from diloco.config.manifest import hash_of
 from diloco.errors import SwarmError
-from diloco.swarm.client.ask import look
-from diloco.swarm.wire.gate import watching
+from diloco.swarm.client.ask import inspect_swarm
+from diloco.swarm.wire.gate import observer_gate
 from diloco.swarm.wire.libp2p import check_free
 
 __all__ = ["Known", "known_by", "ports_again", "remember", "seeds_again"]
@@ -84,10 +84,10 @@ def seeds_again(
     """
     if network.initial_peers or not known:
         return tuple(dict.fromkeys((*network.initial_peers, *known)))
-    gate = watching(run_id, network.token, network.key_path)
+    gate = observer_gate(run_id, network.token, network.key_path)
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this one
-            found = thread.submit(look, known, identity, gate=gate).result()
+            found = thread.submit(inspect_swarm, known, identity, gate=gate).result()
     except SwarmError:
         return ()
     return tuple(found.addresses) if hash_of(found.manifest_text) == manifest_hash else ()

@@ -125,7 +125,7 @@ class InnerStateTransfer:
 
     def fetch(self, node: Node, runtime: Runtime, stopping: Callable[[], bool]) -> tuple[InnerState | None, bool]:
         """A donor's state, if this peer comes late and somebody has one, and whether the peer starts cold."""
-        if self.source == "own" or not runtime.call(node.joins_late()):
+        if self.source == "own" or not runtime.call(node.wait_until_ready()):
             return None, False
         why = "swarm.inner_state=cold"
         if self.source == "donor":

@@ -20,7 +20,7 @@ from diloco.swarm.node.node import Exchanged, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rows import ledger_totals
 from diloco.swarm.node.runtime import Runtime
-from diloco.swarm.wire.malloc import give_back
+from diloco.swarm.wire.malloc import trim_heap
 
 __all__ = ["NodeHandle", "NodeLink", "Position"]
 
@@ -202,7 +202,7 @@ class NodeLink:
         """Have rank 0 exchange: what is due is sent, and updates are loaded into its parameters."""
         outcome = self.move(work)
         if self.node is not None:
-            give_back()
+            trim_heap()
         return self._after(outcome)
 
     def _after(self, outcome: Exchanged | None, cold: bool = False, fetched: bool = False) -> Position:

@@ -598,7 +598,7 @@ class Swarm:
 
 def _wait_no_longer(after_s: float, node: Node) -> None:
     """In the node's loop: so many seconds from now, nobody has to be there any more."""
-    asyncio.get_running_loop().call_later(after_s, node.wait_no_longer)
+    asyncio.get_running_loop().call_later(after_s, node.begin_alone)
 
 
 def _trainers(node: Node) -> list[str]:

@@ -23,8 +23,8 @@ from diloco.cli.volunteer import PeerDirectory, fit_to_machine, lock_peer_direct
 from diloco.config import Config
 from diloco.config.address import Address, scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.swarm.client.ask import Found, check_clock, look, parse_manifest, try_to_listen
-from diloco.swarm.wire.gate import Gate, watching
+from diloco.swarm.client.ask import Found, check_clock, inspect_swarm, parse_manifest, try_to_listen
+from diloco.swarm.wire.gate import Gate, observer_gate
 from diloco.text import counted, one_line
 from diloco.train.hardware import GIB, inspect_machine
 from diloco.train.memory import parameters_of
@@ -117,7 +117,7 @@ class Doctor:
         return (self._found and self._found.addresses) or self.addresses
 
     def _gate(self) -> Gate:
-        return watching(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
+        return observer_gate(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
 
     def _python(self) -> tuple[str, ...]:
         names = ", ".join(f"{name} {version(name)}" for name in ("torch", "hivemind"))
@@ -125,7 +125,7 @@ class Doctor:
         return ("ok", text) if platform.system() == "Linux" else ("warning", text, "only Linux is tested")
 
     def _swarm(self) -> tuple[str, ...]:
-        found = self._found = look(
+        found = self._found = inspect_swarm(
             self.addresses, self.directory.identity, measure_bytes=PROBE_BYTES, gate=self._gate()
         )
         self.figures |= {"peers": len(found.peers), "peer_id": self.directory.peer_id}

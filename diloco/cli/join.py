@@ -33,7 +33,7 @@ from diloco.config.address import Address
 from diloco.config.manifest import sources_of
 from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.reporting import Message, Ready, Stage, Status
-from diloco.swarm.client.watch import light_hivemind
+from diloco.swarm.client.watch import stub_hivemind_packages
 from diloco.text import counted, human_bytes, human_count, plain
 
 if TYPE_CHECKING:  # this brings torch
@@ -52,7 +52,7 @@ def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> 
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     try:
         with ExitStack() as stack:
-            light_hivemind(["hivemind"])
+            stub_hivemind_packages(["hivemind"])
             steps = stack.enter_context(Steps(console))
             if rank == 0:
                 config = _prepare(config, address, typed, yes, ranks, steps, stack)
@@ -146,10 +146,10 @@ def _prepare(
     used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
     _ask(config, _terms(config, need.parameters, used_bytes, name), yes, steps)
     volunteer.move_aside(config)
-    from diloco.swarm.wire.gate import watching
+    from diloco.swarm.wire.gate import observer_gate
     from diloco.train.start_files import fetch  # the small files that the run starts from, from its peers
 
-    gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
+    gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
     return fetch(config, found.addresses or config.swarm.initial_peers, gate, Path(config.swarm.identity_path or ""))
 
 
@@ -218,20 +218,20 @@ def _terms(config: Config, parameters: int, memory_bytes: float, device: str) ->
 
 def _look(config: Config, address: Address, identity: Path, steps: Steps) -> Found:
     from diloco.cli.volunteer import known_addresses
-    from diloco.swarm.client.ask import look
-    from diloco.swarm.wire.gate import watching
+    from diloco.swarm.client.ask import inspect_swarm
+    from diloco.swarm.wire.gate import observer_gate
 
-    gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
+    gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
     steps.show(f"calling {len(address.peers)} peers" if len(address.peers) > 1 else f"calling {address.peers[0]}")
     try:
-        found = look(address.peers, identity, gate=gate)
+        found = inspect_swarm(address.peers, identity, gate=gate)
     except SwarmError as error:
         others = known_addresses(address.peers)
         if "cannot be reached" not in str(error) or not others:
             raise
         steps.show(f"nobody answers there; calling {len(others)} more that were in this run before")
         try:
-            found = look(others, identity, gate=gate)
+            found = inspect_swarm(others, identity, gate=gate)
         except SwarmError:
             raise SwarmError(f"{error}; {len(others)} more that were in this run before do not answer either") from None
     silent = "".join(f"; {one}: {why}" for one, why in found.silent.items())

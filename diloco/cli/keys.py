@@ -73,10 +73,10 @@ def revoke(key: Path, run: str, address: str | None, what: Sequence[str]) -> int
     revoked.remember(key, run)
     if peers:
         from diloco.swarm.client.ask import revoke as spread
-        from diloco.swarm.wire.gate import watching  # here, because it takes seconds
+        from diloco.swarm.wire.gate import observer_gate  # here, because it takes seconds
 
         try:
-            revoked = asyncio.run(spread(peers, watching(run, None, str(key)), owner, revoked))
+            revoked = asyncio.run(spread(peers, observer_gate(run, None, str(key)), owner, revoked))
         except SwarmError as error:
             raise SwarmError(
                 f"{error}; list {revoked.number} is kept beside {key}, and peers that start with that key have it"

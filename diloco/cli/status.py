@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.messages.snapshot import Snapshot
 from diloco.rundir.files import data_home, in_use
 from diloco.rundir.summary import write_contributions
-from diloco.swarm.client.watch import Visitor, light_hivemind
+from diloco.swarm.client.watch import SwarmWatcher, stub_hivemind_packages
 
 __all__ = ["dashboard", "run"]
 
@@ -34,7 +34,7 @@ def run(address: str | None, watch: bool, as_json: bool, table: Path | None) -> 
     if watch and as_json:
         raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
     place = _place(address)
-    light_hivemind()
+    stub_hivemind_packages()
     try:
         return asyncio.run(_status(place, watch, as_json, table))
     except KeyboardInterrupt:
@@ -63,7 +63,7 @@ def _place(address: str | None) -> Address:
 
 
 async def _status(place: Address, watch: bool, as_json: bool, table: Path | None) -> int:
-    async with Visitor(place.peers, place.token) as visitor:
+    async with SwarmWatcher(place.peers, place.token) as visitor:
         snapshot = await visitor.ask()
         if table is not None:
             write_contributions(table, snapshot.ledger.contributions)
@@ -77,7 +77,7 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
     return 0
 
 
-async def _watch(visitor: Visitor, snapshot: Snapshot) -> None:
+async def _watch(visitor: SwarmWatcher, snapshot: Snapshot) -> None:
     """Redraws in place, or prints again where there is no terminal. While nobody answers the last state stays."""
     console = Console()
     task = asyncio.current_task()
@@ -112,14 +112,14 @@ def dashboard(address: str | None, host: str, port: int) -> int:
         raise ConfigError(
             f"--host={host} --port={port} cannot be listened on: {error.strerror}; choose another --port, or 0 for any"
         ) from None
-    light_hivemind()
+    stub_hivemind_packages()
     with page, suppress(KeyboardInterrupt):
         asyncio.run(_serve(page, place, host))
     return 0
 
 
 async def _serve(page: Dashboard, place: Address, host: str) -> None:
-    async with Visitor(place.peers, place.token) as visitor:
+    async with SwarmWatcher(place.peers, place.token) as visitor:
         snapshot = await visitor.ask()  # a wrong address is an error before the page is served
         if scope(f"/ip/{host}") != "loopback":
             click.echo(f"diloco: warning: --host={host} shows the swarm to everyone who reaches this machine", err=True)

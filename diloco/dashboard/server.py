@@ -42,7 +42,7 @@ HEADERS = {  # the page's own script only, nothing from elsewhere, and in no fra
 
 
 class Source(Protocol):
-    """A source of snapshots; in production a `Visitor` of the swarm."""
+    """A source of snapshots; in production a `SwarmWatcher` of the swarm."""
 
     async def ask(self) -> Snapshot:
         """A snapshot of the swarm as it is now. Raises `DilocoError` if no peer answers."""

@@ -345,7 +345,7 @@ class SimTransport:
         self.seeds, self.addresses = seeds, [f"/sim/{me}"]
         self.may_call: Callable[[str], bool] = lambda address: True
         self.reachable, self.advice = True, ""
-        self.where: Callable[[str], Sequence[str]] = lambda peer: ()
+        self.addresses_of: Callable[[str], Sequence[str]] = lambda peer: ()
         self.handlers: dict[str, Handler] = {} if gate.admission is None else {GREETING: gate.welcome}
         self.owner = network.loop.owner  # what others begin here is this peer's
         self.sign, self.verify = network.notary.signer(me), network.notary.verify

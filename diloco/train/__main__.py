@@ -26,9 +26,9 @@ def peer(arguments: list[str]) -> int:
         config = resolved(config)
     logging.basicConfig(format="diloco: %(message)s", stream=sys.stderr)
     logging.getLogger("diloco").setLevel(logging.INFO)
-    from diloco.swarm.client.watch import light_hivemind
+    from diloco.swarm.client.watch import stub_hivemind_packages
 
-    light_hivemind(["hivemind"])  # half a second less
+    stub_hivemind_packages(["hivemind"])  # half a second less
     from diloco.rundir.reporting import WarningLines, json_lines, log_lines
     from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds
 

@@ -20,9 +20,9 @@ from diloco.rundir.files import exclusive, prepare_run_directory
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Status
 from diloco.rundir.summary import write_contributions
-from diloco.swarm.client.ask import check_clock, look, parse_manifest
+from diloco.swarm.client.ask import check_clock, inspect_swarm, parse_manifest
 from diloco.swarm.node.runtime import NodeThread
-from diloco.swarm.wire.gate import watching
+from diloco.swarm.wire.gate import observer_gate
 from diloco.train import start_files
 from diloco.train.checkpoint import identity_path, write_address
 
@@ -41,8 +41,8 @@ class Host:
         self._log = RunLog(config.run.dir, name)
         manifest = config.manifest()
         if config.swarm.initial_peers:
-            gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
-            found = look(config.swarm.initial_peers, identity_path(config, name), gate=gate)
+            gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
+            found = inspect_swarm(config.swarm.initial_peers, identity_path(config, name), gate=gate)
             check_clock(found)
             manifest = parse_manifest(found.manifest_text)
             config = start_files.fetch(

@@ -22,7 +22,7 @@ from diloco.core.facts import Facts
 from diloco.messages.bulk import InnerRequest
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
-from diloco.swarm.rpc.inner_state import InnerDonor, InnerState
+from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer
 from diloco.swarm.wire.streams import Stream
 from diloco.testing.fuzz.crowd import Crowd, Life, Member, lying, small_pieces
 from diloco.testing.fuzz.stage import quiet_process
@@ -161,7 +161,7 @@ def test_a_newcomer_is_not_thrown_far_by_the_moments_that_it_gets() -> None:
 
         for life in swarm.living():  # whom the newcomer asks is drawn
             node = swarm.node(life.name)
-            donor = InnerDonor(lambda told=node._options.inner_state: lie(told()))
+            donor = InnerStateServer(lambda told=node._options.inner_state: lie(told()))
             node._server._answers[InnerRequest] = donor.answer
         newcomer = swarm.start(Member("n"))
         swarm.until(lambda: newcomer.began)

@@ -134,7 +134,7 @@ class LastFlight:
     def place(self) -> tuple[int, int, int]:
         return self.position, self.cycle, self.position
 
-    async def joins_late(self) -> bool:
+    async def wait_until_ready(self) -> bool:
         return False
 
     async def begin(self, cycle: int = 0, cold: bool = False) -> Exchanged:

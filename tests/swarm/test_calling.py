@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco.swarm.wire.dialing import mute
+from diloco.swarm.wire.dialing import client_daemon
 from diloco.swarm.wire.libp2p import Libp2p
 from tests.support.peers import SMOKE, command, dead_port
 from tests.support.printing import printed_of
@@ -21,10 +21,10 @@ def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(monkeypatch: p
     daemons: list[Any] = []
 
     async def kept(*arguments: Any) -> Any:
-        daemons.append(await mute(*arguments))
+        daemons.append(await client_daemon(*arguments))
         return daemons[-1]
 
-    monkeypatch.setattr("diloco.swarm.wire.libp2p.mute", kept)
+    monkeypatch.setattr("diloco.swarm.wire.libp2p.client_daemon", kept)
 
     async def scene() -> None:
         called = asyncio.Event()
@@ -37,7 +37,7 @@ def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(monkeypatch: p
 
         server = await asyncio.start_server(silent, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        visiting = asyncio.ensure_future(Libp2p.visit([f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}"]))
+        visiting = asyncio.ensure_future(Libp2p.client([f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}"]))
         await called.wait()
         visiting.cancel()
         await asyncio.wait([visiting])

@@ -13,7 +13,7 @@ import pytest
 
 from diloco.admission.keys import RunKey
 from diloco.errors import SwarmError
-from diloco.swarm.client.ask import look, parse_manifest
+from diloco.swarm.client.ask import inspect_swarm, parse_manifest
 from tests.support.joining import OTHER
 from tests.support.peers import SMOKE, Command, Crowd, begin_together, command, dead_port, diloco, eventually, together
 
@@ -51,7 +51,7 @@ def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_othe
     first, second = crowd.start(2)
     dead = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{OTHER}"
     other = first.address.replace(first.peer_id, OTHER)
-    seen = look([dead, other, first.address], None, 2**18)
+    seen = inspect_swarm([dead, other, first.address], None, 2**18)
     assert seen.manifest_text == "{}"
     assert {peer.peer for peer in seen.peers} == {first.peer_id, second.peer_id}
     assert set(seen.addresses) == {first.address, second.address}
@@ -60,7 +60,7 @@ def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_othe
         assert abs(peer.ahead_s) <= peer.round_trip_s and peer.up_bytes_per_s and peer.down_bytes_per_s
         assert peer.reply.observed.startswith("/ip4/127.0.0.1/tcp/")
     with pytest.raises(SwarmError, match=rf"{dead} cannot be reached: nobody listens .* nor {other}: another peer"):
-        look([dead, other])
+        inspect_swarm([dead, other])
 
 
 def test_a_peer_that_nobody_can_call_trains_and_is_no_author(crowd: Crowd) -> None:

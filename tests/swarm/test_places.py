@@ -22,11 +22,11 @@ def test_a_peer_that_libp2p_cannot_find_is_called_where_it_said_that_it_is(tmp_p
         [known], [other] = (crowd.start(1) for crowd in crowds)  # neither has ever heard of the other
 
         async def call() -> str:
-            visitor = await Libp2p.visit([known.address], Gate())
+            visitor = await Libp2p.client([known.address], Gate())
             try:
                 with pytest.raises(ConnectionError, match="cannot be reached"):
                     await visitor.open(other.peer_id, BULK)
-                visitor.where = {other.peer_id: [other.address]}.__getitem__
+                visitor.addresses_of = {other.peer_id: [other.address]}.__getitem__
                 return (await request_snapshot(visitor, other.peer_id)).run.answered_by
             finally:
                 await visitor.close()
@@ -50,7 +50,7 @@ def test_members_find_each_other_through_any_one_that_lives(tmp_path: Path) -> N
             first, second, third, fourth = peers
             await first.announce(60.0, [])
             assert await second.announced() == {first.me: first.addresses[:4]} and await fourth.announced() == {}
-            second.where = {third.me: third.addresses[:1]}.__getitem__
+            second.addresses_of = {third.me: third.addresses[:1]}.__getitem__
             with pytest.raises(ConnectionError, match="not supported"):
                 await second.open(third.me, BULK)
             for one, met in ((second, [third.me]), (third, [second.me]), (first, [second.me])):

@@ -11,7 +11,7 @@ import pytest
 from diloco.config.address import Address
 from diloco.errors import SwarmError
 from diloco.messages.snapshot import Snapshot
-from diloco.swarm.client.watch import Visitor
+from diloco.swarm.client.watch import SwarmWatcher
 from tests.support.peers import Crowd, dead_port, diloco
 
 
@@ -22,7 +22,7 @@ def test_a_visitor_sees_a_swarm_and_finds_another_peer_when_the_first_dies(tmp_p
         watched, other = peers
 
         async def watch() -> tuple[Snapshot, Snapshot]:
-            async with Visitor(Address.parse(watched.address).peers) as visitor:
+            async with SwarmWatcher(Address.parse(watched.address).peers) as visitor:
                 before = await visitor.ask()
                 await asyncio.to_thread(watched.close)
                 return before, await visitor.ask()
@@ -35,7 +35,7 @@ def test_a_visitor_sees_a_swarm_and_finds_another_peer_when_the_first_dies(tmp_p
         assert len(other.members) <= 1  # who only looks is no member
 
         async def nobody() -> None:
-            async with Visitor(Address.parse(watched.address).peers) as visitor:
+            async with SwarmWatcher(Address.parse(watched.address).peers) as visitor:
                 await visitor.ask()
 
         with pytest.raises(SwarmError, match="cannot be reached"):

@@ -137,7 +137,7 @@ async def intruder(member: Trainee) -> Libp2p:
     """A peer that connects and does without greetings."""
     gate = Gate()
     gate.greet = lambda *arguments, **options: asyncio.sleep(0)  # type: ignore[method-assign, assignment]
-    return await Libp2p.visit([member.address], gate)
+    return await Libp2p.client([member.address], gate)
 
 
 async def ask(transport: Libp2p, peer: str, protocol: str, message: Message | None) -> object:

@@ -22,7 +22,7 @@ from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
 
-__all__ = ["Found", "Wanted", "check_clock", "fetch_files", "look", "parse_manifest", "revoke", "try_to_listen"]
+__all__ = ["Found", "check_clock", "fetch_files", "inspect_swarm", "parse_manifest", "revoke", "try_to_listen"]
 
 CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
@@ -67,7 +67,7 @@ async def _first_answer(peers: Iterable[str], question: Callable[[str], Awaitabl
     return None, reasons
 
 
-def look(
+def inspect_swarm(
     initial_peers: Sequence[str], identity_path: Path | None = None, measure_bytes: int = 0, gate: Gate | None = None
 ) -> Found:
     """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured with so many.
@@ -76,7 +76,7 @@ def look(
 
     Args:
         identity_path: this peer's key, for a swarm that admits identities; None makes a new identity.
-        gate: shows the invitation to a closed run, and believes only peers of that run (`gate.watching`).
+        gate: shows the invitation to a closed run, and believes only peers of that run (`gate.observer_gate`).
 
     Raises:
         SwarmError: nobody is there, no peer of a run is there, or none admits this peer.
@@ -85,7 +85,7 @@ def look(
     gate = gate or Gate()
 
     async def ask() -> Found:
-        async with aclosing(await Libp2p.visit(initial_peers, gate, identity_path)) as visitor:
+        async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
 
             async def manifest(peer: str) -> str:
                 text, seal = await request_manifest(visitor, peer)
@@ -157,7 +157,7 @@ async def fetch_files(
 
     Raises `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or permission.
     """
-    async with aclosing(await Libp2p.visit(initial_peers, gate, identity_path)) as visitor:
+    async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
         for digest, (place, limit) in wanted.items():
             request = partial(request_file, visitor, digest=digest, most_bytes=min(limit, most_bytes))
             content, reasons = await _first_answer(visitor.seeds, request)
@@ -197,7 +197,7 @@ async def revoke(initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked:
     takes the list.
     """
     assert gate.admission is not None
-    async with aclosing(await Libp2p.visit(initial_peers, gate)) as visitor:  # the greeting brings the swarm's list
+    async with aclosing(await Libp2p.client(initial_peers, gate)) as visitor:  # the greeting brings the swarm's list
         there = gate.admission.revoked
         if there.number:
             revoked = revoked.extended(key, gate.admission.run_id, there.token_ids, there.peer_ids, there.number)

@@ -16,7 +16,7 @@ from diloco.swarm.rpc.watch import request_snapshot
 from diloco.swarm.wire.streams import BROKEN
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["Visitor", "light_hivemind"]
+__all__ = ["SwarmWatcher", "stub_hivemind_packages"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,27 +24,28 @@ ANSWER_S = 10.0
 RECONNECT_S = 10.0  # while nobody answers
 SILENT = "does not answer"
 MAX_KNOWN = 64  # peers to ask when the one that answered last is gone
+WATCHER_STUBS = ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht")
 
 
-def light_hivemind(shells: Sequence[str] = ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht")) -> None:
+def stub_hivemind_packages(packages: Sequence[str] = WATCHER_STUBS) -> None:
     """Let this process import parts of hivemind without `hivemind/__init__`, which imports torch, scipy and more.
 
-    The packages `shells` become empty. By default only `hivemind.p2p` can be imported afterwards, enough to watch; with
-    the shell `hivemind` alone, everything that a peer needs. Nothing happens when hivemind is imported already.
+    These packages become empty. By default only `hivemind.p2p` can be imported afterwards, enough to watch; with
+    `hivemind` alone, everything that a peer needs. Nothing happens when hivemind is imported already.
     """
     if "hivemind" in sys.modules:
         return
     found = importlib.util.find_spec("hivemind")
     if found is None or not found.submodule_search_locations:
         return  # the import itself says what is wrong
-    for name in shells:
-        shell = ModuleType(name)
+    for name in packages:
+        package = ModuleType(name)
         inside = name.removeprefix("hivemind").replace(".", "/")
-        shell.__path__ = [place + inside for place in found.submodule_search_locations]
-        sys.modules[name] = shell
+        package.__path__ = [place + inside for place in found.submodule_search_locations]
+        sys.modules[name] = package
 
 
-class Visitor:
+class SwarmWatcher:
     """Asks one peer at a time what it knows of the swarm; an asynchronous context manager.
 
     It asks the peer that answered last for as long as that lives, so that histories have no breaks, then the others
@@ -57,7 +58,7 @@ class Visitor:
         self._known: dict[str, list[str]] = {}  # addresses of the peers to ask, the best first
         self._connected_at = 0.0
 
-    async def __aenter__(self) -> Visitor:
+    async def __aenter__(self) -> SwarmWatcher:
         """Raises as `ask`."""
         await self._connect()
         return self
@@ -105,12 +106,12 @@ class Visitor:
         raise SwarmError(f"{','.join(self._addresses)}: peer {peer[-6:]} {why}; check the address")
 
     async def _connect(self, instead_of: Transport | None = None) -> Transport:
-        from diloco.swarm.wire.gate import watching
+        from diloco.swarm.wire.gate import observer_gate
         from diloco.swarm.wire.libp2p import Libp2p
 
         met = [addresses[0] for addresses in self._known.values() if addresses]
-        self._transport = await Libp2p.visit([*self._addresses, *met], watching("", self._token))
-        self._transport.where = lambda peer: self._known.get(peer, ())
+        self._transport = await Libp2p.client([*self._addresses, *met], observer_gate("", self._token))
+        self._transport.addresses_of = lambda peer: self._known.get(peer, ())
         self._connected_at = asyncio.get_running_loop().time()
         if instead_of is not None:
             await instead_of.close()

@@ -24,7 +24,7 @@ from diloco.outer.optimizer import OuterStep
 from diloco.swarm.context import Context
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc.state import payload_digest
-from diloco.swarm.wire.malloc import short_lived
+from diloco.swarm.wire.malloc import mapped_buffer
 from diloco.swarm.wire.tasks import in_thread
 
 __all__ = ["Anchors"]
@@ -97,7 +97,7 @@ class Anchors:
             aggregate, state = self._replica.aggregates[fragment], self._replica.states[fragment]
             step = OuterStep(action.number - 1, len(action.shares), action.pushes, action.delay)
             weighted = [Weighted(one.line.peer, one.payload, one.weight, one.discount) for one in action.shares]
-            update = short_lived(self._replica.update_nbytes(fragment))
+            update = mapped_buffer(self._replica.update_nbytes(fragment))
             made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me, update)
             digest = await in_thread(payload_digest, update)
         self._tell(action, made)

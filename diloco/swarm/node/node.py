@@ -37,7 +37,7 @@ from diloco.swarm.node.options import NodeOptions, make_context
 from diloco.swarm.node.recorder import Recorder
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc import contribution, state
-from diloco.swarm.rpc.inner_state import InnerDonor, InnerState, Layout, fetch_inner
+from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer, Layout, fetch_inner
 from diloco.swarm.rpc.probe import ProbeServer
 from diloco.swarm.rpc.server import Answer as Answerer
 from diloco.swarm.rpc.server import Server
@@ -222,7 +222,7 @@ class Node:
         return {
             Get: self._give,
             Push: self._receive,
-            InnerRequest: InnerDonor(options.inner_state).answer,
+            InnerRequest: InnerStateServer(options.inner_state).answer,
             Ask: info.answer,
             Probe: ProbeServer(context.transport, self.core, context.now).answer,
         }
@@ -239,7 +239,7 @@ class Node:
         payload = await contribution.receive(stream, push, self.replica, self._received)
         self.context.do(events.Delivered(stream.peer, push.line, payload))
 
-    async def joins_late(self) -> bool:
+    async def wait_until_ready(self) -> bool:
         """Wait until this peer has what the others have; whether outer steps were taken before.
 
         False when `interrupt` came first. Raises `SwarmError` when the swarm refuses this peer: a peer that is leaving
@@ -271,7 +271,7 @@ class Node:
         A `cold` peer only gets the anchors: it trains beside the swarm, which waits for nothing from it. None when
         `interrupt` came first.
         """
-        await self.joins_late()
+        await self.wait_until_ready()
         if self._interrupted:
             return None
         self.plan_cycle(cycle)
@@ -319,7 +319,7 @@ class Node:
         """Whether an `exchange` has to come before the next inner step."""
         return bool(self._captures or self._loads) or not self.core.runs
 
-    def wait_no_longer(self) -> None:
+    def begin_alone(self) -> None:
         """Nobody has to be there any more before this peer begins."""
         self.context.do(events.Alone())
 

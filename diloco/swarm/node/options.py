@@ -166,7 +166,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
     )
     core.addresses.may_call = transport.may_call
     core.addresses.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
-    transport.where = core.addresses.of
+    transport.addresses_of = core.addresses.of
     traffic = Traffic(upload_limit=options.network.upload_limit)
     context = Context(core, replica, transport, gate, on_event, traffic)
     gate.on_refused = lambda peer, why: context.note("refused", peer=plain(peer), why=why)

@@ -28,7 +28,7 @@ from diloco.swarm.context import Context
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.tasks import in_thread
 
-__all__ = ["InnerDonor", "InnerState", "Layout", "Snapshot", "fetch_inner", "receive_inner"]
+__all__ = ["InnerState", "InnerStateServer", "Layout", "Snapshot", "fetch_inner", "receive_inner"]
 
 DONORS = 3  # asked at most; a joiner should train rather than ask everybody
 SQUARES = "_sq"  # the end of the names of second moments in all of torch's optimizers
@@ -92,7 +92,7 @@ async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
     return state
 
 
-class InnerDonor:
+class InnerStateServer:
     """Gives a snapshot of this peer to joiners, one to all that read at the same time.
 
     It is copied while training goes on: values may be of two neighbouring steps. A moment is a mean over many steps, so

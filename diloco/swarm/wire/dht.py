@@ -152,7 +152,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         await super().add_protobuf_handler(name, guarded, _Unparsed, **options)
 
     async def call_protobuf_handler(self, peer_id: PeerID, name: str, *arguments: Any, **options: Any) -> Any:
-        """As in `P2P`; `Refused` or `Disbelieved` when one of the two is not in the run."""
+        """As in `P2P`; `Refused` or `Untrusted` when one of the two is not in the run."""
         if self.gate.admission is not None:
             await self.greet(peer_id.to_base58())
         return await super().call_protobuf_handler(peer_id, name, *arguments, **options)

@@ -22,7 +22,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.config.address import host_of, scope
 
-__all__ = ["LOCAL", "best_first", "call_each", "mute", "start_daemon"]
+__all__ = ["LOCAL", "best_first", "call_each", "client_daemon", "start_daemon"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ async def _call(p2p: P2P, address: str) -> str:
     return ""
 
 
-async def mute(identity_path: str | None = None) -> P2P:
+async def client_daemon(identity_path: str | None = None) -> P2P:
     """A daemon that only calls others. It listens nowhere and knows nobody."""
     return await start_daemon(P2P, dht_mode="client", no_listen=True, identity_path=identity_path)
 

@@ -28,9 +28,9 @@ from diloco.messages.base import MEMBERS, Message, Refusal
 from diloco.messages.codec import expect
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
-from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
+from diloco.swarm.wire.transport import Reader, Refused, Untrusted, Writer
 
-__all__ = ["GREETING", "IN_USE", "Gate", "gate_for", "message_of", "watching"]
+__all__ = ["GREETING", "IN_USE", "Gate", "gate_for", "message_of", "observer_gate"]
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
@@ -72,7 +72,7 @@ class Gate:
         return None if self.admission is None else self.admission.run_key.hex()
 
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
-        """Make both sides known to each other, unless they are; `Refused` or `Disbelieved` when one does not let the
+        """Make both sides known to each other, unless they are; `Refused` or `Untrusted` when one does not let the
         other in.
         """
         if not again and peer in self._greeted and self.believes(peer):
@@ -99,7 +99,7 @@ class Gate:
             stream.close()
         if reason is not None:
             self.on_refused(peer, reason)
-            raise Disbelieved(f"{peer} is not believed: {reason}")
+            raise Untrusted(f"{peer} is not believed: {reason}")
         self._greeted.add(peer)
 
     async def welcome(self, peer: str, reader: Reader, writer: Writer) -> None:
@@ -290,7 +290,7 @@ def _check_fits(own: Token, run_id: str, run_key: str | None) -> None:
         raise ConfigError(f"run.key={run_key} is not the key that signed swarm.token; ask the owner for another one")
 
 
-def watching(run_id: str, token: str | None, key_path: str | None = None) -> Gate:
+def observer_gate(run_id: str, token: str | None, key_path: str | None = None) -> Gate:
     """The gate of a visitor. It shows itself as observer, whatever its invitation allows, and does not use that up.
 
     Without an invitation and a key it is the gate of an open run. Only a key needs the `run_id`.

@@ -24,11 +24,11 @@ from hivemind.utils.multiaddr import Multiaddr
 from diloco.config import SwarmConfig
 from diloco.config.address import addresses_in, problem, same_subnet, scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.swarm.wire.dialing import LOCAL, best_first, call_each, mute, start_daemon
+from diloco.swarm.wire.dialing import LOCAL, best_first, call_each, client_daemon, start_daemon
 from diloco.swarm.wire.gate import GREETING, IN_USE, Gate
 from diloco.swarm.wire.identity import Identity, verify
 from diloco.swarm.wire.streams import BROKEN, CONTROL
-from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Transport, Writer
+from diloco.swarm.wire.transport import Handler, Reader, Refused, Transport, Untrusted, Writer
 from diloco.text import one_line
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Libp2p:
         self.me = gate.me = str(p2p.peer_id.to_base58())
         self.seeds: list[str] = []
         self.addresses: list[str] = []
-        self.where: Callable[[str], Sequence[str]] = lambda peer: ()
+        self.addresses_of: Callable[[str], Sequence[str]] = lambda peer: ()
         self.reachable, self.advice = True, ""
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
         self._scopes = {"public"}  # of addresses that anybody may name
@@ -187,7 +187,7 @@ class Libp2p:
         return self
 
     @classmethod
-    async def visit(
+    async def client(
         cls, initial_peers: Sequence[str], gate: Gate | None = None, identity_path: Path | None = None
     ) -> Libp2p:
         """A peer that only asks: it listens nowhere and takes no part in the DHT. Without a file its identity is new.
@@ -198,7 +198,7 @@ class Libp2p:
         addresses = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:
             Identity.read(identity_path)  # makes it
-        self = await cls._of(mute(None if identity_path is None else str(identity_path)), gate or Gate())
+        self = await cls._of(client_daemon(None if identity_path is None else str(identity_path)), gate or Gate())
         async with self._or_ended():
             await self._meet(addresses)
         return self
@@ -238,7 +238,7 @@ class Libp2p:
         for answer in answers if in_use or None not in answers else ():
             if isinstance(answer, Refused):
                 raise SwarmError(f"the swarm refused this peer: {answer}")
-            if isinstance(answer, Disbelieved):
+            if isinstance(answer, Untrusted):
                 raise SwarmError(f"{answer}; check the address")
 
     async def _welcome(self, info: StreamInfo, reader: Reader, writer: Writer) -> None:
@@ -272,7 +272,7 @@ class Libp2p:
             except (ControlFailure, P2PDaemonError) as error:
                 lost = not called and str(error).endswith(_LOST)
                 # It may answer at an address that we know.
-                if not lost or "" not in (await call_each(self._p2p, self.where(peer))).values():
+                if not lost or "" not in (await call_each(self._p2p, self.addresses_of(peer))).values():
                     raise ConnectionError(f"{peer} cannot be reached: {error}") from error
         raise AssertionError
 
@@ -299,7 +299,7 @@ class Libp2p:
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
         """As in `Transport`, with another daemon, because this one would use its open connection."""
-        visitor = await mute()
+        visitor = await client_daemon()
         try:
             outcome = {}
             for address in addresses:

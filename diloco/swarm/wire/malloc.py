@@ -12,17 +12,17 @@ import mmap
 import torch
 from torch import Tensor
 
-__all__ = ["give_back", "short_lived"]
+__all__ = ["mapped_buffer", "trim_heap"]
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
 
-def short_lived(nbytes: int) -> Tensor:
+def mapped_buffer(nbytes: int) -> Tensor:
     """Memory (uint8) that goes back to the system with the tensor; for whole updates, as its pages are mapped anew."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return to the system what was freed, in about a millisecond; nothing happens where the C library cannot."""
     if _trim is not None:
         _trim(0)

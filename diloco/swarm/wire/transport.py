@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Disbelieved", "Handler", "Reader", "Refused", "Transport", "Writer"]
+__all__ = ["Handler", "Reader", "Refused", "Transport", "Untrusted", "Writer"]
 
 
 class Refused(ConnectionError):
     """A peer answers, but does not admit this one; the text says why."""
 
 
-class Disbelieved(ConnectionError):
+class Untrusted(ConnectionError):
     """A peer answers, but has not shown that it is in the run; the text says how."""
 
 
@@ -45,13 +45,13 @@ class Transport(Protocol):
     addresses: list[str]  # where others reach it, best first; empty for a peer that listens nowhere
     reachable: bool  # whether others can connect; if not, they open streams over connections that it has opened
     advice: str  # what would make it reachable, if it is not
-    where: Callable[[str], Sequence[str]]  # addresses of a peer by its id, which the owner may know better
+    addresses_of: Callable[[str], Sequence[str]]  # addresses of a peer by its id, which the owner may know better
 
     async def handle(self, protocol: str, handler: Handler) -> None:
         """Call `handler(peer, reader, writer)` for each stream that a peer opens for this protocol."""
 
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
-        """Open a stream to a peer; `Refused` or `Disbelieved` when one of the two does not admit the other."""
+        """Open a stream to a peer; `Refused` or `Untrusted` when one of the two does not admit the other."""
 
     async def announce(self, life_s: float, met: Sequence[str]) -> None:
         """Put this peer's addresses for so many seconds where every peer of the run finds them; `met` come in, too."""

@@ -33,7 +33,7 @@ def swarm_of(manifest: str, ahead_s: float = 0.0, mbit: float = 80.0, silent: di
 def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     """A doctor whose network is made up; the machine is this one."""
     config = compose(["experiment=smoke", f"run.dir={tmp_path / 'not' / 'yet'}", "train.device=cpu"])
-    monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(config.manifest().to_json()))
+    monkeypatch.setattr(module, "inspect_swarm", lambda *_, **__: swarm_of(config.manifest().to_json()))
     monkeypatch.setattr(module, "try_to_listen", lambda *_: ([PLACE], True, ""))
     monkeypatch.setattr(module, "step_seconds", lambda *_: 0.25)
     return Doctor(config, PeerDirectory(0, tmp_path, tmp_path / "identity.key"), [PLACE])
@@ -83,7 +83,7 @@ def test_what_is_wrong_with_the_way_to_a_swarm_is_said(
     healthy: Doctor, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     there = {"manifest": healthy.config.manifest().to_json(), **change}
-    monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(**there))
+    monkeypatch.setattr(module, "inspect_swarm", lambda *_, **__: swarm_of(**there))
     monkeypatch.setattr(module, "try_to_listen", lambda *_: ([PLACE], False, "forward the port"))
     check = verdicts(healthy)[name]
     assert (check.verdict, check.swarm) == (verdict, swarm)

@@ -20,7 +20,7 @@ from diloco.messages.codec import Message, Refusal, encode
 from diloco.messages.snapshot import Event, Snapshot, pack
 from diloco.messages.watching import Piece
 from diloco.rundir.files import exclusive
-from diloco.swarm.client.watch import Visitor
+from diloco.swarm.client.watch import SwarmWatcher
 from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot
 
@@ -63,10 +63,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 
     async def visit(addresses: Any, gate: Any) -> Answering:
         return left.pop(0)
 
-    monkeypatch.setattr("diloco.swarm.wire.libp2p.Libp2p.visit", visit)
+    monkeypatch.setattr("diloco.swarm.wire.libp2p.Libp2p.client", visit)
 
     async def ask() -> Snapshot:
-        async with Visitor(["/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed"]) as visitor:
+        async with SwarmWatcher(["/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed"]) as visitor:
             for _ in range(times - 1):
                 await visitor.ask()
                 visitor._connected_at = -1e9
@@ -165,7 +165,7 @@ def test_watching_ends_when_an_answer_takes_the_cancellation() -> None:
             return seen
 
     async def watch() -> None:
-        watching = asyncio.ensure_future(cli_status._watch(cast(Visitor, Slow()), seen))
+        watching = asyncio.ensure_future(cli_status._watch(cast(SwarmWatcher, Slow()), seen))
         await asked.wait()
         watching.cancel()
         await watching

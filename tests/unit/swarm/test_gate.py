@@ -17,8 +17,8 @@ from diloco.messages.codec import Message, Refusal, encode
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting
 from diloco.messages.heads import Line
 from diloco.messages.watching import Ask
-from diloco.swarm.wire.gate import Gate, gate_for, message_of, watching
-from diloco.swarm.wire.transport import Disbelieved, Refused
+from diloco.swarm.wire.gate import Gate, gate_for, message_of, observer_gate
+from diloco.swarm.wire.transport import Refused, Untrusted
 from tests.support.core import D
 from tests.support.gates import SOON, Wire, gate, meet
 from tests.support.listener import hello
@@ -42,8 +42,8 @@ async def test_two_gates_of_a_run_know_each_other_after_a_greeting(key: RunKey) 
     for error, why, said in (
         (Refused, "go away", Refusal(reason="go away")),
         (ConnectionError, "does not greet as a peer of a run does: expected Greeting, got Ask", Ask("manifest")),
-        (Disbelieved, "QmBob is not believed: the credential belongs to another identity", alice._greeting()),
-        (Disbelieved, "QmBob is not believed: this run admits invited peers only", Greeting()),
+        (Untrusted, "QmBob is not believed: the credential belongs to another identity", alice._greeting()),
+        (Untrusted, "QmBob is not believed: this run admits invited peers only", Greeting()),
     ):
         with pytest.raises(error, match=why):
             await greet(alice, "QmBob", said)
@@ -113,7 +113,7 @@ async def test_the_longest_list_of_what_is_revoked_is_sent_once(key: RunKey, cal
 async def test_a_peer_hears_from_who_calls_it_that_it_is_revoked(key: RunKey) -> None:
     caller, callee = gate(key, "QmCaller"), gate(key, "QmCallee")
     assert caller.admission is not None and caller.admission.revoke(Revoked.sign(key, "run", 1, [], ["QmCallee"]))
-    with pytest.raises(Disbelieved, match="the owner of the run has revoked the invitation of this peer"):
+    with pytest.raises(Untrusted, match="the owner of the run has revoked the invitation of this peer"):
         await meet(caller, callee)
     assert "revoked the invitation of this peer" in str(callee.lapsed())
 
@@ -142,14 +142,14 @@ async def test_a_stream_of_a_stranger_ends_after_a_refusal(key: RunKey) -> None:
 
 async def test_a_visitor_is_an_observer_whatever_it_was_given(key: RunKey, tmp_path: Path) -> None:
     door, token = gate(key, "QmDoor"), issue(key, "run", "worker", SOON).to_text()
-    for visitor in (watching("", token), watching("run", None, str(tmp_path / "run.key"))):
+    for visitor in (observer_gate("", token), observer_gate("run", None, str(tmp_path / "run.key"))):
         visitor.me = f"Qm{id(visitor)}"
         await meet(visitor, door)
         assert door.role_of(visitor.me) == "observer" and door.bars(visitor.me, "a DHT call", MEMBERS) is not None
         assert door.objection(visitor.me, Ask("manifest")) is None
         for asked in (Get(0, (0, D)), CONTRIBUTION, hello()):
             assert "role observer does not allow" in str(door.objection(visitor.me, asked))
-    assert watching("run", None).admission is None
+    assert observer_gate("run", None).admission is None
     stranger = Gate(Admission(issue(RunKey(new_key()), "run", "worker", SOON)))
-    with pytest.raises(Disbelieved, match="signed by another key"):
+    with pytest.raises(Untrusted, match="signed by another key"):
         await greet(door, "QmC", stranger._greeting())

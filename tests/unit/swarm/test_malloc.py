@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.swarm.wire.malloc import short_lived
+from diloco.swarm.wire.malloc import mapped_buffer
 
 MIB = 2**20
 
@@ -23,7 +23,7 @@ def test_a_short_lived_buffer_takes_its_memory_with_it() -> None:
     """Even if a later allocation stays."""
     torch.ones(7 * MIB)  # freed at once: from now on malloc keeps blocks of up to 28 MiB for later
     before = resident()
-    buffer = short_lived(20 * MIB).fill_(1)
+    buffer = mapped_buffer(20 * MIB).fill_(1)
     stays = torch.ones(MIB)
     assert resident() - before > 16 * MIB
     del buffer

@@ -16,9 +16,9 @@ from diloco.admission import Admission, Memory, Revoked, RunKey, Token, issue
 from diloco.admission.keys import is_sealed, new_key
 from diloco.errors import ConfigError
 from diloco.messages.watching import Ask
-from diloco.swarm.wire.gate import Gate, gate_for, watching
+from diloco.swarm.wire.gate import Gate, gate_for, observer_gate
 from diloco.swarm.wire.identity import own_id
-from diloco.swarm.wire.transport import Disbelieved
+from diloco.swarm.wire.transport import Untrusted
 from tests.support.gates import gate, meet
 
 NOW = int(time.time())
@@ -91,9 +91,9 @@ def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) ->
 
 
 async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
-    liar, joiner = gate(KEY, "QmLiar", "observer"), watching("", invitation().to_text())
+    liar, joiner = gate(KEY, "QmLiar", "observer"), observer_gate("", invitation().to_text())
     joiner.me = "QmJoiner"
-    with pytest.raises(Disbelieved, match="its invitation allows to watch only"):
+    with pytest.raises(Untrusted, match="its invitation allows to watch only"):
         await meet(joiner, liar)
     assert not joiner.believes("QmLiar")
     member = gate(KEY, "QmMember")

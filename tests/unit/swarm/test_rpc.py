@@ -21,7 +21,7 @@ from diloco.messages.bulk import InnerRequest
 from diloco.messages.codec import WIRE_VERSION
 from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, Probe
 from diloco.swarm.rpc import watch
-from diloco.swarm.rpc.inner_state import InnerDonor, InnerState, Layout, fetch_inner
+from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer, Layout, fetch_inner
 from diloco.swarm.rpc.probe import ProbeServer, _callable, ask_to_be_called, probe
 from diloco.swarm.rpc.watch import InfoServer, request_file, request_manifest, request_snapshot
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
@@ -175,7 +175,7 @@ class Asker:
 
     def __init__(self, give: Callable[[], InnerState | None]) -> None:
         self.core, self.notes, self.asked = core(), list[tuple[str, dict[str, object]]](), list[str]()
-        self._give = InnerDonor(give)
+        self._give = InnerStateServer(give)
 
     def now(self) -> float:
         return 0.0
@@ -267,7 +267,7 @@ async def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
         made.append(1)
         return replace(STATE, values=STATE.values.clone())
 
-    begun, waiting, donor = asyncio.Event(), list[object](), InnerDonor(make)
+    begun, waiting, donor = asyncio.Event(), list[object](), InnerStateServer(make)
     reader: Any = Reader(begun, waiting)
     readers = [asyncio.ensure_future(donor.answer(reader, InnerRequest())) for _ in range(2)]
     await until(lambda: len(waiting) == 2)

@@ -50,7 +50,7 @@ class Network:
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     made = Network()
     monkeypatch.setattr("diloco.attach.swarm.NodeThread", made)
-    monkeypatch.setattr("diloco.attach.bootstrap_peers.look", made.look)
+    monkeypatch.setattr("diloco.attach.bootstrap_peers.inspect_swarm", made.look)
     return made
 
 

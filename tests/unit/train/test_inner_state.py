@@ -190,9 +190,9 @@ def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
 
 
 def test_who_resumes_or_comes_at_the_start_asks_nobody() -> None:
-    for source, asked in (("own", []), ("donor", ["joins_late"])):
+    for source, asked in (("own", []), ("donor", ["wait_until_ready"])):
         called: list[str] = []  # it does not join late
-        node: Any = SimpleNamespace(joins_late=lambda: "joins_late")
+        node: Any = SimpleNamespace(wait_until_ready=lambda: "wait_until_ready")
         start = InnerStateTransfer(MAKERS["adamw"](net()), RankGroup(torch.device("cpu")), lambda kind, fields: None)
         start.source = source  # type: ignore[assignment]
         runtime: Any = SimpleNamespace(call=called.append)

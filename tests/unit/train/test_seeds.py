@@ -31,7 +31,7 @@ def again(monkeypatch: pytest.MonkeyPatch, *given: str, known: Sequence[str] = K
         answers: Any = SimpleNamespace(reply=SimpleNamespace(addresses=[addresses[-1]]))
         return Found(TEXT, [answers])
 
-    monkeypatch.setattr("diloco.attach.bootstrap_peers.look", look)
+    monkeypatch.setattr("diloco.attach.bootstrap_peers.inspect_swarm", look)
     network = SwarmConfig.parse({"initial_peers": list(given), "listen": ["/ip4/0.0.0.0/tcp/0"]})
     return seeds_again(network, known, Path("identity"), "mine", run), called
 
@@ -47,7 +47,7 @@ def test_who_comes_back_joins_at_those_that_answer(monkeypatch: pytest.MonkeyPat
         raise SwarmError("nobody")
 
     again(monkeypatch)
-    monkeypatch.setattr("diloco.attach.bootstrap_peers.look", nobody)
+    monkeypatch.setattr("diloco.attach.bootstrap_peers.inspect_swarm", nobody)
     assert seeds_again(SwarmConfig.parse({}), KNOWN, Path("identity"), "mine", OURS) == ()
 
 

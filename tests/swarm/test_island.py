@@ -21,11 +21,16 @@ from tests.support.places import ROOT
 EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.shards=1", "train.threads=1")
 
 
-def torchrun(run_dir: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> Any:
-    """The ranks of an ranks, started."""
+def torchrun(run_dir: Path, *overrides: str, ranks: int = 2, restarts: int = 0, before: str = "") -> Any:
+    """The ranks of one peer, started; each does what is `before` in Python first."""
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone")
-    program = (f"--max-restarts={restarts}", "-m", "diloco.train", *SMOKE, f"run.dir={run_dir}")
-    return command(*launcher, *program, *overrides, directory=run_dir.parent)
+    program: tuple[str, ...] = ("-m", "diloco.train")
+    script = run_dir.parent / "start.py"
+    if before:
+        script.write_text(f"import os, runpy\n{before}\nrunpy.run_module('diloco.train', run_name='__main__')\n")
+        program = (str(script),)
+    arguments = (f"--max-restarts={restarts}", *program, *SMOKE, f"run.dir={run_dir}")
+    return command(*launcher, *arguments, *overrides, directory=run_dir.parent)
 
 
 def train(run_dir: Path, *overrides: str) -> dict[str, Any]:
@@ -46,15 +51,12 @@ def losses(run_dir: Path, kind: str) -> list[float]:
 
 def test_ranks_that_were_started_with_other_settings_are_refused(tmp_path: Path) -> None:
     # As `auto` does on another GPU.
-    differs = "import diloco.train.precision as found; found.native_precision = lambda _: 'bf16' if first else 'fp16'"
-    said = "train.precision=fp16 on rank 1, and bf16 on rank 0"
-    script = tmp_path / "start.py"
-    script.write_text(
-        f"import os, runpy, sys\nfirst = os.environ['RANK'] == '0'\n{differs}\n"
-        "runpy.run_module('diloco.train', run_name='__main__')\n"
+    differs = (
+        "import diloco.train.precision as found\nfirst = os.environ['RANK'] == '0'\n"
+        "found.native_precision = lambda _: 'bf16' if first else 'fp16'"
     )
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script))
-    with command(*launcher, *SMOKE, f"run.dir={tmp_path / 'run'}", directory=tmp_path) as started:
+    said = "train.precision=fp16 on rank 1, and bf16 on rank 0"
+    with torchrun(tmp_path / "run", before=differs) as started:
         assert started.wait() != 0
         assert started.family() == []
     lines = [line for line in started.stderr.splitlines() if line.startswith("diloco: ")]
@@ -63,19 +65,18 @@ def test_ranks_that_were_started_with_other_settings_are_refused(tmp_path: Path)
 
 @pytest.mark.slow
 def test_all_ranks_halve_the_micro_batch_when_one_runs_out_of_memory(tmp_path: Path) -> None:
-    one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "start.py"
-    script.write_text(
-        "import os, runpy, torch, diloco.model as models\nwhole = models.loss\n"
+    one, two = tmp_path / "one", tmp_path / "two"
+    no_room = (
+        "import torch, diloco.model as models\nwhole = models.loss\n"
         "def loss(model, tokens):\n"
         "    if os.environ['RANK'] == '1' and model.training and len(tokens) > 1:\n"
         "        raise torch.OutOfMemoryError('no room')\n"
         "    return whole(model, tokens)\n"
-        "models.loss = loss\nrunpy.run_module('diloco.train', run_name='__main__')\n"
+        "models.loss = loss"
     )
     settings = (*EXACT, "inner.batch_size=4")
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script))
-    with command(*launcher, *SMOKE, *settings, f"run.dir={two}", directory=tmp_path) as started:
-        assert started.wait() == 0, started.stderr
+    with torchrun(two, *settings, before=no_room) as started:
+        started.done()
     halved = [line["sequences"] for line in json_lines(two / "events.jsonl") if line["kind"] == "micro_batch"]
     assert halved == [1]
     train(one, *settings)
@@ -101,17 +102,15 @@ def test_two_ranks_train_like_one_process_of_the_same_batch(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_chunked_head_and_compiled_recomputed_layers_train_like_plain_ones(tmp_path: Path) -> None:
-    one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "start.py"
-    script.write_text(  # a few rows of logits at a time, and no compiler for C++, which takes a minute
-        "import functools, runpy, diloco.model.cross_entropy as loss, diloco.train.precision as precision\n"
+    one, two = tmp_path / "one", tmp_path / "two"
+    changed = (  # a few rows of logits at a time, and no compiler for C++, which takes a minute
+        "import functools, diloco.model.cross_entropy as loss, diloco.train.precision as precision\n"
         "loss.CPU_CHUNK_BYTES = 4 * 259 * 7\n"
-        "precision.compile_layers_ = functools.partial(precision.compile_layers_, backend='aot_eager')\n"
-        "runpy.run_module('diloco.train', run_name='__main__')\n"
+        "precision.compile_layers_ = functools.partial(precision.compile_layers_, backend='aot_eager')"
     )
     tied = "model.config.tie_word_embeddings=true"
     settings = (*EXACT, tied, "train.parallel=fsdp", "train.compile=true", "train.checkpointing=true")
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script))
-    with command(*launcher, *SMOKE, *settings, f"run.dir={two}", directory=tmp_path) as started:
+    with torchrun(two, *settings, before=changed) as started:
         together(lambda: train(one, *EXACT, tied), started.done)
     [said] = [line for line in json_lines(two / "events.jsonl") if line["kind"] == "computes"]
     assert said["compile"] and said["checkpointing"] and said["precision"] == "fp32"
@@ -203,7 +202,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
             train(run_dir, *steps)
             continue
         with torchrun(run_dir, *steps, ranks=ranks) as started:
-            assert started.wait() == 0, started.stderr
+            started.done()
     assert summary_of(run_dir)["outer_steps"] == 4
     # Another count of ranks rounds elsewhere; moments, data or a clock that were lost would move the losses by 0.01.
     assert losses(run_dir, "eval_loss")[-1] == pytest.approx(losses(whole, "eval_loss")[-1], rel=0, abs=1e-5)

@@ -39,7 +39,6 @@ ALIVE_S = 6.0  # in which a process speaks or its stream ends; shorter than DIAL
 RECORD_LIFE_S = 60.0  # of this peer's addresses in the DHT
 RECORD_PERIOD_S = 15.0
 FORGET_LOST_S = 86400.0  # in which a member that vanished is called again
-NOT_INVITED = "who was not invited to this run contributes and makes no versions; ask its owner for a link"
 NAMED_SETTINGS = 5  # that differ between two manifests
 
 
@@ -269,7 +268,13 @@ class ControlMesh:
                 return
             self._check_possible(hello)
             await stream.send(Welcome())
-            self._greet(peer, hello, stream)
+            if context.tasks.closed:
+                raise ConnectionError("this node is closed")  # since the hello was read
+            self._incoming[peer], stream.instance = stream, hello.instance
+            context.gate.learn_seal(self._run.manifest_hash, hello.seal)
+            context.do(Connected(peer, hello))
+            context.tasks.spawn(self._call_back(peer))
+            self._dial_named(hello.peers)
             while True:
                 try:
                     with offences():
@@ -293,15 +298,10 @@ class ControlMesh:
     def _objection(self, peer: str, hello: Hello) -> str | None:
         """Why a peer may not connect."""
         gate = self._context.gate
-        reason = gate.objection(peer, hello)
-        if reason is None and hello.authors and not gate.authors(peer):
-            reason = NOT_INVITED
-        if reason is not None:
+        if (reason := gate.objection(peer, hello)) is not None:
             gate.on_refused(peer, reason)
             return reason
-        if self._context.tasks.closed:
-            return "this peer is leaving"
-        return self._core.objection(hello)
+        return "this peer is leaving" if self._context.tasks.closed else self._core.objection(hello)
 
     async def _identity_in_use(self, peer: str, instance: str) -> str | None:
         """Why a process may not connect whose identity another one has that lives: it still speaks. The stream of one
@@ -315,15 +315,6 @@ class ControlMesh:
             await asyncio.sleep(ALIVE_S / 60)
         silent = older.received == spoke and 0.0 < 3 * member.interval_s < ALIVE_S
         return None if silent or self._incoming.get(peer) is not older else IN_USE
-
-    def _greet(self, peer: str, hello: Hello, stream: Stream) -> None:
-        if self._context.tasks.closed:
-            raise ConnectionError("this node is closed")  # since the hello was read
-        self._incoming[peer], stream.instance = stream, hello.instance
-        self._context.gate.learn_seal(self._run.manifest_hash, hello.seal)
-        self._context.do(Connected(peer, hello))
-        self._context.tasks.spawn(self._call_back(peer))
-        self._dial_named(hello.peers)
 
     def _check_possible(self, message: Message) -> None:
         """Raises `Offence` for what no honest peer of this run says on a control stream."""

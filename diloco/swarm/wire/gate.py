@@ -175,7 +175,10 @@ class Gate:
         """Why the peer may not begin a stream with this message; None when it may."""
         if getattr(message, "trains", False) and self.role_of(peer) == "host":
             return "an invitation for role host does not allow training; use diloco host, or ask for another one"
-        return self.bars(peer, message.kind, message.roles)
+        barred = self.bars(peer, message.kind, message.roles)
+        if barred is None and getattr(message, "authors", False) and not self.authors(peer):
+            return "who was not invited to this run contributes and makes no versions; ask its owner for a link"
+        return barred
 
     def bars(self, peer: str, what: str, roles: Collection[Role]) -> str | None:
         """Why the peer may not do that, which peers in these roles may; None when it may."""

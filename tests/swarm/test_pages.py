@@ -1,4 +1,4 @@
-"""The adapter of a page is all that its peer sends."""
+"""What the pages show runs: the loop of the README, and the adapter of a page."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import code
+from tests.support.pages import block, code
 from tests.support.peers import program
+
+
+def test_the_swarm_loop_runs_and_learns(tmp_path: Path) -> None:
+    code = block("swarm loop") + "\nprint('exchanges', swarm.attachment.version, 'loss', float(loss))\n"
+    assert "exchanges 3 " in program(code, directory=tmp_path).stdout
 
 
 @pytest.mark.slow

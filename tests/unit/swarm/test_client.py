@@ -1,11 +1,20 @@
-"""Where peers can be called: what hellos say of it, and that it is enough where libp2p knows nothing."""
+"""What a newcomer or a watcher learns from a peer: addresses, and the small files of a run."""
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import nullcontext
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
 from msgspec.structs import replace
 
 from diloco.core.events import Connected
 from diloco.core.members import AddressBook
+from diloco.errors import PayloadError, SwarmError
+from diloco.swarm.client import ask as visiting
 from diloco.swarm.client.watch import _places
 from tests.support.core import core
 from tests.support.fake_swarm import snapshot
@@ -40,3 +49,32 @@ def test_a_watcher_calls_no_file_that_a_peer_names() -> None:
     rows = [replace(row, addresses=["@secret", f"@secret/p2p/{row.peer_id}"]) for row in seen.peers]
     places = _places(replace(seen, peers=rows))
     assert len(places) == 2 and not any(places.values())
+
+
+DIGEST = sha256(b"content").hexdigest()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_file_is_written_whole_or_not_at_all(wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Visitor:
+        seeds = ("liar", "donor")
+
+        async def aclose(self) -> None: ...
+
+    async def visit(*where: Any) -> Visitor:
+        return Visitor()
+
+    async def request(visitor: Visitor, peer: str, digest: str, most_bytes: int) -> bytes:
+        assert most_bytes == 7
+        if peer == "liar" or wrong:
+            raise PayloadError("that file is not here")
+        return b"content"
+
+    monkeypatch.setattr(visiting.Libp2p, "client", visit)
+    monkeypatch.setattr(visiting, "request_file", request)
+    place = tmp_path / "origin" / "tokenizer" / "vocab.json"
+    why = r"^no peer there gives vocab\.json, which the run needs \(that file"
+    with pytest.raises(SwarmError, match=why) if wrong else nullcontext():
+        asyncio.run(visiting.fetch_files(["@x"], {DIGEST: (place, 9)}, 7, None, None))
+    assert [file.read_bytes() for file in place.parent.glob("*")] == ([] if wrong else [b"content"])
+    assert place.parent.exists() != wrong

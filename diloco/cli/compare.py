@@ -8,23 +8,50 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
 
+from diloco.cli.options import PATH, Command
 from diloco.errors import ConfigError
-from diloco.rundir.compare import Arm, Comparison, compare
-from diloco.rundir.files import finite, prepare_run_directory
 from diloco.text import human_bytes, human_count, human_seconds
 
-__all__ = ["run", "show"]
+if TYPE_CHECKING:
+    from diloco.rundir.compare import Arm, Comparison
+
+__all__ = ["compare", "run"]
 
 
-def run(runs: Sequence[Path], loss: float | None, out: Path | None, table: Path | None, as_json: bool) -> int:
+@click.command(cls=Command)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
+@click.option("--loss", type=float, help="Held-out loss to reach.  [default: the worst final loss of all]")
+@click.option("--out", type=PATH, help="Directory of the curves.  [default: that of a sweep]")
+@click.option("--csv", "table", type=PATH, metavar="FILE", help="Write a line per run to FILE, with what differs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def compare(**arguments: Any) -> int:
+    """Compare runs: a table, and curves by tokens, time and bytes.
+
+    \b
+    diloco compare runs/quickstart runs/baseline
+    diloco compare runs/seeds --loss 2.1 --csv seeds.csv
+
+    RUN is a run directory or the directory of a sweep. Runs that differ in their seed only are one row: mean +- their
+    deviation. The lowest loss comes first. Without --out, several RUNs leave no curves.
+    """
+    return run(**arguments)
+
+
+def run(
+    runs: Sequence[Path],
+    loss: float | None = None,
+    out: Path | None = None,
+    table: Path | None = None,
+    as_json: bool = False,
+) -> int:
     """Print the table or its JSON; write the curves where there is a place."""
+    from diloco.rundir.compare import compare
+    from diloco.rundir.files import finite, prepare_run_directory
+
     if loss is not None and not math.isfinite(loss):
         raise ConfigError(f"--loss={loss} is no loss; give nats per token, such as 2.5")
     found = compare(*runs)
@@ -49,7 +76,7 @@ def run(runs: Sequence[Path], loss: float | None, out: Path | None, table: Path 
         }
         click.echo(json.dumps(finite(content), indent=2))
     else:
-        show(found, Console(), loss)
+        _show(found, loss)
     if out is not None:
         pictures = found.plot(out)
         if not as_json:
@@ -57,8 +84,14 @@ def run(runs: Sequence[Path], loss: float | None, out: Path | None, table: Path 
     return 0
 
 
-def show(found: Comparison, console: Console, loss: float | None = None) -> None:
-    """A row per arm on the console; elsewhere than on a terminal the table is as wide as it needs to be."""
+def _show(found: Comparison, loss: float | None) -> None:
+    """A row per arm; elsewhere than on a terminal the table is as wide as it needs to be."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
     reached = found.worst_loss() if loss is None else loss
     with_seeds = any(len(arm.runs) > 1 for arm in found.arms)
     columns = ["run", *["seeds"] * with_seeds, "held-out", "perplexity", "tokens", "virtual", "wall", "sent", "busy"]

@@ -8,40 +8,63 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import shutil
-import statistics
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.text import Text
 
-from diloco.cli.volunteer import PeerDirectory, fit_to_machine, lock_peer_directory, volunteer_config
-from diloco.config import Config
-from diloco.config.address import Address, scope
+from diloco.cli.options import Command, Options, configured, guest, keys, split_address
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.swarm.client.ask import Found, check_clock, inspect_swarm, parse_manifest, try_to_listen
-from diloco.swarm.wire.gate import Gate, observer_gate
 from diloco.text import counted, one_line
-from diloco.train.hardware import GIB, inspect_machine
-from diloco.train.memory import parameters_of
-from diloco.train.speed import step_seconds
 
-__all__ = ["Check", "Doctor", "run"]
+if TYPE_CHECKING:
+    from diloco.cli.volunteer import PeerDirectory
+    from diloco.config import Config
+    from diloco.config.address import Address
+    from diloco.swarm.client.ask import Found
+    from diloco.swarm.wire.gate import Gate
+
+__all__ = ["Check", "Doctor", "doctor", "run"]
 
 PROBE_BYTES = 2**20
 CHECKPOINT_BYTES = 20  # per parameter: anchor, AdamW's two moments, master and momentum
 THIN_BITS_PER_S = 10e6
 FAR_S = 0.5
+GIB = 2**30
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
+@click.command(cls=Command)
+@click.argument("address", required=False)
+@configured
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(address: str | None, options: Options, as_json: bool) -> int:
+    """Check this machine and the way to a swarm.
+
+    \b
+    diloco doctor
+    diloco doctor /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo... --json > doctor.json
+    diloco doctor model=150m data.sequence_length=1024
+
+    One line per check: ok, warning, or failed with the remedy. Exit code 2 says that something here has to change, 3
+    that the swarm cannot be joined. Nothing takes part in the run. An ADDRESS brings the run's own settings.
+    """
+    address, options = split_address(address, options)
+    found, given = None, list[str]()
+    if address is not None and not options.cfg:
+        found, given = guest(address, options, ["run.id"])  # with swarm.key_path it is in the invitation
+    return run(options.compose(given), found, as_json, keys(options))
+
+
 def run(config: Config, address: Address | None, as_json: bool, typed: Collection[str] = ()) -> int:
     """Check this machine, and the swarm at an address; returns the exit code: 2 for what fails here, 3 there."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from diloco.cli.volunteer import lock_peer_directory
+
     console = Console()
     logging.basicConfig(level=logging.ERROR, format="diloco: %(message)s")
     checks = []
@@ -117,14 +140,20 @@ class Doctor:
         return (self._found and self._found.addresses) or self.addresses
 
     def _gate(self) -> Gate:
+        from diloco.swarm.wire.gate import observer_gate
+
         return observer_gate(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
 
     def _python(self) -> tuple[str, ...]:
+        from importlib.metadata import version
+
         names = ", ".join(f"{name} {version(name)}" for name in ("torch", "hivemind"))
         text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {names}"
         return ("ok", text) if platform.system() == "Linux" else ("warning", text, "only Linux is tested")
 
     def _swarm(self) -> tuple[str, ...]:
+        from diloco.swarm.client.ask import inspect_swarm
+
         found = self._found = inspect_swarm(
             self.addresses, self.directory.identity, measure_bytes=PROBE_BYTES, gate=self._gate()
         )
@@ -134,6 +163,9 @@ class Doctor:
         return "warning" if silent else "ok", f"answered by {len(found.peers)}: {names}{silent}"
 
     def _manifest(self, found: Found) -> tuple[str, ...]:
+        from diloco.cli.volunteer import volunteer_config
+        from diloco.swarm.client.ask import parse_manifest
+
         manifest = parse_manifest(found.manifest_text)
         text = f"{manifest.run.id} ({manifest.hash()[:12]}), {manifest.model.name} on {manifest.data.source}"
         try:
@@ -143,11 +175,15 @@ class Doctor:
         return "ok", text
 
     def _clock(self, found: Found) -> tuple[str, ...]:
+        from diloco.swarm.client.ask import check_clock
+
         ahead_s = self.figures["clock_ahead_s"] = found.ahead_s or 0.0
         text = f"{ahead_s:+.3f} s against the swarm (by peer {', '.join(f'{one.ahead_s:+.3f}' for one in found.peers)})"
         return ("ok", text) if check_clock(found) is None else ("warning", text, "let NTP set it")
 
     def _bandwidth(self, found: Found) -> tuple[str, ...]:
+        import statistics
+
         rated = [peer for peer in found.peers if peer.up_bytes_per_s and peer.down_bytes_per_s]
         if not rated:
             return "warning", "no peer allowed a measurement"
@@ -164,6 +200,10 @@ class Doctor:
         return "ok", text
 
     def _memory(self) -> tuple[str, ...]:
+        from diloco.cli.volunteer import fit_to_machine
+        from diloco.train.hardware import inspect_machine
+        from diloco.train.speed import step_seconds
+
         machine = inspect_machine(self.config.train.device, self.config.train.threads)
         need, micro_batch = fit_to_machine(self.config, machine)
         step_s = self.figures["step_s"] = step_seconds(self.config, micro_batch)
@@ -179,6 +219,10 @@ class Doctor:
         return "ok", f"{text}; a batch of {batch_size} at once"
 
     def _disk(self) -> tuple[str, ...]:
+        import shutil
+
+        from diloco.train.memory import parameters_of
+
         place = self.config.run.dir.absolute()
         while not place.exists():
             place = place.parent
@@ -190,6 +234,9 @@ class Doctor:
         return "ok", text
 
     def _port(self) -> tuple[str, ...]:
+        from diloco.config.address import scope
+        from diloco.swarm.client.ask import try_to_listen
+
         swarm, seeds = self.config.swarm, self._seeds() if self._found is not None else ()
         gate, identity = self._gate(), self.directory.identity
         addresses, reachable, advice = try_to_listen(seeds, swarm.listen, swarm.announce, gate, identity)

@@ -24,29 +24,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.text import Text
 
-from diloco.cli.table import LiveView, hear_warnings
-from diloco.config import Config
-from diloco.config.address import Address
-from diloco.config.manifest import sources_of
+from diloco.cli.options import Command, Options, configured, guest, keys, split_address
 from diloco.errors import ConfigError, SwarmError
-from diloco.rundir.reporting import Message, Ready, Stage, Status
-from diloco.swarm.client.watch import stub_hivemind_packages
 from diloco.text import counted, human_bytes, human_count, plain
 
-if TYPE_CHECKING:  # this brings torch
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from diloco.cli.table import LiveView
+    from diloco.config import Config
+    from diloco.config.address import Address
+    from diloco.rundir.reporting import Message, Status
     from diloco.swarm.client.ask import Found
 
-__all__ = ["run"]
+__all__ = ["join"]
 
 
-def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> int:
-    """Join the swarm at an address; `typed` are the keys that the user set. Returns the exit code.
+@click.command(cls=Command)
+@click.argument("address", required=False)
+@click.option("--yes", is_flag=True, help="Join also if the run needs more than this package; for scripts.")
+@configured
+def join(address: str | None, yes: bool, options: Options) -> int:
+    """Join a swarm as a volunteer.
 
-    A run that needs more than this package is joined when the user agrees, with `yes` beforehand.
+    \b
+    diloco join /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
+    diloco join @link.txt
+    diloco join -
+    diloco join ADDRESS train.device=cpu train.threads=4 swarm.upload_limit=1e6
+
+    Nothing but the ADDRESS is needed; - reads it from stdin. The run's settings come from the swarm; device, precision,
+    threads and how much of a batch is computed at a time from a look at this machine. A run that fetches a model or
+    text from elsewhere is shown first, and joined if you agree. Ctrl+C leaves cleanly at any time, and the same command
+    comes back.
     """
+    if options.cfg:
+        options.compose()
+    if address is None or split_address(address, options)[0] is None:
+        raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
+    found, given = guest(address, options)
+    config, typed = options.compose(given), keys(options)
+    from rich.console import Console
+
+    from diloco.cli.table import hear_warnings
+    from diloco.swarm.client.watch import stub_hivemind_packages
+
     hear_warnings()
     console = Console()
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
@@ -55,7 +78,7 @@ def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> 
             stub_hivemind_packages(["hivemind"])
             steps = stack.enter_context(Steps(console))
             if rank == 0:
-                config = _prepare(config, address, typed, yes, ranks, steps, stack)
+                config = _prepare(config, found, typed, yes, ranks, steps, stack)
             if ranks > 1:
                 config = _of_rank_0(config, rank)
             if rank == 0:
@@ -91,14 +114,17 @@ class Steps:
             return
         if self.name:
             text, passed_s = f": {self._text}" if self._text else "", time.monotonic() - self._began_at
-            self.console.print(Text(f"[{passed_s:5.1f}s] {self.name}{text}"), soft_wrap=True)
+            line = f"[{passed_s:5.1f}s] {self.name}{text}"
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
         self.name = name
         self.show("")
 
     def show(self, text: str) -> None:
         """Sets the text of the step under way."""
+        from rich.markup import escape
+
         self._text = plain(text)
-        self._status.update(Text(f"{self.name}: {self._text}" if self._text else self.name))
+        self._status.update(escape(f"{self.name}: {self._text}" if self._text else self.name))
 
     def agreed(self, question: str) -> bool:
         """The answer of the user."""
@@ -173,10 +199,12 @@ def _ask(config: Config, terms: list[str], yes: bool, steps: Steps) -> None:
 
     Raises `ConfigError` if there is nobody to ask, or if the answer is no.
     """
+    from diloco.config.manifest import sources_of
+
     if not any(sources_of(config.manifest())):
         return
     for line in terms:
-        steps.console.print(Text(plain(line)), soft_wrap=True)
+        steps.console.print(plain(line), soft_wrap=True, markup=False, highlight=False)
     if yes:
         return
     if not sys.stdin.isatty():
@@ -190,6 +218,8 @@ def _ask(config: Config, terms: list[str], yes: bool, steps: Steps) -> None:
 
 def _terms(config: Config, parameters: int, memory_bytes: float, device: str) -> list[str]:
     """What a volunteer has to know, in lines."""
+    from diloco.config.manifest import sources_of
+
     manifest, own = config.manifest(), [*(config.data.path or ()), *chain(*config.data.paths.values())]
     needed = {
         source.what: f"{source.name} at {source.revision[:12]}, published by {source.name.partition('/')[0]}"
@@ -277,6 +307,8 @@ class _Arrival:
         self._discarded, self._arrived = 0, False
 
     def __call__(self, message: Message) -> None:
+        from diloco.rundir.reporting import Ready, Stage, Status
+
         if isinstance(message, Ready) and not message.advice:
             return  # a guest need not invite others
         if isinstance(message, Stage) and not self._arrived:

@@ -26,25 +26,47 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, TypeAlias
 
-from rich.console import Console
+import click
 
-from diloco.cli.table import LiveView, say_who_can_join
-from diloco.config import Config
+from diloco.cli.options import Command, Options, configured, sweepable
 from diloco.errors import DilocoError, SwarmError, UnsavedError, on_signals
-from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory, write_atomic
-from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Finished, Message, Ready, Status, read_message
-from diloco.rundir.summary import Summary, merge_peer_summaries, write_contributions, write_summary
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from diloco.cli.table import LiveView
+    from diloco.config import Config
+    from diloco.rundir.reporting import Message
+    from diloco.rundir.summary import Summary
+
+__all__ = ["local", "run"]
 
 LINGERING_S = 5.0
 
 
+@click.command(cls=Command)
+@configured
+@sweepable
+def local(options: Options) -> int:
+    """Train with several peers on this machine.
+
+    \b
+    diloco local experiment=quickstart
+    diloco local local.peers=2 model=tiny outer.sync_every=50 run.dir=runs/mine
+    diloco local experiment=quickstart outer=data_parallel run.dir=runs/baseline
+    diloco local data=text data.path=notes/ budget.tokens=5000000 budget.outer_steps=null
+
+    The peers talk over the real network stack. Running it again with the same run.dir resumes the run.
+    """
+    return run(options.compose(starts=True))
+
+
 def run(config: Config) -> int:
     """Start the peers, show them, gather what they leave; returns the exit code."""
+    from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory
+
     prepare_run_directory(config.run.dir)
     with exclusive(config.run.dir):
         # Before config.yaml is replaced; each peer checks its own checkpoint again.
@@ -55,6 +77,11 @@ def run(config: Config) -> int:
 
 
 def _run(config: Config) -> int:
+    from rich.console import Console
+
+    from diloco.cli.table import LiveView, say_who_can_join
+    from diloco.rundir.files import write_atomic
+
     began_at = time.monotonic()
     (config.run.dir / "address").unlink(missing_ok=True)
     base = config.run.dir / "config.yaml"
@@ -82,6 +109,9 @@ def _run(config: Config) -> int:
 def _conclude(
     config: Config, children: list[Child], culprit: Child | None, stopped: bool, wall_s: float, console: Console
 ) -> int:
+    from diloco.rundir.plot import plot_losses
+    from diloco.rundir.summary import merge_peer_summaries, write_contributions, write_summary
+
     run_dir = config.run.dir
     summaries = [child.summary for child in children if child.summary is not None]
     # Ctrl+C while a peer still starts has nothing to lose.
@@ -114,10 +144,8 @@ def _tell_result(config: Config, summary: Summary, stopped: bool, console: Conso
         same = "data parallel"
     elif stopped:
         same = "every peer's checkpoint written"
-    loss = "" if summary.eval.loss is None else f"held-out loss {summary.eval.loss:.3f} nats per token, "
-    limit = config.budget.outer_steps
-    at = f"outer step {summary.outer_steps}" + (f" of {limit}" if limit else "")
-    console.print(f"{'stopped at ' if stopped else ''}{at}: {loss}{same}, {summary.wall_s:.0f} s", highlight=False)
+    result = f"{summary.result(config.budget.outer_steps)}, {same}, {summary.wall_s:.0f} s"
+    console.print(f"{'stopped at ' if stopped else ''}{result}", highlight=False)
     console.print(f"{config.run.dir}: summary.json, loss.png" + ("" if stopped else ", model/"), highlight=False)
     if stopped:
         console.print("run the same command again to go on", highlight=False)
@@ -198,7 +226,7 @@ class Child:
         return error
 
 
-Words = queue.Queue[tuple[Child, Message | None]]
+Words: TypeAlias = "queue.Queue[tuple[Child, Message | None]]"
 """What the peers say, in the order in which they say it; None when one has ended."""
 
 
@@ -233,6 +261,8 @@ def _started(
 
 
 def _listen(child: Child, output: IO[str], words: Words) -> None:
+    from diloco.rundir.reporting import read_message
+
     for line in output:
         with contextlib.suppress(ValueError, KeyError, TypeError):  # a library may write there, too
             content = json.loads(line)
@@ -253,6 +283,8 @@ def _follow(children: list[Child], words: Words, view: LiveView, stop: Sequence[
 
     A peer that fails or is killed before any trains ends the others, which would wait for it; it is returned.
     """
+    from diloco.rundir.reporting import Finished, Ready, Status
+
     running, culprit = {child.name for child in children}, None
     while running:
         child, message = words.get()

@@ -1,9 +1,9 @@
-"""The command line; the modules that run a command (and torch) are imported only when one runs.
+"""The command line.
 
-1. click parses the arguments that `commands/` declares. The others are overrides such as `outer.lr=0.5` or
-   `model=14m`.
+1. click parses the arguments that modules of this folder declare beside the commands. The others are overrides such as
+   `outer.lr=0.5` or `model=14m`.
 2. `diloco.config.compose` turns overrides into a `Config`. A bad override ends here, before torch is imported.
-3. `diloco.cli.<command>.run(config, ...)` does the work and returns the exit code.
+3. The command does the work and returns the exit code.
 
 `main` maps errors to one line and an exit code through `diloco.errors.guard`.
 """
@@ -19,17 +19,17 @@ import click
 from click.shell_completion import shell_complete
 
 from diloco import __version__
-from diloco.cli.commands import alone, swarm
+from diloco.cli import compare, doctor, join, keys, local, model, plan, status, sweep, train
 from diloco.errors import ConfigError, end_process, guard, in_utf8
 
 __all__ = ["cli", "main"]
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "Train": (swarm.local, swarm.train, swarm.join, swarm.host),
-    "Look at a swarm": (swarm.status, swarm.dashboard, swarm.doctor),
-    "Use a model": (alone.generate, alone.evaluate, alone.export),
-    "Choose settings": (alone.plan, alone.simulate, alone.sweep, alone.compare),
-    "Close a run": (swarm.keygen, swarm.invite, swarm.revoke),
+    "Train": (local.local, train.train, join.join, train.host),
+    "Look at a swarm": (status.status, status.dashboard, doctor.doctor),
+    "Use a model": (model.generate, model.evaluate, model.export),
+    "Choose settings": (plan.plan, train.simulate, sweep.sweep, compare.compare),
+    "Close a run": (keys.keygen, keys.invite, keys.revoke),
 }
 
 

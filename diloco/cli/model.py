@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import click
 
-from diloco import data, hub
-from diloco import model as models
-from diloco.attach.ranks import RankGroup
-from diloco.config import Config, compose
+from diloco.cli.options import PATH, Command, Options, configured
 from diloco.errors import CheckpointError, ConfigError
-from diloco.outer.fragments import partition, scatter_
-from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
-from diloco.rundir.compare import read_json, read_run
-from diloco.rundir.files import write_atomic
 from diloco.text import human_count
-from diloco.train import evaluate as evaluation
-from diloco.train.precision import autocast
-from diloco.train.start_files import with_origin
+
+if TYPE_CHECKING:
+    from diloco.config import Config
+    from diloco.rundir.checkpoint import Checkpoint
 
 __all__ = ["evaluate", "export", "generate"]
 
 
-def evaluate(config: Config, model: Path) -> int:
-    """Print the loss of a model on the configured held-out sequences."""
+@click.command(name="eval", cls=Command)
+@click.argument("model", metavar="MODEL_DIR", type=PATH)
+@configured
+def evaluate(model: Path, options: Options) -> int:
+    """Measure the held-out loss of a model.
+
+    \b
+    diloco eval runs/quickstart/model
+    diloco eval exported/ data=text data.path=notes/ eval.sequences=256
+
+    MODEL_DIR is in Hugging Face format, or a run directory. Inside a run directory the settings of that run are the
+    defaults, so its loss is reproduced.
+    """
+    beside = (directory / "config.yaml" for directory in (model, model.parent))
+    config = replace(options, base=options.base or next((file for file in beside if file.is_file()), None)).compose()
+    from diloco import data
+    from diloco import model as models
+    from diloco.attach.ranks import RankGroup
+    from diloco.train import evaluate as evaluation
+    from diloco.train.precision import autocast
+
     ranks = RankGroup.from_environment(config.train.device)
     with _model_of(model) as place:
         loaded = models.load(place, key="MODEL_DIR").to(ranks.device)
@@ -46,8 +59,24 @@ def evaluate(config: Config, model: Path) -> int:
     return 0
 
 
+@click.command(cls=Command)
+@click.argument("model", metavar="MODEL_DIR", type=PATH)
+@click.option("--prompt", default="", show_default=False, help="Text to continue.")
+@click.option("--tokens", type=click.IntRange(1, 1 << 20), default=256, help="Tokens to generate.")
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, help="0 takes the likeliest token.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of the sampling.")
 def generate(model: Path, prompt: str, tokens: int, temperature: float, seed: int) -> int:
-    """Print the prompt and what the model writes after it."""
+    """Print text from a model.
+
+    \b
+    diloco generate runs/quickstart/model --prompt 'def main(' --tokens 200
+
+    MODEL_DIR is in Hugging Face format, or a run directory.
+    """
+    from diloco import data
+    from diloco import model as models
+    from diloco.train import evaluate as evaluation
+
     with _model_of(model) as place:
         loaded, tokenizer = models.load(place, key="MODEL_DIR"), data.load_tokenizer(str(place))
     text = evaluation.generate(loaded, tokenizer, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed)
@@ -60,6 +89,11 @@ def _model_of(place: Path) -> Iterator[Path]:
     """The model directory that `place` is. Of a run directory its final model, or the newest checkpoint where a run was
     ended within a round.
     """
+    from tempfile import TemporaryDirectory
+
+    from diloco.config import compose
+    from diloco.train.start_files import with_origin
+
     if (place / "model" / "config.json").is_file():
         yield place / "model"
     elif (place / "config.yaml").is_file() and (checkpoint := _newest(place)) is not None:
@@ -72,16 +106,36 @@ def _model_of(place: Path) -> Iterator[Path]:
 
 def _newest(run_dir: Path) -> Checkpoint | None:
     """The newest checkpoint of all peers in a run directory."""
+    from diloco.rundir.checkpoint import CheckpointStore
+
     peers = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
     newest = [one for place in peers if (one := CheckpointStore(place, keep=1).load_latest()) is not None]
     return max(newest, key=lambda one: one.step, default=None)
 
 
-def export(source: Path, out: Path, name: str | None = None, private: bool = False) -> int:
-    """Write the newest checkpoint of a run directory (or of one peer's checkpoints) to `out`.
+@click.command(cls=Command)
+@click.argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=PATH)
+@click.argument("out", metavar="OUT", type=PATH)
+@click.option("--push-to-hub", "name", metavar="NAME", help="Upload OUT as this model of the Hugging Face hub, too.")
+@click.option("--private", is_flag=True, help="Make a new model of the hub a private one.")
+def export(source: Path, out: Path, name: str | None, private: bool) -> int:
+    """Write a checkpoint as a Hugging Face model directory.
 
-    With a `name`, upload it to the hub, which is asked only once all of it is written.
+    \b
+    diloco export runs/quickstart exported/
+    diloco export runs/quickstart exported/ --push-to-hub me/quickstart --private
+
+    OUT holds weights, tokenizer, chat template, generation settings, and a README.md that says what was trained.
     """
+    if private and name is None:
+        raise ConfigError("--private has no effect without --push-to-hub; drop it")
+    import shutil
+
+    from diloco import hub
+    from diloco.config import compose
+    from diloco.rundir.files import write_atomic
+    from diloco.train.start_files import with_origin
+
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"OUT={out} is not empty; name a directory that does not exist yet")
     if name is not None:
@@ -106,6 +160,10 @@ def export(source: Path, out: Path, name: str | None = None, private: bool = Fal
 
 
 def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
+    from diloco import data
+    from diloco import model as models
+    from diloco.outer.fragments import partition, scatter_
+
     tokenizer = data.load_tokenizer(*config.data.tokenizer_place)
     model = models.build(config.model, config.run.seed, tokenizer=tokenizer)
     parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
@@ -122,6 +180,8 @@ def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
 
 def _model_card(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> str:
     """Markdown with the header that the Hugging Face hub reads, of a checkpoint or of a run's final model."""
+    from diloco.rundir.compare import read_json, read_run
+
     model, data = config.model, config.data
     run = read_run(run_dir)
     if checkpoint is not None:

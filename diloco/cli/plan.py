@@ -5,25 +5,47 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from diloco.config import Config
-from diloco.outer.codecs import codec
-from diloco.train.hardware import GIB
-from diloco.train.memory import memory_rows, parameters_of, sequence_bytes
-from diloco.train.planning import Exchange, Link, arithmetic, needed_bits_per_s, needed_sync_every, predict
-from diloco.train.speed import step_seconds
+from diloco.cli.options import Command, Options, configured
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from diloco.train.planning import Exchange, Link
+
+__all__ = ["plan"]
+
+GIB = 2**30
 
 
-def run(
-    config: Config, step_s: float | None, bits_per_s: float, latency_ms: float, target: float, as_json: bool
+@click.command(cls=Command)
+@configured
+@click.option("--step-s", type=click.FloatRange(0, min_open=True), help="Seconds of an inner step; else measured here.")
+@click.option("--bandwidth", default="100Mbit", help="Of each peer's link, each way.")
+@click.option("--latency-ms", type=click.FloatRange(0, 60_000), default=50.0, help="From peer to peer.")
+@click.option(
+    "--target", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.95, help="Utilization to plan for."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def plan(
+    options: Options, step_s: float | None, bandwidth: str, latency_ms: float, target: float, as_json: bool
 ) -> int:
-    """Print the plan. The seconds of an inner step that nobody gave are measured on this machine."""
-    link = Link(bits_per_s, latency_ms / 1000)
+    """Predict utilization, bytes and bandwidth, with the arithmetic.
+
+    \b
+    diloco plan model=150m local.peers=8 --step-s 1 --bandwidth 100Mbit
+    diloco plan experiment=quickstart --target 0.99
+
+    local.peers is the size of the swarm, and diloco doctor measures a link. The bandwidth and the inner steps that
+    reach the target are printed, too.
+    """
+    config = options.compose()
+    from diloco.train.memory import memory_rows, parameters_of, sequence_bytes
+    from diloco.train.planning import Exchange, Link, needed_bits_per_s, needed_sync_every, parse_bandwidth, predict
+    from diloco.train.speed import step_seconds
+
+    link = Link(parse_bandwidth(bandwidth), latency_ms / 1000)
     outer = config.outer
     numel = parameters_of(config.model)
     measured = step_s is None
@@ -65,6 +87,9 @@ def _memory(report: dict[str, Any]) -> list[str]:
 
 
 def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, link: Link) -> list[str]:
+    from diloco.outer.codecs import codec
+    from diloco.train.planning import arithmetic
+
     numel, step_s, target = report["parameters"], report["step_s"], report["target"]
     sizes = [(name, codec(name).nbytes(numel)) for name in codecs]
     head = [

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.live import Live
 
-from diloco.cli.panels import render
-from diloco.config.address import Address, scope
-from diloco.dashboard.server import Dashboard
+from diloco.cli.options import PATH, Command
 from diloco.errors import ConfigError, SwarmError
-from diloco.messages.snapshot import Snapshot
-from diloco.rundir.files import data_home, in_use
-from diloco.rundir.summary import write_contributions
-from diloco.swarm.client.watch import SwarmWatcher, stub_hivemind_packages
 
-__all__ = ["dashboard", "run"]
+if TYPE_CHECKING:
+    from diloco.config.address import Address
+    from diloco.dashboard.server import Dashboard
+    from diloco.messages.snapshot import Snapshot
+    from diloco.swarm.client.watch import SwarmWatcher
+
+__all__ = ["dashboard", "status"]
 
 EVERY_S = 1.0
 AROUND = 26  # lines of `render` beside the rows of peers, fragments and contributions
 
 
-def run(address: str | None, watch: bool, as_json: bool, table: Path | None) -> int:
-    """Print the tables or one JSON object; with `watch` every second until Ctrl+C, which ends in 0.
+@click.command(cls=Command)
+@click.argument("address", required=False)
+@click.option("--watch", is_flag=True, help="Refresh every second until Ctrl+C.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--csv", "table", type=PATH, metavar="FILE", help="Write the contributions of every peer to FILE.")
+def status(address: str | None, watch: bool, as_json: bool, table: Path | None) -> int:
+    """Show a swarm without joining it.
 
-    Without an address the one run is meant of which a peer runs on this machine.
+    \b
+    diloco status
+    diloco status /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
+    diloco status @runs/mine/address --watch
+    diloco status @runs/mine/address --json | jq .ledger
+
+    Peers, fragments and their authors, rounds, tokens, loss and events, as the peer at ADDRESS knows them. Without
+    ADDRESS the one run is meant, in ./runs or joined, of which a peer runs on this machine.
     """
+    import asyncio
+
+    from diloco.swarm.client.watch import stub_hivemind_packages
+
     if watch and as_json:
         raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
     place = _place(address)
@@ -48,6 +62,9 @@ def _place(address: str | None) -> Address:
 
     Raises `ConfigError` if there is none, or if there are several.
     """
+    from diloco.config.address import Address
+    from diloco.rundir.files import data_home, in_use
+
     if address is not None:
         return Address.read(address)
     places, names = [Path("runs")], "./runs"
@@ -63,6 +80,12 @@ def _place(address: str | None) -> Address:
 
 
 async def _status(place: Address, watch: bool, as_json: bool, table: Path | None) -> int:
+    from rich.console import Console
+
+    from diloco.cli.panels import render
+    from diloco.rundir.summary import write_contributions
+    from diloco.swarm.client.watch import SwarmWatcher
+
     async with SwarmWatcher(place.peers, place.token) as visitor:
         snapshot = await visitor.ask()
         if table is not None:
@@ -79,6 +102,13 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
 
 async def _watch(visitor: SwarmWatcher, snapshot: Snapshot) -> None:
     """Redraws in place, or prints again where there is no terminal. While nobody answers the last state stays."""
+    import asyncio
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from diloco.cli.panels import render
+
     console = Console()
     task = asyncio.current_task()
     assert task is not None
@@ -100,11 +130,25 @@ async def _watch(visitor: SwarmWatcher, snapshot: Snapshot) -> None:
                 lost = f"lost, last seen {began - seen_at:.0f} s ago: {error}"
 
 
+@click.command(cls=Command)
+@click.argument("address", required=False)
+@click.option("--host", default="127.0.0.1", help="Address to listen on; anyone there may look.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8471, help="Port; 0 is any free one.")
 def dashboard(address: str | None, host: str, port: int) -> int:
-    """Serve the page until Ctrl+C, which ends in 0. Without an address it shows the one run of which a peer runs here.
+    """Show what a swarm is doing, live in a browser.
 
-    Raises ConfigError if nobody can listen there, SwarmError if nobody answers at the address.
+    \b
+    diloco dashboard @runs/mine/address
+    diloco dashboard /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo... --port 9000
+
+    The page is at /, the JSON of diloco status at /api/state, and figures for Prometheus are at /metrics. Without
+    ADDRESS it shows the one run of which a peer runs on this machine.
     """
+    import asyncio
+
+    from diloco.dashboard.server import Dashboard
+    from diloco.swarm.client.watch import stub_hivemind_packages
+
     place = _place(address)
     try:
         page = Dashboard(host, port)
@@ -119,6 +163,9 @@ def dashboard(address: str | None, host: str, port: int) -> int:
 
 
 async def _serve(page: Dashboard, place: Address, host: str) -> None:
+    from diloco.config.address import scope
+    from diloco.swarm.client.watch import SwarmWatcher
+
     async with SwarmWatcher(place.peers, place.token) as visitor:
         snapshot = await visitor.ask()  # a wrong address is an error before the page is served
         if scope(f"/ip/{host}") != "loopback":

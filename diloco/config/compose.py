@@ -84,7 +84,7 @@ def compose_tree(overrides: Sequence[str], start: Start) -> Composed:
 def check_key(key: str, groups: Mapping[str, Sequence[str]]) -> None:
     """Raises ConfigError for what is neither a setting nor a group."""
     if key.startswith(("hydra.", "hydra/")):
-        raise ConfigError(f"{show(key)} has no effect; drop it (diloco sweep takes hydra/sweeper, hydra/launcher)")
+        raise ConfigError(f"{show(key)} has no effect; drop it (diloco sweep tries every combination)")
     if key not in groups and not accepts(KEYS, key):
         raise ConfigError(unknown_key(key, [*KEYS, *groups]))
 

@@ -25,8 +25,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
 __all__ = [
-    "BEGIN", "VERSION_BASE", "Request", "Saved", "Start", "choices", "compose_files", "hydra_for", "hydra_overrides",
-    "no_choice", "read_saved", "said_by_hydra", "search_path",
+    "Request", "Saved", "Start", "choices", "compose_files", "no_choice", "read_saved", "search_path", "sweep_params",
 ]  # fmt: skip
 
 VERSION_BASE = "1.3"
@@ -101,13 +100,19 @@ def compose_files(request: Request) -> DictConfig:
     return (_remembered if len(request.places) == 1 else _composed)(request)
 
 
-def _composed(request: Request) -> DictConfig:
+def sweep_params(request: Request) -> dict[str, str]:
+    """What varies in a sweep, by key, as files have it in `hydra.sweeper.params`."""
+    found = OmegaConf.select(_composed(request, with_hydra=True), "hydra.sweeper.params")
+    return {str(key): str(value) for key, value in (found or {}).items()}
+
+
+def _composed(request: Request, with_hydra: bool = False) -> DictConfig:
     import hydra
     from hydra.errors import HydraException
 
-    with hydra_for(request.places):
+    with _hydra_for(request.places):
         try:
-            return hydra.compose(BEGIN, hydra_overrides(request))
+            return hydra.compose(BEGIN, _hydra_overrides(request), return_hydra_config=with_hydra)
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
             raise ConfigError(_reason(request.places, error)) from None
 
@@ -116,7 +121,7 @@ _remembered = lru_cache(maxsize=64)(_composed)
 
 
 @contextmanager
-def hydra_for(places: tuple[Path, ...]) -> Iterator[None]:
+def _hydra_for(places: tuple[Path, ...]) -> Iterator[None]:
     """Hydra without another application's state; the program around us may be one, which gets its own back."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -130,8 +135,8 @@ def hydra_for(places: tuple[Path, ...]) -> Iterator[None]:
         GlobalHydra.instance().hydra = application
 
 
-def hydra_overrides(request: Request) -> list[str]:
-    """The request as overrides of Hydra, inside `hydra_for`; Hydra is told the defaults of the schema.
+def _hydra_overrides(request: Request) -> list[str]:
+    """The request as overrides of Hydra, inside `_hydra_for`; Hydra is told the defaults of the schema.
 
     The file of `--config` is the first experiment, so that it lies between groups and experiments. What is chosen of a
     group, also by an experiment, replaces what the file says of it.
@@ -202,7 +207,7 @@ def no_choice(group: str, name: str, there: Sequence[str]) -> str:
     return f"{group}={show(name)} is not a choice{hint}; expected one of {', '.join(there)}"
 
 
-def said_by_hydra(error: Exception) -> str:
+def _said_by_hydra(error: Exception) -> str:
     """What an error of Hydra says, as one line."""
     return show(" ".join(str(error).split()).partition(" Config search path:")[0], limit=300)
 
@@ -214,4 +219,4 @@ def _reason(places: Sequence[Path], error: Exception) -> str:
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: {first_line(ValueError(error.problem or 'is not YAML'))}"
-    return f"{', '.join(map(str, places))}: {said_by_hydra(error)}"
+    return f"{', '.join(map(str, places))}: {_said_by_hydra(error)}"

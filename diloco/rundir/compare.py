@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.config import compose, flatten
+from diloco.config import flatten
 from diloco.config.files import read_saved
 from diloco.errors import ConfigError
 from diloco.rundir.files import number, prepare_run_directory, read_json_lines, write_atomic
@@ -254,7 +254,7 @@ def read_run(directory: Path) -> Run:
     """What is known of the run in a directory."""
     member, summary = read_json(directory / "member.json"), read_json(directory / "summary.json")
     records = read_json_lines(directory / "metrics.jsonl")
-    run = Run(directory, settings := _settings(directory / "config.yaml", member.get("overrides")))
+    run = Run(directory, settings := _settings(directory / "config.yaml"))
     run.seed = settings.get("run.seed")
     run.virtual_s, run.wall_s = number(summary.get("virtual_s")), number(summary.get("wall_s"))
     run.curve = _curve(records, run.virtual_s is not None)
@@ -274,13 +274,11 @@ def read_run(directory: Path) -> Run:
     return run
 
 
-def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
-    """The settings by key. A run that broke before it wrote them has those of its sweep, or none."""
+def _settings(saved: Path) -> dict[str, Any]:
+    """The settings by key; empty if they are unknown."""
     with contextlib.suppress(ConfigError):
         if saved.is_file():
             return dict(flatten(json.loads(read_saved(saved).text)))
-        if isinstance(overrides, list):
-            return dict(flatten(compose([str(one) for one in overrides]).model_dump(mode="json")))
     return {}
 
 

@@ -174,10 +174,9 @@ class log_lines:
         elif isinstance(message, Status):
             self._status(message)
         elif isinstance(message, Finished):
-            loss, model = message.summary.eval.loss, self._place / "model"
-            held_out = "" if loss is None else f", held-out loss {loss:.3f} nats per token"
+            model = self._place / "model"
             where = f"; the model is in {model}" if model.is_dir() else ""
-            logger.info("%s: outer step %d%s%s", self._place, message.summary.outer_steps, held_out, where)
+            logger.info("%s: %s%s", self._place, message.summary.result(), where)
 
     def _ready(self, message: Ready) -> None:
         if self._notice is not None:

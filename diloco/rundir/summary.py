@@ -139,6 +139,11 @@ class Summary:
     exit: int = 0
     contributions: Sequence[Contributor] = ()
 
+    def result(self, of_steps: int | None = None) -> str:
+        """How far it came, and its held-out loss, for people."""
+        at = f"outer step {self.outer_steps}" + (f" of {of_steps}" if of_steps else "")
+        return at if self.eval.loss is None else f"{at}, held-out loss {self.eval.loss:.3f} nats per token"
+
     def to_json(self) -> dict[str, Any]:
         content: dict[str, Any] = finite({**asdict(self), "contributions": list(map(to_builtins, self.contributions))})
         for peer in content["peers"]:

@@ -93,7 +93,7 @@ def test_a_run_ends_with_one_anchor_and_says_so(whole: tuple[Command, Path]) -> 
     summary = summary_of(run_dir)
     last = started.stdout.splitlines()[-2:]
     assert last[0].startswith(
-        f"outer step 3 of 3: held-out loss {summary['eval']['loss']:.3f} nats per token, equal anchors on all peers"
+        f"outer step 3 of 3, held-out loss {summary['eval']['loss']:.3f} nats per token, equal anchors on all peers"
     )
     assert last[1] == f"{run_dir}: summary.json, loss.png, model/"
     assert started.stderr == ""

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from diloco import __version__
-from diloco.cli.commands.common import WORKERS
 from diloco.cli.main import cli
 from diloco.config import Config, choices, compose
 from diloco.errors import SwarmError
+from diloco.rundir.summary import Summary
 from tests.support.command_line import Typed
 from tests.support.places import ROOT
 
@@ -25,35 +26,18 @@ OWNER = ["keygen", "invite", "revoke"]  # have no configuration, and a test of t
 ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 
 
-class Recorder(SimpleNamespace):
-    """Stands for every module that runs a command, under any name: keeps what it was called with."""
-
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    result: int | BaseException
-
-    def __getattr__(self, name: str) -> Any:
-        return self.run
-
-    def run(self, *arguments: Any, **options: Any) -> int:
-        self.calls.append((arguments, options))
-        if isinstance(self.result, BaseException):
-            raise self.result
-        return self.result
-
-    @property
-    def config(self) -> Config:
-        config = self.calls[-1][0][0]
-        assert isinstance(config, Config)
-        return config
-
-
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    module = Recorder(calls=[], result=0)
-    for command in COMMANDS:
-        name = WORKERS.get(command, command).partition(".")[0]
-        monkeypatch.setitem(sys.modules, f"diloco.cli.{name}", module)
-    return module
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What one peer ends with, or raises, where nothing is trained."""
+    ends: list[Any] = [Summary()]
+
+    def run(config: Config, listen: Any) -> Summary:
+        if isinstance(ends[0], BaseException):
+            raise ends[0]
+        return ends[0]
+
+    monkeypatch.setitem(sys.modules, "diloco.train.run", SimpleNamespace(run=run))
+    return ends
 
 
 def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,79 +118,61 @@ EITHER = "host needs either the ADDRESS of a peer, as it prints it, or --new"
         ("host /ip4/127.0.0.1", "ADDRESS=/ip4/127.0.0.1 cannot be used: it is damaged"),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_code_two(line: str, text: str, recorder: Recorder, typed: Typed) -> None:
+def test_bad_arguments_are_one_line_and_exit_code_two(line: str, text: str, typed: Typed) -> None:
     assert typed.refused(*line.split()).startswith(f"diloco: error: {text}")
-    assert recorder.calls == []
 
 
-def test_cfg_shows_what_can_be_used_again(recorder: Recorder, tmp_path: Path, typed: Typed) -> None:
+def test_cfg_shows_what_can_be_used_again(tmp_path: Path, typed: Typed) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(typed("local", "experiment=quickstart", "outer.lr=0.3", "--cfg", "job"))
-    assert recorder.calls == []
-    typed("train", "--config", str(file), "inner.lr=0.001")
-    assert recorder.config == compose(["experiment=quickstart", "outer.lr=0.3", "inner.lr=0.001"])
+    again = typed("train", "--config", str(file), "inner.lr=0.001", "--cfg", "job")
+    assert again == typed("train", "experiment=quickstart", "outer.lr=0.3", "inner.lr=0.001", "--cfg", "job")
     manifest = compose(["run.id=x"]).manifest()
     assert json.loads(typed("train", "--cfg", "manifest", "run.id=x")) == json.loads(manifest.to_json())
     assert typed.err == f"manifest hash {manifest.hash()}\n"
     # Settings are listed even where an argument is missing.
     text = "  outer.lr=0.75 *\n      Outer (Nesterov) learning rate. Expects a number > 0"
     assert text in typed("host", "--cfg", "help")
+    assert "--package goes with --cfg" in typed.refused("train", "-p", "outer")
 
 
-def test_a_command_gets_the_composed_configuration(recorder: Recorder, typed: Typed) -> None:
-    for command in ("local", "train"):
-        typed(command, "experiment=quickstart", "run.id=mine")
-        assert recorder.calls.pop() == ((compose(["experiment=quickstart", "run.id=mine"]),), {})
-    for where, peers in ((ADDRESS, (ADDRESS,)), ("@runs/mine/address", ("@runs/mine/address",)), ("--new", ())):
-        typed("host", where, "run.id=mine")
-        assert recorder.config.swarm.initial_peers == peers and recorder.config.run.id == "mine"
-
-
-def test_eval_starts_from_the_configuration_of_the_run(recorder: Recorder, tmp_path: Path, typed: Typed) -> None:
+def test_eval_starts_from_the_configuration_of_the_run(tmp_path: Path, typed: Typed) -> None:
     (tmp_path / "config.yaml").write_text(compose(["data.holdout=0.1"]).to_yaml())
-    (tmp_path / "model").mkdir()
-    for directory in (tmp_path, tmp_path / "model"):
-        typed("eval", str(directory), "eval.sequences=8")
-        assert recorder.calls[-1][1] == {"model": directory}
-        assert (recorder.config.data.holdout, recorder.config.eval.sequences) == (0.1, 8)
-    typed("eval", str(tmp_path / "elsewhere" / "model"))
-    assert recorder.config.data.holdout == compose().data.holdout
+    for directory, holdout in ((tmp_path, 0.1), (tmp_path / "model", 0.1), (tmp_path / "other" / "model", 0.02)):
+        config = yaml.safe_load(typed("eval", str(directory), "eval.sequences=8", "--cfg", "job"))
+        assert (config["data"]["holdout"], config["eval"]["sequences"]) == (holdout, 8)
 
 
-def test_a_private_model_is_one_that_is_uploaded(recorder: Recorder, typed: Typed) -> None:
+def test_a_private_model_is_one_that_is_uploaded(typed: Typed) -> None:
     assert "--private has no effect without --push-to-hub" in typed.refused("export", "runs/a", "out", "--private")
-    typed("export", "runs/a", "out", "--push-to-hub", "me/x", "--private")
-    assert recorder.calls[-1][1] == {"source": Path("runs/a"), "out": Path("out"), "name": "me/x", "private": True}
 
 
-def test_a_guest_takes_the_settings_of_the_run_from_the_swarm(recorder: Recorder, typed: Typed) -> None:
+def test_a_guest_takes_the_settings_of_the_run_from_the_swarm(typed: Typed) -> None:
     for one in ("outer.lr=1", "model=tiny", "+model.config.hidden_size=8", "experiment=smoke"):
         for command in ("join", "host", "doctor"):
             said = typed.refused(command, ADDRESS, one)
             assert "belongs to the run and comes from the swarm; drop it, or start your own swarm" in said
     typed.refused("join", ADDRESS, "run.id=x")
-    assert not recorder.calls
-    typed("host", ADDRESS, "run.id=x", "train.threads=2", "run.dir=x")
+    for where, peers in ((ADDRESS, [ADDRESS]), ("@runs/mine/address", ["@runs/mine/address"]), ("--new", [])):
+        config = yaml.safe_load(typed("host", where, "run.id=mine", "train.threads=2", "--cfg", "job"))
+        assert config["swarm"]["initial_peers"] == peers and config["run"]["id"] == "mine"
 
 
-def test_a_setting_in_doubt_is_a_warning(recorder: Recorder, typed: Typed) -> None:
-    typed("train", "model.config.vocab_size=5000", "run.report=true")
-    assert typed.err == "", "a supervisor has said it"
-    typed("local", "local.peers=3")
+def test_a_setting_in_doubt_is_a_warning(runs: list[Any], typed: Typed) -> None:
+    typed("train")
     assert typed.err == ""
     typed("train", "model.config.vocab_size=5000")
     assert typed.err.startswith("diloco: warning: data.tokenizer=bytes uses 256 of model.config.vocab_size=5000")
 
 
-def test_the_exit_code_is_that_of_the_command_or_its_error(recorder: Recorder, typed: Typed) -> None:
-    for recorder.result, code, said in (
-        (0, 0, ""),
-        (5, 5, ""),
+def test_the_exit_code_is_that_of_the_command_or_its_error(runs: list[Any], typed: Typed) -> None:
+    for runs[0], code, said in (
+        (Summary(exit=5), 5, ""),
         (SwarmError("nobody answers"), 3, "diloco: error: nobody answers\n"),
         (KeyboardInterrupt(), 5, "diloco: error: interrupted\n"),
     ):
         typed("train", code=code)
         assert typed.err == said
-    recorder.result = KeyError("bug")
+    runs[0] = KeyError("bug")
     typed("train", code=1)
     assert "Traceback" in typed.err

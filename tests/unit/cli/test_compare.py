@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import diloco
+from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.rundir.compare import Point, compare, read_run
 from tests.support.command_line import Typed
@@ -71,7 +72,8 @@ def test_an_unfinished_run_shows_what_is_left_of_it(tmp_path: Path) -> None:
     assert (run.curve[-1].bytes_sent, run.curve[-1].time_s) == (2000.0, 20.0)
     failed_at_once = tmp_path / "sweep" / "0-lr9"
     failed_at_once.mkdir(parents=True)
-    member = {"name": "0-lr9", "overrides": ["experiment=smoke", "outer.lr=9"], "exit": 3}
+    member = {"overrides": ["experiment=smoke", "outer.lr=9"], "exit": 3}
+    (failed_at_once / "config.yaml").write_text(compose(member["overrides"]).to_yaml())
     (failed_at_once / "member.json").write_text(json.dumps(member))
     whole, failed = compare(tmp_path / "sweep", make(tmp_path / "other")).arms
     assert (failed.name, failed.runs[0].exit, failed.mean(), failed.runs[0].curve) == ("outer.lr=9", 3, None, [])

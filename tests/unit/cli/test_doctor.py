@@ -33,9 +33,9 @@ def swarm_of(manifest: str, ahead_s: float = 0.0, mbit: float = 80.0, silent: di
 def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     """A doctor whose network is made up; the machine is this one."""
     config = compose(["experiment=smoke", f"run.dir={tmp_path / 'not' / 'yet'}", "train.device=cpu"])
-    monkeypatch.setattr(module, "inspect_swarm", lambda *_, **__: swarm_of(config.manifest().to_json()))
-    monkeypatch.setattr(module, "try_to_listen", lambda *_: ([PLACE], True, ""))
-    monkeypatch.setattr(module, "step_seconds", lambda *_: 0.25)
+    monkeypatch.setattr("diloco.swarm.client.ask.inspect_swarm", lambda *_, **__: swarm_of(config.manifest().to_json()))
+    monkeypatch.setattr("diloco.swarm.client.ask.try_to_listen", lambda *_: ([PLACE], True, ""))
+    monkeypatch.setattr("diloco.train.speed.step_seconds", lambda *_: 0.25)
     return Doctor(config, PeerDirectory(0, tmp_path, tmp_path / "identity.key"), [PLACE])
 
 
@@ -83,8 +83,8 @@ def test_what_is_wrong_with_the_way_to_a_swarm_is_said(
     healthy: Doctor, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     there = {"manifest": healthy.config.manifest().to_json(), **change}
-    monkeypatch.setattr(module, "inspect_swarm", lambda *_, **__: swarm_of(**there))
-    monkeypatch.setattr(module, "try_to_listen", lambda *_: ([PLACE], False, "forward the port"))
+    monkeypatch.setattr("diloco.swarm.client.ask.inspect_swarm", lambda *_, **__: swarm_of(**there))
+    monkeypatch.setattr("diloco.swarm.client.ask.try_to_listen", lambda *_: ([PLACE], False, "forward the port"))
     check = verdicts(healthy)[name]
     assert (check.verdict, check.swarm) == (verdict, swarm)
     assert text in check.text and remedy in check.remedy
@@ -97,9 +97,11 @@ def test_disk_port_and_memory_are_those_that_join_takes(
     full.mkdir()
     healthy.directory = PeerDirectory(0, full, full / "identity.key")
     usage = namedtuple("Usage", "free")
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda at: usage(1000 if full in [at, *at.parents] else 10**15))
-    monkeypatch.setattr(module, "try_to_listen", lambda *those: asked.append(those[1]) or ([PLACE], True, ""))
-    monkeypatch.setattr(module, "inspect_machine", lambda *_: small)
+    monkeypatch.setattr("shutil.disk_usage", lambda at: usage(1000 if full in [at, *at.parents] else 10**15))
+    monkeypatch.setattr(
+        "diloco.swarm.client.ask.try_to_listen", lambda *those: asked.append(those[1]) or ([PLACE], True, "")
+    )
+    monkeypatch.setattr("diloco.train.hardware.inspect_machine", lambda *_: small)
     found = verdicts(healthy)
     assert found["disk"].verdict == "failed" and f"0.0 GiB free in {full}, " in found["disk"].text
     assert found["memory"].verdict == "failed" and "too small" in found["memory"].text and not found["memory"].swarm

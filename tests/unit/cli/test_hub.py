@@ -124,7 +124,7 @@ def test_an_export_is_uploaded_with_a_card(
     run_dir: Path, online: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     go_online(monkeypatch, online.url, tmp_path / "cache", token="hf_secret")
-    commands.export(run_dir, tmp_path / "out", "me/smoke", private=True)
+    commands.export.callback(run_dir, tmp_path / "out", "me/smoke", private=True)
     assert online.made["name"] == "smoke" and online.made["visibility"] == "private"
     assert online.uploaded == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     card = online.uploaded["README.md"].decode()
@@ -141,12 +141,12 @@ def test_nothing_is_uploaded_or_written_when_it_cannot_be(
 ) -> None:
     out = tmp_path / "out"
     with pytest.raises(DataError, match=r"^--push-to-hub=me/smoke: nobody is logged in .*; run `hf auth login`$"):
-        commands.export(run_dir, out, "me/smoke")
+        commands.export.callback(run_dir, out, "me/smoke", False)
     with pytest.raises(DataError, match=r"^--push-to-hub=a b is no name on the hub \(.*\); give USER/NAME$"):
-        commands.export(run_dir, out, "a b")
+        commands.export.callback(run_dir, out, "a b", False)
     go_online(monkeypatch, online.url, tmp_path / "cache", token="hf_secret")
     assert not out.exists() and not online.asked
     online.broken = True
     with pytest.raises(DataError, match=r"^--push-to-hub=me/smoke: the Hugging Face hub refuses it \(.*503"):
-        commands.export(run_dir, out, "me/smoke")
+        commands.export.callback(run_dir, out, "me/smoke", False)
     assert (out / "README.md").is_file() and not online.uploaded  # what was exported is good

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diloco.admission.keys import RunKey
-from diloco.cli.status import run as run_status
+from diloco.cli.status import status
 from diloco.cli.table import invitation
 from diloco.cli.volunteer import (
     known_addresses,
@@ -67,7 +67,7 @@ def test_without_a_home_one_line_names_the_setting(
         if home
         else "this user has no home directory; set XDG_DATA_HOME=DIRECTORY for keys and runs"
     )
-    assert "of no run in ./runs" in error_text(ConfigError, run_status, None, False, False, None)
+    assert "of no run in ./runs" in error_text(ConfigError, status.callback, None, False, False, None)
     assert known_addresses([PLACE]) == []
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from diloco.admission import Revoked, RunKey, Token, issue
 from diloco.cli import keys
-from diloco.cli.commands.common import _from_stdin, guest
+from diloco.cli.options import Options, _from_stdin, guest
 from diloco.cli.table import say_who_can_join
 from diloco.config import compose
 from diloco.config.address import Address
@@ -77,7 +77,7 @@ def test_an_invitation_in_a_file_is_for_its_owner_alone(place: Path, typed: Type
     options = ["invite", "--key", "k", "--run", "mine", ADDRESS, "--out"]
     assert typed(*options, "link.txt") == "" and stat.S_IMODE((place / "link.txt").stat().st_mode) == 0o600
     assert "diloco join @link.txt (chmod 600 link.txt), or diloco join - and paste it" in typed.err
-    found, given = guest("@link.txt", [])
+    found, given = guest("@link.txt", Options(()))
     assert found.resolved().peers == (ADDRESS,) and compose(given).run.key is not None
     for file, why in {"link.txt": "File exists", "no/link.txt": "No such file or directory"}.items():
         said = f"diloco: error: --out={file} cannot be written: {why}; name a new file\n"
@@ -116,7 +116,7 @@ def test_what_is_revoked_is_kept_also_if_no_peer_is_left(place: Path, link: str,
 
 def test_a_link_may_come_from_a_file_or_from_stdin(place: Path, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     token = link.rpartition("?token=")[2]
-    assert Address.read("@link") == Address(("@link",), "@link") and token not in str(guest("@link", []))
+    assert Address.read("@link") == Address(("@link",), "@link") and token not in str(guest("@link", Options(())))
     (place / "address").write_text(ADDRESS)
     for other in ("@address", "@later", ADDRESS):
         assert Address.read(other) == Address((other,))

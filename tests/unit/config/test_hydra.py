@@ -34,7 +34,7 @@ COMMANDS = [
     ("diloco sweep outer.lr=0.5,0.7 'run.seed=range(0,2)' --dry-run", r"(to run .*\n){4}"),
     ("diloco sweep 'outer.lr=choice(0.5,0.7)' 'model=glob(t*)' --dry-run", r"(to run .*model=tiny.*\n){2}"),
     ("diloco sweep experiment=lr-sweep --dry-run", r"(to run .*\n){4}"),
-    ("diloco local hydra.run.dir=x", "! hydra.run.dir has no effect; drop it .diloco sweep takes hydra/sweeper"),
+    ("diloco local hydra.run.dir=x", "! hydra.run.dir has no effect; drop it .diloco sweep tries every combination"),
 ]
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from diloco.cli import status
+from diloco.cli.status import dashboard
 from diloco.config.address import scope
 from diloco.dashboard.server import HEADERS, PAGE, Dashboard, exposition
 from diloco.errors import ConfigError
@@ -29,9 +29,9 @@ class Clock:
         return self.now
 
 
-def polled(dashboard: Dashboard, swarm: FakeSwarm, clock: Clock, seconds: int) -> None:
+def polled(page: Dashboard, swarm: FakeSwarm, clock: Clock, seconds: int) -> None:
     for _ in range(seconds):
-        asyncio.run(dashboard.poll(swarm))
+        asyncio.run(page.poll(swarm))
         clock.now += 1.0
 
 
@@ -129,7 +129,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int) ->
     if port and os.geteuid() == 0:
         pytest.skip("root may listen on every port")
     with pytest.raises(ConfigError, match=rf"--host={host} --port={port} cannot be listened on"):
-        status.dashboard(ADDRESS, host, port)
+        dashboard.callback(ADDRESS, host, port)
 
 
 def test_only_loopback_counts_as_unseen() -> None:

@@ -1,0 +1,201 @@
+"""What commands share: arguments, and the way from overrides to a configuration.
+
+Here and in modules of commands, what takes longer to import than click is imported by functions: a help text waits
+neither for pydantic nor for torch, and a wrong setting not for torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco.config import Config, Start
+    from diloco.config.address import Address
+
+__all__ = ["PATH", "Command", "Options", "configured", "guest", "keys", "split_address", "sweepable"]
+
+PATH = click.Path(path_type=Path)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Command(click.Command):
+    """A command whose help ends with the choices of every configuration group."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        if not any(parameter.name == "overrides" for parameter in self.params):
+            return
+        from diloco.config import Start, choices
+
+        with formatter.section("Groups (GROUP=CHOICE)"):
+            groups = choices(Start(folder=ctx.params.get("folder")))
+            formatter.write_dl([(group, " ".join(names)) for group, names in groups.items()])
+        with formatter.section("Settings (KEY=VALUE)"):
+            formatter.write_text(f"{ctx.command_path} --cfg help lists them with meaning, range and default")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Overrides, where the other settings come from, and what to do with them instead of running the command."""
+
+    overrides: tuple[str, ...]
+    base: Path | None = None
+    folder: Path | None = None
+    cfg: str | None = None
+    package: str | None = None
+    multirun: bool = False
+
+    @property
+    def start(self) -> Start:
+        """What `compose` starts from."""
+        from diloco.config import Start
+
+        return Start(self.base, self.folder)
+
+    def compose(self, given: Sequence[str] = (), starts: bool = False) -> Config:
+        """The configuration of the user's overrides and of those that the command adds.
+
+        `starts`: the command may begin a run, whose manifest has digests in place of files of this machine. With --cfg
+        it is printed, and with --multirun there is a sweep; then the command ends here.
+        """
+        from diloco.config import compose
+
+        if self.cfg is None and self.package is not None:
+            raise ConfigError("--package goes with --cfg; add --cfg job")
+        if self.cfg is not None and self.multirun:
+            raise ConfigError(f"--cfg={self.cfg} shows one configuration; drop --multirun")
+        if self.cfg is not None:
+            self._show(given)
+            raise click.exceptions.Exit
+        if self.multirun:
+            from diloco.cli.sweep import run
+
+            raise click.exceptions.Exit(run(click.get_current_context().info_name or "", self.overrides, self.start))
+        config = compose([*map(_from_stdin, self.overrides), *given], self.start)
+        if starts:
+            config = _with_digests(config)
+        for doubt in config.warnings():
+            click.echo(f"diloco: warning: {doubt}", err=True)
+        return config
+
+    def _show(self, given: Sequence[str]) -> None:
+        """Prints what --cfg asks for."""
+        from diloco.config import compose, help_text
+        from diloco.config.compose import cfg_text
+
+        if self.cfg == "help":
+            click.echo(help_text(self.start).rstrip("\n"))
+            return
+        config = compose([*map(_from_stdin, self.overrides), *given], self.start)
+        if self.cfg == "manifest":
+            manifest = _with_digests(config).manifest()
+            click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
+            click.echo(manifest.to_json(indent=2))
+        else:
+            click.echo(cfg_text(config, self.package).rstrip("\n"))
+
+
+OPTIONS = (
+    click.option("--package", "-p", metavar="KEY", help="Print only this part of --cfg, such as outer."),
+    click.option(
+        "--cfg",
+        "-c",
+        type=click.Choice(["job", "manifest", "help"]),
+        help="Print the composed configuration, the manifest and its hash, or every setting; then stop.",
+    ),
+    click.option(
+        "--config-dir",
+        "-cd",
+        "folder",
+        type=PATH,
+        metavar="DIR",
+        help="Look for choices in this folder, too; configs/ of the working directory is looked at anyway.",
+    ),
+    click.option(
+        "--config",
+        "base",
+        type=PATH,
+        metavar="FILE",
+        help="Lay FILE over the defaults; the config.yaml of a run takes their place.",
+    ),
+)
+
+
+def configured(function: Function) -> Function:
+    """Adds what every command that takes a configuration has; the function gets it as `options`."""
+
+    @wraps(function)
+    def collected(**arguments: Any) -> Any:
+        given = {field.name: arguments.pop(field.name) for field in fields(Options) if field.name in arguments}
+        return function(options=Options(**given), **arguments)
+
+    for option in (*OPTIONS, click.argument("overrides", nargs=-1, type=click.UNPROCESSED)):
+        option(collected)
+    return cast(Function, collected)
+
+
+sweepable = click.option("--multirun", "-m", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")
+"""For commands that are the same as `diloco sweep COMMAND` with it."""
+
+
+def _from_stdin(override: str) -> str:
+    """`swarm.token=-` with the token that is on stdin, where no other user of this machine sees it."""
+    if override != "swarm.token=-":
+        return override
+    from diloco.config.address import line_of_stdin
+    from diloco.config.overrides import quoted
+
+    return f"swarm.token={quoted(line_of_stdin('swarm.token').rpartition('?token=')[2])}"
+
+
+def _with_digests(config: Config) -> Config:
+    """The configuration with digests in place of the files that it names, if it names any."""
+    if not config.names_files:
+        return config
+    from diloco.train.start_files import resolved
+
+    return resolved(config)
+
+
+def split_address(address: str | None, options: Options) -> tuple[str | None, Options]:
+    """ADDRESS and options, where the first argument may have been an override already."""
+    if address is not None and re.match(r"[+]*\w[\w./@]*=", address):
+        return None, replace(options, overrides=(address, *options.overrides))
+    return address, options
+
+
+def keys(options: Options) -> frozenset[str]:
+    """The keys that the user set."""
+    from diloco.config.overrides import key_of
+
+    return frozenset(map(key_of, options.overrides))
+
+
+def guest(address: str, options: Options, allowed: Sequence[str] = ()) -> tuple[Address, list[str]]:
+    """The ADDRESS of a swarm whose run is its own, and settings to add: the token of a link, and, where data.path is
+    typed, that there is text; the swarm will say of which kind.
+
+    `ConfigError` for a damaged address, and for typed settings of the run that are not `allowed`.
+    """
+    from diloco.config import Manifest
+    from diloco.config.address import Address
+    from diloco.config.explain import leaves
+    from diloco.config.overrides import key_of, quoted
+
+    found = Address.read(address)
+    owned = [key for key, _ in leaves(Manifest)]
+    for key in map(key_of, options.overrides):
+        chosen = key in ("budget", "model", "data", "inner", "outer", "experiment")
+        if key not in allowed and (chosen or any(f"{key}.".startswith(f"{one}.") for one in owned)):
+            raise ConfigError(f"{key} belongs to the run and comes from the swarm; drop it, or start your own swarm")
+    given = ["data=text"] if "data.path" in keys(options) else []
+    return found, given if found.token is None else [*given, f"swarm.token={quoted(found.token)}"]

@@ -1,0 +1,142 @@
+"""`diloco train`, `host` and `simulate`: a peer that trains, one that only makes versions, many in virtual time."""
+
+from __future__ import annotations
+
+import click
+
+from diloco.cli.options import Command, Options, configured, guest, split_address, sweepable
+from diloco.errors import ConfigError
+
+__all__ = ["host", "simulate", "train"]
+
+
+@click.command(cls=Command)
+@configured
+@sweepable
+def train(options: Options) -> int:
+    """Train as one peer, in a new swarm or joining one.
+
+    \b
+    diloco train run.id=mine swarm=network
+    diloco train run.id=mine 'swarm.initial_peers=[/ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...]'
+    torchrun --nproc-per-node=8 -m diloco.train run.id=mine model=150m data=hub
+
+    Without swarm.initial_peers it starts a new swarm and prints the address for the others.
+    """
+    config = options.compose(starts=True)
+    from rich.console import Console
+
+    from diloco.cli.table import LiveView, hear_warnings, say_who_can_join
+    from diloco.rundir.reporting import Message, Ready
+    from diloco.train.run import run
+
+    hear_warnings()
+    console = Console()
+    title = f"{config.run.id}: {config.model.name} on {config.data.source}, {config.outer.method}"
+    with LiveView(console, [config.run.name or "peer"], config.budget.outer_steps, title) as view:
+
+        def show(message: Message) -> None:
+            if isinstance(message, Ready):  # an error before that stands alone, in one line
+                say_who_can_join(console, config)
+            view.update(message)
+
+        summary = run(config, show)
+    if summary.peers:  # rank 0 speaks for all ranks
+        console.print(f"{config.run.dir}: {summary.result()}", highlight=False)
+    return summary.exit
+
+
+@click.command(cls=Command)
+@click.option("--new", is_flag=True, help="Start a new swarm instead of joining one.")
+@click.option("--until-done", is_flag=True, help="End when the budget is used up and the peers that train have left.")
+@click.argument("address", required=False)
+@configured
+def host(new: bool, until_done: bool, address: str | None, options: Options) -> int:
+    """Hold fragments, without training.
+
+    \b
+    diloco host --new run.id=mine swarm=network 'swarm.listen=[/ip4/0.0.0.0/tcp/4100]'
+    diloco host /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
+
+    For a machine without an accelerator that stays: it keeps the state of the swarm and others can start from it.
+    """
+    address, options = split_address(address, options)
+    if not options.cfg and new == (address is not None):
+        raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
+    given: list[str] = []
+    if address is not None:
+        found, given = guest(address, options, ["run.id"])  # with swarm.key_path it is in the invitation
+        given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
+    config = options.compose(given, starts=True)
+    import threading
+    import time
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from diloco.cli.table import LiveView, hear_warnings, say_who_can_join
+    from diloco.errors import on_signals
+    from diloco.rundir.reporting import Ready
+    from diloco.train.host import Host
+
+    hear_warnings()
+    console, stop, name = Console(), threading.Event(), config.run.name or "host"
+    with (
+        on_signals(lambda *_: stop.set()),
+        Host(config, name) as host,
+        LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
+    ):
+        say_who_can_join(console, config)
+        node, first = host.node, not config.swarm.initial_peers
+        addresses, advice = tuple(node.addresses), node.advice or ""
+        view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
+        while not stop.wait(0.5) and not (until_done and host.is_over()):
+            view.update(replace(host.status(), peer=name, time=time.time()))
+    return 0
+
+
+@click.command(cls=Command)
+@configured
+@sweepable
+def simulate(options: Options) -> int:
+    """Train with many peers in virtual time, in this process.
+
+    \b
+    diloco simulate experiment=quickstart run.dir=runs/sim
+    diloco simulate experiment=smoke 'sim.step_s=[1,1.5,2,3]' local.peers=4 sim.bandwidth=1e6 sim.latency_s=0.05
+    diloco simulate experiment=smoke 'sim.events=[crash:3@120,join:4@60]' local.peers=4
+
+    Compute is real. An inner step takes sim.step_s virtual seconds, and sim.bandwidth and sim.latency_s say how long a
+    transfer takes. The same settings give the same run.
+    """
+    config = options.compose(starts=True)
+    import time
+
+    from rich.console import Console
+
+    from diloco.cli.table import LiveView, hear_warnings
+    from diloco.rundir.reporting import Message
+    from diloco.sim.run import simulate
+
+    hear_warnings()
+    console, peers, at_s = Console(), config.local.peers, 0.0
+    title = f"{config.run.id}: {peers} simulated peers, {config.outer.method}"
+
+    def listen(message: Message) -> None:
+        nonlocal at_s
+        at_s = message.time
+        view.update(message)
+
+    # Lines are a record and carry virtual time; a progress bar tells when the command ends, so it runs in real time.
+    clock = time.monotonic if console.is_terminal else lambda: at_s
+    with LiveView(console, [f"p{index}" for index in range(peers)], config.budget.outer_steps, title, clock) as view:
+        outcome = simulate(config, listen)
+    summary = outcome.summary
+    busy = sum(peer.utilization for peer in summary.peers) / max(1, len(summary.peers))
+    console.print(
+        f"{summary.result(config.budget.outer_steps)}, {outcome.virtual_s:.0f} virtual seconds at {busy:.0%} "
+        f"utilization, {summary.wall_s:.0f} s",
+        highlight=False,
+    )
+    console.print(f"{config.run.dir}: summary.json, metrics.jsonl, events.jsonl, loss.png", highlight=False)
+    return summary.exit

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
-from diloco.cli.options import PATH
+from diloco.cli.options import PATH, Function
 from diloco.errors import ConfigError, SwarmError
 from diloco.text import counted
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["invite", "keygen", "revoke"]
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 LONGEST_S = 10 * 366 * 86400
 

@@ -30,7 +30,8 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 
 import click
 
-from diloco.cli.options import Command, Options, configured, sweepable
+from diloco.cli.options import Command, Options, configured
+from diloco.cli.sweep import sweepable
 from diloco.errors import DilocoError, SwarmError, UnsavedError, on_signals
 
 if TYPE_CHECKING:

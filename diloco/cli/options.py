@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from diloco.config import Config, Start
     from diloco.config.address import Address
 
-__all__ = ["PATH", "Command", "Options", "configured", "guest", "keys", "split_address", "sweepable"]
+__all__ = ["PATH", "Command", "Function", "Options", "configured", "guest", "keys", "split_address"]
 
 PATH = click.Path(path_type=Path)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,14 +45,13 @@ class Command(click.Command):
 
 @dataclass(frozen=True)
 class Options:
-    """Overrides, where the other settings come from, and what to do with them instead of running the command."""
+    """Overrides, where the other settings come from, and what to print of them instead of running the command."""
 
     overrides: tuple[str, ...]
     base: Path | None = None
     folder: Path | None = None
     cfg: str | None = None
     package: str | None = None
-    multirun: bool = False
 
     @property
     def start(self) -> Start:
@@ -65,21 +64,15 @@ class Options:
         """The configuration of the user's overrides and of those that the command adds.
 
         `starts`: the command may begin a run, whose manifest has digests in place of files of this machine. With --cfg
-        it is printed, and with --multirun there is a sweep; then the command ends here.
+        it is printed, and the command ends here.
         """
         from diloco.config import compose
 
         if self.cfg is None and self.package is not None:
             raise ConfigError("--package goes with --cfg; add --cfg job")
-        if self.cfg is not None and self.multirun:
-            raise ConfigError(f"--cfg={self.cfg} shows one configuration; drop --multirun")
         if self.cfg is not None:
             self._show(given)
             raise click.exceptions.Exit
-        if self.multirun:
-            from diloco.cli.sweep import run
-
-            raise click.exceptions.Exit(run(click.get_current_context().info_name or "", self.overrides, self.start))
         config = compose([*map(_from_stdin, self.overrides), *given], self.start)
         if starts:
             config = _with_digests(config)
@@ -135,16 +128,12 @@ def configured(function: Function) -> Function:
 
     @wraps(function)
     def collected(**arguments: Any) -> Any:
-        given = {field.name: arguments.pop(field.name) for field in fields(Options) if field.name in arguments}
+        given = {field.name: arguments.pop(field.name) for field in fields(Options)}
         return function(options=Options(**given), **arguments)
 
     for option in (*OPTIONS, click.argument("overrides", nargs=-1, type=click.UNPROCESSED)):
         option(collected)
     return cast(Function, collected)
-
-
-sweepable = click.option("--multirun", "-m", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")
-"""For commands that are the same as `diloco sweep COMMAND` with it."""
 
 
 def _from_stdin(override: str) -> str:

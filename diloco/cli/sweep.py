@@ -14,19 +14,20 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from diloco.cli.options import PATH, Command, Options, configured
+from diloco.cli.options import PATH, Command, Function, Options, configured
 from diloco.errors import ConfigError, DilocoError, DivergedError, on_signals
 
 if TYPE_CHECKING:
     from diloco.config import Config, Start
 
-__all__ = ["run", "sweep"]
+__all__ = ["run", "sweep", "sweepable"]
 
 PROGRAM = (sys.executable, "-m", "diloco")
 
@@ -56,6 +57,21 @@ def sweep(options: Options, jobs: int, directory: Path | None, dry_run: bool) ->
     if options.cfg:
         raise ConfigError(f"--cfg={options.cfg} shows one configuration; use --dry-run to see the members of a sweep")
     return run(command, rest, options.start, jobs, directory, dry_run)
+
+
+def sweepable(function: Function) -> Function:
+    """Adds -m to a command, which is the same as `diloco sweep COMMAND` with it."""
+
+    @click.option("--multirun", "-m", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")
+    @wraps(function)
+    def sweeping(options: Options, multirun: bool) -> int:
+        if not multirun:
+            return cast(int, function(options))
+        if options.cfg:
+            raise ConfigError(f"--cfg={options.cfg} shows one configuration; drop --multirun")
+        return run(function.__name__, options.overrides, options.start)
+
+    return cast(Function, sweeping)
 
 
 def run(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from diloco.cli.options import Command, Options, configured, guest, split_address, sweepable
+from diloco.cli.options import Command, Options, configured, guest, split_address
+from diloco.cli.sweep import sweepable
 from diloco.errors import ConfigError
 
 __all__ = ["host", "simulate", "train"]

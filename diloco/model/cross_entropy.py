@@ -3,7 +3,7 @@
 (B, T, V) logits, their copy in fp32 and their gradient are the largest tensors of a step: at V=128k they take more than
 the rest of a small model. None of them has to exist whole:
 
-1. `loss` leaves the targets with the output head, calls the model, and finds the loss where the logits would be.
+1. `loss` leaves the targets where the output head finds them, and calls the model, which returns the loss as its logits.
 2. The head multiplies a chunk of hidden states with its weight, and takes from these logits the chunk's part of the
    loss and of the gradients of hidden states and weight. Then the chunk's memory serves the next one.
 3. The backward pass has nothing to compute for the head; it scales what step 2 kept.
@@ -29,6 +29,8 @@ IGNORED = -100  # in place of a target: this position predicts nothing
 # fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which each chunk is added.
 CHUNK_BYTES, CPU_CHUNK_BYTES = 2**28, 2**26
 
+_forward = threading.local()  # `targets` of the forward pass of `loss`; peers of a simulation have a thread each
+
 
 def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """Mean cross entropy of each token given those before it in its sequence, in nats; a differentiable fp32 scalar.
@@ -41,22 +43,32 @@ def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     # Masking the last position instead of slicing it off saves a copy of the logits, the largest tensor of the step.
     targets = tokens.roll(-1, dims=1)
     targets[:, -1] = IGNORED
-    with _asking(targets) as question:
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits  # (B, T, V), or the answer
-    if question.answer is not None:
+    _forward.targets = targets
+    try:
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits  # (B, T, V), or the loss
+    finally:
+        _forward.targets = None
+    if logits.ndim == 0:
         return logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
-def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int) -> Tensor:
-    """Mean cross entropy of `hidden @ weight.T + bias`, of which `rows` rows exist at a time; an fp32 scalar.
+def computes_loss() -> bool:
+    """Whether this thread is in the forward pass of `loss`: plain rows of tokens, without positions or a mask."""
+    return getattr(_forward, "targets", None) is not None
 
-    `hidden` is (N, D), `weight` (V, D), `bias` (V,), `targets` (N,) int64, where -100 is ignored. Products are computed
-    in the dtype of autocast or else of `hidden`, everything else in fp32, also the sum of the weight's gradient over
-    chunks. A second backward pass raises RuntimeError.
-    """
-    found: Tensor = _Chunked.apply(hidden, weight, bias, targets, rows)  # type: ignore[no-untyped-call]
-    return found
+
+class ChunkedHead(nn.Linear):
+    """An output head that returns the loss, a scalar, in the forward pass of `loss`, and logits in any other."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        targets: Tensor | None = getattr(_forward, "targets", None)
+        most_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
+        rows = max(1, most_bytes // (4 * self.out_features))
+        if targets is None or hidden.shape[:-1] != targets.shape or targets.numel() <= rows:
+            return super().forward(hidden)
+        _forward.targets = None  # some models call their head again, for something else
+        return cross_entropy(hidden.flatten(0, -2), self.weight, self.bias, targets.flatten(), rows)
 
 
 def prepare_head_(model: nn.Module) -> bool:
@@ -65,18 +77,26 @@ def prepare_head_(model: nn.Module) -> bool:
     It can where the output head is a plain `nn.Linear` whose product are the logits. Some models scale them, cap them
     (Gemma 2) or have a head of another kind; those keep whole logits. Raises whatever the forward pass raises.
     """
-    find = getattr(model, "get_output_embeddings", lambda: None)
-    head = find()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     with evaluating(model):
-        if type(head) is nn.Linear:
+        if type(head) is nn.Linear and _returns_as_logits(model, head, tokens):
             head.__class__ = ChunkedHead  # not an attribute of the instance: copies of the model have it, too
-            if _answers(model, tokens):
-                return True
-            head.__class__ = nn.Linear
-        if type(head) is not ChunkedHead:
+        elif type(head) is not ChunkedHead:
             model(input_ids=tokens, use_cache=False)
     return type(head) is ChunkedHead
+
+
+def _returns_as_logits(model: nn.Module, head: nn.Module, tokens: Tensor) -> bool:
+    """Whether the model returns what its head returns, even a scalar: it does nothing to it in between."""
+    scalar = torch.zeros((), device=tokens.device)
+    try:
+        with head.register_forward_hook(lambda *_: scalar):
+            return model(input_ids=tokens, use_cache=False).logits is scalar
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # of whatever this model does to its logits
+        return False
 
 
 @contextmanager
@@ -93,57 +113,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def _answers(model: nn.Module, tokens: Tensor) -> bool:
-    """Whether what the head returns is what the model returns as logits: nothing is done to them in between."""
-    try:
-        with _asking(tokens, rows=1) as question:
-            logits = model(input_ids=tokens, use_cache=False).logits
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # a scalar is no input for whatever this model does to its logits
-        return False
-    return question.answer is not None and logits is question.answer
+def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int) -> Tensor:
+    """Mean cross entropy of `hidden @ weight.T + bias`, of which `rows` rows exist at a time; an fp32 scalar.
 
-
-class _Question:
-    """The targets (B, T) of a forward pass under way, and the loss once the head has computed it."""
-
-    def __init__(self, targets: Tensor, rows: int | None) -> None:
-        self.targets = targets
-        self.rows = rows  # at a time; None is as many as fit CHUNK_BYTES
-        self.answer: Tensor | None = None
-
-
-_asked = threading.local()  # peers of a simulation compute in threads of their own
-
-
-@contextmanager
-def _asking(targets: Tensor, rows: int | None = None) -> Iterator[_Question]:
-    question = _asked.question = _Question(targets, rows)
-    try:
-        yield question
-    finally:
-        _asked.question = None
-
-
-def computes_loss() -> bool:
-    """Whether this thread is in the forward pass of `loss`: plain rows of tokens, without positions or a mask."""
-    return getattr(_asked, "question", None) is not None
-
-
-class ChunkedHead(nn.Linear):
-    """An output head that returns the loss, a scalar, while `loss` asks for it, and logits whenever else."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        question: _Question | None = getattr(_asked, "question", None)
-        if question is None or question.answer is not None or hidden.shape[:-1] != question.targets.shape:
-            return super().forward(hidden)
-        most_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
-        rows = question.rows or max(1, most_bytes // (4 * self.out_features))
-        if question.targets.numel() <= rows:
-            return super().forward(hidden)
-        question.answer = cross_entropy(hidden.flatten(0, -2), self.weight, self.bias, question.targets.flatten(), rows)
-        return question.answer
+    `hidden` is (N, D), `weight` (V, D), `bias` (V,), `targets` (N,) int64, where -100 is ignored. Products are computed
+    in the dtype of autocast or else of `hidden`, everything else in fp32, also the sum of the weight's gradient over
+    chunks. A second backward pass raises RuntimeError.
+    """
+    found: Tensor = _Chunked.apply(hidden, weight, bias, targets, rows)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Chunked(torch.autograd.Function):

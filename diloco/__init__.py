@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from diloco.attach.ranks import RankGroup
     from diloco.attach.swarm import Swarm
     from diloco.extensions import register
-    from diloco.integrations.accelerate import AccelerateSwarm
     from diloco.integrations.lightning import DilocoLightningCallback
     from diloco.integrations.trainer import DilocoCallback
     from diloco.outer.optimizer import OuterOptimizer
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from diloco.rundir.compare import compare
 
 __all__ = [
-    "AccelerateSwarm",
     "Codec",
     "DilocoCallback",
     "DilocoLightningCallback",
@@ -38,7 +36,6 @@ __version__ = "0.1.0"
 
 # Where each name is, and for those that need a library which a plain installation lacks, the library and the extra.
 _PLACES = {
-    "AccelerateSwarm": ("diloco.integrations.accelerate", "accelerate", "hf"),
     "Codec": ("diloco.outer.payloads", "", ""),
     "DilocoCallback": ("diloco.integrations.trainer", "accelerate", "hf"),
     "DilocoLightningCallback": ("diloco.integrations.lightning", "lightning", "lightning"),
@@ -53,6 +50,8 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name == "Island":
         raise ImportError("diloco.Island is diloco.RankGroup now")
+    if name == "AccelerateSwarm":
+        raise AttributeError("diloco.AccelerateSwarm is gone; use diloco.Swarm (diloco/integrations/README.md)")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, library, extra = _PLACES[name]

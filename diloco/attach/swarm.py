@@ -158,7 +158,6 @@ class Swarm:
         said = {key: value for key, value in named.items() if value is not None}
         self.attachment: Attachment | None = None
         self._voice = ConsoleLog(quiet)
-        self._sharded = False  # whether `shard` was asked for
         self._living: ActivePeers | None = None
         self.run_id, self.name = run_id, name
         self._settings: ResolvedOuter = outer_of(preset, outer, {**said, **settings})
@@ -500,7 +499,6 @@ class Swarm:
         Raises `ConfigError` for what cannot be sharded: a mapping, an array of tokens without `index` and `of`, and a
         stream without them on a peer of several ranks, of which rank 0 alone knows who is there.
         """
-        self._sharded = True
         return shard(dataset, lambda: self.seed, self._peers_there, index, of)
 
     def figures(self) -> dict[str, float]:

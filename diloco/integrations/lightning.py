@@ -28,28 +28,13 @@ class DilocoLightningCallback(Callback):
 
         trainer = Trainer(max_steps=1000, callbacks=[DilocoLightningCallback(run_id="mine", sync_every=100)])
 
-    Every `sync_every`-th step of the module's one optimizer ends in an exchange with the swarm, however many
-    micro-batches a step has. Schedulers with `interval="step"` are the swarm's: a peer that joins at the swarm's 300th
-    inner step has the learning rate of step 300, and ends when the swarm has made as many as the Trainer would. Those
-    with `interval="epoch"` are left alone. While the Trainer validates or saves, the other peers wait. When fitting
-    ends, the module is the swarm's last anchor.
+    As `DilocoCallback`. Schedulers with `interval="step"` are the swarm's; those with `interval="epoch"` are left
+    alone. `training_step` may count tokens itself, by `callback.attachment.count`. Each checkpoint of Lightning holds
+    the peer's part of the swarm, and `fit(ckpt_path=...)` goes on as the same peer, whose key is in
+    `default_root_dir`. The processes of strategy `ddp` are one peer.
 
-    Each peer reads the training data in an order of its own, and says so; of a stream it takes its share if the loader
-    is given `callback.shard(dataset)`. The module's logger gets the figures of the swarm (`Swarm.figures`).
-
-    Each checkpoint of Lightning holds the peer's part of the swarm, and `fit(ckpt_path=...)` goes on as the same peer,
-    whose key is in `default_root_dir`. The processes of strategy `ddp` are one peer.
-
-    Args:
-        **settings: as those of `Swarm`; `run_id` and `sync_every` are required.
-
-    Attributes:
-        attachment: the model in step with the swarm; None before fitting begins. A contribution weighs the tokens of
-            its batches, or their samples where these have none, unless `training_step` counts otherwise (`count`).
-
-    Raises `ConfigError` for settings that cannot be; and when fitting begins, for several optimizers, for a model or an
-    optimizer that cannot be attached (strategies `fsdp` and `deepspeed`). `JoinError`, a `SwarmError`, says that nobody
-    is at the address, or that the swarm is further than the Trainer goes. If fitting fails, the peer leaves.
+    Raises what `DilocoCallback` raises, and `ConfigError` for several optimizers (strategies `fsdp` and `deepspeed`
+    cannot be attached).
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -22,12 +22,11 @@ from diloco.attach.sharded import restored_after
 from diloco.attach.state_io import Groups
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.errors import CheckpointError, ConfigError, JoinError
-from diloco.integrations.orders import ORDERED, order_by_, remedy
-from diloco.integrations.tokens import tokens_of
+from diloco.integrations.batches import order_by_, remedy, tokens_of
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
 
-__all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "peer_state", "save_beside"]
+__all__ = ["Membership", "load_beside", "peer_state", "save_beside"]
 
 KEY = "output directory"
 FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
@@ -102,19 +101,19 @@ class Membership:
             )
         return shard(dataset, lambda: 0, lambda: living, index, of)
 
-    def order(self, loaders: Iterable[Any], epoch: int = 0) -> bool:
+    def order(self, loaders: Sequence[Any], epoch: int) -> bool:
         """Give this peer an order of the training data of its own, and say so, or what to do; whether there is one. All
         ranks call it, before the loaders begin to read.
         """
         assert self.swarm is not None
         seed = self.swarm.seed
-        drawn = [(loader, order_by_(loader, seed, epoch)) for loader in loaders]
-        for loader, own in drawn:
-            if not own and self._living is None:
-                self.swarm._voice.say(remedy(loader, "callback"))
-        if any(own for _, own in drawn):
-            self.swarm._voice.say(f"{ORDERED} (seed {seed})")
-        return any(own for _, own in drawn)
+        without = [loader for loader in loaders if not order_by_(loader, seed, epoch)]
+        if self._living is None:
+            for loader in without:
+                self.swarm._voice.say(remedy(loader))
+        if own := len(without) < len(loaders):
+            self.swarm._voice.say(f"this peer reads its data in an order of its own (seed {seed})")
+        return own
 
     def figures(self) -> dict[str, float]:
         """As `Swarm.figures`; empty without a swarm."""

@@ -12,13 +12,13 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from diloco.attach.peer_state import PeerState
 from diloco.attach.swarm import Attachment
 from diloco.errors import CheckpointError, ConfigError
+from diloco.integrations.batches import check_has_batches
 from diloco.integrations.membership import Membership, load_beside, save_beside
-from diloco.integrations.orders import check_has_batches
 
 __all__ = ["DilocoCallback"]
 
@@ -32,26 +32,18 @@ class DilocoCallback(TrainerCallback):
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[DilocoCallback(run_id="mine", sync_every=100)])
 
-    Every `sync_every`-th step of the optimizer ends in an exchange with the swarm, however many micro-batches a step
-    has; a step that fp16 skips is none. The learning rate is the swarm's: a peer that joins at the swarm's 300th inner
-    step has that of step 300, and ends when the swarm has made `max_steps` of them. While the Trainer evaluates or
-    saves, the other peers wait. When training ends, the model is the swarm's last anchor (that of
-    `load_best_model_at_end` stays). A contribution weighs as many as the tokens of its steps that are no padding, or as
-    their samples where a batch has none.
-
-    Each peer reads the training data in an order of its own, and says so; of a stream it takes its share if the Trainer
-    is given `callback.shard(dataset)`. What the Trainer logs has the figures of the swarm (`Swarm.figures`).
+    Every `sync_every`-th step of the optimizer ends in an exchange with the swarm; a step that fp16 skips is none. The
+    learning rate and the end are the swarm's: who joins at its 300th inner step goes on from there to `max_steps`.
+    While the Trainer evaluates or saves, the other peers wait. When training ends, the model is the swarm's last anchor
+    (that of `load_best_model_at_end` stays). A contribution weighs as many as the tokens of its steps that are no
+    padding, or as their samples where a batch has none. What the Trainer logs has the figures of the swarm.
 
     Each checkpoint of the Trainer gets the peer's part of the swarm beside it, and `resume_from_checkpoint` goes on as
-    the same peer. Where the checkpoint is not in `output_dir`, say where with `resume_from`. The ranks of torchrun are
-    one peer.
+    the same peer.
 
     Args:
         resume_from: the checkpoint that `trainer.train` goes on from, where it is not in `args.output_dir`.
         **settings: as those of `Swarm`; `run_id` and `sync_every` are required.
-
-    Attributes:
-        attachment: the model in step with the swarm; None before training begins.
 
     Raises `ConfigError` for settings that cannot be; and when training begins, for a model or an optimizer that cannot
     be attached (FSDP1, DeepSpeed). `JoinError`, a `SwarmError`, says that nobody is at the address, or that the swarm
@@ -72,7 +64,7 @@ class DilocoCallback(TrainerCallback):
         """This peer's share of a dataset without a length, or a part of any, for the Trainer; see `Swarm.shard`."""
         return self._membership.shard(dataset, index, of)
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the swarm's figures in the logs before those callbacks see them that send them elsewhere.
 
         A Trainer puts its own callbacks first, those for wandb and the like among them, and passes itself to none.
@@ -114,9 +106,7 @@ class DilocoCallback(TrainerCallback):
 
         return run
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trainer: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         known = self._find_trainer().callback_handler.callbacks
         if sum(isinstance(one, DilocoCallback) for one in known) > 1:
             raise ConfigError("callbacks: a DilocoCallback is there twice; name one")
@@ -140,7 +130,7 @@ class DilocoCallback(TrainerCallback):
         if args.eval_on_start:
             self._membership.pause()
 
-    def _saved(self, args: TrainingArguments, state: TrainerState) -> PeerState | None:
+    def _saved(self, args: Any, state: Any) -> PeerState | None:
         """The peer's part of the checkpoint that the Trainer goes on from."""
         if not state.global_step:
             return None
@@ -156,18 +146,16 @@ class DilocoCallback(TrainerCallback):
             )
         return saved
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._membership.go_on()
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._membership.go_on()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._membership.count()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._membership.is_over(state.max_steps):
             control.should_training_stop = True
         if control.should_training_stop and self.attachment is not None:
@@ -175,39 +163,30 @@ class DilocoCallback(TrainerCallback):
         self._end_if_told(args, state, control)
         self._wait_while_busy(control)
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end_if_told(args, state, control)
 
-    def _end_if_told(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def _end_if_told(self, args: Any, state: Any, control: Any) -> None:
         """A signal came: end with a checkpoint, and the process after that (`on_train_end`)."""
         if self._membership.ended_by:
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = args.save_strategy != "no" and state.global_step > 0
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._membership.end_if_told()
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._wait_while_busy(control)
 
-    def _wait_while_busy(self, control: TrainerControl) -> None:
+    def _wait_while_busy(self, control: Any) -> None:
         if control.should_evaluate or control.should_save:
             self._membership.pause()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.attachment is not None and logs and "loss" in logs:
             self.attachment.report(float(logs["loss"]))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         place = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         swarm = self._membership.swarm
         if swarm is None or args.save_only_model or not state.is_world_process_zero or not place.is_dir():
@@ -217,7 +196,7 @@ class DilocoCallback(TrainerCallback):
         except CheckpointError as error:  # the swarm has the model, and the next checkpoint is another chance
             logger.warning("%s", error)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self._membership.close(keep_model=bool(best))
 
@@ -228,14 +207,7 @@ class _Figures(TrainerCallback):
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs is not None and "loss" in logs:
             figures = self._membership.figures()
             logs.update(figures)

@@ -3,7 +3,7 @@
 (B, T, V) logits, their copy in fp32 and their gradient are the largest tensors of a step: at V=128k they take more than
 the rest of a small model. None of them has to exist whole:
 
-1. `loss` leaves the targets where the output head finds them, and calls the model, which returns the loss as its logits.
+1. `loss` leaves the targets where the output head finds them. The model returns the loss in place of logits.
 2. The head multiplies a chunk of hidden states with its weight, and takes from these logits the chunk's part of the
    loss and of the gradients of hidden states and weight. Then the chunk's memory serves the next one.
 3. The backward pass has nothing to compute for the head; it scales what step 2 kept.

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from diloco import AccelerateSwarm
+from diloco import Swarm
 
 CONTEXT, STEPS = 16, 120
 
@@ -31,9 +31,7 @@ model = nn.Sequential(nn.Embedding(128, 16), nn.Flatten(), nn.Linear(16 * CONTEX
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
 
-swarm = AccelerateSwarm(
-    accelerator, run_id="accelerate", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2
-)
+swarm = Swarm(run_id="accelerate", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2)
 loader = DataLoader(swarm.shard(train), batch_size=32)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 

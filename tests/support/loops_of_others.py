@@ -47,9 +47,10 @@ def settings(phase: str) -> Names:
     return {**common, "address": place.read_text()}
 
 
-def readme(phase: str) -> Names:
+def readme(name: str, phase: str = "") -> Names:
     """Run a code block of the README as one of two peers."""
-    code = block(phase).replace('run_id="readme"', 'run_id="readme", **SWARM')
+    phase = phase or name
+    code = block(name).replace('run_id="readme"', 'run_id="readme", **SWARM')
     code = code.replace("TrainingArguments(", "TrainingArguments(use_cpu=True, output_dir=")
     torch.manual_seed(sum(NAME.encode()))  # other data and another model than the other peer has
     names: Names = {"SWARM": settings(phase), "__name__": "__main__"}
@@ -86,17 +87,10 @@ def trainer() -> None:
 
 
 def accelerate() -> None:
-    names = readme("accelerate")
-    report("accelerate", names["swarm"].attachment, names["model"], rates=names["scheduler"].get_last_lr())
-    accelerator, model = names["Accelerator"](project_dir="out"), torch.nn.Linear(32, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=12)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    swarm = names["AccelerateSwarm"](accelerator, run_id="readme", sync_every=4, **settings("accelerate_resumed"))
-    accelerator.load_state("out/state")
-    with swarm, swarm.attach(model, optimizer, schedulers=[scheduler]) as sync:
-        steps = swarm.steps
-    report("accelerate_resumed", sync, model, rates=scheduler.get_last_lr(), clock=steps)
+    for phase in ("accelerate", "accelerate_resumed"):
+        names = readme("accelerate", phase)
+        rates = names["scheduler"].get_last_lr()
+        report(phase, names["swarm"].attachment, names["model"], rates=rates, clock=names["swarm"].steps)
 
 
 def lightning() -> None:

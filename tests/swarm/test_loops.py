@@ -44,7 +44,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
         ("trainer_resumed", 3, 12, 12 * 8 * 2 * 16),
         ("trl", 2, 8, 32 * (7 + 8)),  # without padding, with the end of each text
         ("accelerate", 3, 12, 12),
-        ("accelerate_resumed", 3, 12, 12),
+        ("accelerate_resumed", 6, 24, 24),
         ("lightning", 3, 12, 12 * 16),  # samples
         ("lightning_resumed", 4, 16, 16 * 16),
     ],
@@ -74,7 +74,7 @@ def test_a_trainer_that_goes_on_from_its_middle_ends_as_if_nothing_had_happened(
 
 def test_schedules_go_on_where_the_swarm_is(peers: list[Found]) -> None:
     for one in peers:
-        assert one["accelerate_resumed"]["clock"] == 12
+        assert one["accelerate_resumed"]["clock"] == 24
         assert one["accelerate_resumed"]["rates"] == one["accelerate"]["rates"] == pytest.approx([1e-3])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from diloco.errors import ConfigError
-from diloco.integrations.tokens import tokens_of
+from diloco.integrations.batches import tokens_of
 from tests.support.loops import LastFlight
 from tests.unit.integrations.test_callbacks import Going, callback, fit, pytestmark, trainer
 

@@ -13,7 +13,6 @@
 The manifest names it, so all peers of a run need it: a loop imports the module, and an installed package has an entry
 point of that name, `heavy_ball = "its.module"` in the group `diloco.extensions`, by which `diloco join` finds it too.
 All peers must compute alike, so another step or another encoding takes another name.
-
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from typing import TypeVar
 import torch
 
 from diloco.config import OuterConfig
-from diloco.config.names import CODECS as CODEC_TRAITS
+from diloco.config.names import CODECS as PUBLISHES
 from diloco.config.names import OPTIMIZERS as WINDOWED
-from diloco.config.names import CodecTraits
 from diloco.errors import ConfigError, DivergedError
 from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import BLOCK
@@ -68,7 +66,7 @@ def register(cls: _Extension) -> _Extension:
         if wrong := _wrong_codec(one):
             raise ConfigError(f"{cls.__name__}.{wrong}")
         (CODECS if one.publishes else LOSSY)[name] = one
-        CODEC_TRAITS[name] = CodecTraits(one.nbytes(BLOCK) >= 2 * BLOCK, one.publishes)
+        PUBLISHES[name] = one.publishes
     else:
         raise ConfigError(f"{cls.__name__} is neither an OuterOptimizer nor a Codec")
     return cls

@@ -36,7 +36,7 @@ _SHAPE = re.compile(
 _AROUND = "\"'`<>\u00ab\u00b4\u00bb\u200b\u200e\u200f\u2018-\u201f\u2039\u203a\u2060\ufeff\ufffd"
 _COPIED = re.compile(rf"(?:diloco:/?)?/(?:ip4|ip6|dns4?|dns6)/[^\s{_AROUND}]+")
 _PASTED = ".,;:!?)]}>\"'`/"
-_HOST_PORT = re.compile(r"\[?[A-Za-z0-9.:-]+\]?:\d+")
+_HOST_PORT = re.compile(r"\[?([A-Za-z0-9.:-]+)\]?:(\d+)")
 _DNS_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
 
 
@@ -49,16 +49,17 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, shown: str | None = None) -> Address:
-        """Reads either form, in quotes and after `diloco join`, too. `ConfigError` says what is wrong with it, and
-        where: in `shown`, or in the text itself.
-        """
+        """Reads either form, in quotes and after `diloco join`, too; `ConfigError` says what is wrong, in `shown`."""
         peers, token = list[str](), None
         text = unquoted(text)
         for one in (not text.startswith("@") and _COPIED.findall(text)) or [text]:
             link = one.startswith("diloco:")
             body, mark, query = one.removeprefix(SCHEME).partition("?") if link else (one, "", "")
             if mark:
-                token = _token(shown or text, query)
+                token = query.removeprefix("token=")
+                if token == query or not TOKEN.fullmatch(token):
+                    place = show(shown or text, 160)
+                    raise ConfigError(f"ADDRESS={place}: its token is damaged or missing; copy the whole link again")
             peers += ["/" + peer.lstrip("/") if link else peer for peer in body.rstrip(",;").split(",")]
         for peer in peers:
             wrong = None if peer.startswith("@") and len(peer) > 1 and len(peers) == 1 else problem(peer)
@@ -68,10 +69,8 @@ class Address:
 
     @classmethod
     def read(cls, text: str) -> Address:
-        """Reads the ADDRESS of a command, which may also be `-`, a line on stdin, or an `@FILE` with a whole link.
-
-        Other users of a machine see the arguments of a command, so a link with a token has no place there. The token of
-        a file stays in the file: it is `@FILE` here.
+        """Reads the ADDRESS of a command, which may also be `-`, a line on stdin, or an `@FILE` with a whole link, of
+        which the token stays in the file: it is `@FILE` here. (Other users see the arguments of a command.)
         """
         if text == "-":
             return cls.parse(line_of_stdin("ADDRESS"))
@@ -110,11 +109,12 @@ def line_of_stdin(what: str) -> str:
 
 
 def addresses_in(path: Path) -> list[str]:
-    """The addresses in a file that a peer or a person wrote: several a line, links, notes after a #. `ConfigError` when
-    it cannot be read or a line has none.
+    """The addresses in a file, which may have several a line, links, and notes after a #.
+
+    Raises `ConfigError` when it cannot be read or a line has none.
     """
     try:
-        lines = [re.sub(r"(^|\s)#.*", "", line) for line in small_text(path).splitlines()]
+        lines = re.sub(r"(?m)(^|\s)#.*", "", small_text(path)).splitlines()
     except OSError as error:
         raise ConfigError(f"ADDRESS=@{path} cannot be read: {error.strerror}") from None
     return [peer for line in lines if unquoted(line) for peer in Address.parse(line, f"@{path}").peers]
@@ -125,32 +125,23 @@ def unquoted(text: str) -> str:
     return re.sub(rf"^[\s{_AROUND}]+|[\s{_AROUND}]+$", "", text)
 
 
-def _token(text: str, query: str) -> str:
-    token = query.removeprefix("token=")
-    if token == query or not TOKEN.fullmatch(token):
-        raise ConfigError(f"ADDRESS={show(text, 160)}: its token is damaged or missing; copy the whole link again")
-    return token
-
-
 def problem(address: str) -> str | None:
     """What is wrong with the address of a peer, as a clause with its remedy; None when nothing is."""
     if "/" not in address and masked(address) != address:
         return "it may be a token; that goes into a file, and an address is needed besides: ADDRESS swarm.token=@FILE"
     if re.match(r"https?:", address):
         return f"it is the address of a web page; that of a peer looks like {EXAMPLE}"
-    if _HOST_PORT.fullmatch(address):
-        host, _, port = address.rpartition(":")
-        return f"it is HOST:PORT; write {_family(host.strip('[]'))}/tcp/{port}/p2p/PEER_ID, as the peer prints it"
+    if found := _HOST_PORT.fullmatch(address):
+        return f"it is HOST:PORT; write {_family(found[1])}/tcp/{found[2]}/p2p/PEER_ID, as the peer prints it"
     shape = _SHAPE.fullmatch(address)
-    wrong = _wrong(shape) if shape else f"it is damaged; one looks like {EXAMPLE}"
+    wrong = _wrong(*shape.groups()) if shape else f"it is damaged; one looks like {EXAMPLE}"
     if wrong is not None and address and address[-1] in _PASTED and problem(address.rstrip(_PASTED)) is None:
         return f"it ends in {address[-1]!r}, pasted along; drop it"
     return wrong
 
 
-def _wrong(shape: re.Match[str]) -> str | None:
+def _wrong(kind: str, host: str, port: str, *ids: str | None) -> str | None:
     """What is wrong with an address of the right shape."""
-    kind, host, port, *ids = shape.groups()
     try:
         unspecified = kind.startswith("ip") and ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -171,8 +162,7 @@ def _wrong(shape: re.Match[str]) -> str | None:
 
 def host_of(address: str) -> str:
     """The IP or host name that a multiaddr begins with; empty where there is none."""
-    parts = address.split("/")
-    return parts[2] if len(parts) > 2 else ""
+    return [*address.split("/"), "", ""][2]
 
 
 def scope(address: str) -> str:

@@ -1,8 +1,7 @@
 """The two halves of a configuration as types, and the value types that both use.
 
-Whether a setting defines the run (and so travels in the manifest) or belongs to one peer (and never leaves it) is said
-by the class that declares it: `RunOwned` or `PeerLocal`. A group with settings of both kinds inherits from one class
-of each kind, so that a function which takes the run-owned class cannot see the other half.
+The class that declares a setting says whether it defines the run (`RunOwned`) or belongs to one peer (`PeerLocal`). A
+group with both inherits from one class of each, so that a function of the run-owned class cannot see the other half.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -68,30 +67,20 @@ class DataRecipe(RunOwned):
         if self.tokenizer == "bytes" and self.tokenizer_files:
             raise ValueError("data.tokenizer_files has no effect with data.tokenizer=bytes; drop it")
         for key in ("name", "revision", "subset"):
-            if self.source != "hub" and getattr(self, key) is not None:
-                raise ValueError(
-                    f"data.{key}={getattr(self, key)} has no effect with data.source={self.source}; "
-                    "drop it, or use data=hub"
-                )
-        if self.source == "mixture":
-            self._check_mixture()
-        return self
-
-    def _check_mixture(self) -> None:
-        if not self.mixture:
-            raise ValueError(
-                "data.source=mixture needs sources; set data.mixture=[{name: NAME, source: text, weight: 1}, ...]"
-            )
+            if self.source != "hub" and (value := getattr(self, key)) is not None:
+                without = f"data.{key}={value} has no effect with data.source={self.source}"
+                raise ValueError(f"{without}; drop it, or use data=hub")
+        if self.source == "mixture" and not self.mixture:
+            example = "data.mixture=[{name: NAME, source: text, weight: 1}, ...]"
+            raise ValueError(f"data.source=mixture needs sources; set {example}")
         total = sum(one.weight for one in self.mixture)
         for one in self.mixture:
             if one.weight * MIXTURE_BLOCK < total:
-                raise ValueError(
-                    f"data.mixture: the weight {one.weight:g} of {one.name} is less than 1/{MIXTURE_BLOCK} of all; "
-                    "raise it, or leave it out"
-                )
-        (name, times), *_ = Counter(one.name for one in self.mixture).most_common()
-        if times > 1:
-            raise ValueError(f"data.mixture has {times} sources called {name}; give each a name of its own")
+                small = f"the weight {one.weight:g} of {one.name} is less than 1/{MIXTURE_BLOCK} of all"
+                raise ValueError(f"data.mixture: {small}; raise it, or leave it out")
+        if len({one.name for one in self.mixture}) < len(self.mixture):
+            raise ValueError("data.mixture has two sources of one name; give each a name of its own")
+        return self
 
 
 class DataConfig(DataPlace, DataRecipe):
@@ -109,10 +98,9 @@ class DataConfig(DataPlace, DataRecipe):
         if self.source in ("text", "json", "parquet") and not self.path:
             raise ValueError(f"data.source={self.source} needs files; set data.path=FILE_OR_DIRECTORY")
         if self.source in ("stdlib", "hub", "mixture") and self.path is not None:
-            shown = self.path[0] if len(self.path) == 1 else f"[{','.join(self.path)}]"
             mixed = self.source == "mixture"
             remedy = "set data.paths.NAME" if mixed else "drop it, or add data=text, data=json or data=parquet"
-            raise ValueError(f"data.path={shown} has no effect with data.source={self.source}; {remedy}")
+            raise ValueError(f"data.path={self.path[0]} has no effect with data.source={self.source}; {remedy}")
         for one in self.mixture:
             if one.source != "stdlib" and not self.paths.get(one.name):
                 raise ValueError(f"data.mixture: {one.name} needs files; set data.paths.{one.name}=FILE_OR_DIRECTORY")

@@ -1,7 +1,5 @@
-"""The schema in words: which settings there are, what each accepts, and a mistake as one line for the user.
-
-`--cfg help` and every error about a setting are written from here: the key as typed, the value, what is expected
-instead. Nothing here knows a particular setting, so that `base.py` can stand on it.
+"""The schema in words: which settings there are, what each accepts, and a mistake as one line for the user: the key as
+typed, the value, what is expected instead. Nothing here knows a particular setting, so that `base.py` can stand on it.
 """
 
 from __future__ import annotations
@@ -70,15 +68,10 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
         return f"{size}, each {_expected(arguments[0], ())}"
     if origin is dict:
         return "a group of settings"
-    bounds = " and ".join(_bounds(metadata))
+    signs = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}
+    found = [(*signs[type(item)], item) for item in metadata if type(item) in signs]
+    bounds = " and ".join(f"{sign} {getattr(item, name):.10g}" for name, sign, item in found)
     return f"{_KINDS.get(annotation, 'a text')} {bounds}".strip()
-
-
-def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
-    for item in metadata:
-        for kind, name, sign in ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<=")):
-            if isinstance(item, kind):
-                yield f"{sign} {getattr(item, name):.10g}"
 
 
 def show(value: Any, limit: int = 80) -> str:
@@ -110,27 +103,23 @@ def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, 
     `typed` maps keys to values as the user wrote them, where that is known.
     """
     first, *others = error.errors(include_url=False)
-    keys = dict(leaves(model))
+    kind, keys = first["type"], dict(leaves(model))
     key = ".".join(part for part in first["loc"] if isinstance(part, str))  # without the index into a list
-    below = any(key.startswith(f"{known}.") for known in keys)  # in a setting that is a list
-    if first["type"] == "extra_forbidden" and not below:
+    # A setting that is a list or a mapping, in which the mistake is, or itself.
+    field = next((field for known, field in keys.items() if f"{key}.".startswith(f"{known}.")), None)
+    wanted = "a group of settings" if field is None else expected(field)
+    setting = f"{show(key)}={(typed or {}).get(key) or show(first['input'])}"
+    if kind == "extra_forbidden" and field is None:
         text = unknown_key(key, keys)
-    elif first["type"] == "missing":
-        text = f"{key} is missing; expected {_wanted(key, keys)}"
-    elif first["type"] == "value_error":  # a check of ours, which wrote its own line
+    elif kind == "missing":
+        text = f"{key} is missing; expected {wanted}"
+    elif kind == "value_error":  # a check of ours, which wrote its own line
         text = show(str(first["ctx"]["error"]), limit=400)
-    elif first["type"] == "name":  # of `names.py`
-        text = f"{show(key)}={(typed or {}).get(key) or show(first['input'])} {show(first['ctx']['why'], limit=400)}"
+    elif kind == "name":  # of `names.py`
+        text = f"{setting} {show(first['ctx']['why'], limit=400)}"
     else:
-        value = (typed or {}).get(key) or show(first["input"])
-        wrong = {"literal_error": "not a choice"}.get(first["type"], "not valid")
-        if first["type"].startswith(("greater_than", "less_than")):
+        wrong = "not a choice" if kind == "literal_error" else "not valid"
+        if kind.startswith(("greater_than", "less_than")):
             wrong = "out of range"
-        text = f"{show(key)}={value} is {wrong}; expected {_wanted(key, keys)}"
+        text = f"{setting} is {wrong}; expected {wanted}"
     return f"{text} (and {len(others)} more)" if others else text
-
-
-def _wanted(key: str, keys: Mapping[str, Any]) -> str:
-    return next(
-        (expected(field) for known, field in keys.items() if f"{key}.".startswith(f"{known}.")), "a group of settings"
-    )

@@ -18,41 +18,39 @@ __all__ = ["HUB_NAME", "with_commits"]
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 HUB_NAME = re.compile(f"{_PART}/{_PART}")
 _AT = re.compile(rf"({_PART}(?:/{_PART})?)@(.*)")
-_COMMIT = re.compile("[0-9a-f]{40}")
-# name, commit, and kind of repository
+# Group, key of the name, key of the commit, kind of repository.
 _PLACES = (
     ("model", "path", "revision", "model"),
     ("data", "tokenizer", "tokenizer_revision", "model"),
     ("data", "name", "revision", "dataset"),
 )
-# What `train/start_files.py` fills in from these keys; the first one tells whether it has.
-_DERIVED = (
-    ("model", {"model.path", "model.revision"}, ("weights", "frozen", "generation", "config", "directory")),
-    ("data", {"data.tokenizer", "data.tokenizer_revision"}, ("tokenizer_files", "tokenizer_directory")),
-)
+# What `train/start_files.py` fills in from the names; the first key tells whether it has.
+_DERIVED = {
+    "model.path": ("weights", "frozen", "generation", "config", "directory"),
+    "data.tokenizer": ("tokenizer_files", "tokenizer_directory"),
+}
 
 
-def with_commits(settings: Any, typed: Collection[str] = ()) -> dict[str, Any]:
+def with_commits(settings: dict[str, Any], typed: Collection[str] = ()) -> dict[str, Any]:
     """The settings, by group and name, with each `NAME@COMMIT` as name and commit.
 
     Saved settings may hold what was derived from another model or tokenizer than the `typed` keys name; it is left out.
     Raises ConfigError: it is a branch or a tag (then the hub is asked for its commit), or another commit is typed too.
     """
     changed = {group: dict(values) if isinstance(values, dict) else values for group, values in settings.items()}
-    for group, keys, derived in _DERIVED:
-        values = changed.get(group)
-        if isinstance(values, dict) and values.get(derived[0]) and not keys.isdisjoint(typed):
-            changed[group] = {
-                key: one for key, one in values.items() if key not in derived or f"{group}.{key}" in typed
-            }
     for group, key, commit_key, kind in _PLACES:
         values = changed.get(group)
         if not isinstance(values, dict):
             continue
+        derived = _DERIVED.get(f"{group}.{key}")
+        if derived and values.get(derived[0]) and not {f"{group}.{key}", f"{group}.{commit_key}"}.isdisjoint(typed):
+            for one in derived:
+                if f"{group}.{one}" not in typed:
+                    values.pop(one, None)
         whole, commit = values.get(key), values.get(commit_key)
         found = _AT.fullmatch(whole) if isinstance(whole, str) else None
         name, at = (found[1], found[2]) if found else (whole, commit)
-        if isinstance(at, str) and isinstance(name, str) and not _COMMIT.fullmatch(at):
+        if isinstance(at, str) and isinstance(name, str) and not re.fullmatch("[0-9a-f]{40}", at):
             said = f"{group}.{key}={show(whole)}" if found else f"{group}.{commit_key}={show(at)}"
             raise ConfigError(f"{said} names no commit, and what is not a commit can change; {_remedy(kind, name, at)}")
         if found and commit not in (None, at):
@@ -66,6 +64,6 @@ def _remedy(kind: str, name: str, at: str) -> str:
     from diloco.hub import commit_of
 
     commit = commit_of(kind, name, at) if at else None
-    if commit is not None:
-        return f"write {name}@{commit}, which it is now"
-    return "write the 40 hexadecimal digits that the hub shows"
+    if commit is None:
+        return "write the 40 hexadecimal digits that the hub shows"
+    return f"write {name}@{commit}, which it is now"

@@ -1,9 +1,8 @@
 """The manifest: the run-owned half of a configuration, as peers exchange it.
 
-Its hash names the run on the wire, so the text that is hashed must not depend on who computed it: JSON with sorted
-keys, no spaces, ASCII only, and Python's shortest float representation, which every version since 3.1 agrees on. How
-long the run is does not count there: it may rise while the run lives, and peers tell each other. A manifest from
-another peer is untrusted: `from_json` accepts exactly what this version would write.
+Its hash names the run on the wire, so the text that is hashed does not depend on who computed it: JSON with sorted
+keys, no spaces, ASCII only, and Python's shortest floats. How long the run is does not count there: it may rise while
+the run lives. A manifest from a peer is untrusted: `from_json` accepts exactly what this version would write.
 
 Whoever gives a volunteer an address chooses what the volunteer's machine reads, trains on and gives away. Therefore
 `check_foreign` lets a run that is joined take model, text and tokenizer from the Hugging Face hub at a commit that the
@@ -35,8 +34,19 @@ from diloco.errors import ConfigError
 from diloco.hub import TOKENIZER_FILES
 
 __all__ = [
-    "MAX_MANIFEST_CHARACTERS", "RISING", "WIRE_VERSION", "Manifest", "Source", "check_foreign", "check_model_fits_data",
-    "check_warmup_ends", "flatten", "hash_of", "planned", "raised", "sources_of",
+    "MAX_MANIFEST_CHARACTERS",
+    "RISING",
+    "WIRE_VERSION",
+    "ExternalSource",
+    "Manifest",
+    "check_foreign",
+    "check_model_fits_data",
+    "check_warmup_ends",
+    "flatten",
+    "hash_of",
+    "planned",
+    "raised",
+    "sources_of",
 ]  # fmt: skip
 
 # Raised whenever peers of the old and the new version could not train together.
@@ -70,10 +80,8 @@ class Manifest(RunOwned):
 
     def to_json(self, indent: int | None = None) -> str:
         """Canonical JSON (sorted keys, ASCII); `indent` is for files that people read, and changes no value."""
-        separators = (",", ":") if indent is None else (",", ": ")
-        return json.dumps(
-            self.model_dump(mode="json"), sort_keys=True, separators=separators, indent=indent, allow_nan=False
-        )
+        content, separators = self.model_dump(mode="json"), (",", ":" if indent is None else ": ")
+        return json.dumps(content, sort_keys=True, separators=separators, indent=indent, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str, any_wire_version: bool = False) -> Manifest:
@@ -111,8 +119,8 @@ class Manifest(RunOwned):
 
     def differences(self, other: Manifest) -> list[str]:
         """One text per setting that differs, such as `outer.lr: 0.7 here, 0.4 there`; empty for equal hashes."""
-        trees = [manifest.model_dump(mode="json") for manifest in (self, other)]
-        here, there = ({key: show(value) for key, value in flatten(tree)} for tree in trees)
+        trees = [dict(flatten(manifest.model_dump(mode="json"))) for manifest in (self, other)]
+        here, there = ({key: show(value) for key, value in tree.items()} for tree in trees)
         return [
             f"{key}: {here.get(key, 'not set')} here, {there.get(key, 'not set')} there"
             for key in sorted(here.keys() | there.keys())
@@ -121,9 +129,7 @@ class Manifest(RunOwned):
 
 
 def hash_of(text: str) -> str:
-    """SHA-256 (64 hexadecimal digits) of a manifest's canonical JSON with 0 for each number in `RISING`; of any other
-    text, its own.
-    """
+    """SHA-256 in hexadecimal of a manifest's canonical JSON with 0 for the numbers in `RISING`; else of the text."""
     with suppress(ValueError, AttributeError, TypeError, RecursionError):  # a parser of manifests says what is wrong
         content = json.loads(text)
         for group, _, name in (key.partition(".") for key in RISING):
@@ -172,8 +178,8 @@ def check_warmup_ends(budget: BudgetConfig, inner: InnerConfig, outer: OuterConf
     if budget.outer_steps is not None:
         limits.append((budget.outer_steps * outer.sync_every, "budget.outer_steps x outer.sync_every"))
     if budget.tokens is not None:  # of one peer alone; with several it ends sooner
-        steps = budget.tokens // (inner.batch_size * data.sequence_length)
-        limits.append((steps, "budget.tokens / (inner.batch_size x data.sequence_length)"))
+        tokens = inner.batch_size * data.sequence_length
+        limits.append((budget.tokens // tokens, "budget.tokens / (inner.batch_size x data.sequence_length)"))
     steps, why = min(limits)
     if inner.warmup_steps >= max(1, steps):
         raise ValueError(
@@ -195,7 +201,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
-class Source(NamedTuple):
+class ExternalSource(NamedTuple):
     """Something that a run needs and that this package does not contain."""
 
     what: str  # model, data or tokenizer
@@ -204,16 +210,16 @@ class Source(NamedTuple):
     revision: str | None
 
 
-def sources_of(manifest: Manifest) -> Iterator[Source]:
+def sources_of(manifest: Manifest) -> Iterator[ExternalSource]:
     """Yields what the run needs from outside this package."""
     model, data = manifest.model, manifest.data
     if model.path is not None or model.weights is not None:
-        yield Source("model", "model.path", model.path, model.revision)
+        yield ExternalSource("model", "model.path", model.path, model.revision)
     if data.source != "stdlib" and (not data.mixture or any(one.source != "stdlib" for one in data.mixture)):
-        yield Source("data", "data.name", data.name, data.revision)
+        yield ExternalSource("data", "data.name", data.name, data.revision)
     if data.tokenizer != "bytes":
         name = None if data.tokenizer == FILES else data.tokenizer
-        yield Source("tokenizer", "data.tokenizer", name, data.tokenizer_revision)
+        yield ExternalSource("tokenizer", "data.tokenizer", name, data.tokenizer_revision)
 
 
 def check_foreign(manifest: Manifest) -> None:
@@ -239,7 +245,7 @@ def _texts(value: object) -> Iterator[str]:
         yield from _texts(part)
 
 
-def _check_hub(source: Source, name: str) -> None:
+def _check_hub(source: ExternalSource, name: str) -> None:
     if not HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
         raise ConfigError(
             f"{source.key}={show(name)} of the run is no name on the Hugging Face hub, such as allenai/c4; a run that "

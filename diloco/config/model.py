@@ -1,8 +1,7 @@
 """The settings of the model: what is trained, what it starts from, and where this peer has the files. Like `groups.py`.
 
-Users name a model by its config, by a directory, or by its name on the hub. The last two mean files, which peers on
-other machines do not have. Therefore `train/start_files.py` puts into the manifest, before the run starts, what others
-need to build the same model: its config, and digests of the values that it starts from.
+Users name a model by its config, by a directory, or by its name on the hub. The last two mean files, which other peers
+do not have. So `train/start_files.py` puts into the manifest what they need to build it: config and digests.
 """
 
 from __future__ import annotations

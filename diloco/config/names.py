@@ -3,86 +3,71 @@
 What the settings have to know of each is here, so that a configuration is checked without importing torch. A name that
 is not here is looked for among the entry points of installed packages, group `diloco.extensions`, of exactly that name;
 importing it calls `diloco.register`. So a manifest from a stranger makes this process import what its user installed
-under that name, and nothing else. A package that cannot be imported is named in the error, as a missing one is.
+under that name, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from diloco.config.explain import Expected, nearest
 
-__all__ = ["CODECS", "GROUP", "OPTIMIZERS", "CodecDown", "CodecTraits", "CodecUp", "OptimizerName"]
+__all__ = ["CODECS", "OPTIMIZERS", "CodecDown", "CodecUp", "OptimizerName"]
 
 GROUP = "diloco.extensions"
 
 
-class CodecTraits(NamedTuple):
-    """A codec."""
-
-    wide: bool = False  # two bytes per value or more
-    publishes: bool = True  # updates, and not only contributions
-
-
 OPTIMIZERS = {"nesterov": False, "delayed_nesterov": True}
 """Whether each has a momentum step per outer.delay contributions, rather than per version."""
-CODECS = {
-    "fp32": CodecTraits(wide=True),
-    "fp16": CodecTraits(wide=True),
-    "int8": CodecTraits(),
-    "e3m0": CodecTraits(),
-    "stat2": CodecTraits(publishes=False),
-    "topk": CodecTraits(publishes=False),
-}
+CODECS = {"fp32": True, "fp16": True, "int8": True, "e3m0": True, "stat2": False, "topk": False}
+"""Whether each encodes what authors publish, too, and not only contributions."""
 
 
-def _found_in(known: Mapping[str, object]) -> Callable[[str], str]:
+def _known(known: Mapping[str, object]) -> Any:
+    """A name in `known`, or of an installed package that registers it."""
+
     def check(name: str) -> str:
         if name in known:
             return name
-        installed = entry_points(group=GROUP)
-        why = ""
+        installed, why = entry_points(group=GROUP), ""
         for point in installed.select(name=name):
             try:
                 point.load()
             except Exception as error:  # of code that is not ours
                 why = f": {point.value} cannot be imported ({type(error).__name__}: {error})"
-        if name not in known:
-            raise _not_here(name, why, [*known, *(point.name for point in installed if point.name not in known)])
-        return name
+        if name in known:
+            return name
+        choices = [one for one in dict.fromkeys([*known, *(point.name for point in installed)]) if one != name]
+        if not why and (guesses := nearest(name, choices)):
+            why = f" (did you mean {' or '.join(guesses)}?)"
+        raise _wrong(
+            f"is not installed here{why}; expected one of {', '.join(choices)}, or ask whoever started the run which "
+            "package has it"
+        )
 
-    return check
-
-
-def _not_here(name: str, why: str, names: list[str]) -> PydanticCustomError:
-    choices = [one for one in names if one != name]
-    guess = "" if why else " or ".join(nearest(name, choices))
-    why += f" (did you mean {guess}?)" if guess else ""
-    text = f"is not installed here{why}; expected one of {', '.join(choices)}, or ask whoever started the run which "
-    return PydanticCustomError("name", "{why}", {"why": f"{text}package has it"})
+    return AfterValidator(check)
 
 
 def _publishes(name: str) -> str:
-    if not CODECS[name].publishes:
-        names = ", ".join(one for one, traits in CODECS.items() if traits.publishes)
-        raise PydanticCustomError("name", "{why}", {"why": f"is for contributions only; expected one of {names}"})
+    if not CODECS[name]:
+        names = ", ".join(one for one, publishes in CODECS.items() if publishes)
+        raise _wrong(f"is for contributions only; expected one of {names}")
     return name
 
 
-def _of(names: Mapping[str, object]) -> Expected:
+def _wrong(why: str) -> PydanticCustomError:
+    return PydanticCustomError("name", "{why}", {"why": why})
+
+
+def _one_of(names: Iterable[str]) -> Expected:
     return Expected(f"one of {', '.join(names)}, or the name of an installed one")
 
 
-OptimizerName = Annotated[str, AfterValidator(_found_in(OPTIMIZERS)), _of(OPTIMIZERS)]
-CodecUp = Annotated[str, AfterValidator(_found_in(CODECS)), _of(CODECS)]
-CodecDown = Annotated[
-    str,
-    AfterValidator(_found_in(CODECS)),
-    AfterValidator(_publishes),
-    _of({name: one for name, one in CODECS.items() if one.publishes}),
-]
+OptimizerName = Annotated[str, _known(OPTIMIZERS), _one_of(OPTIMIZERS)]
+CodecUp = Annotated[str, _known(CODECS), _one_of(CODECS)]
+CodecDown = Annotated[str, _known(CODECS), AfterValidator(_publishes), _one_of(one for one in CODECS if CODECS[one])]

@@ -1,8 +1,4 @@
-"""`Config`: everything one peer knows before it starts, validated and frozen; the checks that span groups.
-
-A setting that cannot work is an error when the object is built. `warnings()` lists settings that work but probably do
-not do what their author hopes; the command prints them once.
-"""
+"""`Config`: everything one peer knows before it starts, validated and frozen; the checks that span groups."""
 
 from __future__ import annotations
 

@@ -12,24 +12,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-__all__ = ["MOST_PARAMETERS", "fragments_for", "fragments_of", "tokenizer_of_model"]
+__all__ = ["MOST_PARAMETERS", "fragments_for", "fragments_of"]
 
 # Of one fragment: 384 MiB of outer state for its author. Several authors share what all peers send, too.
 MOST_PARAMETERS = 2**25
-
-
-def fragments_for(config: Mapping[str, Any]) -> int:
-    """Fragments of at most `MOST_PARAMETERS`, by the sizes of a model like Llama; 1 where the config does not say them.
-
-    All peers have to agree on the number, so it depends on the settings of the run alone.
-    """
-    sizes = (config.get(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"))
-    known = [size for size in sizes if isinstance(size, int) and size > 0]
-    if len(known) < 4:
-        return 1
-    vocabulary, width, inner, layers = known
-    embeddings = vocabulary * width * (1 if config.get("tie_word_embeddings") else 2)
-    return fragments_of(embeddings + layers * width * (4 * width + 3 * inner))
 
 
 def fragments_of(parameters: int) -> int:
@@ -37,13 +23,26 @@ def fragments_of(parameters: int) -> int:
     return max(1, math.ceil(parameters / MOST_PARAMETERS))
 
 
-def tokenizer_of_model(otherwise: str, *, _root_: DictConfig) -> str:
-    """The directory, or NAME@COMMIT, of model.path, whose tokenizer the model was trained with."""
+def fragments_for(config: Mapping[str, Any]) -> int:
+    """The same for the sizes of a model like Llama; 1 where the config does not say them.
+
+    All peers have to agree on the number, so it depends on the settings of the run alone.
+    """
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    sizes = [config.get(key) for key in keys]
+    if not all(isinstance(size, int) for size in sizes):
+        return 1
+    vocabulary, width, inner, layers = sizes
+    embeddings = vocabulary * width * (1 if config.get("tie_word_embeddings") else 2)
+    return fragments_of(embeddings + layers * width * (4 * width + 3 * inner))
+
+
+def _tokenizer_of_model(otherwise: str, *, _root_: DictConfig) -> str:
     path, commit = (OmegaConf.select(_root_, f"model.{key}") for key in ("path", "revision"))
     if path is None:
         return otherwise
     return str(path) if commit is None else f"{path}@{commit}"
 
 
-OmegaConf.register_new_resolver("tokenizer_of_model", tokenizer_of_model, replace=True)
+OmegaConf.register_new_resolver("tokenizer_of_model", _tokenizer_of_model, replace=True)
 OmegaConf.register_new_resolver("fragments_for", fragments_for, replace=True)

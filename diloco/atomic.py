@@ -7,8 +7,6 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["replace_file"]
-
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Replaces the file `path`: a reader sees the old or the new content, also after a crash.

@@ -29,11 +29,6 @@ from typing import NoReturn
 
 from diloco.text import masked, plain, speak_plainly
 
-__all__ = [
-    "CheckpointError", "ConfigError", "DataError", "DilocoError", "DivergedError", "JoinError", "PayloadError",
-    "SwarmError", "UnsavedError", "end_process", "guard", "in_utf8", "on_signals",
-]  # fmt: skip
-
 
 class DilocoError(Exception):
     """A problem that the user can mend; `str(error)` is one line for the user, without secrets that were typed."""

@@ -35,8 +35,6 @@ from diloco.outer.lossy import LOSSY
 from diloco.outer.optimizer import OPTIMIZERS, OuterOptimizer
 from diloco.outer.payloads import Codec
 
-__all__ = ["register"]
-
 _Extension = TypeVar("_Extension", bound="type[OuterOptimizer] | type[Codec]")
 _OURS = {*OPTIMIZERS, *CODECS, *LOSSY}
 

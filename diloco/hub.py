@@ -14,8 +14,6 @@ from typing import Any
 from diloco.errors import DataError
 from diloco.text import one_line
 
-__all__ = ["MODEL_FILES", "TOKENIZER_FILES", "check_push", "check_reachable", "commit_of", "files_at", "opened", "push"]
-
 WEIGHTS = "*.safetensors"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 MODEL_FILES = ("config.json", "generation_config.json", WEIGHTS, "*.safetensors.index.json")

@@ -13,11 +13,6 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = [
-    "counted", "decoded", "human_bytes", "human_count", "human_seconds", "masked", "one_line", "plain", "small_text",
-    "sparkline", "speak_plainly",
-]  # fmt: skip
-
 _UNITS = "kMGT"
 BARS = "▁▂▃▄▅▆▇█"
 _ASCII = dict(zip(BARS, "_.-~=+*#", strict=True)) | {"±": "+-"}

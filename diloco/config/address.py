@@ -19,14 +19,12 @@ from diloco.config.explain import show
 from diloco.errors import ConfigError
 from diloco.text import decoded, masked, small_text
 
-__all__ = ["Address", "addresses_in", "host_of", "line_of_stdin", "problem", "same_subnet", "scope", "unquoted"]
-
 SCHEME = "diloco:/"  # followed by a multiaddr, which begins with a slash
 TOKEN = re.compile(r"[A-Za-z0-9_.-]{1,4096}")
 EXAMPLE = "/ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..."
 
 _BASE58 = "[1-9A-HJ-NP-Za-km-z]"
-_ID = re.compile(f"12D3Koo{_BASE58}{{45}}|Qm{_BASE58}{{44}}")  # the ids that libp2p makes, of Ed25519 and of RSA keys
+_ID = re.compile(f"12D3Koo{_BASE58}{{45}}|Qm{_BASE58}{{44}}")  # ids of libp2p, of Ed25519 and of RSA keys
 # Host, port, flags of the transport, the peer's id, and after a relay the id behind it.
 _SHAPE = re.compile(
     r"/(ip4|ip6|dns|dns4|dns6)/([^/\s]+)/(?:tcp|udp)/(\d{1,5})(?:/(?:quic|quic-v1|ws|wss))*"

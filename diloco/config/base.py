@@ -18,12 +18,6 @@ from diloco.config.address import unquoted
 from diloco.config.explain import Expected, explain
 from diloco.errors import ConfigError
 
-__all__ = [
-    "Bare", "Digest", "Directory", "Multiaddr", "Name", "NotEmpty", "PeerAddress", "PeerLocal", "Revision", "RunOwned",
-    "Settings", "Tuple",
-]  # fmt: skip
-
-
 _Settings = TypeVar("_Settings", bound="Settings")
 
 

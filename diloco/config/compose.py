@@ -28,8 +28,6 @@ from diloco.config.overrides import Typed, first_line, parse
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-__all__ = ["KEYS", "cfg_text", "check_key", "compose", "compose_tree", "help_text", "outer_preset", "validated"]
-
 KEYS = dict(leaves(Config))
 
 

@@ -10,8 +10,6 @@ from diloco.config.base import Digest, Name, Revision, RunOwned, Tuple
 from diloco.config.explain import Expected
 from diloco.config.peer_local import DataPlace
 
-__all__ = ["FILES", "DataConfig", "DataRecipe", "MixedSource"]
-
 FILES = "files"  # in place of a directory, in the manifest: the files themselves are named by their digests
 MAX_TOKENIZER_FILES = 32
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]

@@ -17,8 +17,6 @@ from pydantic.fields import FieldInfo
 
 from diloco.text import masked
 
-__all__ = ["Expected", "accepts", "expected", "explain", "leaves", "nearest", "show", "unknown_key"]
-
 _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
 
 

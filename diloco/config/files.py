@@ -24,10 +24,6 @@ from diloco.config.overrides import first_line
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-__all__ = [
-    "Request", "Saved", "Start", "choices", "compose_files", "no_choice", "read_saved", "search_path", "sweep_params",
-]  # fmt: skip
-
 VERSION_BASE = "1.3"
 SECTIONS = tuple(Config.model_fields)
 GROUPS = tuple(section for section in SECTIONS if section != "run")

@@ -18,10 +18,6 @@ from diloco.config.explain import Expected
 from diloco.config.names import OPTIMIZERS, CodecDown, CodecUp, OptimizerName
 from diloco.config.peer_local import RunPlace, SwarmPlace
 
-__all__ = [
-    "KEYLESS", "BudgetConfig", "InnerConfig", "OuterConfig", "RunConfig", "RunIdentity", "SwarmConfig", "SwarmRules",
-]  # fmt: skip
-
 # What `diloco/outer` implements. A new merge rule is a new name here; for codecs and outer optimizers see `names.py`.
 Average = Literal["mean", "rda"]
 

@@ -13,8 +13,6 @@ from typing import Any
 from diloco.config.explain import show
 from diloco.errors import ConfigError
 
-__all__ = ["HUB_NAME", "with_commits"]
-
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 HUB_NAME = re.compile(f"{_PART}/{_PART}")
 _AT = re.compile(rf"({_PART}(?:/{_PART})?)@(.*)")

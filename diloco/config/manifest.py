@@ -4,10 +4,9 @@ Its hash names the run on the wire, so the text that is hashed does not depend o
 keys, no spaces, ASCII only, and Python's shortest floats. How long the run is does not count there: it may rise while
 the run lives. A manifest from a peer is untrusted: `from_json` accepts exactly what this version would write.
 
-Whoever gives a volunteer an address chooses what the volunteer's machine reads, trains on and gives away. Therefore
-`check_foreign` lets a run that is joined take model, text and tokenizer from the Hugging Face hub at a commit that the
-manifest names, from this package, or from the run's peers by digests that the manifest has; never from a path of this
-machine, which only the volunteer types (`data.path`).
+A run that is joined takes model, text and tokenizer from the Hugging Face hub at a commit that the manifest names, from
+this package, or from the run's peers by digests (`check_foreign`); never from a path of this machine, which only its
+user types (`data.path`).
 """
 
 from __future__ import annotations
@@ -32,22 +31,6 @@ from diloco.config.hub_names import HUB_NAME
 from diloco.config.model import ModelRecipe
 from diloco.errors import ConfigError
 from diloco.hub import TOKENIZER_FILES
-
-__all__ = [
-    "MAX_MANIFEST_CHARACTERS",
-    "RISING",
-    "WIRE_VERSION",
-    "ExternalSource",
-    "Manifest",
-    "check_foreign",
-    "check_model_fits_data",
-    "check_warmup_ends",
-    "flatten",
-    "hash_of",
-    "planned",
-    "raised",
-    "sources_of",
-]  # fmt: skip
 
 # Raised whenever peers of the old and the new version could not train together.
 WIRE_VERSION = 12
@@ -162,14 +145,11 @@ def check_model_fits_data(model: ModelRecipe, data: DataRecipe) -> None:
     """
     vocabulary, positions = model.config.get("vocab_size"), model.config.get("max_position_embeddings")
     if data.tokenizer == "bytes" and isinstance(vocabulary, int) and vocabulary < 256:
-        raise ValueError(
-            f"model.config.vocab_size={vocabulary} cannot hold bytes; data.tokenizer=bytes needs at least 256"
-        )
+        small = f"model.config.vocab_size={vocabulary} cannot hold bytes"
+        raise ValueError(f"{small}; data.tokenizer=bytes needs at least 256")
     if isinstance(positions, int) and positions < data.sequence_length:
-        raise ValueError(
-            f"data.sequence_length={data.sequence_length} is longer than "
-            f"model.config.max_position_embeddings={positions}; lower the one or raise the other"
-        )
+        longer = f"data.sequence_length={data.sequence_length} is longer than model.config.max_position_embeddings"
+        raise ValueError(f"{longer}={positions}; lower the one or raise the other")
 
 
 def check_warmup_ends(budget: BudgetConfig, inner: InnerConfig, outer: OuterConfig, data: DataRecipe) -> None:
@@ -182,10 +162,10 @@ def check_warmup_ends(budget: BudgetConfig, inner: InnerConfig, outer: OuterConf
         limits.append((budget.tokens // tokens, "budget.tokens / (inner.batch_size x data.sequence_length)"))
     steps, why = min(limits)
     if inner.warmup_steps >= max(1, steps):
-        raise ValueError(
-            f"inner.warmup_steps={inner.warmup_steps} is not over when the run ends after {steps} inner steps ({why}); "
-            "lower it, or give it as a part of the run, such as 0.25"
+        late = (
+            f"inner.warmup_steps={inner.warmup_steps} is not over when the run ends after {steps} inner steps ({why})"
         )
+        raise ValueError(f"{late}; lower it, or give it as a part of the run, such as 0.25")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -226,9 +206,8 @@ def check_foreign(manifest: Manifest) -> None:
     """Raises ConfigError, with one line, if a volunteer must not take this manifest from a swarm."""
     for key, value in flatten(manifest.model_dump(mode="json")):
         if not all(text.isprintable() for text in (key, *_texts(value))):
-            raise ConfigError(
-                f"{show(key)}={show(value)} of the run holds characters that nobody can see; join no such run"
-            )
+            hidden = f"{show(key)}={show(value)} of the run holds characters that nobody can see"
+            raise ConfigError(f"{hidden}; join no such run")
     for source in sources_of(manifest):
         if source.name is not None:
             _check_hub(source, source.name)
@@ -251,13 +230,10 @@ def _check_hub(source: ExternalSource, name: str) -> None:
             f"{source.key}={show(name)} of the run is no name on the Hugging Face hub, such as allenai/c4; a run that "
             "others join takes nothing from their disks, so whoever started it has to publish it there"
         )
+    named = f"{source.key}={name}"
     if source.revision is None:
-        raise ConfigError(
-            f"{source.key}={name} of the run has no commit, so nobody knows what will be fetched; whoever started the "
-            f"run has to set {source.key}={name}@COMMIT"
-        )
+        why = "has no commit, so nobody knows what will be fetched"
+        raise ConfigError(f"{named} of the run {why}; whoever started the run has to set {named}@COMMIT")
     if Path(name).exists():
-        raise ConfigError(
-            f"{source.key}={name} of the run is also a path here, and libraries would read that; start in another "
-            "directory"
-        )
+        why = "is also a path here, and libraries would read that"
+        raise ConfigError(f"{named} of the run {why}; start in another directory")

@@ -13,8 +13,6 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from diloco.config.base import Digest, Name, PeerLocal, Revision, RunOwned
 
-__all__ = ["MAX_FROZEN", "ModelConfig", "ModelRecipe"]
-
 MAX_FROZEN = 256  # digests of tensors that a manifest has room for
 
 

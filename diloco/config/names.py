@@ -17,8 +17,6 @@ from pydantic_core import PydanticCustomError
 
 from diloco.config.explain import Expected, nearest
 
-__all__ = ["CODECS", "OPTIMIZERS", "CodecDown", "CodecUp", "OptimizerName"]
-
 GROUP = "diloco.extensions"
 
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from diloco.config.explain import show
 from diloco.errors import ConfigError
 
-__all__ = ["Typed", "first_line", "key_of", "parse", "quoted"]
-
 
 class Typed(NamedTuple):
     """An argument as somebody typed it."""

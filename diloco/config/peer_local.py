@@ -13,11 +13,6 @@ from pydantic import AfterValidator, Field, field_serializer, model_validator
 from diloco.config.base import Bare, Directory, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
 from diloco.config.explain import Expected
 
-__all__ = [
-    "CheckpointConfig", "DataPlace", "EvalConfig", "LocalConfig", "RunPlace", "SimConfig", "SwarmPlace",
-    "TrainConfig", "WandbConfig",
-]  # fmt: skip
-
 
 def _without_secret(url: str) -> str:
     if re.search(r"://([^/]*:[^/]*@|.*\?)", url):

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any
 
 from omegaconf import OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
 from diloco.config import groups, peer_local
 from diloco.config.address import scope
-from diloco.config.base import RunOwned, Settings
-from diloco.config.data import FILES, DataConfig, DataRecipe
+from diloco.config.base import Settings
+from diloco.config.data import FILES, DataConfig
 from diloco.config.explain import explain
 from diloco.config.manifest import Manifest, check_foreign, check_model_fits_data, check_warmup_ends
-from diloco.config.model import ModelConfig, ModelRecipe
+from diloco.config.model import ModelConfig
 from diloco.errors import ConfigError
-
-__all__ = ["Config"]
 
 
 class Config(Settings):
@@ -66,15 +64,11 @@ class Config(Settings):
 
     def manifest(self) -> Manifest:
         """The run-owned half."""
-        return Manifest(
-            run=_half(groups.RunIdentity, self.run),
-            budget=self.budget,
-            model=_half(ModelRecipe, self.model),
-            data=_half(DataRecipe, self.data),
-            inner=self.inner,
-            outer=self.outer,
-            swarm=_half(groups.SwarmRules, self.swarm),
-        )
+        halves: dict[str, Any] = {group: getattr(self, group) for group in ("budget", "inner", "outer")}
+        for group in ("run", "model", "data", "swarm"):
+            half: Any = Manifest.model_fields[group].annotation
+            halves[group] = half.model_validate({key: getattr(getattr(self, group), key) for key in half.model_fields})
+        return Manifest(**halves)
 
     def adopt(self, manifest: Manifest) -> Config:
         """This peer's half with the run-owned half of `manifest`, as a joiner takes it from the swarm.
@@ -94,13 +88,6 @@ class Config(Settings):
     def warnings(self) -> list[str]:
         """One line per setting that works but is probably not meant."""
         return list(_doubtful(self))
-
-
-_Half = TypeVar("_Half", bound=RunOwned)
-
-
-def _half(kind: type[_Half], whole: Settings) -> _Half:
-    return kind.model_validate({name: getattr(whole, name) for name in kind.model_fields})
 
 
 def _doubtful(config: Config) -> Iterator[str]:

@@ -12,8 +12,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-__all__ = ["MOST_PARAMETERS", "fragments_for", "fragments_of"]
-
 # Of one fragment: 384 MiB of outer state for its author. Several authors share what all peers send, too.
 MOST_PARAMETERS = 2**25
 
@@ -29,8 +27,8 @@ def fragments_for(config: Mapping[str, Any]) -> int:
     All peers have to agree on the number, so it depends on the settings of the run alone.
     """
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    sizes = [config.get(key) for key in keys]
-    if not all(isinstance(size, int) for size in sizes):
+    sizes = [size for key in keys if isinstance(size := config.get(key), int)]
+    if len(sizes) < len(keys):
         return 1
     vocabulary, width, inner, layers = sizes
     embeddings = vocabulary * width * (1 if config.get("tie_word_embeddings") else 2)

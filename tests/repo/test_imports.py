@@ -1,5 +1,5 @@
-"""Imports point down and never in a circle, every third-party package has a home, no function is long, and the core
-touches neither clock nor socket.
+"""Imports point down and never in a circle, every third-party package has a home, and the core touches neither clock
+nor socket.
 
 The imports are read from the syntax tree, so one inside a function or under TYPE_CHECKING counts like any other.
 """
@@ -43,7 +43,6 @@ STOREYS = {
         {"node", "client"},
     ],
 }
-LONGEST_FUNCTION = 50  # lines of code
 # Where a package may be imported; anything else that is not in the standard library may not be imported at all.
 HOMES = {
     "hivemind": {"swarm"},
@@ -216,18 +215,6 @@ def test_every_part_of_the_package_is_in_a_layer() -> None:
 def test_no_modules_import_each_other() -> None:
     found = circles({name: (file.read_text(encoding="utf-8"), file.name == "__init__.py") for name, file in modules()})
     assert found == []
-
-
-def test_no_function_is_too_long_to_read() -> None:
-    """A docstring and a signature of many arguments are no code."""
-    long = []
-    for module, file in modules():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) else node.body
-                if body and (node.end_lineno or 0) - body[0].lineno >= LONGEST_FUNCTION:
-                    long.append(f"{module}.{node.name}")
-    assert long == []
 
 
 def test_no_module_takes_a_private_name_of_another() -> None:

@@ -24,7 +24,7 @@ from diloco.config.files import Request, Start, choices, compose_files, no_choic
 from diloco.config.groups import KEYLESS
 from diloco.config.hub_names import with_commits
 from diloco.config.manifest import Manifest, flatten
-from diloco.config.overrides import Typed, first_line, parse
+from diloco.config.overrides import Typed, first_line, key_of, parse
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
@@ -54,8 +54,9 @@ def compose_tree(overrides: Sequence[str], start: Start) -> Composed:
     """Everything but resolving and validating. Raises ConfigError for arguments and files that cannot be composed."""
     groups, experiments = choices(start), list[str]()
     chosen, settings = dict[str, str](), list[tuple[Typed, Any]]()
-    for typed, override in map(parse, overrides):
-        check_key(typed.key, groups)
+    for argument in overrides:
+        check_key(key_of(argument), groups)  # before Hydra is imported
+        typed, override = parse(argument)
         if typed.key not in groups:
             settings.append((typed, override.value()))
             continue

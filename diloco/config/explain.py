@@ -86,13 +86,11 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The known keys or names that were probably meant, the likeliest first; none if nothing is similar."""
+    """The known keys or names that were probably meant; none if nothing is similar."""
     known = list(known)
-    group, _, leaf = word.rpartition(".")
-    inside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == group}
-    same = [one for one in known if one.rpartition(".")[2] == leaf]  # `data.batch_size`, of another group
-    close = [inside[one] for one in get_close_matches(leaf, inside, n=1)]
-    return get_close_matches(word, same, n=3, cutoff=0) or close or get_close_matches(word, known, n=1, cutoff=0.7)
+    last = {one: one.rpartition(".")[2] for one in known}  # `data.batch_size` may be of another group
+    leaf = get_close_matches(word.rpartition(".")[2], last.values(), n=1, cutoff=0.7)
+    return get_close_matches(word, known, n=1, cutoff=0.8) or [one for one in known if last[one] in leaf]
 
 
 def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, str] | None = None) -> str:

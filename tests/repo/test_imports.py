@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -162,37 +163,6 @@ def _ranks(rows: list[set[str]]) -> dict[str, int]:
     return {name: number for number, row in enumerate(rows) for name in row}
 
 
-def circles(sources: dict[str, tuple[str, bool]]) -> list[set[str]]:
-    """The sets of modules that import each other, of the source of every module and whether it is a package."""
-
-    def module_of(name: str) -> str:
-        while name and name not in sources:
-            name = name.rpartition(".")[0]
-        return name
-
-    below = {
-        module: {module_of(name) for _, name in imports(source, module, is_package)} - {module, ""}
-        for module, (source, is_package) in sources.items()
-    }
-
-    def reached(module: str) -> set[str]:
-        found: set[str] = set()
-        pending = [module]
-        while pending:
-            new = below[pending.pop()] - found
-            found |= new
-            pending += new
-        return found
-
-    reach = {module: reached(module) for module in below}
-    found = {
-        frozenset(other for other in reach[module] if module in reach[other])
-        for module in below
-        if module in reach[module]
-    }
-    return sorted((set(circle) for circle in found), key=sorted)
-
-
 def modules() -> list[tuple[str, Path]]:
     files = sorted(PACKAGE.rglob("*.py"))
     names = [file.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".") for file in files]
@@ -213,8 +183,17 @@ def test_every_part_of_the_package_is_in_a_layer() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    found = circles({name: (file.read_text(encoding="utf-8"), file.name == "__init__.py") for name, file in modules()})
-    assert found == []
+    """The sorter raises an error that names the circle."""
+    names = {name for name, _ in modules()}
+
+    def module_of(name: str) -> str:
+        return name if name in names or not name else module_of(name.rpartition(".")[0])
+
+    below = {}
+    for module, file in modules():
+        found = imports(file.read_text(encoding="utf-8"), module, file.name == "__init__.py")
+        below[module] = {module_of(name) for _, name in found} - {"", module}
+    TopologicalSorter(below).prepare()
 
 
 def test_no_module_takes_a_private_name_of_another() -> None:

@@ -34,7 +34,7 @@ from diloco.messages.fields import MAX_LOSS, MAX_SECONDS, MAX_TOKENS, at_most, w
 from diloco.outer.fragments import Fragment, partition
 from diloco.outer.replica import Replica
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node.node import Exchanged, Node
+from diloco.swarm.node.node import ExchangeResult, Node
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
@@ -177,7 +177,7 @@ class Attachment:
         # For a joiner, called in other threads; before the first step there is none.
         options = replace(options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None)
         self.view = view = self._call(options, replica)
-        view.node.leased.expect(self._sequences_per_round)
+        view.node.leased.plan_round(self._sequences_per_round)
         if self._asked_to_stop:
             self.interrupt(self.asked_by)
         self._listener.on_ready(view.address)
@@ -340,7 +340,7 @@ class Attachment:
             self._adopt(lambda node: node.begin(self.outer.sync_every))
         self._progress.restart(self.steps)
 
-    def _adopt(self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> None:
+    def _adopt(self, exchange: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]) -> None:
         """Let rank 0 exchange, and have all ranks go on from the anchor that it has then."""
         before = None if self._is_kept else self.parameters.sample
         where = self._link.adopt(exchange)

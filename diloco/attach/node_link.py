@@ -16,7 +16,7 @@ from diloco.outer.fragments import Fragment
 from diloco.outer.replica import Replica
 from diloco.outer.staging import train_on_current_stream
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node.node import Exchanged, Node, OnEvent
+from diloco.swarm.node.node import ExchangeResult, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rows import ledger_totals
 from diloco.swarm.node.runtime import Runtime
@@ -198,14 +198,14 @@ class NodeLink:
         """Wait for the swarm, and go on from its anchor, which rank 0 loads into its parameters."""
         return self._after(self.move(lambda node: node.begin(cycle, cold)), cold, fetched)
 
-    def adopt(self, work: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> Position:
+    def adopt(self, work: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]) -> Position:
         """Have rank 0 exchange: what is due is sent, and updates are loaded into its parameters."""
         outcome = self.move(work)
         if self.node is not None:
             trim_heap()
         return self._after(outcome)
 
-    def _after(self, outcome: Exchanged | None, cold: bool = False, fetched: bool = False) -> Position:
+    def _after(self, outcome: ExchangeResult | None, cold: bool = False, fetched: bool = False) -> Position:
         found, node = Position(), self.node
         if node is not None and outcome is not None:
             self._phases.move("comm", "wait", outcome.wait_s)

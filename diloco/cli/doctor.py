@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from diloco.cli.volunteer import PeerDirectory
     from diloco.config import Config
     from diloco.config.address import Address
-    from diloco.swarm.client.ask import Found
+    from diloco.swarm.client.ask import SwarmInfo
     from diloco.swarm.wire.gate import Gate
 
 __all__ = ["Check", "Doctor", "doctor", "run"]
@@ -113,7 +113,7 @@ class Doctor:
     addresses: Sequence[str] = ()
     typed: Collection[str] = ()
     figures: dict[str, Any] = field(default_factory=dict)
-    _found: Found | None = None
+    _found: SwarmInfo | None = None
 
     def checks(self) -> Iterator[Check]:
         """Yields each result as soon as it is known."""
@@ -162,7 +162,7 @@ class Doctor:
         silent = "".join(f"; {address}: {why}" for address, why in found.silent.items())
         return "warning" if silent else "ok", f"answered by {len(found.peers)}: {names}{silent}"
 
-    def _manifest(self, found: Found) -> tuple[str, ...]:
+    def _manifest(self, found: SwarmInfo) -> tuple[str, ...]:
         from diloco.cli.volunteer import volunteer_config
         from diloco.swarm.client.ask import parse_manifest
 
@@ -174,14 +174,14 @@ class Doctor:
             return "failed", text, str(error)
         return "ok", text
 
-    def _clock(self, found: Found) -> tuple[str, ...]:
+    def _clock(self, found: SwarmInfo) -> tuple[str, ...]:
         from diloco.swarm.client.ask import check_clock
 
         ahead_s = self.figures["clock_ahead_s"] = found.ahead_s or 0.0
         text = f"{ahead_s:+.3f} s against the swarm (by peer {', '.join(f'{one.ahead_s:+.3f}' for one in found.peers)})"
         return ("ok", text) if check_clock(found) is None else ("warning", text, "let NTP set it")
 
-    def _bandwidth(self, found: Found) -> tuple[str, ...]:
+    def _bandwidth(self, found: SwarmInfo) -> tuple[str, ...]:
         import statistics
 
         rated = [peer for peer in found.peers if peer.up_bytes_per_s and peer.down_bytes_per_s]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from diloco.config import Config
     from diloco.config.address import Address
     from diloco.rundir.reporting import Message, Status
-    from diloco.swarm.client.ask import Found
+    from diloco.swarm.client.ask import SwarmInfo
 
 __all__ = ["join"]
 
@@ -246,7 +246,7 @@ def _terms(config: Config, parameters: int, memory_bytes: float, device: str) ->
 # -- the swarm --------------------------------------------------------------------------------------------------------
 
 
-def _look(config: Config, address: Address, identity: Path, steps: Steps) -> Found:
+def _look(config: Config, address: Address, identity: Path, steps: Steps) -> SwarmInfo:
     from diloco.cli.volunteer import known_addresses
     from diloco.swarm.client.ask import inspect_swarm
     from diloco.swarm.wire.gate import observer_gate

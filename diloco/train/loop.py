@@ -299,7 +299,7 @@ class Trainer:
         shown = (written[0][0][-24:] + written[0][1])[:64]
         self.tell(Notice(text=f"v{version} writes {json.dumps(shown, ensure_ascii=False)}"))
         if view is not None:
-            view.look(lambda node: node.recorder.wrote(version, written))
+            view.look(lambda node: node.recorder.add_samples(version, written))
 
     def save(self, background: bool = False) -> None:
         """All ranks: write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises

@@ -31,7 +31,7 @@ def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
         join(peer, name, name=name, figures=FIGURES, **EXTREME)
     peer.measure(FIGURES)
     for now in (1.0, 2.0, 3.0):
-        recorder.look(now)
+        recorder.sample(now)
     snapshot = recorder.snapshot(4.0)
     assert snapshot is not None and snapshot.ledger.processed == MAX_TOKENS == snapshot.ledger.discarded
     assert snapshot.loss[-1].loss == MAX_LOSS
@@ -42,7 +42,7 @@ def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
 def test_what_a_model_writes_reaches_watchers_as_lines_of_printable_text(prompt: str, text: str) -> None:
     """As much of it as has room."""
     recorder = Recorder(core(), "{}")
-    recorder.wrote(3, [(prompt, text)] * 16)
+    recorder.add_samples(3, [(prompt, text)] * 16)
     snapshot = recorder.snapshot(0.0)
     assert snapshot is not None and unpack(b"".join(pack(snapshot))) == snapshot and len(snapshot.samples) == 16
     version, *said = snapshot.samples[0]

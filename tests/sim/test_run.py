@@ -34,7 +34,7 @@ def test_four_peers_end_with_one_anchor_and_a_run_directory(tmp_path: Path) -> N
 
 def test_what_the_model_writes_is_told_once_per_version_and_changes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     told: list[tuple[int, list[tuple[str, str]]]] = []
-    monkeypatch.setattr(Recorder, "wrote", lambda self, version, written: told.append((version, written)))
+    monkeypatch.setattr(Recorder, "add_samples", lambda self, version, written: told.append((version, written)))
     plain, writing = (
         simulated(tmp_path / name, "local.peers=2", *typed)
         for name, typed in {"plain": (), "writing": ("eval.prompts=['def ',x]", "eval.prompt_tokens=5")}.items()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from diloco.messages.watching import ProbeReply
-from diloco.swarm.client.ask import Found
-from diloco.swarm.rpc.probe import Probed
+from diloco.swarm.client.ask import SwarmInfo
+from diloco.swarm.rpc.probe import ProbeResult
 
 OTHER = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
 
 
-def found(*ahead_s: float) -> Found:
+def found(*ahead_s: float) -> SwarmInfo:
     reply = ProbeReply(wire_version=1, run_id="r", name="n", unix_s=0.0, addresses=[], known=[])
-    return Found("{}", [Probed(str(number), reply, 0.01, value) for number, value in enumerate(ahead_s)])
+    return SwarmInfo("{}", [ProbeResult(str(number), reply, 0.01, value) for number, value in enumerate(ahead_s)])

@@ -18,7 +18,7 @@ from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
 from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import virtual_time
-from diloco.swarm.node.node import Exchanged, Node
+from diloco.swarm.node.node import ExchangeResult, Node
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import Traffic
@@ -137,18 +137,18 @@ class LastFlight:
     async def wait_until_ready(self) -> bool:
         return False
 
-    async def begin(self, cycle: int = 0, cold: bool = False) -> Exchanged:
+    async def begin(self, cycle: int = 0, cold: bool = False) -> ExchangeResult:
         self.cycle = cycle or self.cycle
-        return Exchanged(*self.clock(), self.discarded, 0.0, 0.0)
+        return ExchangeResult(*self.clock(), self.discarded, 0.0, 0.0)
 
     async def stepped(self, tokens: int, steps_per_s: float = 0.0) -> tuple[int, ...]:
         self.position += 1
         return (self.waits, *self.clock(), self.discarded, *self.place())
 
-    async def exchange(self) -> Exchanged:
+    async def exchange(self) -> ExchangeResult:
         self.said.append("exchange")
         self.position, self.discarded = 0, 7
-        return Exchanged(*self.clock(), self.discarded, 0.0, 0.0)
+        return ExchangeResult(*self.clock(), self.discarded, 0.0, 0.0)
 
     def __getattr__(self, name: str) -> Any:
         async def other(*_: object) -> None:

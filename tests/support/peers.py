@@ -27,7 +27,7 @@ from diloco.core.members import Members
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.swarm.node.node import Exchanged, Node
+from diloco.swarm.node.node import ExchangeResult, Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread
 from tests.support import warm
@@ -157,16 +157,16 @@ class Trainee:
         """The result of a coroutine of the node."""
         return self.runtime.call(work)
 
-    def begin(self) -> Exchanged | None:
+    def begin(self) -> ExchangeResult | None:
         return self.call(self.node.begin())
 
-    def round(self, step: Mapping[str, Tensor] | float, tokens: int = 100) -> Exchanged:
+    def round(self, step: Mapping[str, Tensor] | float, tokens: int = 100) -> ExchangeResult:
         """An inner "step" that subtracts `step` from the parameters, and the exchange."""
         for name, parameter in self.parameters.items():
             parameter.sub_(step if isinstance(step, float) else step[name])
         return self.call(self._exchange(tokens))
 
-    async def _exchange(self, tokens: int) -> Exchanged:
+    async def _exchange(self, tokens: int) -> ExchangeResult:
         """The inner steps of a cycle, with so many tokens. One coroutine, so that closing the node finds it waiting."""
         position, steps, _ = self.node.place()
         for step in range(position, steps):

@@ -16,13 +16,13 @@ from diloco.atomic import replace_file
 from diloco.config import Manifest, SwarmConfig
 from diloco.config.manifest import check_foreign, hash_of
 from diloco.errors import ConfigError, PayloadError, SwarmError
-from diloco.swarm.rpc.probe import Probed, ask_to_be_called, probe
+from diloco.swarm.rpc.probe import ProbeResult, ask_to_be_called, probe
 from diloco.swarm.rpc.watch import request_file, request_manifest
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
 
-__all__ = ["Found", "check_clock", "fetch_files", "inspect_swarm", "parse_manifest", "revoke", "try_to_listen"]
+__all__ = ["SwarmInfo", "check_clock", "fetch_files", "inspect_swarm", "parse_manifest", "revoke", "try_to_listen"]
 
 CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
@@ -33,16 +33,16 @@ UNSEALED = (
 )
 
 T = TypeVar("T")
-Wanted = Mapping[str, tuple[Path, int]]
+FilesByDigest = Mapping[str, tuple[Path, int]]
 """By digest: where the file goes, and how many bytes it has at most."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SwarmInfo:
     """What a swarm said about itself."""
 
     manifest_text: str
-    peers: list[Probed]  # that answered; those at the given addresses come first
+    peers: list[ProbeResult]  # that answered; those at the given addresses come first
     silent: dict[str, str] = field(default_factory=dict)  # addresses without an answer, and why
 
     @property
@@ -69,7 +69,7 @@ async def _first_answer(peers: Iterable[str], question: Callable[[str], Awaitabl
 
 def inspect_swarm(
     initial_peers: Sequence[str], identity_path: Path | None = None, measure_bytes: int = 0, gate: Gate | None = None
-) -> Found:
+) -> SwarmInfo:
     """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured with so many.
 
     All addresses are called at once. The peers that answer name others, which are called by their ids.
@@ -84,7 +84,7 @@ def inspect_swarm(
     """
     gate = gate or Gate()
 
-    async def ask() -> Found:
+    async def ask() -> SwarmInfo:
         async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
 
             async def manifest(peer: str) -> str:
@@ -102,7 +102,7 @@ def inspect_swarm(
                 raise SwarmError(_no_manifest(initial_peers, reasons))
             if measure_bytes:  # after each other, so that they do not share this machine's link
                 peers = [(*await _probe_all(visitor, [one.peer], measure_bytes), one)[0] for one in peers]
-            return Found(text, peers, visitor.silent)
+            return SwarmInfo(text, peers, visitor.silent)
 
     return asyncio.run(ask())
 
@@ -116,14 +116,14 @@ def _no_manifest(addresses: Sequence[str], reasons: list[str]) -> str:
     return f"{','.join(addresses)} answers, but is no diloco peer; check the address"
 
 
-async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int = 0) -> list[Probed]:
+async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int = 0) -> list[ProbeResult]:
     """Probes of the peers that answer, in their order."""
     probes = (asyncio.wait_for(probe(visitor, peer, nbytes), PATIENCE_S) for peer in peers)
     answers = await asyncio.gather(*probes, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, (*BROKEN, PayloadError)):
             raise answer
-    return [answer for answer in answers if isinstance(answer, Probed)]
+    return [answer for answer in answers if isinstance(answer, ProbeResult)]
 
 
 def parse_manifest(text: str) -> Manifest:
@@ -136,7 +136,7 @@ def parse_manifest(text: str) -> Manifest:
     return manifest
 
 
-def check_clock(found: Found) -> str | None:
+def check_clock(found: SwarmInfo) -> str | None:
     """One line when this clock is off by more than a second; `SwarmError` when the DHT would not take this peer."""
     ahead_s = found.ahead_s
     if ahead_s is None or abs(ahead_s) <= 1.0:
@@ -151,7 +151,7 @@ def check_clock(found: Found) -> str | None:
 
 
 async def fetch_files(
-    initial_peers: Sequence[str], wanted: Wanted, most_bytes: int, identity_path: Path | None, gate: Gate | None
+    initial_peers: Sequence[str], wanted: FilesByDigest, most_bytes: int, identity_path: Path | None, gate: Gate | None
 ) -> None:
     """Fetch files from the peers at these addresses, `most_bytes` in all. A file appears whole or not at all.
 

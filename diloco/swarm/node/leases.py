@@ -21,11 +21,11 @@ class LeasedData:
         self._taken: Units = NONE
         self.wanted = 0  # sequences that the core should have ahead
 
-    def expect(self, sequences_per_round: int) -> None:
+    def plan_round(self, sequences_per_round: int) -> None:
         """The training loop is going to take that many in a round."""
         self.wanted = ROUNDS_AHEAD * sequences_per_round
 
-    def have(self, queue: Units) -> None:
+    def set_queue(self, queue: Units) -> None:
         """That is leased to this peer now."""
         with self._lock:
             self._queue = queue

@@ -203,7 +203,7 @@ class ControlMesh:
         """A peer does not let this one in. Only the word of a seed, or of a peer that is believed, counts."""
         context = self._context
         context.note("refused_us", peer=peer, why=reason)
-        if peer not in context.transport.seeds and not (context.gate.believes(peer) and context.gate.authors(peer)):
+        if peer not in context.transport.seeds and not (context.gate.trusts(peer) and context.gate.authors(peer)):
             return
         if "manifest" in reason:
             try:

@@ -39,13 +39,12 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc import contribution, state
 from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer, Layout, fetch_inner
 from diloco.swarm.rpc.probe import ProbeServer
-from diloco.swarm.rpc.server import Answer as Answerer
-from diloco.swarm.rpc.server import Server
+from diloco.swarm.rpc.server import RequestHandler, Server
 from diloco.swarm.rpc.watch import InfoServer
 from diloco.swarm.wire.streams import BROKEN, BULK, Stream
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
+__all__ = ["Connect", "ExchangeResult", "Node", "OnEvent"]
 
 DISCOVERY_S = CLOSE_S = 5.0
 READ_S = 10.0  # in which others read what this peer still sends when it leaves
@@ -55,7 +54,7 @@ Connect = Callable[[NodeOptions], Awaitable[Transport]]
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class ExchangeResult:
     """Where the model is after an exchange, and where the time went (seconds).
 
     `version` are the fewest outer steps of all fragments, `applied_tokens` the swarm clock at the anchors here,
@@ -144,7 +143,7 @@ class Node:
         while True:
             self.context.do(events.Tick())
             self.anchors.follow()
-            self.recorder.look(self.context.now())
+            self.recorder.sample(self.context.now())
             self._mesh.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
 
@@ -178,7 +177,7 @@ class Node:
             self.replica.plan(planned[-1] or None)
         if queue is not self._queue:
             self._queue = queue
-            self.leased.have(queue)
+            self.leased.set_queue(queue)
 
     def _carry_out(self, action: events.Action) -> None:
         match action:
@@ -216,7 +215,7 @@ class Node:
             self.context.note("contribution_broke", fragment=action.line.fragment, author=action.peer, why=why)
             self.context.do(events.Broke(action.peer, action.line))
 
-    def _answers(self) -> dict[type[Message], Answerer]:
+    def _answers(self) -> dict[type[Message], RequestHandler]:
         context, options = self.context, self._options
         info = InfoServer(context, options.run.manifest_text, options.files, self.recorder.packed)
         return {
@@ -265,7 +264,7 @@ class Node:
         fetching.cancel()
         return None
 
-    async def begin(self, cycle: int = 0, cold: bool = False) -> Exchanged | None:
+    async def begin(self, cycle: int = 0, cold: bool = False) -> ExchangeResult | None:
         """Wait until this peer has what the others have, and go on from the anchors, in step with the others.
 
         A `cold` peer only gets the anchors: it trains beside the swarm, which waits for nothing from it. None when
@@ -277,7 +276,7 @@ class Node:
         self.plan_cycle(cycle)
         await self.load_anchors()
         if cold:
-            return Exchanged(*self.clock(), self.core.discarded(), 0.0, 0.0)
+            return ExchangeResult(*self.clock(), self.core.discarded(), 0.0, 0.0)
         self.context.do(events.Begun())
         return await self.exchange()
 
@@ -289,7 +288,7 @@ class Node:
         self.context.do(events.Stepped(tokens, units, steps_per_s))
         return (self.waits, *self.clock(), self.core.discarded(), *self.place())
 
-    async def exchange(self) -> Exchanged | None:
+    async def exchange(self) -> ExchangeResult | None:
         """Send what is due and load what is new, until the next inner step may be made; None if `interrupt` came
         first. Raises `DivergedError` before anything is sent that is not finite.
         """
@@ -304,7 +303,7 @@ class Node:
                     await self.anchors.load(fragment)
                 outer_s += self.context.now() - begun_at
             elif self.core.runs:
-                return Exchanged(*self.clock(), self.core.discarded(), wait_s, outer_s)
+                return ExchangeResult(*self.clock(), self.core.discarded(), wait_s, outer_s)
             else:
                 await tasks.until(lambda: bool(self._interrupted or self._captures or self._loads or self.core.runs))
                 wait_s += self.context.now() - begun_at

@@ -23,7 +23,7 @@ from diloco.outer.replica import Replica
 from diloco.swarm.context import Context, OnEvent
 from diloco.swarm.node.recording import Recording
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.rpc.inner_state import Snapshot
+from diloco.swarm.rpc.inner_state import TakeSnapshot
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Traffic
 from diloco.swarm.wire.tasks import in_thread
@@ -90,7 +90,7 @@ class NodeOptions:
     trains: bool = True  # False: this peer only makes versions
     device: str = ""  # shown to watchers
     data: str = ""  # names the sequences that numbers stand for here (see `Hello`)
-    inner_state: Snapshot = lambda: None  # what a joiner gets of the inner optimizer; called in other threads
+    inner_state: TakeSnapshot = lambda: None  # what a joiner gets of the inner optimizer; called in other threads
     blank: bool = False  # it has not got what the run starts from
     files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
     planned: Sequence[int] = (0, 0, 0)  # how long the run is by the settings here (see `Status`)

@@ -55,11 +55,11 @@ class Recorder:
             text = " ".join(f"{key}={value}" for key, value in fields.items())
             self._events.append(schema.Event(now, kind[:128], text[:512]))
 
-    def wrote(self, version: int, written: Sequence[tuple[str, str]]) -> None:
+    def add_samples(self, version: int, written: Sequence[tuple[str, str]]) -> None:
         """This peer has evaluated a version: prompts, and what the model writes after them."""
         self._samples = [(version, prompt[-4096:], text[:4096]) for prompt, text in written[:16]]
 
-    def look(self, now: float) -> None:
+    def sample(self, now: float) -> None:
         """Take in what the members say of themselves; call it as often as you like."""
         if now < self._looked_at + LOOK_EVERY_S:
             return

@@ -28,7 +28,7 @@ from diloco.swarm.context import Context
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.tasks import in_thread
 
-__all__ = ["InnerState", "InnerStateServer", "Layout", "Snapshot", "fetch_inner", "receive_inner"]
+__all__ = ["InnerState", "InnerStateServer", "Layout", "TakeSnapshot", "fetch_inner", "receive_inner"]
 
 DONORS = 3  # asked at most; a joiner should train rather than ask everybody
 SQUARES = "_sq"  # the end of the names of second moments in all of torch's optimizers
@@ -52,7 +52,7 @@ class InnerState:
     values: torch.Tensor  # (sum of layout.numels,)
 
 
-Snapshot = Callable[[], InnerState | None]
+TakeSnapshot = Callable[[], InnerState | None]
 
 
 async def fetch_inner(context: Context, layout: Layout, rng: random.Random) -> InnerState | None:
@@ -99,7 +99,7 @@ class InnerStateServer:
     this does no harm.
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: TakeSnapshot) -> None:
         self._snapshot, self._making = snapshot, asyncio.Lock()
         self._kept: weakref.ref[InnerState] | None = None
 

@@ -24,7 +24,7 @@ from diloco.messages.watching import Probe, ProbeReply
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["ProbeServer", "Probed", "ask_to_be_called", "probe"]
+__all__ = ["ProbeResult", "ProbeServer", "ask_to_be_called", "probe"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ KNOWN_PEERS = 16
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What a probe found."""
 
     peer: str
@@ -46,7 +46,7 @@ class Probed:
     down_bytes_per_s: float | None = None
 
 
-async def probe(transport: Transport, peer: str, nbytes: int = 0) -> Probed:
+async def probe(transport: Transport, peer: str, nbytes: int = 0) -> ProbeResult:
     """Ask a peer for its clock and its addresses; with `nbytes`, also measure the link each way with that many.
 
     Raises what is in `BROKEN` when it does not answer, and `PayloadError` when it refuses or answers something else.
@@ -55,7 +55,7 @@ async def probe(transport: Transport, peer: str, nbytes: int = 0) -> Probed:
     reply = await _ask(transport, peer, Probe())
     trip_s = time.monotonic() - sent_at
     up, down = await _bandwidth(transport, peer, nbytes, trip_s) if nbytes else (None, None)
-    return Probed(peer, reply, trip_s, unix_s + trip_s / 2 - reply.unix_s, up, down)
+    return ProbeResult(peer, reply, trip_s, unix_s + trip_s / 2 - reply.unix_s, up, down)
 
 
 async def _ask(transport: Transport, peer: str, request: Probe) -> ProbeReply:

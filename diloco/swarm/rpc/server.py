@@ -16,17 +16,17 @@ from diloco.swarm.context import Context
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.transport import Reader, Writer
 
-__all__ = ["Answer", "Server"]
+__all__ = ["RequestHandler", "Server"]
 
 logger = logging.getLogger(__name__)
 
-Answer = Callable[[Stream, Any], Awaitable[None]]
+RequestHandler = Callable[[Stream, Any], Awaitable[None]]
 
 
 class Server:
     """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason."""
 
-    def __init__(self, context: Context, answers: Mapping[type[Message], Answer]) -> None:
+    def __init__(self, context: Context, answers: Mapping[type[Message], RequestHandler]) -> None:
         self.serving = 0  # streams under way
         self._context, self._answers = context, answers
         self._limiter = bulk_streams(len(context.replica.fragments))

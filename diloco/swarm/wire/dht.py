@@ -29,7 +29,7 @@ from diloco.messages.base import MEMBERS
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.identity import Identity, verify
 
-__all__ = ["BoundedStorage", "GuardedP2P", "Members"]
+__all__ = ["AddressRecords", "BoundedStorage", "GuardedP2P"]
 
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
 MAX_ADDRESSES, MAX_RECORD_BYTES = 4, 4096
@@ -38,7 +38,7 @@ MAX_OWNERS = 4096  # of records; those that end first make room
 _CONTEXT = b"diloco record"
 
 
-class Members(RecordValidatorBase):  # type: ignore[misc]
+class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
     """The addresses of one run. As hivemind's validator it signs this peer's record and checks those of others."""
 
     def __init__(self, run_id: str, identity: Identity, gate: Gate) -> None:
@@ -143,7 +143,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
         async def guarded(request: bytes, context: Any) -> Any:
             peer = context.remote_id.to_base58()
-            reason = self.gate.bars(peer, "a DHT call", MEMBERS)
+            reason = self.gate.forbids(peer, "a DHT call", MEMBERS)
             if reason is not None:
                 self.gate.on_refused(peer, reason)
                 raise PermissionError(reason)

@@ -75,7 +75,7 @@ class Gate:
         """Make both sides known to each other, unless they are; `Refused` or `Untrusted` when one does not let the
         other in.
         """
-        if not again and peer in self._greeted and self.believes(peer):
+        if not again and peer in self._greeted and self.trusts(peer):
             return
         async with asyncio.timeout(GREETING_TIMEOUT_S):
             reader, writer = await opener()
@@ -89,7 +89,7 @@ class Gate:
             reason = self._take(peer, theirs)
             if reason is None:
                 await self._compare(stream, mine, theirs)
-                reason = None if self.believes(peer) else "its invitation allows to watch only"
+                reason = None if self.trusts(peer) else "its invitation allows to watch only"
             elif mine.revoked > theirs.revoked:  # the other may be on the list, and has to hear of that
                 with contextlib.suppress(*BROKEN):
                     await self._compare(stream, mine, theirs)
@@ -106,7 +106,7 @@ class Gate:
         """Answer a greeting."""
         stream = Stream(peer, reader, writer, Traffic())
         try:
-            if not self.believes(peer):
+            if not self.trusts(peer):
                 self._admit_stranger(peer, writer)
             theirs = expect(await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES), Greeting)
             reason = self._take(peer, theirs)
@@ -175,16 +175,16 @@ class Gate:
         """Why the peer may not begin a stream with this message; None when it may."""
         if getattr(message, "trains", False) and self.role_of(peer) == "host":
             return "an invitation for role host does not allow training; use diloco host, or ask for another one"
-        barred = self.bars(peer, message.kind, message.roles)
+        barred = self.forbids(peer, message.kind, message.roles)
         if barred is None and getattr(message, "authors", False) and not self.authors(peer):
             return "who was not invited to this run contributes and makes no versions; ask its owner for a link"
         return barred
 
-    def bars(self, peer: str, what: str, roles: Collection[Role]) -> str | None:
+    def forbids(self, peer: str, what: str, roles: Collection[Role]) -> str | None:
         """Why the peer may not do that, which peers in these roles may; None when it may."""
         return None if self.admission is None else self.admission.objection(peer, what, roles, time.time())
 
-    def believes(self, peer: str) -> bool:
+    def trusts(self, peer: str) -> bool:
         """Whether the word of this peer counts, such as a refusal; an observer has nothing to say of the run."""
         return self.admission is None or self.role_of(peer) in MEMBERS
 

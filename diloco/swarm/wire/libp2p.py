@@ -32,7 +32,7 @@ from diloco.swarm.wire.transport import Handler, Reader, Refused, Transport, Unt
 from diloco.text import one_line
 
 if TYPE_CHECKING:
-    from diloco.swarm.wire.dht import Members
+    from diloco.swarm.wire.dht import AddressRecords
 
 __all__ = ["Ask", "Libp2p", "check_free", "peer_id_of", "read_addresses"]
 
@@ -126,7 +126,7 @@ class Libp2p:
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
         self._scopes = {"public"}  # of addresses that anybody may name
         self._p2p, self._gate = p2p, gate
-        self._members: Members | None = None
+        self._members: AddressRecords | None = None
         self._identity: Identity | None = None
 
     @classmethod
@@ -154,7 +154,10 @@ class Libp2p:
                 f"one, or if a peer runs there, this one another file than swarm.identity_path={identity_path}"
             )
         if run_id is not None:
-            from diloco.swarm.wire.dht import GuardedP2P, Members  # imports torch, which takes longer than a visit
+            from diloco.swarm.wire.dht import (  # imports torch, which takes longer than a visit
+                AddressRecords,
+                GuardedP2P,
+            )
 
             kind = GuardedP2P
         listens = network.reachable != "no"
@@ -181,7 +184,7 @@ class Libp2p:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
                 self._p2p.gate, self._p2p.greet = gate, partial(self.greet, again=False)
-                members = Members(run_id, identity, gate)
+                members = AddressRecords(run_id, identity, gate)
                 await members.join(self._p2p, self.seeds, self.reachable)
                 self._members = members
         return self

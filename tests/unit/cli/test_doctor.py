@@ -15,8 +15,8 @@ from diloco.cli.doctor import Check, Doctor
 from diloco.cli.volunteer import PeerDirectory
 from diloco.config import compose
 from diloco.messages.watching import ProbeReply
-from diloco.swarm.client.ask import Found
-from diloco.swarm.rpc.probe import Probed
+from diloco.swarm.client.ask import SwarmInfo
+from diloco.swarm.rpc.probe import ProbeResult
 from diloco.train.hardware import inspect_machine
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
@@ -24,9 +24,11 @@ PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
 THEIRS = compose(["experiment=smoke", "inner.batch_size=3"]).manifest().to_json()
 
 
-def swarm_of(manifest: str, ahead_s: float = 0.0, mbit: float = 80.0, silent: dict[str, str] | None = None) -> Found:
+def swarm_of(
+    manifest: str, ahead_s: float = 0.0, mbit: float = 80.0, silent: dict[str, str] | None = None
+) -> SwarmInfo:
     reply = ProbeReply(wire_version=1, run_id="r", name="n1", unix_s=0.0, addresses=[PLACE], known=[])
-    return Found(manifest, [Probed("p", reply, 0.04, ahead_s, mbit * 125e3, 2 * mbit * 125e3)], silent or {})
+    return SwarmInfo(manifest, [ProbeResult("p", reply, 0.04, ahead_s, mbit * 125e3, 2 * mbit * 125e3)], silent or {})
 
 
 @pytest.fixture

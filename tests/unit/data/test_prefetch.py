@@ -192,7 +192,7 @@ def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[tuple[st
                 case "grant":
                     granted = union(granted, ((start, start + size),))
                     for units in both:
-                        units.have(granted)
+                        units.set_queue(granted)
                 case "train":
                     assert torch.equal(next(ahead), next(plain))
                 case "trained":

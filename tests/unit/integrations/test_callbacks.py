@@ -16,7 +16,7 @@ from diloco.attach.unwrap import paced, plain_model, plain_optimizer
 from diloco.errors import ConfigError, DilocoError, JoinError
 from diloco.integrations.membership import FOLDER
 from diloco.rundir.files import exclusive
-from diloco.swarm.node.node import Exchanged
+from diloco.swarm.node.node import ExchangeResult
 from tests.support.loops import Direct, LastFlight
 
 # Of the libraries, about themselves and this machine.
@@ -30,7 +30,7 @@ pytestmark = [
 class Going(LastFlight):
     """A node whose swarm has made 3 outer steps, and makes one more with each exchange."""
 
-    async def exchange(self) -> Exchanged:
+    async def exchange(self) -> ExchangeResult:
         self.version += 1
         return await super().exchange()
 

@@ -14,7 +14,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.errors import ConfigError
 from diloco.swarm.wire import dht
-from diloco.swarm.wire.dht import BoundedStorage, Members
+from diloco.swarm.wire.dht import AddressRecords, BoundedStorage
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.identity import Identity, own_id
 
@@ -23,9 +23,11 @@ def test_a_record_counts_only_as_its_owner_wrote_it(tmp_path: Path) -> None:
     why: list[str] = []
     gate = Gate()
     gate.on_refused = lambda peer, reason: why.append(reason)
-    keeper, owner, liar = (Members("run", Identity.read(tmp_path / name), gate) for name in ("keeper", "owner", "liar"))
+    keeper, owner, liar = (
+        AddressRecords("run", Identity.read(tmp_path / name), gate) for name in ("keeper", "owner", "liar")
+    )
 
-    def record(by: Members, said: Any, **fields: Any) -> DHTRecord:
+    def record(by: AddressRecords, said: Any, **fields: Any) -> DHTRecord:
         subkey = msgpack.packb(owner._identity.me)
         unsigned = DHTRecord(DHTID.generate(source="run/peers").to_bytes(), subkey, msgpack.packb(said), ends)
         return dataclasses.replace(unsigned, **{"value": by.sign_value(unsigned), **fields})

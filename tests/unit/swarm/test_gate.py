@@ -47,9 +47,9 @@ async def test_two_gates_of_a_run_know_each_other_after_a_greeting(key: RunKey) 
     ):
         with pytest.raises(error, match=why):
             await greet(alice, "QmBob", said)
-        assert not alice.believes("QmBob")
+        assert not alice.trusts("QmBob")
     assert (await greet(alice, "QmBob", bob._greeting())).closed
-    assert alice.believes("QmBob") and alice.role_of("QmBob") == "worker"
+    assert alice.trusts("QmBob") and alice.role_of("QmBob") == "worker"
     assert not (await greet(alice, "QmBob")).written  # nothing is said twice
     with pytest.raises(asyncio.IncompleteReadError):
         await greet(alice, "QmBob", again=True)
@@ -145,7 +145,7 @@ async def test_a_visitor_is_an_observer_whatever_it_was_given(key: RunKey, tmp_p
     for visitor in (observer_gate("", token), observer_gate("run", None, str(tmp_path / "run.key"))):
         visitor.me = f"Qm{id(visitor)}"
         await meet(visitor, door)
-        assert door.role_of(visitor.me) == "observer" and door.bars(visitor.me, "a DHT call", MEMBERS) is not None
+        assert door.role_of(visitor.me) == "observer" and door.forbids(visitor.me, "a DHT call", MEMBERS) is not None
         assert door.objection(visitor.me, Ask("manifest")) is None
         for asked in (Get(0, (0, D)), CONTRIBUTION, hello()):
             assert "role observer does not allow" in str(door.objection(visitor.me, asked))

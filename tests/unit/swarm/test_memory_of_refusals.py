@@ -95,10 +95,10 @@ async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
     joiner.me = "QmJoiner"
     with pytest.raises(Untrusted, match="its invitation allows to watch only"):
         await meet(joiner, liar)
-    assert not joiner.believes("QmLiar")
+    assert not joiner.trusts("QmLiar")
     member = gate(KEY, "QmMember")
     await meet(joiner, member)
-    assert joiner.believes("QmMember")
+    assert joiner.trusts("QmMember")
     assert member.objection("QmJoiner", Ask("manifest")) is None
 
 

@@ -111,19 +111,19 @@ def test_the_loss_is_a_mean_whose_history_spans_the_run() -> None:
     peer, recorder = watched(Figures(loss=2.0))
     join(peer, "c", figures=Figures(loss=3.0))
     join(peer, "host", trains=False, figures=Figures(loss=9.0))
-    recorder.look(1.0)
-    recorder.look(1.5)  # too soon
+    recorder.sample(1.0)
+    recorder.sample(1.5)  # too soon
     [point] = seen(recorder, 2.0).loss
     assert (point.loss, point.low, point.high) == (2.5, 2.0, 3.0)
     for second in range(2, 5000):
-        recorder.look(float(second))
+        recorder.sample(float(second))
     loss = seen(recorder, 5000.0).loss
     assert MAX_HISTORY // 4 < len(loss) <= MAX_HISTORY and loss[-1].at - loss[0].at > 4900
 
 
 def test_what_a_peer_gave_stays_on_the_books() -> None:
     peer, recorder = watched(Figures(tokens=170, discarded=30))
-    recorder.look(1.0)
+    recorder.sample(1.0)
     for f in peer.facts.fragments:
         advance(peer.facts, f, OTHER, tokens=100)
     peer.receive(Lost(OTHER), 3.0)
@@ -161,7 +161,7 @@ def test_events_and_samples_are_kept() -> None:
     _, recorder = watched()
     for at in range(MAX_HISTORY + 1):
         recorder.note("join", {"peer": OTHER, "live": at}, float(at))
-    recorder.wrote(3, [("Once", "upon\na time")])
+    recorder.add_samples(3, [("Once", "upon\na time")])
     found = seen(recorder, 600.0)
     assert len(found.events) == MAX_HISTORY and found.events[-1].text == f"peer={OTHER} live={MAX_HISTORY}"
     assert found.samples == [(3, "Once", "upon\na time")]

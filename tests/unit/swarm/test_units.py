@@ -19,13 +19,13 @@ STEPS = st.sampled_from(["lease", "take", "train", "lose"])
 @given(st.lists(st.tuples(STEPS, st.integers(1, 9)), max_size=60))
 def test_every_sequence_is_taken_once(steps: list[tuple[str, int]]) -> None:
     data, queue, dealt, taken, open_ = LeasedData(), NONE, 0, NONE, NONE
-    data.expect(8)
+    data.plan_round(8)
     assert data.wanted == 16, "a round more than it trains on"
     for what, number in steps:
         match what:
             case "lease":
                 queue, dealt = union(queue, ((dealt, dealt + number),)), dealt + number
-                data.have(queue)
+                data.set_queue(queue)
             case "take":
                 coming, units = data.ahead(number), data.take(number)
                 if units is not None:
@@ -34,17 +34,17 @@ def test_every_sequence_is_taken_once(steps: list[tuple[str, int]]) -> None:
             case "train":
                 assert data.trained() == open_
                 queue, open_ = difference(queue, open_), NONE  # as the core hears of it
-                data.have(queue)
+                data.set_queue(queue)
             case "lose":
                 queue = difference(queue, first(queue, number))  # another peer has trained on it
-                data.have(queue)
+                data.set_queue(queue)
                 open_ = intersection(open_, queue)
         assert difference(open_, queue) == NONE
 
 
 def test_too_few_are_not_taken() -> None:
     data = LeasedData()
-    data.have(((3, 5), (9, 10)))
+    data.set_queue(((3, 5), (9, 10)))
     assert data.take(4) is None and data.ahead(9) == ((3, 5), (9, 10))
     assert data.take(3) == ((3, 5), (9, 10)) and data.take(1) is None
 
@@ -70,7 +70,7 @@ def test_all_ranks_take_the_units_of_rank_0(steps: list[tuple[str, int]]) -> Non
         if what == "lease":
             queue = union(queue, ((10 * at, 10 * at + size),))
             for units in (data, alone):
-                units.have(queue)
+                units.set_queue(queue)
             continue
         expected = alone.take(size)
         assert leads.take(size) == expected == follows.take(size)

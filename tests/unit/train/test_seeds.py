@@ -15,7 +15,7 @@ from diloco.attach.bootstrap_peers import Known, known_by, ports_again, remember
 from diloco.config import SwarmConfig
 from diloco.config.manifest import hash_of
 from diloco.errors import SwarmError
-from diloco.swarm.client.ask import Found
+from diloco.swarm.client.ask import SwarmInfo
 
 TEXT = '{"outer": {"rounds": 7}, "run": {"id": "mine"}}'
 OURS = hash_of(TEXT.replace("7", "9"))  # a longer run is the same one
@@ -26,10 +26,10 @@ def again(monkeypatch: pytest.MonkeyPatch, *given: str, known: Sequence[str] = K
     """What it comes to where the last of those that are called answers; and who was called."""
     called: list[str] = []
 
-    def look(addresses: Sequence[str], identity: Path, gate: object) -> Found:
+    def look(addresses: Sequence[str], identity: Path, gate: object) -> SwarmInfo:
         called.extend(addresses)
         answers: Any = SimpleNamespace(reply=SimpleNamespace(addresses=[addresses[-1]]))
-        return Found(TEXT, [answers])
+        return SwarmInfo(TEXT, [answers])
 
     monkeypatch.setattr("diloco.attach.bootstrap_peers.inspect_swarm", look)
     network = SwarmConfig.parse({"initial_peers": list(given), "listen": ["/ip4/0.0.0.0/tcp/0"]})
@@ -43,7 +43,7 @@ def test_who_comes_back_joins_at_those_that_answer(monkeypatch: pytest.MonkeyPat
     assert again(monkeypatch, known=()) == ((), [])
     assert again(monkeypatch, run="0" * 64) == ((), KNOWN)
 
-    def nobody(*arguments: object, **options: object) -> Found:
+    def nobody(*arguments: object, **options: object) -> SwarmInfo:
         raise SwarmError("nobody")
 
     again(monkeypatch)

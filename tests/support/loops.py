@@ -120,7 +120,7 @@ class LastFlight:
             discarded=lambda: self.discarded,
         )
         self.traffic = Traffic()
-        self.leased = SimpleNamespace(expect=lambda sequences: None)
+        self.leased = SimpleNamespace(plan_round=lambda sequences: None)
         self.addresses: list[str] = []
         self.said: list[str] = []
 

@@ -72,15 +72,8 @@ def inspect_swarm(
 ) -> SwarmInfo:
     """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured with so many.
 
-    All addresses are called at once. The peers that answer name others, which are called by their ids.
-
-    Args:
-        identity_path: this peer's key, for a swarm that admits identities; None makes a new identity.
-        gate: shows the invitation to a closed run, and believes only peers of that run (`gate.observer_gate`).
-
-    Raises:
-        SwarmError: nobody is there, no peer of a run is there, or none admits this peer.
-        ConfigError: an entry is not an address.
+    The `gate` shows the invitation to a closed run, and trusts only peers of that run. Raises `SwarmError` when no peer
+    of a run is there, or none admits this one, and `ConfigError` when an entry is no address.
     """
     gate = gate or Gate()
 
@@ -127,10 +120,7 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int = 0) -> 
 
 
 def parse_manifest(text: str) -> Manifest:
-    """The manifest of a swarm that this machine may join or host.
-
-    Raises `ConfigError` when it is invalid, of another wire version, or asks for files of this machine.
-    """
+    """The manifest of a swarm; `ConfigError` when it is invalid, or asks for files of this machine."""
     manifest = Manifest.from_json(text)
     check_foreign(manifest)
     return manifest
@@ -153,9 +143,9 @@ def check_clock(found: SwarmInfo) -> str | None:
 async def fetch_files(
     initial_peers: Sequence[str], wanted: FilesByDigest, most_bytes: int, identity_path: Path | None, gate: Gate | None
 ) -> None:
-    """Fetch files from the peers at these addresses, `most_bytes` in all. A file appears whole or not at all.
+    """Fetch files from the peers at these addresses, `most_bytes` in all; each appears whole or not at all.
 
-    Raises `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or permission.
+    `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or permission.
     """
     async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
         for digest, (place, limit) in wanted.items():
@@ -193,8 +183,7 @@ def try_to_listen(
 async def revoke(initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked: Revoked) -> Revoked:
     """Give a list to some peers of a swarm, which tell all others; returns it, with what their own list had before.
 
-    The gate is that of a visitor that has the owner's key. Raises `SwarmError` when nobody answers there, or nobody
-    takes the list.
+    The gate is that of an observer with the owner's key. `SwarmError` when nobody answers there, or takes the list.
     """
     assert gate.admission is not None
     async with aclosing(await Libp2p.client(initial_peers, gate)) as visitor:  # the greeting brings the swarm's list

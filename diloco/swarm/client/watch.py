@@ -73,11 +73,7 @@ class SwarmWatcher:
             await transport.close()
 
     async def ask(self) -> Snapshot:
-        """The swarm now.
-
-        Raises `SwarmError` when nobody answers but programs that are no diloco peers, or speak another wire version,
-        and `ConfigError` when an address is not valid.
-        """
+        """The swarm now; `SwarmError` when no peer of this wire version answers, `ConfigError` for no address."""
         transport = self._transport or await self._connect()
         try:
             snapshot = await self._ask_all(transport)

@@ -33,10 +33,7 @@ MOST_SAME = 64  # pairs of peers with the same data that are named
 
 
 class Anchors:
-    """Everything that reads or writes an anchor. What a thread fails with is the node's failure.
-
-    `loaded` are number and work of the heads that the local parameters started from.
-    """
+    """Reads and writes anchors. `loaded` are number and work of the heads that the local parameters started from."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._replica, self._core = context, context.replica, context.core
@@ -46,10 +43,7 @@ class Anchors:
         self.loaded = [(f.tip.head.number, f.tip.head.work) for f in context.core.facts.fragments]
 
     async def capture(self, line: Line) -> None:
-        """Take and encode a pseudo-gradient. With an overlap training may go on as soon as the parameters are copied.
-
-        Raises `DivergedError` when it is not finite.
-        """
+        """Take and encode a pseudo-gradient. With an overlap training may go on once the parameters are copied."""
         replica, fragment = self._replica, line.fragment
         can_copy = replica.settings.overlap and replica.local.can_copy(replica.fragments[fragment])
         if can_copy and await in_thread(replica.copy_local, fragment):
@@ -189,8 +183,7 @@ class Anchors:
     async def snapshot(self, copies: bool) -> Saved:
         """Anchors with their tips, outer states and residuals, each fragment at one moment.
 
-        Without `copies` the tensors are the live ones. They stay locked until `end_snapshot`, and an anchor that is due
-        to move meanwhile waits: a checkpoint takes long to write, and there may be no memory for copies.
+        Without `copies` the tensors are the live ones, locked until `end_snapshot`: there may be no memory for copies.
         """
         self.end_snapshot()
         try:

@@ -130,10 +130,7 @@ class ControlMesh:
         return answered and all(peer in self._core.facts.members for peer in self._outgoing)
 
     def dial(self, peer: str) -> asyncio.Task[bool]:
-        """Open our stream to a peer unless there is one; the result says whether it answered.
-
-        Raises `ConnectionError` when the node is closed.
-        """
+        """Open our stream to a peer unless there is one; the result says whether it answered."""
         task = self._dialling.get(peer)
         if task is None or task.done():
             task = self._dialling[peer] = self._context.tasks.start(self._dial(peer))
@@ -304,9 +301,7 @@ class ControlMesh:
         return "this peer is leaving" if self._context.tasks.closed else self._core.objection(hello)
 
     async def _identity_in_use(self, peer: str, instance: str) -> str | None:
-        """Why a process may not connect whose identity another one has that lives: it still speaks. The stream of one
-        that was killed ends, or is silent.
-        """
+        """Why a process may not connect: another one has its identity and still speaks, as a killed one does not."""
         older, member = self._incoming.get(peer), self._core.facts.members.get(peer)
         if older is None or member is None or older.instance == instance:
             return None

@@ -96,10 +96,7 @@ class Node:
 
     @classmethod
     async def open(cls, options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect) -> Node:
-        """A node that listens, is connected, and has said hello to its seeds. A failure leaves nothing open.
-
-        Raises `SwarmError` when the swarm cannot be reached or refuses this peer.
-        """
+        """A node that is connected and has said hello to its seeds; `SwarmError` when none is there or admits it."""
         options.gate.on_refused = lambda peer, why: on_event("refused", {"peer": peer, "why": why})
         transport = await connect(options)
         try:

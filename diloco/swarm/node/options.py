@@ -55,10 +55,7 @@ class RunSpec:
     tokens_per_step: int | None = None
 
     def differences(self, manifest: str) -> list[str]:
-        """The keys in which another peer's manifest differs from this one, as `key is THERE there, HERE here`.
-
-        Raises `PayloadError` when the text, which is untrusted, is no manifest.
-        """
+        """Where another peer's manifest (untrusted) differs, as `key is THERE there, HERE here`; or `PayloadError`."""
         try:
             here, there = (dict(flatten(json.loads(text))) for text in (self.manifest_text, manifest))
         except (ValueError, AttributeError, RecursionError):
@@ -76,10 +73,7 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """The run that a node joins, and this peer's own settings.
-
-    `saved` is what a checkpoint kept; without it the node begins with the parameters of its replica, at version 0.
-    """
+    """The run that a node joins, and this peer's own settings."""
 
     run: RunSpec
     network: SwarmConfig

@@ -30,8 +30,7 @@ LOOK_EVERY_S = 1.0
 class Recorder:
     """What has happened in the swarm, as this node has heard. `now` is seconds of its clock.
 
-    On failure: training needs nothing that is kept here, so no bug in this class ends it. Whatever goes wrong here is
-    passed to `on_failure` with the error as one line, and what was to be recorded is missing.
+    No bug in this class ends the training: `on_failure` is told the error, and what was to be recorded is missing.
     """
 
     def __init__(self, core: Peer, manifest_text: str) -> None:

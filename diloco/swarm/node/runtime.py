@@ -1,7 +1,6 @@
-"""Where a node runs, for a training loop that knows nothing of event loops.
+"""Where a node runs: beside the training loop, in a thread.
 
-`NodeThread` runs a node beside the training loop. The simulator's runtime stops the training loop and lets virtual time
-pass instead. Nothing else differs between a real peer and a simulated one.
+The simulator's runtime stops the training loop and lets virtual time pass instead.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ CLOSE_S = 5.0
 
 
 class Runtime(Protocol):
-    """An event loop with one node in it, used from the thread of a training loop.
-
-    A node belongs to its loop: only `call` and `call_soon` may change it. Whatever fails in the loop is raised by
-    `call`.
-    """
+    """An event loop with one node in it, used from the thread of a training loop by `call` and `call_soon` only."""
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
         """A node that is connected to its swarm."""

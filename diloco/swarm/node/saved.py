@@ -16,11 +16,10 @@ __all__ = ["Saved"]
 
 @dataclass(frozen=True)
 class Saved:
-    """What a peer needs to go on where it stopped: anchors (flat fp32) with their tips, and outer states it held.
+    """What a peer needs to go on where it stopped: anchors (flat fp32) with their tips, and masters and outer states.
 
-    An outer state is the master, with momentum and window. `processed` are this peer's tokens, `stamp` is the newest of
-    its contributions. `residuals` are what error feedback still has to send, by fragment. `addresses` are those of
-    other peers, one each.
+    `processed` are this peer's tokens, `stamp` is the newest of its contributions. `residuals` are what error feedback
+    still has to send, by fragment. `addresses` are those of other peers, one each.
     """
 
     anchors: Sequence[Tensor]

@@ -49,7 +49,7 @@ class ProbeResult:
 async def probe(transport: Transport, peer: str, nbytes: int = 0) -> ProbeResult:
     """Ask a peer for its clock and its addresses; with `nbytes`, also measure the link each way with that many.
 
-    Raises what is in `BROKEN` when it does not answer, and `PayloadError` when it refuses or answers something else.
+    Raises `BROKEN` when it does not answer, and `PayloadError` when it refuses.
     """
     sent_at, unix_s = time.monotonic(), time.time()
     reply = await _ask(transport, peer, Probe())
@@ -77,9 +77,9 @@ async def _bandwidth(transport: Transport, peer: str, nbytes: int, trip_s: float
 
 
 async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
-    """Whether others can connect to this peer, as the first seed that can tell says; and if not, what would help.
+    """Whether others can connect to this peer, as the first seed that can tell says, and what would help if not.
 
-    When no seed can tell, the answer is yes. If that is wrong, others only need longer to reach this peer.
+    When no seed can tell, the answer is yes: others only need longer to reach this peer.
     """
     places = [address.rpartition("/p2p/")[0] for address in transport.addresses[:CALLS_AT_ONCE]]
     for peer in transport.seeds[:ASKED_PEERS]:

@@ -70,10 +70,7 @@ async def fetch(context: Context, peer: str, get: Get) -> None:
 
 
 async def ask(stream: Stream, get: Get, replica: Replica, goal: Goal | None) -> Records | Part | None:
-    """The answer of a donor. `goal` is what is fetched in parts, if it is.
-
-    Raises `PayloadError` for an answer that is no good, and what a stream raises.
-    """
+    """The answer of a donor; `goal` is what is fetched in parts. `PayloadError` for an answer that is no good."""
     await stream.send(get)
     answer = await stream.receive()
     match answer:

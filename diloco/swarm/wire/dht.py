@@ -54,8 +54,7 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
     async def announce(self, addresses: Sequence[str], life_s: float, met: Sequence[str]) -> None:
         """Store where this peer is; `ConnectionError` when the daemon does not answer.
 
-        Of the members that it has `met`, some that the DHT does not know are asked in: so it becomes one again after a
-        split as soon as any two peers have found each other.
+        Some members that the DHT does not know are asked in, so that it becomes one again after a split.
         """
         protocol, ends_at = self._node.protocol, get_dht_time() + life_s
         unknown = [peer for peer in map(PeerID.from_base58, met) if peer not in protocol.routing_table]

@@ -251,8 +251,7 @@ def gate_for(
     """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`; `public`: `swarm.admit`).
 
     With the private half it seals the manifest. The file at `memory_path` has whom this peer refused before. Raises
-    `ConfigError` when the run has a key and there is neither an invitation nor the private half, and it is not public,
-    or they do not fit, or the file is damaged.
+    `ConfigError` when the settings do not fit together, or the file is damaged.
     """
     key = None if key_path is None else RunKey.read(Path(key_path))
     own = None
@@ -294,10 +293,7 @@ def _check_fits(own: Token, run_id: str, run_key: str | None) -> None:
 
 
 def observer_gate(run_id: str, token: str | None, key_path: str | None = None) -> Gate:
-    """The gate of a visitor. It shows itself as observer, whatever its invitation allows, and does not use that up.
-
-    Without an invitation and a key it is the gate of an open run. Only a key needs the `run_id`.
-    """
+    """The gate of an observer, whatever its invitation allows, which is not used up. Only a key needs the `run_id`."""
     if token is not None:
         return Gate(Admission(Token.read(token)), "observer")
     if key_path is None:

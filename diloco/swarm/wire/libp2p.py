@@ -56,10 +56,7 @@ def peer_id_of(address: str) -> str:
 
 
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
-    """Replace each `@FILE` by the addresses in that file, once somebody has written it.
-
-    Raises `SwarmError` when a file did not appear in time, and `ConfigError` when an entry is no address.
-    """
+    """Addresses, also those in each `@FILE`, once somebody has written it; `SwarmError` when nobody does."""
     addresses: list[str] = []
     until = asyncio.get_running_loop().time() + timeout_s
     for entry in entries:
@@ -133,17 +130,11 @@ class Libp2p:
     async def connect(
         cls, network: SwarmConfig, identity_path: Path, gate: Gate, run_id: str | None = None, ask: Ask | None = None
     ) -> Libp2p:
-        """Start listening (nowhere with `reachable=no`), greet the initial peers, and join the DHT.
+        """Start listening (nowhere with `reachable=no`), greet the initial peers, and join the DHT of a run.
 
-        Args:
-            identity_path: private key of this peer; it is made when it is missing.
-            run_id: the run whose members are in the DHT; None takes no part in one.
-            ask: with `reachable=auto`, asks a peer on another machine to call back; None believes that it can.
-
-        Raises:
-            SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, the only
-                initial peer has this identity, or the daemon does not start.
-            ConfigError: the identity cannot be written, or is none; an initial peer is no address.
+        With `reachable=auto`, `ask` has a peer on another machine call back. `SwarmError`: no initial peer answers or
+        admits this one, the port is taken, the only one has this identity, or the daemon does not start; `ConfigError`:
+        the identity cannot be written, or is none, or an initial peer is no address.
         """
         given = await read_addresses(network.initial_peers, ADDRESS_WAIT_S)
         identity, kind = Identity.read(identity_path), P2P
@@ -195,8 +186,7 @@ class Libp2p:
     ) -> Libp2p:
         """A peer that only asks: it listens nowhere and takes no part in the DHT. Without a file its identity is new.
 
-        Its seeds are the peers that answered; `silent` has the other addresses. Raises `SwarmError` when nobody
-        answers there, or they do not admit this peer, and `ConfigError` when an initial peer is no address.
+        Its seeds are the peers that answered. `SwarmError` when nobody answers or admits it.
         """
         addresses = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:

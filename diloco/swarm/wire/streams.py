@@ -137,10 +137,9 @@ class Stream:
         await self.drained(discard)
 
     async def drained(self, discard: int = 0) -> None:
-        """Wait until the other side has read everything; it then ends the stream.
+        """Wait until the other side has read everything and ends the stream; up to `discard` bytes of it are dropped.
 
-        The daemon resets a stream whose sender closes first, and loses what is still under way: about 3 of 1000 records
-        on loopback. A peer that is refused may still be sending: up to `discard` bytes from it are thrown away.
+        The daemon resets a stream whose sender closes first, and loses what is still under way.
         """
         async with asyncio.timeout(FRAME_TIMEOUT_S):
             while leftover := await self._reader.read(min(discard + 1, _DISCARD_BYTES)):
@@ -159,8 +158,7 @@ class Stream:
 class Outgoing:
     """Our side of the control stream to a peer. What is said is written at once, and nobody waits for it.
 
-    Once `FLUSH_BYTES` are written the sender is `awake`: it waits until the peer has taken them, with a deadline. So a
-    peer that takes nothing costs so many bytes and what is said before the deadline.
+    Once `FLUSH_BYTES` are written the sender is `awake`, and waits until the peer has taken them, with a deadline.
     """
 
     def __init__(self, stream: Stream) -> None:

@@ -32,10 +32,7 @@ class Tasks:
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task that ends with the node. Its caller awaits it and gets what it raises.
-
-        Raises `ConnectionError` when the node is closed.
-        """
+        """A task that ends with the node, for a caller that awaits it. `ConnectionError` when the node is closed."""
         if self.closed:
             work.close()
             raise ConnectionError("this node is closed")
@@ -79,7 +76,7 @@ class Tasks:
             self.fail(error)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition that any `notify` may have made true. It holds when this returns.
+        """Wait for a condition that any `notify` may have made true.
 
         Raises `ConnectionError` when the node is closed meanwhile, and the error of a task that made the node fail.
         """

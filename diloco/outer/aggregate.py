@@ -29,7 +29,7 @@ from diloco.outer.codecs import codec
 from diloco.outer.fragments import Fragment
 from diloco.outer.merging import AVERAGES, Part
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
-from diloco.outer.payloads import Layout, buffer
+from diloco.outer.payloads import Layout, buffer, empty_payload
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MEMORY, MIN_JUDGED, Comparison, Judgement, alike, clip, clip_few, usual
 from diloco.outer.spectrum import flatten_, matrices
@@ -39,12 +39,13 @@ __all__ = ["Aggregate", "Merged", "Weighted"]
 
 
 class Weighted(NamedTuple):
-    """A whole contribution, encoded (uint8), with its weight, which is positive: 1 for equal ones (`core.author`), so
-    that sums of 4- and 8-bit payloads are exact. A late one counts at a discount.
+    """A whole contribution, encoded (uint8), the L2 norm of its values, and its weight, which is positive: 1 for equal
+    ones (`core.author`), so that sums of 4- and 8-bit payloads are exact. A late one counts at a discount.
     """
 
     peer: str
     payload: Tensor
+    norm: float
     weight: float
     discount: float = 1.0
 
@@ -91,11 +92,8 @@ class Aggregate:
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
         self._rng = rng
 
-    def merge(
-        self, contributions: Sequence[Weighted], step: OuterStep, state: OuterState, me: str = "",
-        update: Tensor | None = None,
-    ) -> Merged:  # fmt: skip
-        """Make the update of the next version, in the memory given or in new one. It moves the master, not the anchor.
+    def merge(self, contributions: Sequence[Weighted], step: OuterStep, state: OuterState, me: str = "") -> Merged:
+        """Make the update of the next version. It moves the master, not the anchor.
 
         The order of contributions, one at least, does not matter. The state is that before the step; a window that does
         not fit is forgotten. `me` is this peer. An invalid payload raises `PayloadError` and changes nothing; a master
@@ -103,17 +101,16 @@ class Aggregate:
         """
         contributions = sorted(contributions, key=lambda one: one.peer)
         peers = [one.peer for one in contributions]
-        weights = [one.weight for one in contributions]
         found = Comparison([one.payload for one in contributions], self.up, self._payloads, self._rng)
         state.join_(step)
-        judged = self._judge(found, weights, state, peers.index(me) if me in peers else None)
+        judged = self._judge(found, contributions, state, peers.index(me) if me in peers else None)
         counted = [
             (self._payloads.split(one.payload), weight, scale * one.discount)
             for one, weight, scale in zip(contributions, judged.weights, judged.scales, strict=True)
             if weight
         ]
         step = replace(step, contributions=len(counted))
-        update = torch.empty(self._updates.nbytes, dtype=torch.uint8) if update is None else update
+        update = empty_payload(self._updates.nbytes)
         self._step_(counted, step, state, update)
         pairs = alike(found.cosines, found.numel)
         return Merged(
@@ -121,21 +118,24 @@ class Aggregate:
             tuple((peers[one], peers[other], cosine) for one, other, cosine in pairs),
         )  # fmt: skip
 
-    def _judge(self, found: Comparison, weights: Sequence[float], state: OuterState, own: int | None) -> Judgement:
+    def _judge(
+        self, found: Comparison, contributions: Sequence[Weighted], state: OuterState, own: int | None
+    ) -> Judgement:
         """What each contribution counts; remembers the norms of those that count."""
         factor, momentum = self.settings.clip_factor, state.momentum
+        norms, weights = [one.norm for one in contributions], [one.weight for one in contributions]
         if self.settings.robust == "none":
             return Judgement(tuple(weights), (1.0,) * len(weights))
         if len(weights) >= MIN_JUDGED:
-            judged = clip(found.norms, found.cosines, weights, factor, found.numel)
+            judged = clip(norms, found.cosines, weights, factor, found.numel)
         else:
             references = [] if own is None else [found.cosines[own]]
             if momentum.any():
                 references.append(found.cosines_with(momentum))
             # The momentum of another optimizer may be far shorter than what it is made of.
             expected = usual(self.norms, momentum if self.optimizer.can_follow else None)
-            judged = clip_few(found.norms, weights, expected, references, found.numel, factor, own)
-        scaled = zip(found.norms, judged.scales, judged.weights, strict=True)
+            judged = clip_few(norms, weights, expected, references, found.numel, factor, own)
+        scaled = zip(norms, judged.scales, judged.weights, strict=True)
         self.norms.extend(norm * scale for norm, scale, weight in scaled if weight)
         return judged
 

@@ -55,6 +55,7 @@ from diloco.outer.payloads import (
     is_aligned,
     is_within,
     magnitude_of,
+    norm_of,
     power_of_two,
     refuse_diverged,
 )
@@ -90,6 +91,19 @@ class _FloatCodec(Codec):
         acc.add_(self.values(payload, acc.numel()), alpha=weight)
 
     def values(self, payload: Tensor, numel: int) -> Tensor:
+        values = self._read(payload, numel)
+        if not is_within(values, self.largest):
+            raise self._too_large(values)
+        return values
+
+    def norm(self, payload: Tensor, numel: int) -> float:
+        values = self._read(payload, numel)
+        norm = norm_of(values)
+        if not (norm <= self.largest / 2 or magnitude_of(values) <= self.largest):  # as `is_within`, in one pass
+            raise self._too_large(values)
+        return norm
+
+    def _read(self, payload: Tensor, numel: int) -> Tensor:
         self._check_length(payload, numel)
         if is_aligned(payload, self.dtype):
             values = payload.view(self.dtype)
@@ -98,10 +112,11 @@ class _FloatCodec(Codec):
             values.view(torch.uint8).copy_(payload)
         if self.dtype != torch.float32:
             values = buffer("values", torch.float32, numel).copy_(values)
-        if not is_within(values, self.largest):
-            largest, found = f"{self.largest:g}", f"{magnitude_of(values):g}"
-            raise PayloadError(f"{self.name} payload holds {found}; values must be at most {largest}")
         return values
+
+    def _too_large(self, values: Tensor) -> PayloadError:
+        found = magnitude_of(values)
+        return PayloadError(f"{self.name} payload holds {found:g}; values must be at most {self.largest:g}")
 
 
 class _Fp32(_FloatCodec):

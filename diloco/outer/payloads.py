@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import mmap
 import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 import numpy as np
@@ -18,8 +20,8 @@ from diloco.errors import DivergedError, PayloadError
 from diloco.outer.fragments import BLOCK, CHUNK, chunks
 
 __all__ = [
-    "LIMIT", "Codec", "Integers", "Layout", "assert_chunk", "blockwise", "buffer", "exponents_of", "is_aligned",
-    "is_within", "magnitude_of", "norm_of", "power_of_two", "refuse_diverged",
+    "LIMIT", "Codec", "Integers", "Layout", "assert_chunk", "blockwise", "buffer", "empty_payload", "exponents_of",
+    "is_aligned", "is_within", "magnitude_of", "norm_of", "power_of_two", "refuse_diverged",
 ]  # fmt: skip
 
 assert sys.byteorder == "little", "payloads are views of tensors, so the machine must be little-endian"
@@ -29,6 +31,8 @@ LIMIT = 2.0**64
 
 SAFE = 1e15
 """Norms above it or below its inverse are computed in float64: squares of what a peer may send overflow fp32."""
+
+HUGE_PAGE = 2**21  # bytes
 
 Integers = NDArray[np.signedinteger]
 
@@ -80,6 +84,10 @@ class Codec(ABC):
         self.decode(payload, values)
         return values
 
+    def norm(self, payload: Tensor, numel: int) -> float:
+        """L2 norm of the decoded values."""
+        return norm_of(self.values(payload, numel))
+
     @abstractmethod
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         """acc += weight * decoded, for a finite weight. With weight 1 the sum is the only rounding."""
@@ -96,6 +104,14 @@ class Codec(ABC):
             self.decode(payload, anchor)
         else:
             self.accumulate_(anchor, payload, 1.0)
+
+    def updated(self, anchor: Tensor, payload: Tensor) -> Tensor:
+        """What `apply_update_` makes of the anchor: (n,) fp32, in the payload or this thread's buffer."""
+        if self.carries_values:
+            return self.values(payload, anchor.numel())
+        after = buffer("after", torch.float32, anchor.numel()).copy_(anchor)
+        self.accumulate_(after, payload, 1.0)
+        return after
 
     def _check_length(self, payload: Tensor, numel: int) -> None:
         if payload.numel() != self.nbytes(numel):
@@ -119,6 +135,19 @@ class Layout:
         if payload.numel() != self.nbytes:
             raise PayloadError(f"{self.nbytes} bytes of a fragment are expected, these are {payload.numel()}")
         return payload.split_with_sizes(self._sizes)
+
+
+def empty_payload(nbytes: int) -> Tensor:
+    """Memory (uint8) for a whole payload or update, which goes back to the system with the tensor.
+
+    It has huge pages where the system has any: to map small ones takes longer than to encode what is written there.
+    """
+    if nbytes < HUGE_PAGE:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # other systems than Linux; a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def magnitude_of(x: Tensor) -> float:

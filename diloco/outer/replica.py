@@ -32,7 +32,7 @@ from diloco.outer.digest import PartHasher, digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
-from diloco.outer.payloads import Layout, buffer, norm_of
+from diloco.outer.payloads import Layout, buffer, empty_payload, norm_of
 from diloco.outer.state import OuterState
 
 __all__ = ["Replica"]
@@ -111,7 +111,7 @@ class Replica:
         late; with less, what stays unsent fades, and stale directions are forgotten. The residual is never sent.
         """
         beta, residual = self.settings.error_feedback, self.residuals.get(fragment)
-        captured = torch.empty(self.payload_nbytes(fragment), dtype=torch.uint8)
+        captured = empty_payload(self.payload_nbytes(fragment))
         if beta and residual is None:
             residual = self.residuals[fragment] = torch.zeros_like(self.anchors[fragment])
         payloads, ranges = self.payload_chunks(fragment, captured), self.chunks[fragment]
@@ -160,7 +160,7 @@ class Replica:
     def payload_norm(self, fragment: int, payload: Tensor) -> float:
         """L2 norm of a whole contribution (uint8). `PayloadError` if it is invalid."""
         parts = zip(self.payload_chunks(fragment, payload), self.chunks[fragment], strict=True)
-        return math.hypot(*(norm_of(self.up.values(part, stop - start)) for part, (start, stop) in parts))
+        return math.hypot(*(self.up.norm(part, stop - start) for part, (start, stop) in parts))
 
     # -- what this peer adopts ----------------------------------------------------------------------------------------
 
@@ -180,10 +180,9 @@ class Replica:
         anchor, norms, parts, hasher = self.anchors[fragment], [], [], PartHasher()
         pieces = zip(self.update_chunks(fragment, update), self.chunks[fragment], strict=True)
         for piece, (start, stop) in pieces:
-            after, moved = (buffer(name, torch.float32, stop - start) for name in ("after", "moved"))
-            after.copy_(anchor[start:stop])
-            self.down.apply_update_(after, piece)
-            norms.append(norm_of(torch.sub(after, anchor[start:stop], out=moved)))
+            after = self.down.updated(anchor[start:stop], piece)
+            moved = torch.sub(after, anchor[start:stop], out=buffer("moved", torch.float32, stop - start))
+            norms.append(norm_of(moved))
             parts += hasher.take(after)
         return math.hypot(*norms), (*parts, *hasher.rest())
 

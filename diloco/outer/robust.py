@@ -147,7 +147,7 @@ def usual(norms: Sequence[float], momentum: Tensor | None) -> float:
 
 
 class Comparison:
-    """Norms of the contributions to one version, and their directions, as far as sketches show them.
+    """The directions of the contributions to one version, as far as sketches show them.
 
     A *sketch* is some 8,000 values of a chunk at equal distances; a short chunk is its own sketch. The distance is odd,
     so it is in step with no layer's width. A generator that only the author knows chooses where each sketch begins,
@@ -159,7 +159,6 @@ class Comparison:
         up: decodes them. layout: where their chunks are. rng: see above.
 
     Attributes:
-        norms: L2 norms of the whole contributions.
         numel: how many values of each are compared.
         cosines: (n, n) float64, of the sketches with each other.
     """
@@ -169,17 +168,14 @@ class Comparison:
         for start, stop in layout.ranges:
             distance = max(1, (stop - start) // SKETCH - 1 | 1)
             self._taken.append(slice(start + rng.randrange(distance), stop, distance))
-        parts, norms = [layout.split(payload) for payload in payloads], [list[float]() for _ in payloads]
+        parts = [layout.split(payload) for payload in payloads]
         self.numel = sum(len(range(taken.start, taken.stop, taken.step)) for taken in self._taken)
         self._sketches, end = torch.empty(len(parts), self.numel, dtype=torch.float32), 0
         for chunk, ((start, stop), taken) in enumerate(zip(layout.ranges, self._taken, strict=True)):
             begin, end = end, end + len(range(taken.start, stop, taken.step))
             for one, whole in enumerate(parts):
-                values = up.values(whole[chunk], stop - start)
-                norms[one].append(norm_of(values))
-                sketch = values[taken.start - start :: taken.step]
+                sketch = up.values(whole[chunk], stop - start)[taken.start - start :: taken.step]
                 torch.mul(sketch, math.sqrt(taken.step), out=self._sketches[one, begin:end])  # as long as the chunk
-        self.norms = [math.hypot(*those) for those in norms]
         self._sketches /= self._sketches.abs().amax(1, keepdim=True).clamp_min(1e-30)  # keeps squares finite
         gram = (self._sketches @ self._sketches.T).double()
         lengths = gram.diagonal().clamp_min(1e-30).sqrt()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
+from diloco.errors import PayloadError
 from diloco.outer.aggregate import Merged, Weighted
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import chunks, partition
@@ -70,10 +73,14 @@ def author(parameters: Mapping[str, Tensor], settings: OuterConfig, fragments: i
     return replica
 
 
+def weighted(peer: str, payload: Tensor, weight: float = 1.0) -> Weighted:
+    """A whole contribution, whose norm `make` measures."""
+    return Weighted(peer, payload, math.nan, weight)
+
+
 def named(payloads: Iterable[Tensor], weights: Sequence[float] | None = None) -> list[Weighted]:
     """Whole contributions of peers p0, p1 and so on; with weight 1 if nothing else is said."""
-    payloads = list(payloads)
-    return [Weighted(f"p{i}", x, weights[i] if weights else 1.0) for i, x in enumerate(payloads)]
+    return [weighted(f"p{i}", x, weights[i] if weights else 1.0) for i, x in enumerate(payloads)]
 
 
 def make(
@@ -82,6 +89,8 @@ def make(
 ) -> tuple[Merged, str]:  # fmt: skip
     """The next version, which this author has adopted, and the anchor's digest."""
     state, before = replica.states[fragment], [one.payload.clone() for one in those]
+    with suppress(PayloadError):  # of which `merge` says the same
+        those = [one._replace(norm=replica.payload_norm(fragment, one.payload)) for one in those]
     merged = replica.aggregates[fragment].merge(those, step or state.step(state.version, len(those), delay), state, me)
     assert all(map(torch.equal, before, (one.payload for one in those)))
     replica.apply_update_(fragment, merged.update, merged.step)

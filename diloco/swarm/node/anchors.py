@@ -24,7 +24,6 @@ from diloco.outer.optimizer import OuterStep
 from diloco.swarm.context import Context
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc.state import payload_digest
-from diloco.swarm.wire.malloc import mapped_buffer
 from diloco.swarm.wire.tasks import in_thread
 
 __all__ = ["Anchors"]
@@ -90,12 +89,13 @@ class Anchors:
             self._replica.hold(fragment)
             aggregate, state = self._replica.aggregates[fragment], self._replica.states[fragment]
             step = OuterStep(action.number - 1, len(action.shares), action.pushes, action.delay)
-            weighted = [Weighted(one.line.peer, one.payload, one.weight, one.discount) for one in action.shares]
-            update = mapped_buffer(self._replica.update_nbytes(fragment))
-            made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me, update)
-            digest = await in_thread(payload_digest, update)
+            weighted = [
+                Weighted(one.line.peer, one.payload, one.line.norm, one.weight, one.discount) for one in action.shares
+            ]
+            made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me)
+            digest = await in_thread(payload_digest, made.update)
         self._tell(action, made)
-        self._context.do(Merged(fragment, action.base, update, digest, frozenset(made.left_out)))
+        self._context.do(Merged(fragment, action.base, made.update, digest, frozenset(made.left_out)))
 
     def _tell(self, action: Merge, made: Made) -> None:
         said = {"fragment": action.fragment, "version": action.number}

@@ -17,6 +17,7 @@ from diloco.errors import PayloadError
 from diloco.messages.bulk import Got, Push
 from diloco.messages.codec import expect
 from diloco.messages.heads import Line
+from diloco.outer.payloads import empty_payload
 from diloco.outer.replica import Replica
 from diloco.swarm.rpc.state import payload_digest
 from diloco.swarm.wire.streams import BROKEN, Stream
@@ -50,7 +51,7 @@ class Received:
     def take(self, line: Line, nbytes: int) -> tuple[Tensor, int]:
         """What is here of a payload."""
         known = self._kept.pop(_name(line), None)
-        return known or (torch.empty(nbytes, dtype=torch.uint8), 0)
+        return known or (empty_payload(nbytes), 0)
 
     def keep(self, line: Line, payload: Tensor, filled: int) -> None:
         """The stream broke; the newest half payloads are kept."""

@@ -22,9 +22,9 @@ from diloco.errors import PayloadError
 from diloco.messages.bulk import Get, No, PartHeader, RecordHeader, Values
 from diloco.outer.codecs import Codec, codec
 from diloco.outer.digest import part_digest, part_ranges
+from diloco.outer.payloads import empty_payload
 from diloco.outer.replica import Replica
 from diloco.swarm.context import Context
-from diloco.swarm.wire.malloc import mapped_buffer
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.tasks import in_thread
 
@@ -98,7 +98,7 @@ async def _records(stream: Stream, get: Get, header: RecordHeader, replica: Repl
         head = header.head
         if head.fragment != get.fragment or (found and head.prev != found[-1].head.id):
             raise PayloadError(f"a record of fragment {head.fragment} does not follow what fragment {get.fragment} has")
-        update = mapped_buffer(replica.update_nbytes(get.fragment))
+        update = empty_payload(replica.update_nbytes(get.fragment))
         for piece in torch.split(update, BYTES):
             await stream.receive_payload(piece)
         if await in_thread(payload_digest, update) != head.update:

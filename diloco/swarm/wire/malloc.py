@@ -7,22 +7,13 @@ thread. Without this an exchange would need 0.3 to 0.4 copies of the parameters 
 from __future__ import annotations
 
 import ctypes
-import mmap
 
-import torch
-from torch import Tensor
-
-__all__ = ["mapped_buffer", "trim_heap"]
+__all__ = ["give_back"]
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
 
-def mapped_buffer(nbytes: int) -> Tensor:
-    """Memory (uint8) that goes back to the system with the tensor; for whole updates, as its pages are mapped anew."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-
-
-def trim_heap() -> None:
+def give_back() -> None:
     """Return to the system what was freed, in about a millisecond; nothing happens where the C library cannot."""
     if _trim is not None:
         _trim(0)

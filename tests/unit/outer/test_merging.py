@@ -14,12 +14,11 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.config import groups as names
 from diloco.errors import PayloadError
-from diloco.outer.aggregate import Weighted
 from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import CHUNK
 from diloco.outer.merging import AVERAGES
 from diloco.outer.replica import Replica
-from tests.support.outer import EXACT, author, make, named, outer, payload_of
+from tests.support.outer import EXACT, author, make, named, outer, payload_of, weighted
 
 NUMELS = {"embed.weight": 1000, "layer.weight": CHUNK, "layer.bias": 77}  # two chunks, and elements in no piece
 NUMEL = sum(NUMELS.values())
@@ -39,7 +38,7 @@ def zeros(settings: OuterConfig) -> Replica:
 def version(replica: Replica, found: Mapping[str, Tensor], weights: Mapping[str, float] | None = None) -> Tensor:
     """How far a version moves the anchor back, of these contributions in this order of arrival."""
     before, weights = replica.anchors[0].clone(), weights or dict.fromkeys(found, 1.0)
-    those = [Weighted(peer, payload_of(replica.up, values), weights[peer]) for peer, values in found.items()]
+    those = [weighted(peer, payload_of(replica.up, values), weights[peer]) for peer, values in found.items()]
     _, digest = make(replica, those)
     assert digest == replica.digest(0)
     return before - replica.anchors[0]

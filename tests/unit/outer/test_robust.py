@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.outer.aggregate import Merged, Weighted
+from diloco.outer.aggregate import Merged
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
 from diloco.outer.payloads import Layout
@@ -19,7 +19,7 @@ from diloco.outer.replica import Replica
 from diloco.outer.robust import SKETCH, Comparison, clip, clip_few
 from diloco.testing.fuzz.crowd import lying
 from tests.support import outer as steps
-from tests.support.outer import make, outer, payload_of
+from tests.support.outer import make, outer, payload_of, weighted
 
 NUMEL = 5000
 INT8 = codec("int8")
@@ -50,7 +50,7 @@ def author(**settings: object) -> Replica:
 
 def step(replica: Replica, found: Mapping[str, Tensor], me: str = "") -> Merged:
     """One version of these contributions, of equal weight."""
-    return make(replica, [Weighted(peer, payload, 1.0) for peer, payload in found.items()], me=me)[0]
+    return make(replica, [weighted(peer, payload) for peer, payload in found.items()], me=me)[0]
 
 
 def unit(values: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def test_sketches_of_long_contributions_show_a_reversed_one() -> None:
     found = Comparison([payload_of(INT8, delta) for delta in deltas], INT8, Layout(INT8, numel), random.Random(1))
     assert 2 * SKETCH <= found.numel < 2.2 * SKETCH
     torch.testing.assert_close(found.cosines, unit(torch.stack(deltas)), rtol=0, atol=5 * found.numel**-0.5)
-    assert clip(found.norms, found.cosines, [1.0] * 5, 3.0, found.numel).left_out == (1,)
+    assert clip([float(delta.norm()) for delta in deltas], found.cosines, [1.0] * 5, 3.0, found.numel).left_out == (1,)
     along = found.cosines_with(deltas[0])
     torch.testing.assert_close(along, found.cosines[0], rtol=0, atol=0.01)
 

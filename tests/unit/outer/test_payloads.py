@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.swarm.wire.malloc import mapped_buffer
+from diloco.outer.payloads import empty_payload
 
 MIB = 2**20
 
@@ -19,11 +19,11 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_short_lived_buffer_takes_its_memory_with_it() -> None:
+def test_a_whole_payload_takes_its_memory_with_it() -> None:
     """Even if a later allocation stays."""
     torch.ones(7 * MIB)  # freed at once: from now on malloc keeps blocks of up to 28 MiB for later
     before = resident()
-    buffer = mapped_buffer(20 * MIB).fill_(1)
+    buffer = empty_payload(20 * MIB).fill_(1)
     stays = torch.ones(MIB)
     assert resident() - before > 16 * MIB
     del buffer

@@ -22,7 +22,7 @@ from diloco.core.history import Tip, state_of
 from diloco.errors import CheckpointError
 from diloco.messages.heads import Book, Head
 from diloco.outer.digest import part_digests
-from diloco.outer.state import OuterState
+from diloco.outer.optimizer import OuterState
 from diloco.swarm.node.saved import Saved
 
 __all__ = [

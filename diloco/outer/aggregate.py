@@ -27,13 +27,11 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import Fragment
-from diloco.outer.merging import AVERAGES, Part
-from diloco.outer.optimizer import OPTIMIZERS, OuterStep
+from diloco.outer.merging import AVERAGES, Part, directional_pieces
+from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import Layout, buffer, empty_payload
-from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MEMORY, MIN_JUDGED, Comparison, Judgement, alike, clip, clip_few, usual
 from diloco.outer.spectrum import flatten_, matrices
-from diloco.outer.state import OuterState
 
 __all__ = ["Aggregate", "Merged", "Weighted"]
 

@@ -1,7 +1,7 @@
-"""Pseudo-gradients, their mean, and the outer optimizers.
+"""Outer optimizers, how large their steps are, and what they keep between two versions of a fragment.
 
     delta      = anchor - local                  on each peer              Replica.capture
-    mean       = sum w_m delta_m / sum w_m       on the author             Codec.accumulate_, mean_
+    mean       = sum w_m delta_m / sum w_m       on the author             merging.mean
     m          = beta m + mean                   on author and heir        Linear.follow_
     master     = master - lr (mean + beta m)     on the author, fp32       Linear.move_
 
@@ -9,18 +9,17 @@
 element, so a fragment may be processed chunk by chunk with the same result. Vectors that hold state between steps are
 zeros before the first one. FedAvg is Nesterov with lr=1 and beta=0, and SGD (SparseLoCo) Nesterov with beta=0.
 
-`OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class says what one push does, in numbers. A step
-merges several contributions, which may complete a window of `delay` and begin the next. It is linear in the mean, the
-momentum and the window, so its coefficients (`Linear`) follow from the pushes, one after another, of the numbers 0
-and 1. The vectors are in an `OuterState`. An author computes the same coefficients as an heir, from what every peer
-knows.
+A class in `OPTIMIZERS` says what one push does, in numbers. A step merges several contributions, which may complete a
+window of `delay` and begin the next. It is linear in the mean, the momentum and the window, so its coefficients
+(`Linear`) follow from the pushes, one after another, of the numbers 0 and 1. An heir computes the same ones as the
+author, from what every peer knows.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, TypeVar
@@ -29,11 +28,9 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
+from diloco.outer.payloads import Codec, buffer
 
-__all__ = [
-    "OPTIMIZERS", "Linear", "OuterOptimizer", "OuterStep", "Reach", "Transition", "delayed_nesterov", "lr_at",
-    "mean_", "momentum_at",
-]  # fmt: skip
+__all__ = ["OPTIMIZERS", "Linear", "OuterOptimizer", "OuterState", "OuterStep", "Reach", "Transition"]
 
 Value = TypeVar("Value", float, Tensor)
 YOUTH = 16  # versions after which the momentum of a run without a plan has half of its rise behind it
@@ -48,7 +45,7 @@ Reach = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class OuterStep:
-    """One outer step: the version that it starts from, and how many contributions it merges; see `Close`.
+    """One outer step: the version that it starts from, and how many contributions it merges.
 
     With a windowed optimizer a momentum step belongs to `delay` contributions, and `pushes` of the window that is open
     are in earlier versions. The contributions of one version count as their mean, each of them, so their order does not
@@ -82,7 +79,7 @@ class Linear(Transition):
 
     The momentum is not made of the mean itself but of what the update publishes of it, as `follow_` finds it out from
     how far the anchor moved (PowerSGD, arXiv 1905.13727, Algorithm 2: error feedback, and momentum after compression).
-    What the encoding lost stays in master - anchor, and enters the momentum with the update that publishes it. So a
+    What the encoding lost stays in master - anchor, and enters the momentum with the update that publishes it. So an
     heir that applies the updates has the momentum and the window of the author, whatever the codec.
     """
 
@@ -113,33 +110,57 @@ class Linear(Transition):
             window.mul_(self.window[2]).add_(mean, alpha=self.window[0])
 
 
-def mean_(weighted_sum: Tensor, total_weight: float) -> None:
-    """Turn sum(w_m * delta_m) into the weighted mean, in place; (n,) fp32."""
-    assert math.isfinite(total_weight) and total_weight > 0, f"total weight {total_weight} is not positive"
-    weighted_sum.div_(total_weight)
+@dataclass
+class OuterState:
+    """Momentum and window of a fragment, which follow from the published updates alone.
 
-
-def delayed_nesterov(
-    theta: Value, momentum: Value, window: Value, delta: Value,
-    *, lr: float, beta: float, delay: int, last: bool, c: float = 0.0,
-) -> tuple[Value, Value, Value]:  # fmt: skip
-    """One push of Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3): the new theta, momentum and
-    window.
-
-    Every contribution moves the parameters at once by lr / delay of itself; the momentum changes with the `last` of
-    `delay` (N in the paper), and acts then, or with c > 0 in part with each of them:
-
-        window += delta
-        if last: momentum = beta momentum + window / delay;  window = 0
-        theta -= lr (delta / delay + share beta momentum)       share = c,  or 1 - c delay + c for the last
-
-    With delay=1 it is Nesterov momentum, for every c. With c=0, contributions that do not depend on each other move the
-    parameters as far as Nesterov on their mean.
+    Attributes:
+        version: the version that they belong to.
+        vectors: the momentum and the optimizer's further vectors, such as the window; each (numel,) fp32.
+        pushes: contributions in the window. delay: contributions that make it full.
     """
-    window, share = window + delta, c
-    if last:
-        momentum, window, share = beta * momentum + window / delay, 0 * window, 1 - c * delay + c
-    return theta - lr * (delta / delay + share * beta * momentum), momentum, window
+
+    version: int
+    vectors: tuple[Tensor, ...]
+    pushes: int = 0
+    delay: int = 1
+
+    @property
+    def momentum(self) -> Tensor:
+        return self.vectors[0]
+
+    def part(self, start: int, stop: int) -> list[Tensor]:
+        """Views of a chunk of the vectors."""
+        return [vector[start:stop] for vector in self.vectors]
+
+    def step(self, version: int, contributions: int, delay: int) -> OuterStep:
+        """The step from a version that merges so many contributions; a window that they begin is full with `delay`."""
+        pushes = self.pushes if self.version == version else 0
+        return OuterStep(version, contributions, pushes, self.delay if pushes else delay)
+
+    def join_(self, step: OuterStep) -> None:
+        """Belong to the anchor that the step starts from. Of another one only the momentum is worth keeping."""
+        here = (self.version, self.pushes, self.delay if self.pushes else step.delay)
+        if here != (step.version, step.pushes, step.delay):
+            for further in self.vectors[1:]:
+                further.zero_()
+        self.version, self.pushes, self.delay = step.version, step.pushes, step.delay
+
+    def apply_(
+        self,
+        step: OuterStep,
+        transition: Transition,
+        codec: Codec,
+        anchor: Tensor,
+        parts: Iterable[tuple[Tensor, tuple[int, int]]],
+    ) -> None:
+        """Move an anchor by the chunks of its update, each with its range, and the vectors by what it moved."""
+        self.join_(step)
+        for update, (start, stop) in parts:
+            moved = buffer("moved", torch.float32, stop - start).copy_(anchor[start:stop])
+            codec.apply_update_(anchor[start:stop], update)
+            transition.follow_(self.part(start, stop), torch.sub(anchor[start:stop], moved, out=moved))
+        self.version, self.pushes = step.version + 1, (step.pushes + step.contributions) % step.delay
 
 
 def momentum_at(version: float, momentum: float, warmup: int | None = 0, rounds: int | None = None) -> float:
@@ -154,7 +175,6 @@ def momentum_at(version: float, momentum: float, warmup: int | None = 0, rounds:
 
     scripts/README.md has the experiment from which the defaults follow (`scripts/momentum`).
     """
-    assert 0 <= momentum < 1 and version >= 0, f"momentum={momentum}, version={version} is impossible"
     ends = rounds if warmup is None else warmup
     if ends is not None and version >= ends:
         return momentum
@@ -162,14 +182,12 @@ def momentum_at(version: float, momentum: float, warmup: int | None = 0, rounds:
     return 1 - 1 / (1 + (1 / (1 - momentum) - 1) * part)
 
 
-def lr_at(version: int, peers: int, lr: float, lr_by_peers: Mapping[int, float]) -> float:
-    """Outer learning rate of the step from `version`, merged from `peers` contributors.
+def lr_at(peers: int, lr: float, lr_by_peers: Mapping[int, float]) -> float:
+    """Outer learning rate of a step merged from `peers` contributors; a decay of it gained nothing (DiLoCo).
 
     `lr_by_peers` gives it for some numbers of peers (scaling laws of DiLoCo, arXiv 2503.09799: 1: .4, 2: .6, 4: .6,
-    8: .8). In between it is linear in log2(peers), and beyond the ends constant. Empty means `lr`. The version changes
-    nothing, because a decay of the outer learning rate gained nothing (DiLoCo, arXiv 2311.08105).
+    8: .8). In between it is linear in log2(peers), and beyond the ends constant. Empty means `lr`.
     """
-    assert version >= 0 and peers >= 1, f"version={version}, peers={peers} is impossible"
     if not lr_by_peers:
         return lr
     known = sorted(lr_by_peers.items())
@@ -202,6 +220,10 @@ class OuterOptimizer(ABC):
         self.settings = settings
         self._lr_by_peers = {int(peers): lr for peers, lr in settings.lr_by_peers.items()}
 
+    def zeros(self, numel: int) -> OuterState:
+        """The state of a fragment before the first step."""
+        return OuterState(0, tuple(torch.zeros(numel, dtype=torch.float32) for _ in range(1 + self.num_buffers)))
+
     def rates(self, step: OuterStep) -> tuple[float, float]:
         """Learning rate and momentum of a step."""
         settings = self.settings
@@ -210,11 +232,21 @@ class OuterOptimizer(ABC):
         planned = settings.momentum_warmup is not None or settings.rounds is not None
         age = step.version / (1 if planned or not settings.windowed else step.delay)
         momentum = momentum_at(age, settings.momentum, settings.momentum_warmup, settings.rounds)
-        return lr_at(step.version, peers, settings.lr, self._lr_by_peers), momentum
+        return lr_at(peers, settings.lr, self._lr_by_peers), momentum
 
     def transition(self, step: OuterStep) -> Transition:
         """What a step does, whose contributions are pushed one after another."""
-        return Linear(*zip(*self._columns(step), strict=True))
+        lr, beta = self.rates(step)
+        pushes = range(step.pushes, step.pushes + step.contributions) if self.settings.windowed else range(1)
+        delay = step.delay if self.settings.windowed else 1
+        columns = []
+        for delta, momentum, window in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
+            moved = 0.0
+            for push in pushes:
+                last = (push + 1) % delay == 0
+                moved, momentum, window = self.push(moved, momentum, window, delta, lr, beta, delay, last)
+            columns.append((moved, momentum, window))
+        return Linear(*zip(*columns, strict=True))
 
     def reach(self, step: OuterStep, longest: float, before: Reach = (0.0, 0.0, 0.0)) -> tuple[float, Reach]:
         """How long the update of a step may be that is made of contributions no longer than `longest`, and the reach
@@ -229,20 +261,6 @@ class OuterOptimizer(ABC):
 
         due = length(made.moved) + lost
         return (1 + LOST) * due, (length(made.momentum), length(made.window), LOST * due)
-
-    def _columns(self, step: OuterStep) -> list[tuple[float, float, float]]:
-        """What becomes of parameters, momentum and window, for a mean, a momentum and a window of 1."""
-        lr, beta = self.rates(step)
-        pushes = range(step.pushes, step.pushes + step.contributions) if self.settings.windowed else range(1)
-        delay = step.delay if self.settings.windowed else 1
-        columns = []
-        for delta, momentum, window in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
-            moved = 0.0
-            for push in pushes:
-                last = (push + 1) % delay == 0
-                moved, momentum, window = self.push(moved, momentum, window, delta, lr, beta, delay, last)
-            columns.append((moved, momentum, window))
-        return columns
 
     def push(
         self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
@@ -266,17 +284,35 @@ class Nesterov(OuterOptimizer):
     def push(
         self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
     ) -> tuple[Value, Value, Value]:
-        # The number of active peers may be above 1 / c.
-        c = min(self.settings.delay_c, 1 / delay) if self.windowed else 0.0
-        return delayed_nesterov(theta, momentum, window, delta, lr=lr, beta=beta, delay=delay, last=last, c=c)
+        momentum = beta * momentum + delta
+        return theta - lr * (delta + beta * momentum), momentum, window
 
 
-class DelayedNesterov(Nesterov):
-    """Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3)."""
+class DelayedNesterov(OuterOptimizer):
+    """Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3).
+
+    Every contribution moves the parameters at once by lr / delay of itself; the momentum changes with the `last` of
+    `delay` (N in the paper), and acts then, or with c > 0 (`outer.delay_c`) in part with each of them:
+
+        window += delta
+        if last: momentum = beta momentum + window / delay;  window = 0
+        theta -= lr (delta / delay + share beta momentum)       share = c,  or 1 - c delay + c for the last
+
+    With delay=1 it is Nesterov momentum, for every c. With c=0, contributions that do not depend on each other move the
+    parameters as far as Nesterov on their mean.
+    """
 
     name = "delayed_nesterov"
     num_buffers = 1
     windowed = True
+
+    def push(
+        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
+    ) -> tuple[Value, Value, Value]:
+        window, share = window + delta, min(self.settings.delay_c, 1 / delay)  # more peers may be active than 1 / c
+        if last:
+            momentum, window, share = beta * momentum + window / delay, 0 * window, 1 - share * delay + share
+        return theta - lr * (delta / delay + share * beta * momentum), momentum, window
 
 
 OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov)}

@@ -31,9 +31,8 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import PartHasher, digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.local import Local, Source
-from diloco.outer.optimizer import OPTIMIZERS, OuterStep
+from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import Layout, buffer, empty_payload, norm_of
-from diloco.outer.state import OuterState
 
 __all__ = ["Replica"]
 
@@ -66,11 +65,10 @@ class Replica:
         self.aggregates: dict[int, Aggregate] = {}
         self.states: dict[int, OuterState] = {}
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
-        self._payloads = [Layout(self.up, fragment.numel) for fragment in self.fragments]
-        self._updates = [Layout(self.down, fragment.numel) for fragment in self.fragments]
+        self.payloads = [Layout(self.up, fragment.numel) for fragment in self.fragments]
+        self.updates = [Layout(self.down, fragment.numel) for fragment in self.fragments]
         self._bases: dict[int, Tensor] = {}  # what local parameters started from, where it is not the anchor
         self._copies: dict[int, Source] = {}  # of local parameters as they are to be captured
-        self._captured: dict[int, Tensor] = {}
         for fragment, anchor, ranges in zip(self.fragments, self.anchors, self.chunks, strict=True):
             for start, stop in ranges:
                 self.local.gather_(anchor[start:stop], fragment, start, stop)
@@ -89,10 +87,6 @@ class Replica:
             return False
         return True
 
-    def is_taken(self, fragment: int) -> bool:
-        """Whether the next exchange does not need the local parameters any more: they are captured, or copied."""
-        return fragment in self._copies or fragment in self._captured
-
     @property
     def capturing(self) -> bool:
         """Whether some copy is not captured yet."""
@@ -100,8 +94,7 @@ class Replica:
 
     @torch.no_grad()
     def capture(self, fragment: int) -> Tensor:
-        """The payload (uint8) of the whole pseudo-gradient as it is now, kept until `release_capture`; training may go
-        on. Raises `DivergedError`.
+        """The payload (uint8) of the whole pseudo-gradient; training may go on. Raises `DivergedError`.
 
         After `copy_local` the pseudo-gradient is that of then, and training goes on meanwhile. The payload is the same,
         bit for bit: values are copied, and what is computed is computed on the CPU either way.
@@ -111,20 +104,21 @@ class Replica:
         late; with less, what stays unsent fades, and stale directions are forgotten. The residual is never sent.
         """
         beta, residual = self.settings.error_feedback, self.residuals.get(fragment)
-        captured = empty_payload(self.payload_nbytes(fragment))
+        payload = empty_payload(self.payloads[fragment].nbytes)
         if beta and residual is None:
             residual = self.residuals[fragment] = torch.zeros_like(self.anchors[fragment])
-        payloads, ranges = self.payload_chunks(fragment, captured), self.chunks[fragment]
-        for delta, payload, (start, stop) in zip(self._deltas(fragment), payloads, ranges, strict=True):
-            if residual is not None:
-                delta.add_(residual[start:stop], alpha=beta)
-            self.up.encode(delta, payload)
-            if residual is not None:
-                self.up.accumulate_(delta, payload, -1.0)
-                residual[start:stop].copy_(delta)
-        self._captured[fragment] = captured
-        self._copies.pop(fragment, None)
-        return captured
+        pieces, ranges = self.payloads[fragment].split(payload), self.chunks[fragment]
+        try:
+            for delta, piece, (start, stop) in zip(self._deltas(fragment), pieces, ranges, strict=True):
+                if residual is not None:
+                    delta.add_(residual[start:stop], alpha=beta)
+                self.up.encode(delta, piece)
+                if residual is not None:
+                    self.up.accumulate_(delta, piece, -1.0)
+                    residual[start:stop].copy_(delta)
+        finally:
+            self._copies.pop(fragment, None)
+        return payload
 
     def _deltas(self, index: int) -> Iterator[Tensor]:
         """The pseudo-gradient, chunk by chunk, fp32, in this thread's buffer."""
@@ -135,42 +129,17 @@ class Replica:
             torch.sub(local.as_loaded(rounded, base, fragment, start), own, out=delta)
             yield delta
 
-    def captured(self, fragment: int) -> Tensor:
-        """The payload that is captured."""
-        return self._captured[fragment]
-
-    def release_capture(self, fragment: int) -> None:
-        """Forget the captured payload, or the copy that it was to be made of."""
-        self._captured.pop(fragment, None)
-        self._copies.pop(fragment, None)
-
     def keep_base(self, fragment: int) -> None:
         """Copy the anchor before it moves, if local parameters started from it and are not captured yet."""
-        if fragment not in self._bases and fragment not in self._captured:
+        if fragment not in self._bases:
             self._bases[fragment] = self.anchors[fragment].clone()
-
-    def payload_nbytes(self, fragment: int) -> int:
-        """Length of the payload of a whole fragment in bytes."""
-        return self._payloads[fragment].nbytes
-
-    def payload_chunks(self, fragment: int, payload: Tensor) -> Sequence[Tensor]:
-        """Views of the chunks of a whole payload. `PayloadError` if its length is wrong."""
-        return self._payloads[fragment].split(payload)
 
     def payload_norm(self, fragment: int, payload: Tensor) -> float:
         """L2 norm of a whole contribution (uint8). `PayloadError` if it is invalid."""
-        parts = zip(self.payload_chunks(fragment, payload), self.chunks[fragment], strict=True)
+        parts = zip(self.payloads[fragment].split(payload), self.chunks[fragment], strict=True)
         return math.hypot(*(self.up.norm(part, stop - start) for part, (start, stop) in parts))
 
     # -- what this peer adopts ----------------------------------------------------------------------------------------
-
-    def update_nbytes(self, fragment: int) -> int:
-        """Length of a whole update of a fragment in bytes."""
-        return self._updates[fragment].nbytes
-
-    def update_chunks(self, fragment: int, update: Tensor) -> Sequence[Tensor]:
-        """Views of the chunks of a whole update. `PayloadError` if its length is wrong."""
-        return self._updates[fragment].split(update)
 
     @torch.no_grad()
     def foresee(self, fragment: int, update: Tensor) -> tuple[float, tuple[str, ...]]:
@@ -178,8 +147,7 @@ class Replica:
         is changed. `PayloadError` if it is invalid.
         """
         anchor, norms, parts, hasher = self.anchors[fragment], [], [], PartHasher()
-        pieces = zip(self.update_chunks(fragment, update), self.chunks[fragment], strict=True)
-        for piece, (start, stop) in pieces:
+        for piece, (start, stop) in zip(self.updates[fragment].split(update), self.chunks[fragment], strict=True):
             after = self.down.updated(anchor[start:stop], piece)
             moved = torch.sub(after, anchor[start:stop], out=buffer("moved", torch.float32, stop - start))
             norms.append(norm_of(moved))
@@ -192,7 +160,7 @@ class Replica:
         `PayloadError` before anything is changed when the length is wrong. An update that is invalid inside leaves an
         anchor that the caller repairs by fetching the fragment's state.
         """
-        parts = zip(self.update_chunks(fragment, update), self.chunks[fragment], strict=True)
+        parts = zip(self.updates[fragment].split(update), self.chunks[fragment], strict=True)
         anchor, state = self.anchors[fragment], self.states.get(fragment)
         if state is not None:
             state.apply_(step, self.optimizer.transition(step), self.down, anchor, parts)
@@ -228,10 +196,6 @@ class Replica:
         """Digest of the fragment's anchor (hex)."""
         return digest_of(self.anchors[fragment])
 
-    def digests(self) -> list[str]:
-        """Digests of all anchors, by fragment."""
-        return [self.digest(index) for index in range(len(self.fragments))]
-
     # -- what an author keeps, and who may inherit ---------------------------------------------------------------------
 
     @property
@@ -242,14 +206,14 @@ class Replica:
     def follow(self, fragments: Collection[int]) -> None:
         """Keep momentum and window of these fragments, and of this peer's own, and of no others; from zeros on."""
         wanted = {*self.aggregates, *(fragments if self.can_follow else ())}
-        self.states = {one: self.states.get(one) or self._zeros(one) for one in sorted(wanted)}
+        self.states = {one: self._state(one) for one in sorted(wanted)}
 
     def hold(self, fragment: int, master: Tensor | None = None, state: OuterState | None = None) -> None:
         """Become author, with master and outer state of a checkpoint, or keep what there is.
 
         Without either the master starts at the anchor, and momentum and window as they were followed, or at zeros.
         """
-        self.states[fragment] = state or self.states.get(fragment) or self._zeros(fragment)
+        self.states[fragment] = state or self._state(fragment)
         if fragment not in self.aggregates or master is not None:
             self.aggregates[fragment] = Aggregate(
                 self.fragments[fragment], self.anchors[fragment], self.settings, self.rng, self.local.shapes, master
@@ -265,5 +229,5 @@ class Replica:
         for optimizer in (self.optimizer, *(aggregate.optimizer for aggregate in self.aggregates.values())):
             optimizer.settings = self.settings
 
-    def _zeros(self, fragment: int) -> OuterState:
-        return OuterState.zeros(self.fragments[fragment].numel, self.optimizer.num_buffers)
+    def _state(self, fragment: int) -> OuterState:
+        return self.states.get(fragment) or self.optimizer.zeros(self.fragments[fragment].numel)

@@ -104,22 +104,15 @@ def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
             go_on = partial(inner_step, replica, 100 + round_)
             moves = partial(move, replica, fragment, round_)
             if device is None:
-                replica.capture(fragment)
+                found.append(replica.capture(fragment))
                 moves()
+                train(go_on)
             else:
-                assert (
-                    replica.local.can_copy(replica.fragments[fragment])
-                    and replica.copy_local(fragment)
-                    and replica.is_taken(fragment)
-                )
+                assert replica.local.can_copy(replica.fragments[fragment]) and replica.copy_local(fragment)
                 train(go_on)
                 device.on_wait = once(moves)
-                replica.capture(fragment)
-            found.append(replica.captured(fragment))
-            if device is None:
-                train(go_on)
-            replica.release_capture(fragment)
-            assert not replica.is_taken(fragment) and not replica.capturing
+                found.append(replica.capture(fragment))
+            assert not replica.capturing
             replica.load_local_([fragment], case.mixing)
         if device is not None:
             device.finish()
@@ -202,7 +195,6 @@ def test_the_node_copies_in_the_stream_in_which_training_runs(monkeypatch: pytes
         assert replica.copy_local(0)
         replica.anchors[0].fill_(3.0)
         replica.capture(0)
-        replica.release_capture(0)
         replica.load_local_([0])
 
     in_thread("node", exchange)
@@ -237,15 +229,15 @@ def test_an_accelerator_sends_what_the_cpu_sends(case: Case) -> None:
         here, on_device = case.replica(Local), case.replica(there)
         assert on_device.local.can_copy(on_device.fragments[0])
         for version in range(3):
+            payloads = []
             for replica in (here, on_device):
                 inner_step(replica, version)
                 assert not replica.local.can_copy(replica.fragments[0]) or replica.copy_local(0)
-                replica.capture(0)
+                payloads.append(replica.capture(0))
                 inner_step(replica, 100)
-            assert torch.equal(here.captured(0), on_device.captured(0))
+            assert torch.equal(*payloads)
             for replica in (here, on_device):
                 move(replica, 0, version)
-                replica.release_capture(0)
                 replica.load_local_([0], case.mixing)
             for name, values in here.local.tensors.items():
                 assert torch.equal(values, on_device.local.tensors[name].cpu())
@@ -290,7 +282,7 @@ class Sending:
 
     def moves(self, target: Tensor) -> Apply:
         """Another peer's version, to which the anchor is about to move."""
-        tip, update = self.control.tip, torch.empty(self.replica.update_nbytes(0), dtype=torch.uint8)
+        tip, update = self.control.tip, torch.empty(self.replica.updates[0].nbytes, dtype=torch.uint8)
         self.replica.down.encode_update(target, self.replica.anchors[0], update)
         book = replace(tip.book, recent=(tip.head.id,))
         head = Head(0, 1, tip.head.id, OTHER, OTHER, (), 1, 10, D, state_of(book, part_digests(target)))
@@ -313,7 +305,7 @@ def sends(**outer: Any) -> Callable[[Callable[[Sending], Awaitable[None]]], Call
             device.vectors.clear()
             await happens(sending)
             assert await node.context.tasks.close(60.0) == []
-            assert not node.replica.is_taken(0) and not node.context.locks[0]._readers
+            assert not node.replica.capturing and not node.context.locks[0]._readers
 
         def test() -> None:
             with small_pieces(chunk=2):

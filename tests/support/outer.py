@@ -105,6 +105,4 @@ def exchange(peers: Sequence[Replica], weights: Sequence[float]) -> None:
             peer.apply_update_(index, merged.update, merged.step)
             assert peer.digest(index) == digest
     for peer in peers:
-        for index in range(len(peer.fragments)):
-            peer.release_capture(index)
         peer.load_local_()

@@ -24,7 +24,7 @@ from torch import Tensor
 from diloco.attach.node_link import NodeHandle
 from diloco.config import OuterConfig, SwarmConfig
 from diloco.core.members import Members
-from diloco.outer.digest import anchor_digest
+from diloco.outer.digest import anchor_digest, digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.swarm.node.node import ExchangeResult, Node
@@ -125,7 +125,7 @@ class Trainee:
 
     @property
     def digest(self) -> str:
-        return anchor_digest(self.replica.digests())
+        return anchor_digest([digest_of(anchor) for anchor in self.replica.anchors])
 
     @property
     def versions(self) -> list[int]:

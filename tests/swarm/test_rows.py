@@ -61,7 +61,6 @@ def outcome(replica: Replica) -> dict[str, Tensor]:
     for fragment in range(2):
         assert not replica.local.can_copy(replica.fragments[fragment]) or replica.copy_local(fragment)
         found[f"payload {fragment}"] = replica.capture(fragment)
-        replica.release_capture(fragment)
         replica.anchors[fragment].mul_(1.5)
     replica.load_local_([1])
     replica.load_local_([0], mixing=0.25)

@@ -56,10 +56,7 @@ class Anchors:
         self._context.do(Captured(line, payload, norm, root))
 
     def _encoded(self, fragment: int) -> tuple[Tensor, float, str]:
-        try:
-            payload = self._replica.capture(fragment)
-        finally:
-            self._replica.release_capture(fragment)
+        payload = self._replica.capture(fragment)
         try:
             norm = self._replica.payload_norm(fragment, payload)
         except PayloadError as error:  # it would be refused of others, too

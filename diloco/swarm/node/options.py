@@ -143,7 +143,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
     )
     steps, tokens, rounds = options.planned
     sizes = [
-        Sizes(replica.payload_nbytes(f.index), replica.update_nbytes(f.index), 4 * f.numel, len(part_ranges(f.numel)))
+        Sizes(replica.payloads[f.index].nbytes, replica.updates[f.index].nbytes, 4 * f.numel, len(part_ranges(f.numel)))
         for f in replica.fragments
     ]
     core = Peer(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from diloco.core.history import Tip
+from diloco.outer.optimizer import OuterState
 from diloco.outer.replica import Replica
-from diloco.outer.state import OuterState
 
 __all__ = ["Saved"]
 
@@ -45,5 +46,5 @@ class Saved:
         for fragment, anchor in enumerate(self.anchors):
             replica.anchors[fragment].copy_(anchor)
         for fragment, (master, state) in self.outer.items():
-            replica.hold(fragment, master.clone(), state.clone())
+            replica.hold(fragment, master.clone(), deepcopy(state))
         replica.residuals.update({fragment: residual.clone() for fragment, residual in self.residuals.items()})

@@ -66,7 +66,7 @@ def _name(line: Line) -> tuple[int, str, int]:
 
 async def receive(stream: Stream, push: Push, replica: Replica, received: Received) -> Tensor:
     """The whole payload (uint8), which is what its line says. Raises `PayloadError`, and what a stream raises."""
-    line, nbytes = push.line, replica.payload_nbytes(push.line.fragment)
+    line, nbytes = push.line, replica.payloads[push.line.fragment].nbytes
     payload, at = received.take(line, nbytes)
     if push.at > at or push.at > nbytes:
         raise PayloadError(f"a payload goes on at byte {push.at}, and {at} are here")

@@ -98,7 +98,7 @@ async def _records(stream: Stream, get: Get, header: RecordHeader, replica: Repl
         head = header.head
         if head.fragment != get.fragment or (found and head.prev != found[-1].head.id):
             raise PayloadError(f"a record of fragment {head.fragment} does not follow what fragment {get.fragment} has")
-        update = empty_payload(replica.update_nbytes(get.fragment))
+        update = empty_payload(replica.updates[get.fragment].nbytes)
         for piece in torch.split(update, BYTES):
             await stream.receive_payload(piece)
         if await in_thread(payload_digest, update) != head.update:

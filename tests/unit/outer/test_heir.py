@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from diloco.outer.fragments import partition
-from diloco.outer.optimizer import OPTIMIZERS, OuterStep
+from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.replica import Replica
-from diloco.outer.state import OuterState
 from tests.support.outer import make, named, outer, relative_error
 
 NUMEL = 4096

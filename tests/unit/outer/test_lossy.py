@@ -67,6 +67,5 @@ def test_what_is_sent_and_kept_adds_up_to_what_there_was(name: str, numel: int, 
     peer = Replica({"w": -delta}, partition({"w": numel}, 1), settings)
     peer.anchors[0].zero_()
     peer.residuals[0] = residual.clone()
-    peer.capture(0)
-    together = decoded(name, peer.captured(0), numel).double() + peer.residuals[0].double()
+    together = decoded(name, peer.capture(0), numel).double() + peer.residuals[0].double()
     torch.testing.assert_close(together, beta * residual.double() + delta.double(), rtol=1e-5, atol=1e-6)

@@ -7,11 +7,7 @@ import torch
 
 from diloco.config import names
 from diloco.outer.codecs import codec
-from diloco.outer.optimizer import (
-    OPTIMIZERS,
-    Linear,
-    delayed_nesterov,
-)
+from diloco.outer.optimizer import OPTIMIZERS, DelayedNesterov, Linear
 from tests.support.outer import EXACT, author, gaussian, make, named, outer, relative_error
 
 
@@ -20,12 +16,13 @@ def test_a_window_of_pushes_is_nesterov_on_their_mean(delay: int) -> None:
     """Of independent ones (PAPERS.md section 8, claim 1); with c=0."""
     start = gaussian(1000, 0).double()
     state = (start, torch.zeros_like(start), torch.zeros_like(start))
+    push = DelayedNesterov(outer(optimizer="delayed_nesterov", quorum=1)).push
     reference = torch.nn.Parameter(start.clone())
     sgd = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
     for window in range(6):
         pushes = [gaussian(1000, 100 * window + push, 0.01).double() for push in range(delay)]
         for index, g in enumerate(pushes):
-            state = delayed_nesterov(*state, g, lr=0.7, beta=0.9, delay=delay, last=index == delay - 1)
+            state = push(*state, g, lr=0.7, beta=0.9, delay=delay, last=index == delay - 1)
         reference.grad = torch.stack(pushes).mean(0)
         sgd.step()
         assert relative_error(reference.detach(), state[0]) < 1e-14
@@ -46,7 +43,7 @@ def test_a_momentum_step_belongs_to_a_window_of_contributions(settings: dict[str
     """Versions that merge several contributions end where the same contributions end that are pushed one by one."""
     fixed = {"quorum": 1, "lr": 0.5, "momentum": 0.8, "momentum_warmup": 0, **EXACT}
     replica = author({"w": gaussian(200)}, outer(**{"optimizer": "delayed_nesterov", **fixed, **settings}))
-    state, delay, pushed, c = replica.states[0], 4, 0, replica.settings.delay_c
+    state, delay, pushed = replica.states[0], 4, 0
     plain = (replica.anchors[0].double(), torch.zeros(200).double(), torch.zeros(200).double())
     for version, contributions in enumerate(groups * 3):
         deltas = [gaussian(200, 100 * version + peer + 1, 0.1) for peer in range(contributions)]
@@ -55,7 +52,7 @@ def test_a_momentum_step_belongs_to_a_window_of_contributions(settings: dict[str
         for _ in deltas:  # each of them counts as their mean, in whatever order they came
             pushed += 1
             rates = {"lr": 0.5, "beta": 0.8, "delay": delay, "last": pushed % delay == 0}
-            plain = delayed_nesterov(*plain, mean, **rates, c=c)  # type: ignore[arg-type]
+            plain = replica.optimizer.push(*plain, mean, **rates)  # type: ignore[arg-type]
         for ours, theirs in zip((replica.aggregates[0].master, *state.vectors), plain, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
         assert (state.version, state.pushes) == (version + 1, pushed % delay)

@@ -29,11 +29,11 @@ def test_by_default_the_momentum_rises_over_the_run() -> None:
 
 def test_the_learning_rate_by_peers_is_the_papers() -> None:
     """And linear in the logarithm between, constant beyond the ends and without a table."""
-    assert [lr_at(5, peers, 0.7, PAPER) for peers in (1, 2, 4, 8)] == pytest.approx([0.4, 0.6, 0.6, 0.8])
-    assert lr_at(0, 3, 0.7, PAPER) == pytest.approx(0.6)
-    assert lr_at(0, 4, 0.7, {2: 0.5, 8: 0.9}) == pytest.approx(0.7)  # 4 is half-way from 2 to 8 in doublings
-    assert lr_at(0, 1, 0.7, {2: 0.5, 8: 0.9}) == lr_at(0, 7, 0.7, {4: 0.5}) == 0.5
-    assert lr_at(0, 1000, 0.7, {8: 0.9, 2: 0.5}) == 0.9 and lr_at(0, 7, 0.7, {}) == 0.7
+    assert [lr_at(peers, 0.7, PAPER) for peers in (1, 2, 4, 8)] == pytest.approx([0.4, 0.6, 0.6, 0.8])
+    assert lr_at(3, 0.7, PAPER) == pytest.approx(0.6)
+    assert lr_at(4, 0.7, {2: 0.5, 8: 0.9}) == pytest.approx(0.7)  # 4 is half-way from 2 to 8 in doublings
+    assert lr_at(1, 0.7, {2: 0.5, 8: 0.9}) == lr_at(7, 0.7, {4: 0.5}) == 0.5
+    assert lr_at(1000, 0.7, {8: 0.9, 2: 0.5}) == 0.9 and lr_at(7, 0.7, {}) == 0.7
 
 
 def test_steps_by_speed_are_those_of_the_papers_toy_experiment() -> None:

@@ -10,19 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diloco.outer.codecs import codec
 from diloco.outer.fragments import partition
-from diloco.outer.rda import add_directions_, directional_pieces, radial_directional_
+from diloco.outer.merging import Part, directional_pieces, radial_directional
 from tests.support.outer import gaussian
 
 
 def average(vectors: list[Tensor], weights: list[float], pieces: list[tuple[int, int]]) -> Tensor:
-    total = torch.zeros_like(vectors[0])
-    sums = [0.0] * len(pieces)
-    for vector, weight in zip(vectors, weights, strict=True):
-        norms = add_directions_(total, vector, pieces, weight)
-        sums = [one + other for one, other in zip(sums, norms, strict=True)]
-    radial_directional_(total, pieces, sum(weights), sums)
-    return total
+    out = torch.full_like(vectors[0], torch.nan)
+    parts = [Part(vector.view(torch.uint8), weight) for vector, weight in zip(vectors, weights, strict=True)]
+    radial_directional(out, codec("fp32"), parts, pieces)
+    return out
 
 
 @settings(max_examples=60)
@@ -47,9 +45,6 @@ def test_the_average_agrees_with_the_formula_in_float64(workers: int, cuts: set[
 
 def test_a_piece_of_zeros_counts_in_the_mean_norm_only() -> None:
     x = torch.tensor([3.0, 4.0])
-    total = torch.zeros(2)
-    assert add_directions_(total, torch.zeros(2), [(0, 2)], 5.0) == [0.0]
-    assert not total.any()
     assert average([x, torch.zeros(2)], [1.0, 1.0], [(0, 2)]).tolist() == pytest.approx([1.5, 2.0])
     assert average([torch.zeros(2)] * 2, [1.0, 1.0], [(0, 2)]).tolist() == [0, 0]
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.fragments import partition
-from diloco.outer.optimizer import OuterStep
+from diloco.outer.optimizer import OuterState, OuterStep
 from diloco.outer.replica import Replica
-from diloco.outer.state import OuterState
 from tests.support.outer import EXACT, exchange, make, named, outer
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scale": ()}
@@ -66,7 +65,6 @@ def test_four_workers_follow_what_was_worked_out_by_hand(codec: str, fragments: 
             torch.testing.assert_close(own.master, torch.full_like(state, master), **exactly)
             if codec != "e3m0":  # 15/32 has more bits than a power of two; the residual stays in the master
                 assert torch.equal(peers[3].anchors[fragment], own.master)
-        assert len({tuple(peer.digests()) for peer in peers}) == 1
         for peer in peers:
             assert all(torch.equal(values, peers[0].local.tensors[name]) for name, values in peer.local.tensors.items())
 
@@ -149,7 +147,6 @@ def rest(peer: Replica, fragment: int, version: int) -> None:
     if settings.quorum:
         peer.keep_base(fragment)
     payload = peer.capture(fragment)
-    peer.release_capture(fragment)
     make(peer, named([payload]), fragment, OuterStep(version, 1))
     peer.load_local_([fragment], settings.mixing)
 

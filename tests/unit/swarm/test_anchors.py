@@ -18,7 +18,7 @@ from tests.support.coroutines import turns
 def applying(node: Alone, anchor: torch.Tensor, limit: float = 1e9, state: str = "") -> Apply:
     """An update of another author to an anchor; with the float codecs it carries the values themselves."""
     tip, replica = node.core.facts.control.tip, node.replica
-    update = torch.empty(replica.update_nbytes(0), dtype=torch.uint8)
+    update = torch.empty(replica.updates[0].nbytes, dtype=torch.uint8)
     replica.down.encode_update(anchor, replica.anchors[0], update)
     book: Book = tip.book
     state = state or state_of(book, part_digests(anchor))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["give_back"]
+__all__ = ["trim_heap"]
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return to the system what was freed, in about a millisecond; nothing happens where the C library cannot."""
     if _trim is not None:
         _trim(0)

@@ -8,7 +8,7 @@
 
 An e3m0 code is a sign bit and three bits k, where k = 0 is the value zero (E3M0 of Streaming DiLoCo, arXiv 2501.18512).
 The first half of a block lies in the low nibbles, the second half in the high ones, so that packing is two long
-vector operations. `nbytes` of a fragment is the sum over its chunks, as CHUNK is a multiple of BLOCK.
+vector operations.
 
 *Contributions* go through `encode` and `accumulate_`, *update records* through `encode_update` and `apply_update_`:
 the block codecs send the displacement master - anchor, the float codecs the new values themselves. Scales are powers
@@ -17,18 +17,12 @@ rounding per element. That is bit-identical on any hardware, with or without fus
 too unless a parameter itself is subnormal. What an encoding loses stays in master - anchor, and goes into the next
 displacement.
 
-Extremes: every codec refuses NaN, infinity and magnitudes that only a diverged model has (above LIMIT, or above the
-range of half). It raises DivergedError when encoding, and PayloadError when decoding, before anything is changed. A
-block of zeros is exact. The block codecs round magnitudes below about 1e-38 to zero.
+Every codec refuses NaN, infinity and magnitudes that only a diverged model has (above LIMIT, or above the range of
+half): with DivergedError when encoding, and PayloadError when decoding, before anything is changed. A block of zeros is
+exact. The block codecs round magnitudes below about 1e-38 to zero. The codecs in `lossy` are for contributions only.
 
-The codecs in `lossy.py` are for contributions only.
-
-*Where they run.* Tensors lie in main memory, and all peers move their anchors on the CPU, where bits are equal for the
-reason given above. A contribution need not be what another device would make of it: its sender signs the bytes that it
-has made, and whoever folds in, or keeps what was lost, decodes these bytes.
-
-All functions take contiguous 1-D tensors of at most CHUNK elements and may be used from several threads at once: the
-working buffers, at most 6 MiB, belong to the thread.
+All functions take contiguous 1-D tensors of at most CHUNK elements in main memory and may be used from several threads
+at once: the working buffers, at most 6 MiB, belong to the thread.
 """
 
 from __future__ import annotations
@@ -91,19 +85,13 @@ class _FloatCodec(Codec):
         acc.add_(self.values(payload, acc.numel()), alpha=weight)
 
     def values(self, payload: Tensor, numel: int) -> Tensor:
-        values = self._read(payload, numel)
-        if not is_within(values, self.largest):
-            raise self._too_large(values)
-        return values
+        return self._measured(payload, numel)[0]
 
     def norm(self, payload: Tensor, numel: int) -> float:
-        values = self._read(payload, numel)
-        norm = norm_of(values)
-        if not (norm <= self.largest / 2 or magnitude_of(values) <= self.largest):  # as `is_within`, in one pass
-            raise self._too_large(values)
-        return norm
+        return self._measured(payload, numel)[1]
 
-    def _read(self, payload: Tensor, numel: int) -> Tensor:
+    def _measured(self, payload: Tensor, numel: int) -> tuple[Tensor, float]:
+        """The decoded values, all of which are within bounds, and their norm."""
         self._check_length(payload, numel)
         if is_aligned(payload, self.dtype):
             values = payload.view(self.dtype)
@@ -112,11 +100,11 @@ class _FloatCodec(Codec):
             values.view(torch.uint8).copy_(payload)
         if self.dtype != torch.float32:
             values = buffer("values", torch.float32, numel).copy_(values)
-        return values
-
-    def _too_large(self, values: Tensor) -> PayloadError:
-        found = magnitude_of(values)
-        return PayloadError(f"{self.name} payload holds {found:g}; values must be at most {self.largest:g}")
+        norm = norm_of(values)
+        if not is_within(values, self.largest, norm):
+            found, largest = f"{magnitude_of(values):g}", f"{self.largest:g}"
+            raise PayloadError(f"{self.name} payload holds {found}; values must be at most {largest}")
+        return values, norm
 
 
 class _Fp32(_FloatCodec):
@@ -138,8 +126,7 @@ class _BlockCodec(Codec):
     codes_per_byte: ClassVar[int]
     min_exponent: ClassVar[int]
     max_exponent: ClassVar[int]
-    unit_exponent: ClassVar[int]
-    """What decoding adds to the exponent of a block."""
+    unit_exponent: ClassVar[int]  # what decoding adds to the exponent of a block
 
     @abstractmethod
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:

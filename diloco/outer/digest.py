@@ -23,13 +23,11 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
 
-__all__ = [
-    "PART", "PartHasher", "anchor_digest", "digest_of", "fragment_digest", "part_digest", "part_digests", "part_ranges",
-]  # fmt: skip
+__all__ = ["PART", "anchor_digest", "digest_of", "fragment_digest", "part_digest", "part_digests", "part_ranges"]
 
 assert sys.byteorder == "little", "digests are defined over little-endian fp32"
 
-PART = 4 * CHUNK  # elements under one part digest: 4 MiB of fp32
+PART = 4 * CHUNK  # elements under one part digest, a whole number of chunks: 4 MiB of fp32
 
 
 def part_digest(part: Tensor) -> str:
@@ -39,25 +37,6 @@ def part_digest(part: Tensor) -> str:
     """
     assert part.dtype == torch.float32 and part.dim() == 1 and part.numel() <= PART, "a part is one fp32 vector"
     return blake3(part.detach().numpy().data.cast("B")).hexdigest()
-
-
-class PartHasher:
-    """The digests of the parts of a fragment whose chunks come one after another."""
-
-    def __init__(self) -> None:
-        self._hash, self._filled = blake3(), 0
-
-    def take(self, chunk: Tensor) -> list[str]:
-        """The digests of the parts that end with this chunk, (n,) fp32; a part has a whole number of chunks."""
-        self._hash.update(chunk.detach().numpy().data.cast("B"))
-        self._filled += chunk.numel()
-        return self.rest() if self._filled == PART else []
-
-    def rest(self) -> list[str]:
-        """The digest of the last part, if it is shorter."""
-        found = [self._hash.hexdigest()] if self._filled else []
-        self._hash, self._filled = blake3(), 0
-        return found
 
 
 def part_digests(flat: Tensor) -> tuple[str, ...]:

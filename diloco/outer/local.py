@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diloco.outer.fragments import Fragment, Slice, as_loaded, gather_, gathered, read_, scatter_
+from diloco.outer.fragments import Fragment, Slice, gather_, gathered, read_, scatter_
 from diloco.outer.payloads import buffer
 from diloco.outer.staging import Event, Staging, staging_of
 
@@ -25,14 +25,9 @@ StagingOf = Callable[[torch.device], Staging | None]
 
 
 class Local:
-    """Parameters by name, of any dtype, device and layout; they may get another one between two calls.
+    """Parameters (`tensors`) by name, of any dtype, device and layout; they may get another one between two calls."""
 
-    Attributes:
-        tensors: the tensors themselves. shapes: that of each whole parameter.
-        is_whole: whether nobody else is needed to read them.
-    """
-
-    is_whole = True
+    is_whole = True  # whether nobody else is needed to read them
 
     def __init__(
         self, tensors: Mapping[str, Tensor], staging_of: StagingOf = staging_of, ready: Event | None = None
@@ -50,11 +45,9 @@ class Local:
         return self.tensors[name]
 
     def gather_(self, out: Tensor, fragment: Fragment, start: int, stop: int) -> None:
-        """As `fragments.gather_`."""
         gather_(out, fragment, start, stop, self.tensors)
 
     def gathered(self, buffer: Tensor, fragment: Fragment, start: int, stop: int) -> Tensor:
-        """As `fragments.gathered`."""
         return gathered(buffer, fragment, start, stop, self.tensors)
 
     def read(self, fragment: Fragment, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
@@ -104,10 +97,6 @@ class Local:
             return scatter_(self.tensors, fragment, start, stop, values)
         with staging.staged(values) as staged:
             scatter_(self.tensors, fragment, start, stop, staged, staging.training.copy_)
-
-    def as_loaded(self, buffer: Tensor, values: Tensor, fragment: Fragment, start: int) -> Tensor:
-        """As `fragments.as_loaded`."""
-        return as_loaded(buffer, values, fragment, start, self.tensors)
 
     def _staging(self, fragment: Fragment, start: int, stop: int) -> Staging | None:
         """The staging of the one device that has this range; None if it is the CPU, or there are several."""

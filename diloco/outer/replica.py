@@ -23,13 +23,14 @@ import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.aggregate import Aggregate
 from diloco.outer.codecs import codec
-from diloco.outer.digest import PartHasher, digest_of
-from diloco.outer.fragments import Fragment, chunks
+from diloco.outer.digest import digest_of, part_ranges
+from diloco.outer.fragments import Fragment, as_loaded, chunks
 from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import Layout, buffer, empty_payload, norm_of
@@ -126,7 +127,7 @@ class Replica:
         for (start, stop), own in zip(self.chunks[index], local.read(fragment, self.chunks[index]), strict=True):
             delta, rounded = (buffer(name, torch.float32, stop - start) for name in ("chunk", "base"))
             base = self._bases.get(index, self.anchors[index])[start:stop]  # it may move between two chunks
-            torch.sub(local.as_loaded(rounded, base, fragment, start), own, out=delta)
+            torch.sub(as_loaded(rounded, base, fragment, start, local.tensors), own, out=delta)
             yield delta
 
     def keep_base(self, fragment: int) -> None:
@@ -146,13 +147,17 @@ class Replica:
         """How far (L2) a whole update (uint8) would move the anchor, and the digests of its parts after that; nothing
         is changed. `PayloadError` if it is invalid.
         """
-        anchor, norms, parts, hasher = self.anchors[fragment], [], [], PartHasher()
+        anchor, norms, parts, hasher = self.anchors[fragment], [], [], blake3()
+        ends = {stop for _, stop in part_ranges(anchor.numel())}
         for piece, (start, stop) in zip(self.updates[fragment].split(update), self.chunks[fragment], strict=True):
             after = self.down.updated(anchor[start:stop], piece)
             moved = torch.sub(after, anchor[start:stop], out=buffer("moved", torch.float32, stop - start))
             norms.append(norm_of(moved))
-            parts += hasher.take(after)
-        return math.hypot(*norms), (*parts, *hasher.rest())
+            hasher.update(after.numpy().data.cast("B"))
+            if stop in ends:
+                parts.append(hasher.hexdigest())
+                hasher = blake3()
+        return math.hypot(*norms), tuple(parts)
 
     def apply_update_(self, fragment: int, update: Tensor, step: OuterStep) -> None:
         """Move the anchor by a whole update (uint8), with momentum and window if they are here.

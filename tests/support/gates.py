@@ -12,7 +12,7 @@ import pytest
 from diloco.admission import Admission, RunKey, issue
 from diloco.messages.codec import Message
 from diloco.swarm.wire.gate import Gate
-from tests.support.stub_wire import Pipe, framed
+from tests.support.stub_wire import Pipe, connected, framed
 
 SOON = int(time.time()) + 3600
 
@@ -35,27 +35,9 @@ class Wire(Pipe):
         super().__init__(b"".join(map(framed, said)))
 
 
-class End(Wire):
-    """One end of a stream whose other end somebody reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reader, self.other = asyncio.StreamReader(), self
-
-    def write(self, data: bytes) -> None:
-        super().write(data)
-        self.other.reader.feed_data(data)
-
-    def close(self) -> None:
-        for reader in (self.reader, self.other.reader):
-            if not reader.at_eof():
-                reader.feed_eof()
-
-
 async def meet(caller: Gate, callee: Gate) -> int:
     """One gate greets the other, over a stream between them; returns how many bytes both wrote."""
-    here, there = End(), End()
-    here.other, there.other = there, here
+    here, there = connected()
     answering = asyncio.ensure_future(callee.welcome(caller.me, there.reader, there))
 
     async def opener() -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from diloco.errors import PayloadError
-from diloco.messages.codec import decode, encode
+from diloco.messages.codec import Refusal, decode, encode
+from diloco.swarm.wire.streams import Stream, Traffic
 
 
 class Pipe:
@@ -41,3 +43,49 @@ class Pipe:
 def framed(message: Any) -> bytes:
     frame = encode(message)
     return len(frame).to_bytes(4, "big") + frame
+
+
+class End(Pipe):
+    """One end of a stream whose other end somebody reads."""
+
+    def __init__(self) -> None:
+        super().__init__(b"")
+        self.reader, self.other = asyncio.StreamReader(), self
+
+    def write(self, data: Any) -> None:
+        super().write(data)
+        self.other.reader.feed_data(bytes(data))
+
+    def close(self) -> None:
+        for reader in (self.reader, self.other.reader):
+            if not reader.at_eof():
+                reader.feed_eof()
+
+
+def connected() -> tuple[End, End]:
+    here, there = End(), End()
+    here.other, there.other = there, here
+    return here, there
+
+
+class Transport:
+    """Each stream that it opens is answered by `answer`; `PayloadError` is told as a refusal, as a server does."""
+
+    seeds: tuple[str, ...] = ("donor",)
+    addresses: tuple[str, ...] = ()
+
+    def __init__(self, answer: Callable[[Stream, Any], Awaitable[None]], asker: str = "asker") -> None:
+        self._answer, self._asker = answer, asker
+        self._serving: dict[asyncio.Task[None], None] = {}
+
+    async def open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, Any]:
+        here, there = connected()
+        stream: Any = Stream(self._asker, there.reader, there, Traffic())
+        self._serving[asyncio.create_task(self._serve(stream))] = None
+        return here.reader, here
+
+    async def _serve(self, stream: Stream) -> None:
+        try:
+            await self._answer(stream, await stream.receive())
+        except PayloadError as error:
+            await stream.send(Refusal(str(error)))

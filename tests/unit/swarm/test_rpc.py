@@ -27,7 +27,7 @@ from diloco.swarm.rpc.watch import InfoServer, request_file, request_manifest, r
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from tests.support.core import core, join
 from tests.support.coroutines import until
-from tests.support.two_sides import Transport
+from tests.support.stub_wire import Transport
 from tests.unit.messages.test_snapshot import SEEN, pack
 
 CONTENT = bytes(range(256)) * 4096 + b"the end"  # two whole pieces, and some more

@@ -9,13 +9,13 @@ n / min(up, down) + latency seconds, and equal streams get equal parts of a link
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import SwarmError
-from diloco.sim.notary import Notary
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.streams import CONTROL
@@ -32,7 +32,7 @@ DOOMED_WRITES = (1, 5)  # which write of both sides breaks a doomed stream; the 
 
 @dataclass(frozen=True)
 class Link:
-    """One peer's access: bytes per second (None is without limit), and its half of what a byte takes there and back.
+    """One peer's access: bytes per second (None is without limit), and its `latency_s`.
 
     A byte takes the mean of the two ends' `latency_s` from one to the other.
     """
@@ -52,17 +52,10 @@ class _Piece:
         return 0 if self.data is None else len(self.data)
 
 
-@dataclass
-class _Fate:
-    """Of both directions of a stream that is going to break: with which message or chunk."""
-
-    writes_left: int
-
-
 class _Pipe:
-    """One direction of a stream."""
+    """One direction of a stream. `fate` tells of each write, of both directions, whether the stream breaks with it."""
 
-    def __init__(self, network: Network, source: str, target: str, fate: _Fate | None) -> None:
+    def __init__(self, network: Network, source: str, target: str, fate: Iterator[bool]) -> None:
         self.source, self.target = source, target
         self.reader = asyncio.StreamReader(loop=network.loop)
         self.waiting: deque[_Piece] = deque()  # for the uplink, then on the way, then for the downlink, then on it
@@ -79,11 +72,9 @@ class _Pipe:
     def write(self, data: bytes | memoryview) -> None:
         if self.ended or self.broken:
             return
-        if self._fate is not None:
-            self._fate.writes_left -= 1
-            if self._fate.writes_left == 0:
-                self._network.break_stream(self)
-                return
+        if next(self._fate, False):
+            self._network.break_stream(self)
+            return
         network, view = self._network, memoryview(data).cast("B")
         if self.source in network.garbling:
             network.garbling.discard(self.source)
@@ -203,7 +194,7 @@ class Network:
         self.loop = loop
         self.uplinks: dict[str, _Direction] = {}
         self.announced: dict[str, tuple[list[str], float]] = {}
-        self._random, self.notary = random.Random(seed), Notary(seed)
+        self._random, self._secret = random.Random(seed), str(seed).encode()
         self._loss, self._lossy = loss, lossy
         self._downlinks: dict[str, _Direction] = {}
         self._links: dict[str, Link] = {}
@@ -287,6 +278,10 @@ class Network:
             raise
         return back.reader, there
 
+    def signature(self, peer: str, content: bytes) -> bytes:
+        """Stands for a peer's signature; only its own transport asks for one to give it away."""
+        return hashlib.sha256(b"\0".join((self._secret, peer.encode(), content))).digest()
+
     def break_stream(self, pipe: _Pipe) -> None:
         """Both directions end: here now, at the other end when the news arrives."""
         pipe.reset()
@@ -302,10 +297,10 @@ class Network:
         """The pipe carries nothing any more."""
         self._pipes.pop(pipe, None)
 
-    def _fate(self, protocol: str) -> _Fate | None:
+    def _fate(self, protocol: str) -> Iterator[bool]:
         if not self._loss or protocol not in self._lossy or self._random.random() >= self._loss:
-            return None
-        return _Fate(self._random.randint(*DOOMED_WRITES))
+            return iter(())
+        return iter([False] * (self._random.randint(*DOOMED_WRITES) - 1) + [True])
 
     def _fly(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
         now, trip_s = self.loop.seconds, self.latency_s(pipe.source, pipe.target)
@@ -348,7 +343,6 @@ class SimTransport:
         self.addresses_of: Callable[[str], Sequence[str]] = lambda peer: ()
         self.handlers: dict[str, Handler] = {} if gate.admission is None else {GREETING: gate.welcome}
         self.owner = network.loop.owner  # what others begin here is this peer's
-        self.sign, self.verify = network.notary.signer(me), network.notary.verify
         self._gate = gate
         self._network = network
         self._failure: asyncio.Future[None] = network.loop.create_future()
@@ -363,6 +357,12 @@ class SimTransport:
         if self._gate.admission is not None:
             await self._gate.greet(peer, lambda: self._network.open(self.me, peer, GREETING), protocol == CONTROL)
         return await self._network.open(self.me, peer, protocol)
+
+    def sign(self, content: bytes) -> bytes:
+        return self._network.signature(self.me, content)
+
+    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
+        return signature == self._network.signature(peer, content)
 
     async def announce(self, life_s: float, met: Sequence[str]) -> None:
         """Everybody finds it after a round trip of this peer's own latency."""

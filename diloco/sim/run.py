@@ -39,7 +39,7 @@ from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.checkpoint import Session
 
-__all__ = ["Simulated", "simulate", "simulate_in"]
+__all__ = ["Simulated", "Simulation", "simulate"]
 
 LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "contributions.csv", "loss.png")
 PATIENCE_S = 3600.0  # virtual; with nothing learnt for that long (and some steps and transfers), it hangs
@@ -74,7 +74,10 @@ def simulate(config: Config, listen: Listener) -> Simulated:
         ConfigError: settings that cannot be simulated, or a run directory that holds a real run.
         DilocoError: whatever would stop the run.
     """
-    _check(config)
+    if config.outer.method == "data_parallel":
+        raise ConfigError("outer.method=data_parallel has no swarm to simulate; use diloco local, or another outer")
+    if any((config.run.dir / "checkpoints").glob("*/step-*")):
+        raise ConfigError(f"run.dir={config.run.dir} holds a run with checkpoints; choose another run.dir")
     prepare_run_directory(config.run.dir)
     with exclusive(config.run.dir):
         for name in LOGS:
@@ -82,7 +85,7 @@ def simulate(config: Config, listen: Listener) -> Simulated:
         write_atomic(config.run.dir / "config.yaml", config.to_yaml())
         write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         with virtual_time() as loop:
-            outcome = simulate_in(loop, config, listen)
+            outcome: Simulated = loop.run_until_complete(Simulation(loop, config, listen).run())
         content = outcome.summary.to_json()
         text = json.dumps({**content, "virtual_s": outcome.virtual_s}, indent=2, allow_nan=False)
         write_atomic(config.run.dir / "summary.json", text + "\n")
@@ -92,19 +95,7 @@ def simulate(config: Config, listen: Listener) -> Simulated:
     return outcome
 
 
-def simulate_in(loop: VirtualLoop, config: Config, listen: Listener) -> Simulated:
-    """The simulation itself, in a loop that is given; leaves only the logs."""
-    return loop.run_until_complete(_Simulation(loop, config, listen).run())  # type: ignore[no-any-return]
-
-
-def _check(config: Config) -> None:
-    if config.outer.method == "data_parallel":
-        raise ConfigError("outer.method=data_parallel has no swarm to simulate; use diloco local, or another outer")
-    if any((config.run.dir / "checkpoints").glob("*/step-*")):
-        raise ConfigError(f"run.dir={config.run.dir} holds a run with checkpoints; choose another run.dir")
-
-
-class _Simulation:
+class Simulation:
     """The peers of one run, and what they share because it is equal for all."""
 
     def __init__(self, loop: VirtualLoop, config: Config, listen: Listener) -> None:

@@ -15,7 +15,7 @@ from diloco.outer.optimizer import OuterOptimizer, OuterStep
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.summary import PhaseTimer, Summary
 from diloco.sim.peers import PacedStream
-from diloco.sim.run import _config_of, _Peer, _Simulation
+from diloco.sim.run import Simulation, _config_of, _Peer
 from diloco.sim.virtual_time import virtual_time
 from diloco.train import loop
 from diloco.train.checkpoint import Session
@@ -24,7 +24,7 @@ from diloco.train.loop import Trainer, learning_rate
 SETTINGS = ("experiment=smoke", "local.peers=3", "outer.sync_every=2", "eval.every=0")
 
 
-class Again(_Simulation):
+class Again(Simulation):
     """Peers with checkpoints, started in an order, each with settings of its own."""
 
     def __init__(self, loop: Any, configs: dict[int, Config]) -> None:

@@ -16,7 +16,7 @@ from diloco.cli.main import cli
 from diloco.config.explain import leaves
 from diloco.config.schema import Config
 from diloco.testing.bench import rows_of
-from tests.support.exit_codes import exit_code
+from tests.support.command_line import exit_code
 from tests.support.pages import DOCS, code, docs, typed
 from tests.support.places import ROOT
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 
-from tests.support.examples import FOLDER, NAMES
+from tests.support.places import EXAMPLES
 
 
 def test_each_example_is_short_is_in_the_table_and_says_how_both_peers_start() -> None:
-    table = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
-    assert sorted(table) == NAMES
-    assert len((FOLDER / "README.md").read_text().split()) < 200
-    for name in NAMES:
-        text = (FOLDER / f"{name}.py").read_text()
-        assert len(text.splitlines()) <= 100, name
-        shown = text.split('"""')[1]
-        assert f"python scripts/examples/{name}.py ADDRESS" in shown, name
+    readme = (EXAMPLES[0].parent / "README.md").read_text()
+    table = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", readme, re.MULTILINE)
+    assert sorted(table) == [file.stem for file in EXAMPLES] and len(readme.split()) < 200
+    for file in EXAMPLES:
+        text = file.read_text()
+        assert len(text.splitlines()) <= 100, file.stem
+        assert f"python scripts/examples/{file.name} ADDRESS" in text.split('"""')[1], file.stem

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.errors import CheckpointError, PayloadError
 from diloco.messages.codec import decode
-from tests.support.scripts import script_module
+from tests.support.places import script_module
 
 fuzz = script_module("fuzz_decoders")
 

@@ -1,4 +1,4 @@
-"""Every rule of the core is needed: without it a schedule of faults or a test of the core fails."""
+"""Every rule of core and nodes is needed: without it a schedule of faults or a test of the core fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.core_mutants import MUTANTS, ROOT, mutated
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_rule_can_be_broken(name: str) -> None:
-    for module, source in mutated(MUTANTS[name]).items():
-        compile(source, module, "exec")
+    for path, source in mutated(MUTANTS[name]).values():
+        compile(source, path, "exec")
 
 
 @pytest.mark.slow

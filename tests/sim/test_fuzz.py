@@ -7,20 +7,15 @@ from typing import Any
 import pytest
 
 from diloco.core import contributions
-from diloco.core.events import Captured, Connected, Exit, Leave, Merge, Stepped, Tick
-from diloco.core.facts import Identity, Settings, Sizes
-from diloco.core.history import genesis
+from diloco.core.events import Captured, Exit, Leave, Merge, Stepped, Tick
 from diloco.core.peer import Peer
-from diloco.messages.control import Hello, Status
 from diloco.messages.fields import MAX_TOKENS
 from diloco.messages.heads import Entry
 from diloco.testing.fuzz.faults import scenario, split_scenario
 from diloco.testing.fuzz.stage import play
+from tests.support import core as support
 from tests.support.slow import slow
 from tests.support.stories import story
-
-D = "0" * 64
-
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 
@@ -63,26 +58,11 @@ def test_nothing_runs_out_when_a_peer_restarts_again_and_again(lives: int) -> No
 # -- what was found ---------------------------------------------------------------------------------------------------
 
 
-class Nobody:
-    """Signs nothing, and believes every signature."""
-
-    def sign(self, content: bytes) -> bytes:
-        return b""
-
-    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
-        return True
-
-
-def core(fragments: int = 1, others: str = "", authors: bool = True, **settings: Any) -> Peer:
+def core(*others: str, fragments: int = 1, **settings: Any) -> Peer:
     """A core that trains, and members that do."""
-    tips = [genesis(index, "run", [D]) for index in range(fragments)]
-    arithmetic: Any = None
-    one = Settings(fragments=fragments, **{"settle_s": 0.0, **settings})
-    sizes = [Sizes(10, 10, 40, 1)] * fragments
-    peer = Peer(Identity("me", "me", "run", D, Nobody(), may_author=authors), one, arithmetic, tips, sizes, 0.0, 0)
+    peer = support.core(fragments=fragments, **{"settle_s": 0.0, **settings})
     for other in others:
-        status = Status(whole=True, tips={tip.head.fragment: tip.key for tip in tips}, trains=True, authors=True)
-        peer.receive(Connected(other, Hello(12, "run", D, other, True, True, status)), 0.0)
+        support.join(peer, other, tips={f.index: f.tip.key for f in peer.facts.fragments})
     peer.receive(Tick(), 1.0)
     return peer
 
@@ -91,7 +71,7 @@ def captures(peer: Peer, now: float) -> None:
     """The payloads that the core asked for are made."""
     for f in peer.facts.fragments:
         if f.draft is not None:
-            peer.receive(Captured(f.draft, b"", 1.0, D), now)
+            peer.receive(Captured(f.draft, b"", 1.0, support.D), now)
 
 
 def test_a_turn_is_over_when_another_history_took_what_was_learned() -> None:
@@ -104,7 +84,7 @@ def test_a_turn_is_over_when_another_history_took_what_was_learned() -> None:
 
 def test_who_leaves_in_the_middle_of_an_overlap_goes_at_once() -> None:
     """It waits for no head to load, as it loads none any more."""
-    peer = core(others="b", authors=False, sync_every=2, overlap=1)
+    peer = core("b", authors=False, sync_every=2, overlap=1)
     f = peer.facts.fragments[0]
     for now in (2.0, 2.2):
         peer.receive(Stepped(8), now)
@@ -118,7 +98,7 @@ def test_who_leaves_in_the_middle_of_an_overlap_goes_at_once() -> None:
 
 def test_who_leaves_is_author_until_the_version_that_it_makes_is_made() -> None:
     """Else two make one, and what is in that which loses is lost."""
-    peer = core(others="b", sync_every=1)
+    peer = core("b", sync_every=1)
     f = peer.facts.fragments[0]
     f.merge = Merge(0, f.tip.head.id, 1, (), 0, 1)
     peer.receive(Leave(), 2.0)
@@ -128,7 +108,7 @@ def test_who_leaves_is_author_until_the_version_that_it_makes_is_made() -> None:
 
 
 def test_who_slept_waits_for_no_others_to_begin() -> None:
-    peer = core(others="b", min_peers=2, settle_s=5.0)
+    peer = core("b", min_peers=2, settle_s=5.0)
     peer.receive(Tick(), 6.0)
     assert peer.runs
     peer.receive(Tick(), 60.0)
@@ -140,7 +120,7 @@ def test_who_slept_waits_for_no_others_to_begin() -> None:
 
 def test_a_stamp_fits_its_bounds_whatever_a_book_says() -> None:
     peer = core(sync_every=1)
-    peer.facts.fragments[0].tip.book.ledger["me"] = Entry(MAX_TOKENS, 0)
+    peer.facts.fragments[0].tip.book.ledger[support.ME] = Entry(MAX_TOKENS, 0)
     peer.receive(Stepped(8), 2.0)
     assert peer.facts.stamp == MAX_TOKENS
 
@@ -173,5 +153,5 @@ def test_tokens_that_no_batch_has_are_no_contribution() -> None:
     peer = core()
     peer.receive(Stepped(8), 2.0)
     captures(peer, 2.1)
-    lie = contributions.Line(0, "b", 1, peer.facts.control.tip.head.id, 1, MAX_TOKENS, (), 1.0, D)
+    lie = contributions.Line(0, "b", 1, peer.facts.control.tip.head.id, 1, MAX_TOKENS, (), 1.0, support.D)
     assert contributions.impossible(peer.facts, lie)

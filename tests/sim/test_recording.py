@@ -9,7 +9,7 @@ import pytest
 
 from diloco.swarm.node import recording
 from diloco.swarm.node.recording import NAME, Recording, read
-from tests.support.scripts import script_module
+from tests.support.places import script_module
 from tests.support.stories import Story, story
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.exit_codes import exit_code
+from diloco.cli.main import main
+
+
+def exit_code(*arguments: str) -> int:
+    """That of `diloco ARGUMENTS`."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
 
 
 class Typed:

@@ -26,12 +26,13 @@ class Nobody:
         return True
 
 
-def core(me: str = ME, **settings: Any) -> Peer:
-    """A core of two fragments, which listens."""
-    identity = Identity(me, "me", "run", D, Nobody(), device="cpu")
-    sizes = [Sizes(10, 10, 40, 1)] * 2
+def core(me: str = ME, fragments: int = 2, authors: bool = True, **settings: Any) -> Peer:
+    """A core which listens."""
+    identity = Identity(me, "me", "run", D, Nobody(), may_author=authors, device="cpu")
+    sizes = [Sizes(10, 10, 40, 1)] * fragments
     arithmetic: Any = None
-    return Peer(identity, Settings(fragments=2, **settings), arithmetic, GENESIS, sizes, 0.0, 0, planned=(9, 0, 0))
+    settings = {"fragments": fragments, **settings}
+    return Peer(identity, Settings(**settings), arithmetic, GENESIS[:fragments], sizes, 0.0, 0, planned=(9, 0, 0))
 
 
 def hello_of(name: str = "other", figures: Figures | None = None, **status: Any) -> Hello:

@@ -1,9 +1,9 @@
-"""Rules of the core, broken one at a time: text of a module, and what it becomes.
+"""Rules of the core and of nodes, broken one at a time: text of a module, and what it becomes.
 
-    python -m tests.support.core_mutants NAME       ends with 1 when the schedules or the tests of the core find it
+    python -m tests.support.core_mutants NAME       ends with 1 when the fuzz or the tests of the core find it
     python -m tests.support.core_mutants --all      a line for each, as JSON: its name, and what finds it
 
-What begins with a number breaks that rule. A mutant whose text is not in the core any more is an error: when the core
+What begins with a number breaks that rule. A mutant whose text is not in its module any more is an error: when the code
 changes, so does the mutant.
 """
 
@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FEW, SEEDS = 16, 60
+FEW, SEEDS, NODE_SEEDS = 16, 60, 20
 
 Mutant = list[tuple[str, str, str]]  # a module, what stands in it, and what it becomes
 MUTANTS: dict[str, Mutant] = {
@@ -187,26 +187,38 @@ MUTANTS: dict[str, Mutant] = {
 }
 
 
-def path_of(module: str) -> Path:
-    """Of a module of the package."""
-    return ROOT / "diloco" / (module.replace(".", "/") + ".py")
+# Of nodes, and the seed from which on the fuzz of nodes finds them.
+NODES: dict[str, tuple[int, Mutant]] = {
+    "node: a checkpoint moves while it is written": (20, [
+        ("swarm.node.anchors", "            if copies:\n                self.end_snapshot()\n",
+         "            self.end_snapshot()\n"),
+    ]),
+    "node: an anchor moves while it is read": (20, [
+        ("swarm.wire.tasks", "        return self._lock\n\n", "        return asyncio.Lock()\n\n"),
+    ]),
+    "node: what a head leads to is not checked": (50, [
+        ("swarm.node.anchors", "            if state_of(action.book, parts) != head.state:", "            if False:"),
+    ]),
+}  # fmt: skip
+MUTANTS |= {name: mutant for name, (_, mutant) in NODES.items()}
 
 
-def mutated(mutant: Mutant) -> dict[str, str]:
-    """Sources by module."""
-    sources: dict[str, str] = {}
-    for module, before, after in mutant:
-        source = sources.get(module) or path_of(module).read_text(encoding="utf-8")
-        assert source.count(before) == 1, f"{before!r} is {source.count(before)} times in {module}"
-        sources[module] = source.replace(before, after)
+def mutated(mutant: Mutant) -> dict[str, tuple[Path, str]]:
+    """Files and sources by module."""
+    sources: dict[str, tuple[Path, str]] = {}
+    for name, before, after in mutant:
+        path = ROOT / "diloco" / (name.replace(".", "/") + ".py")
+        source = sources[f"diloco.{name}"][1] if f"diloco.{name}" in sources else path.read_text(encoding="utf-8")
+        assert source.count(before) == 1, f"{before!r} is {source.count(before)} times in {name}"
+        sources[f"diloco.{name}"] = path, source.replace(before, after)
     return sources
 
 
 class Finder:
     """Imports the modules that are changed; it loads them, too."""
 
-    def __init__(self, sources: dict[str, str]) -> None:
-        self._sources = {f"diloco.{module}": (str(path_of(module)), source) for module, source in sources.items()}
+    def __init__(self, sources: dict[str, tuple[Path, str]]) -> None:
+        self._sources = sources
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> object:
         if fullname not in self._sources:
@@ -217,13 +229,17 @@ class Finder:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self._sources[module.__name__][1], self._sources[module.__name__][0], "exec"), module.__dict__)
+        path, source = self._sources[module.__name__]
+        exec(compile(source, path, "exec"), module.__dict__)
 
 
 def find(name: str) -> str:
     """In a fresh process: what finds the mutant, or nothing."""
     sys.meta_path.insert(0, Finder(mutated(MUTANTS[name])))  # type: ignore[arg-type]
-    if why := _first(range(FEW)):
+    if name in NODES:
+        first, _ = NODES[name]
+        return _first(range(first, first + NODE_SEEDS), _plays_nodes)
+    if why := _first(range(FEW), _plays_cores):
         return why
     failed: list[str] = []
 
@@ -231,36 +247,46 @@ def find(name: str) -> str:
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             failed.extend([report.nodeid] * report.failed)
 
-    pytest.main(
-        ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=no", str(ROOT / "tests/unit/core")], [Watch()]
-    )
-    return failed[0] if failed else _first(range(FEW, SEEDS))
+    tests = str(ROOT / "tests/unit/core")
+    pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=no", tests], [Watch()])
+    return failed[0] if failed else _first(range(FEW, SEEDS), _plays_cores)
 
 
-def _first(seeds: range) -> str:
+def _first(seeds: range, plays: Callable[[int], str]) -> str:
+    return next((f"seed {seed}: {why[:200]}" for seed in seeds if (why := plays(seed))), "")
+
+
+def _plays_cores(seed: int) -> str:
     from tests.support.core_fuzz import World, broken
 
-    for seed in seeds:
-        if why := broken(World(seed)):
-            return f"seed {seed}: {why[:200]}"
-    return ""
+    return broken(World(seed))
 
 
-def find_all(program: str, names: Iterable[str]) -> None:
+def _plays_nodes(seed: int) -> str:
+    from diloco.testing.fuzz.faults import scenario
+    from diloco.testing.fuzz.stage import play
+
+    try:
+        return play(scenario(seed)).violation or ""
+    except Exception as error:
+        return repr(error)
+
+
+def find_all() -> None:
     """Print what finds each, as soon as it is known."""
 
     def found(name: str) -> str:
-        command = [sys.executable, "-m", program, name]
+        command = [sys.executable, "-m", "tests.support.core_mutants", name]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
         return json.dumps([name, ended.stdout.splitlines()[-1] if ended.returncode == 1 else None])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for line in pool.map(found, names):
+        for line in pool.map(found, MUTANTS):
             print(line, flush=True)
 
 
 if __name__ == "__main__" and sys.argv[1] == "--all":
-    find_all("tests.support.core_mutants", MUTANTS)
+    find_all()
 elif __name__ == "__main__":
     found_by = find(sys.argv[1])
     print(found_by or "not found")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from diloco.config import DataConfig
 from diloco.data.numbered import Rows
 
 T = 16
+TEXTS = [[f"file {file} row {row} {'x' * (row % 7)}" for row in range(30)] for file in range(4)]
+ROWS = {text.encode() for texts in TEXTS for text in texts}
 
 
 def config(source: str, *paths: Path | str, **values: Any) -> DataConfig:
@@ -25,6 +28,13 @@ def written(directory: Path, files: dict[str, str | bytes]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     return directory
+
+
+def hub_directory(place: Path) -> Path:
+    """A dataset directory as on the hub, named corpus: 4 files of 30 rows, in a split named train."""
+    rows = [[json.dumps({"text": text, "url": "u", "likes": len(text)}) for text in texts] for texts in TEXTS]
+    files = {f"data/train-{file}.jsonl": "".join(f"{row}\n" for row in rows[file]) for file in range(4)}
+    return written(place / "corpus", dict(files))
 
 
 def rows_of(stream: Any, batches: int) -> list[tuple[int, ...]]:

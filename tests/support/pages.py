@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.support.places import ROOT
-from tests.support.scripts import script_module
+from tests.support.places import ROOT, script_module
 
 DOCS = ROOT / "diloco" / "docs"
 

@@ -306,17 +306,7 @@ def _exactly(line: socket.socket, length: int) -> bytes:
     return content
 
 
-def stand_in(arguments: list[str]) -> int:
-    """A process that cannot be forked stands for one that is: it passes its signals on, and ends as that does."""
-    process = Popen([sys.executable, *arguments])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: process.send_signal(number))
-    return int(process.wait())
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        sys.exit(stand_in(sys.argv[2:]))
     for library in LIBRARIES:
         importlib.import_module(library)
     become(serve(Path(sys.argv[1])))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.examples import ADDRESS, FOLDER, NAMES
 from tests.support.peers import Command, command, eventually
+from tests.support.places import EXAMPLES
 from tests.support.slow import slow
 
 SLOW_S = 280.0  # a busy machine; a laptop takes a tenth of it
@@ -22,7 +22,7 @@ def printed_address(starter: Command) -> str:
     def found() -> str | None:
         text = starter.stdout + starter.stderr
         assert starter.process.poll() is None, text
-        match = ADDRESS.search(text)
+        match = re.search(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+(?=['\n])", text)
         return match and match[0]
 
     return eventually(found, "an address")
@@ -42,16 +42,16 @@ def anchors(output: str, directory: Path) -> str:
 
 
 # One loop of its own and one of a library; the others are played each night.
-@pytest.mark.parametrize("name", [one if one in ("plain_torch", "trainer") else slow(one) for one in NAMES])
+@pytest.mark.parametrize("file", [one if one.stem in ("plain_torch", "trainer") else slow(one) for one in EXAMPLES])
 def test_two_peers_of_an_example_have_different_data_and_end_with_the_same_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, places = str(FOLDER / f"{name}.py"), [tmp_path / "a", tmp_path / "b"]
+    places = [tmp_path / "a", tmp_path / "b"]
     for place in places:
         place.mkdir()
     monkeypatch.setenv("XDG_DATA_HOME", str(places[1] / "home"))
-    with command(file, directory=places[0]) as starter:
-        with command(file, printed_address(starter), directory=places[1]) as joiner:
+    with command(str(file), directory=places[0]) as starter:
+        with command(str(file), printed_address(starter), directory=places[1]) as joiner:
             outputs = [ended(one) for one in (starter, joiner)]
             one, other = (DATA.findall(peer.stdout + peer.stderr)[0] for peer in (starter, joiner))
     here, there = (anchors(*both) for both in zip(outputs, places, strict=True))

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.cli import sweep as command
 from tests.support import warm
-from tests.support.exit_codes import exit_code
+from tests.support.command_line import exit_code
 
 
 @pytest.fixture(autouse=True)

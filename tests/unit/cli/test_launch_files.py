@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.exit_codes import exit_code
+from tests.support.command_line import exit_code
 from tests.support.peers import eventually
 from tests.support.places import ROOT
 

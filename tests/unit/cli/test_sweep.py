@@ -16,8 +16,7 @@ import pytest
 
 from diloco.cli import sweep as command
 from diloco.config import compose
-from tests.support.command_line import Typed
-from tests.support.exit_codes import exit_code
+from tests.support.command_line import Typed, exit_code
 from tests.support.peers import eventually
 
 SMOKE = "experiment=smoke"

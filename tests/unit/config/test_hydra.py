@@ -12,8 +12,8 @@ from diloco.config import Config, Start, choices, compose
 from diloco.config.files import search_path
 from diloco.errors import ConfigError
 from diloco.train.__main__ import _start
+from tests.support.command_line import exit_code
 from tests.support.errors import error_text
-from tests.support.exit_codes import exit_code
 from tests.support.places import ROOT
 
 PACKAGE = ROOT / "configs"

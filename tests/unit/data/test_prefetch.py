@@ -25,8 +25,7 @@ from diloco.data.prefetch import AHEAD, Prefetched
 from diloco.errors import DataError
 from diloco.swarm.node.leases import LeasedData
 from diloco.train.run import _stream
-from tests.support.data import config, numbered, rows_of
-from tests.support.hub_rows import hub_directory
+from tests.support.data import config, hub_directory, numbered, rows_of
 
 PATIENCE_S = 120
 

@@ -28,9 +28,8 @@ from diloco.data.prefetch import Prefetched
 from diloco.data.sources import hub_files
 from diloco.data.streaming import Reader
 from diloco.errors import CheckpointError, DataError
-from tests.support.data import T, config, rows_of, written
+from tests.support.data import ROWS, T, config, hub_directory, rows_of, written
 from tests.support.errors import error_text
-from tests.support.hub_rows import ROWS, hub_directory
 
 
 @pytest.fixture(scope="module")

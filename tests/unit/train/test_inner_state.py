@@ -29,7 +29,7 @@ from diloco.config import compose
 from diloco.sim.run import Simulated
 from diloco.swarm.rpc import inner_state
 from diloco.swarm.rpc.inner_state import InnerState
-from tests.support.inner_states import anchors, said
+from tests.support.peers import events, json_lines
 from tests.support.simulated import digests
 from tests.support.simulated import simulated as simulated_with
 
@@ -161,13 +161,13 @@ def test_a_joiner_has_a_donor_s_moments(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Attachment, "_after_step", watched)
     monkeypatch.setattr(inner, "load_moments_", load)
     simulated(tmp_path, *LATE, f"inner.optimizer={optimizer}")
-    [event], [state] = said(tmp_path, "inner_state"), found
+    [event], [state] = events(tmp_path, "inner_state"), found
     assert (event["peer"], event["from"], event["bytes"]) == ("p3", "p0", 4 * state.values.numel())
     assert 0 < event["seconds"] < 1
     same = [one for one in history["p0"] if torch.equal(one.values, state.values) and one.steps == state.steps]
     assert len(same) == 1 and set(state.steps) == {6}, "of the step that the donor had taken"
     assert set(history["p3"][0].steps) == {7}
-    assert not said(tmp_path, "cold_start") and not said(tmp_path, "discarded")
+    assert not events(tmp_path, "cold_start") and not events(tmp_path, "discarded")
 
 
 def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
@@ -175,14 +175,21 @@ def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
     cold = ("swarm.inner_state=cold", "budget.outer_steps=6", "sim.step_s=[1,1,1,1.7]", "sim.latency_s=0")
     without = simulated(tmp_path / "without", *LATE, *cold, "sim.events=[join:3@6.5,crash:3@6.6]")
     outcome = simulated(tmp_path / "with", *LATE, *cold)
-    [event] = said(tmp_path / "with", "cold_start")
-    discarded, *_ = said(tmp_path / "with", "discarded")  # each fragment has its account
+    [event] = events(tmp_path / "with", "cold_start")
+    discarded, *_ = events(tmp_path / "with", "discarded")  # each fragment has its account
     assert (event["peer"], event["why"]) == ("p3", "swarm.inner_state=cold")
     assert discarded["peer"] == "p3" and discarded["tokens"] == outcome.summary.tokens.discarded == 4 * 64
     assert 6.5 + 4 * 1.7 == pytest.approx(discarded["time"], abs=0.1)
-    alone, joined = anchors(tmp_path / "without", "p0"), anchors(tmp_path / "with", "p0")
+    alone, joined = (
+        {
+            line["version"]: line["anchors"]
+            for line in json_lines(tmp_path / name / "metrics.jsonl")
+            if line["peer"] == "p0" and line.get("anchors")
+        }
+        for name in ("without", "with")
+    )
     assert [alone[version] == joined[version] for version in range(1, 7)] == [True] * 3 + [False] * 3
-    assert not said(tmp_path / "with", "missing") and not said(tmp_path / "with", "inner_state")
+    assert not events(tmp_path / "with", "missing") and not events(tmp_path / "with", "inner_state")
     assert len(digests(outcome)) == 1
     tokens = outcome.summary.tokens
     assert tokens.processed == tokens.applied + tokens.discarded

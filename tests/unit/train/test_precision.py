@@ -17,9 +17,8 @@ from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError
 from diloco.train import precision
 from diloco.train.precision import LossScale, autocast, precision_of, prepare_
-from tests.support.inner_states import said
 from tests.support.models import small_model
-from tests.support.peers import json_lines
+from tests.support.peers import events, json_lines
 from tests.support.simulated import digests, simulated
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -128,7 +127,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("overflowing")
 def test_peers_in_fp16_skip_steps_and_still_exchange(tmp_path: Path) -> None:
     outcome = simulated(tmp_path, "local.peers=2", "outer.sync_every=6", "train.precision=fp16")
-    skipped = said(tmp_path, "step_skipped")
+    skipped = events(tmp_path, "step_skipped")
     assert {event["peer"] for event in skipped} == {"p0", "p1"}
     assert next(event["scale"] for event in skipped if event["peer"] == "p0") == 2.0**23
     assert len(digests(outcome)) == 1

@@ -174,25 +174,6 @@ def test_a_minute_of_checkpointing_costs_no_contribution(slow: str) -> None:
         assert loop.sync.tokens == 12 and loop.sync.applied_tokens == 24
 
 
-def test_who_pauses_too_long_begins_again_with_the_others() -> None:
-    """Nobody waits for it for ever. It goes on where they are, and has lost nothing."""
-    began: list[tuple[int, int]] = []
-
-    def work(loop: Loop) -> None:
-        while loop.sync.version < 12:
-            loop.step()
-            if loop.name == "c" and loop.sync.exchanged and loop.sync.version == 1:
-                with loop.sync.anchored():
-                    loop.pass_s(660.0)
-                loop.step()
-                began.append((loop.sync.version, loop.sync.discarded_tokens))
-
-    loops = train("abc", work, sync_every=40)
-    [(version, discarded)] = began
-    assert version > 1 and discarded == 0
-    assert len({loop.sync.anchor_digest() for loop in loops.values()}) == 1
-
-
 @pytest.mark.parametrize("outer", [{}, {"overlap": 2}, {"quorum": 1}])
 def test_an_interrupted_peer_can_evaluate_the_anchor(outer: dict[str, Any]) -> None:
     """After it has left."""

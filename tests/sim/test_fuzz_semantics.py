@@ -1,6 +1,6 @@
 """A liar whose numbers are at their bounds, among production nodes: no exception, no stuck node.
 
-`scripts/fuzz_semantics` plays all fields with all of their extreme values; a few of them are played here.
+`scripts/fuzz_protocol --kind numbers` plays all fields with all of their extreme values; here are a few.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import pytest
 
 from diloco.messages.codec import decode, encode
 from diloco.testing.fuzz.extremes import NUM_VALUES, Target, changed, targets
-from diloco.testing.fuzz.liar import lie_of, num_lies, play_lie
+from diloco.testing.fuzz.liar import lie_of, play_lie
 from tests.unit.messages.test_codec import EXAMPLES
 
 
-@pytest.mark.parametrize("seed", range(0, num_lies(), num_lies() // 3 + 1))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_number_within_its_bounds_ends_or_stops_a_peer(seed: int) -> None:
     assert play_lie(lie_of(seed)).violation is None
 

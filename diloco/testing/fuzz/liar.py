@@ -55,6 +55,7 @@ SAID_BY_AUTHORS = ("answer", "grant", "part", "record")
 MEETS_S, NEWCOMER_S, LEAVES_S, ENDS_S = 8.0, 18.0, 26.0, 38.0  # when the liar comes, one joins, one leaves, it dies
 ASKS_EVERY_S = 3.0
 LOOKS_EVERY_S = 5.0
+STRIDE = 7919  # a prime
 OTHERS = 0.1  # probability that the liar changes another message, too, in some of the runs
 
 
@@ -78,10 +79,10 @@ def num_lies() -> int:
 
 
 def lie_of(seed: int) -> Lie:
-    """The lie of a seed; seeds in a row have different fields."""
-    r = random.Random(f"lie {seed}")
-    kind, path = targets()[seed % len(targets())]
-    value = (seed // len(targets()) + seed % len(targets())) % NUM_VALUES
+    """The lie of a seed; seeds in a row have fields of different messages."""
+    r, number = random.Random(f"lie {seed}"), seed * STRIDE % len(targets())
+    kind, path = targets()[number]
+    value = (seed // len(targets()) + number) % NUM_VALUES
     first = kind in SAID_BY_AUTHORS or r.random() < 0.3
     return Lie(seed, Target(kind, path, value), first, more=r.random() < 0.3)
 

@@ -74,7 +74,7 @@ def compose_tree(overrides: Sequence[str], start: Start) -> Composed:
     OmegaConf.set_struct(tree, False)  # keys of an open mapping, such as model.config, are new
     for typed, value in settings:
         try:
-            OmegaConf.update(tree, typed.key, value)
+            OmegaConf.update(tree, typed.key, value, merge=False)  # `model.config={}` is empty
         except OmegaConfBaseException as error:
             raise ConfigError(f"{show(f'{typed.key}={typed.text}')}: {first_line(error)}") from None
     return Composed(tree, dict(typed for typed, _ in settings), request, start)

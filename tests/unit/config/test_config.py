@@ -98,6 +98,7 @@ TYPED: dict[str, dict[str, object]] = {
     "run.id=seven": {"run.dir": Path("runs/seven")},
     "run.id=a run.dir=out/${run.id}-${run.seed}-${train.device}": {"run.dir": Path("out/a-0-auto")},
     "run.id=7": {"run.id": "7"},
+    "model.config={} model.config.vocab_size=300": {"model.config": {"vocab_size": 300}},
     "swarm.listen=/ip4/127.0.0.1/tcp/0": {"swarm.listen": ("/ip4/127.0.0.1/tcp/0",)},
 }
 

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def built(kind: str, **more: Any) -> torch.nn.Module:
     shape = " ".join([f"model.config.{key}={value}" for key, value in {**KINDS[kind], **more}.items()])
-    typed = ["~model.config", f"model.model_type={kind.partition(',')[0]}", *(f"+{one}" for one in shape.split())]
+    typed = ["model.config={}", f"model.model_type={kind.partition(',')[0]}", *(f"+{one}" for one in shape.split())]
     return models.build(compose(typed).model, 0)
 
 

@@ -26,8 +26,8 @@ from typing import TypeVar
 import torch
 
 from diloco.config import OuterConfig
-from diloco.config.names import CODECS as PUBLISHES
-from diloco.config.names import OPTIMIZERS as WINDOWED
+from diloco.config.registry import CODECS as PUBLISHES
+from diloco.config.registry import OPTIMIZERS as WINDOWED
 from diloco.errors import ConfigError, DivergedError
 from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import BLOCK

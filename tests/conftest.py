@@ -40,12 +40,12 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def registers() -> Iterator[None]:
     """Outer optimizers and codecs that the test registers are forgotten after it."""
-    from diloco.config import names
+    from diloco.config import registry
     from diloco.outer.codecs import CODECS
     from diloco.outer.lossy import LOSSY
     from diloco.outer.optimizer import OPTIMIZERS
 
-    tables: list[dict[str, object]] = [OPTIMIZERS, CODECS, LOSSY, names.OPTIMIZERS, names.CODECS]  # type: ignore[list-item]
+    tables: list[dict[str, object]] = [OPTIMIZERS, CODECS, LOSSY, registry.OPTIMIZERS, registry.CODECS]  # type: ignore[list-item]
     kept = [dict(table) for table in tables]
     yield
     for table, before in zip(tables, kept, strict=True):

@@ -5,14 +5,14 @@ configs/*.yaml + overrides --Hydra--> mapping --pydantic--> Config --manifest()-
 
 from __future__ import annotations
 
-from diloco.config.base import PeerLocal, RunOwned
 from diloco.config.compose import compose, help_text
 from diloco.config.data import MIXTURE_BLOCK, DataConfig, MixedSource
 from diloco.config.files import Start, choices
-from diloco.config.groups import BudgetConfig, InnerConfig, OuterConfig, SwarmConfig
 from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
 from diloco.config.model import ModelConfig, ModelRecipe
+from diloco.config.run_settings import BudgetConfig, InnerConfig, OuterConfig, SwarmConfig
 from diloco.config.schema import Config
+from diloco.config.types import PeerLocal, RunOwned
 
 __all__ = [
     "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "DataConfig", "InnerConfig", "Manifest", "MixedSource",

@@ -21,10 +21,10 @@ from pydantic import ValidationError
 import diloco.config.sizes  # noqa: F401 (files of configs/ name what it registers)
 from diloco.config.explain import accepts, expected, explain, leaves, show, unknown_key
 from diloco.config.files import Request, Start, choices, compose_files, no_choice, read_saved, search_path
-from diloco.config.groups import KEYLESS
 from diloco.config.hub_names import with_commits
 from diloco.config.manifest import Manifest, flatten
 from diloco.config.overrides import Typed, first_line, key_of, parse
+from diloco.config.run_settings import KEYLESS
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""The settings of the data: what text is trained on, and where this peer finds its part. Like `groups.py`."""
+"""The settings of the data: what text is trained on, and where this peer finds its part."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from diloco.config.base import Digest, Name, Revision, RunOwned, Tuple
 from diloco.config.explain import Expected
-from diloco.config.peer_local import DataPlace
+from diloco.config.peer_settings import DataPlace
+from diloco.config.types import Digest, Name, Revision, RunOwned, Tuple
 
 FILES = "files"  # in place of a directory, in the manifest: the files themselves are named by their digests
 MAX_TOKENIZER_FILES = 32

@@ -1,5 +1,5 @@
 """The schema in words: which settings there are, what each accepts, and a mistake as one line for the user: the key as
-typed, the value, what is expected instead. Nothing here knows a particular setting, so that `base.py` can stand on it.
+typed, the value, what is expected instead. Nothing here knows a particular setting, so that `types.py` can stand on it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, 
         text = f"{key} is missing; expected {wanted}"
     elif kind == "value_error":  # a check of ours, which wrote its own line
         text = show(str(first["ctx"]["error"]), limit=400)
-    elif kind == "name":  # of `names.py`
+    elif kind == "name":  # of `registry.py`
         text = f"{setting} {show(first['ctx']['why'], limit=400)}"
     else:
         wrong = "not a choice" if kind == "literal_error" else "not valid"

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from diloco.config.base import RunOwned, Settings
 from diloco.config.data import FILES, DataRecipe
 from diloco.config.explain import explain, show
-from diloco.config.groups import BudgetConfig, InnerConfig, OuterConfig, RunIdentity, SwarmRules
 from diloco.config.hub_names import HUB_NAME
 from diloco.config.model import ModelRecipe
+from diloco.config.run_settings import BudgetConfig, InnerConfig, OuterConfig, RunIdentity, SwarmRules
+from diloco.config.types import RunOwned, Settings
 from diloco.errors import ConfigError
 from diloco.hub import TOKENIZER_FILES
 

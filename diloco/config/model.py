@@ -1,4 +1,4 @@
-"""The settings of the model: what is trained, what it starts from, and where this peer has the files. Like `groups.py`.
+"""The settings of the model: what is trained, what it starts from, and where this peer has the files.
 
 Users name a model by its config, by a directory, or by its name on the hub. The last two mean files, which other peers
 do not have. So `train/start_files.py` puts into the manifest what they need to build it: config and digests.
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from diloco.config.base import Digest, Name, PeerLocal, Revision, RunOwned
+from diloco.config.types import Digest, Name, PeerLocal, Revision, RunOwned
 
 MAX_FROZEN = 256  # digests of tensors that a manifest has room for
 

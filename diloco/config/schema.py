@@ -1,4 +1,4 @@
-"""`Config`: everything one peer knows before it starts, validated and frozen; the checks that span groups."""
+"""`Config`: everything one peer knows before it starts, validated and frozen; the checks that span run_settings."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 from omegaconf import OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
-from diloco.config import groups, peer_local
+from diloco.config import peer_settings, run_settings
 from diloco.config.address import scope
-from diloco.config.base import Settings
 from diloco.config.data import FILES, DataConfig
 from diloco.config.explain import explain
 from diloco.config.manifest import Manifest, check_foreign, check_model_fits_data, check_warmup_ends
 from diloco.config.model import ModelConfig
+from diloco.config.types import Settings
 from diloco.errors import ConfigError
 
 
 class Config(Settings):
     """The whole configuration of one peer; `compose` builds it from `configs/` and the command line."""
 
-    run: groups.RunConfig
-    budget: groups.BudgetConfig
-    local: peer_local.LocalConfig = Field(default_factory=peer_local.LocalConfig)
+    run: run_settings.RunConfig
+    budget: run_settings.BudgetConfig
+    local: peer_settings.LocalConfig = Field(default_factory=peer_settings.LocalConfig)
     model: ModelConfig
     data: DataConfig
-    inner: groups.InnerConfig
-    outer: groups.OuterConfig
-    swarm: groups.SwarmConfig = Field(default_factory=groups.SwarmConfig)
-    sim: peer_local.SimConfig = Field(default_factory=peer_local.SimConfig)
-    train: peer_local.TrainConfig = Field(default_factory=peer_local.TrainConfig)
-    checkpoint: peer_local.CheckpointConfig = Field(default_factory=peer_local.CheckpointConfig)
-    eval: peer_local.EvalConfig = Field(default_factory=peer_local.EvalConfig)
-    wandb: peer_local.WandbConfig = Field(default_factory=peer_local.WandbConfig)
+    inner: run_settings.InnerConfig
+    outer: run_settings.OuterConfig
+    swarm: run_settings.SwarmConfig = Field(default_factory=run_settings.SwarmConfig)
+    sim: peer_settings.SimConfig = Field(default_factory=peer_settings.SimConfig)
+    train: peer_settings.TrainConfig = Field(default_factory=peer_settings.TrainConfig)
+    checkpoint: peer_settings.CheckpointConfig = Field(default_factory=peer_settings.CheckpointConfig)
+    eval: peer_settings.EvalConfig = Field(default_factory=peer_settings.EvalConfig)
+    wandb: peer_settings.WandbConfig = Field(default_factory=peer_settings.WandbConfig)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

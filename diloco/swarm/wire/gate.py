@@ -21,7 +21,7 @@ from pathlib import Path
 
 from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
 from diloco.admission.keys import is_sealed
-from diloco.config.groups import KEYLESS
+from diloco.config.run_settings import KEYLESS
 from diloco.core.limits import Newest
 from diloco.errors import ConfigError, PayloadError
 from diloco.messages.base import MEMBERS, Message, Refusal

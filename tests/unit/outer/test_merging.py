@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
-from diloco.config import groups as names
+from diloco.config import OuterConfig, run_settings
 from diloco.errors import PayloadError
 from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import CHUNK
@@ -92,4 +91,4 @@ def test_an_invalid_payload_changes_nothing(rule: str, codec_up: str) -> None:
 
 
 def test_the_configuration_and_the_registry_have_the_same_names() -> None:
-    assert set(AVERAGES) == set(get_args(names.Average))
+    assert set(AVERAGES) == set(get_args(run_settings.Average))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.config import names
+from diloco.config import registry
 from diloco.outer.codecs import codec
 from diloco.outer.optimizer import OPTIMIZERS, DelayedNesterov, Linear
 from tests.support.outer import EXACT, author, gaussian, make, named, outer, relative_error
@@ -67,4 +67,4 @@ def test_a_windows_length_changes_with_the_next_window_only() -> None:
 
 
 def test_the_configuration_and_the_registry_have_the_same_names() -> None:
-    assert names.OPTIMIZERS == {name: one.windowed for name, one in OPTIMIZERS.items()}
+    assert registry.OPTIMIZERS == {name: one.windowed for name, one in OPTIMIZERS.items()}

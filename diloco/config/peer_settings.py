@@ -1,6 +1,6 @@
 """The settings of one peer, with type, range and meaning: its place, hardware, way to the swarm, logs, and simulation.
 
-The settings of the run are in `groups.py`, which says where presets and further checks are.
+The settings of the run are in `run_settings.py`, which says where presets and further checks are.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_serializer, model_validator
 
-from diloco.config.base import Bare, Directory, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
 from diloco.config.explain import Expected
+from diloco.config.types import Bare, Directory, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
 
 
 def _without_secret(url: str) -> str:

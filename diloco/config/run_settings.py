@@ -1,6 +1,6 @@
 """The settings that define a run, with type, range and meaning, one class per group; the cross-checks inside a group.
 
-`RunConfig` adds what each peer decides for itself, from `peer_local.py`; model and data have modules of their own.
+`RunConfig` adds what each peer decides for itself, from `peer_settings.py`; model and data have modules of their own.
 Values that make a preset live in `configs/`; a default here is one that suits every preset. Checks across groups are in
 `schema.py` and, for the run-owned half, in `manifest.py`.
 """
@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PlainSerializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from diloco.config.base import Name, RunOwned, Tuple
 from diloco.config.explain import Expected
-from diloco.config.names import OPTIMIZERS, CodecDown, CodecUp, OptimizerName
-from diloco.config.peer_local import RunPlace, SwarmPlace
+from diloco.config.peer_settings import RunPlace, SwarmPlace
+from diloco.config.registry import OPTIMIZERS, CodecDown, CodecUp, OptimizerName
+from diloco.config.types import Name, RunOwned, Tuple
 
-# What `diloco/outer` implements. A new merge rule is a new name here; for codecs and outer optimizers see `names.py`.
+# A new merge rule of `diloco/outer` is a new name here; codecs and outer optimizers are in `registry.py`.
 Average = Literal["mean", "rda"]
 
 

@@ -144,6 +144,9 @@ def pass_on(core: Facts, f: Fragment, author: str) -> None:
         if known is not None and core.now - known > patience_s:
             core.shun(author, SHUNNED * patience_s)
             core.note("stuck", fragment=f.index, author=author, waited_s=round(core.now - known, 1))
+        elif way == author and item.line.peer == core.me and item.to == "" and item.got is None and not item.asked:
+            item.to, item.again = way, core.now + core.deadline_s(f.sizes.payload)  # it is wanted, as it is new
+            core.out.append(Push(way, item.line, item.payload, 0))
         elif way and (item.to != way or core.now >= item.again):
             item.to, item.again, item.got, item.asked = way, core.now + core.settings.refresh_s, known, True
             core.send(way, Offer(item.line, min(core.now - item.taken, 1e8)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.errors import PayloadError
 from diloco.messages.base import MAX_FRAME_BYTES, Message, Refusal
 from diloco.messages.codec import decode, encode
+from diloco.swarm.wire.filling import Filling
 from diloco.swarm.wire.transport import Reader, Transport, Writer
 
 if TYPE_CHECKING:  # a process that only watches has no tensors, and does not load torch
@@ -67,7 +68,6 @@ class Stream:
         self.received = 0  # messages
         self.instance = ""  # of the process at its other end, as it said
         self._chunk_s = 0.0
-        self._filled = 0  # bytes of the payload under way
 
     def push(self, message: Message) -> int:
         """Write one message without waiting for anything; returns its bytes."""
@@ -108,28 +108,18 @@ class Stream:
     async def receive_payload(self, out: Tensor) -> None:
         """Fill a uint8 tensor from the stream. As long as bytes come, the link may be as thin as it likes."""
         loop = asyncio.get_running_loop()
-        begun_at = loop.time()
-        self._filled = filled = 0
-        while self._filled < out.numel():
+        begun_at, filling, filled = loop.time(), Filling(self._reader, self._writer, out.numpy().data), 0
+        while filling.filled < out.numel():
             try:
                 async with asyncio.timeout(self._patience_s()):
-                    await self._fill(out.numpy().data)
+                    await filling.wait()
             except TimeoutError:
-                if self._filled == filled:
+                if filling.filled == filled:
                     raise
-                filled = self._filled
+                filled = filling.filled
         pace_s = loop.time() - begun_at
         self._chunk_s = pace_s if self._chunk_s == 0.0 else 0.8 * self._chunk_s + 0.2 * pace_s
         self._traffic.bytes_received += out.numel()
-
-    async def _fill(self, out: memoryview) -> None:
-        """Take bytes as they come. `readexactly` gathers and copies whole chunks, which takes twice the CPU time."""
-        while (at := self._filled) < len(out):
-            piece = await self._reader.read(len(out) - at)
-            if not piece:
-                raise asyncio.IncompleteReadError(bytes(out[:at]), len(out))
-            out[at : at + len(piece)] = piece
-            self._filled = at + len(piece)
 
     async def refuse(self, reason: str, discard: int = REFUSED_BYTES) -> None:
         """Tell the other side why its stream is not wanted."""

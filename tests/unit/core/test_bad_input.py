@@ -101,16 +101,20 @@ def test_a_bag_full_of_contributions_to_other_tips_makes_room() -> None:
 def test_a_payload_is_sent_once_per_offer() -> None:
     """Else a few bytes of answers would cost a stream each."""
     swarm, author, other = begun()
-    swarm.until(swarm.now + 20.0, lambda: other.name in other.facts.control.bag)
-    line = other.facts.control.bag[other.name].line
-    swarm.until(swarm.now + 20.0, lambda: other.facts.control.bag[other.name].asked)
-    assert other.core
-    want = Answer(0, other.name, line.stamp, "want")
-    pushes = [
-        one for _ in range(50) for one in other.core.receive(events.Heard(author.name, want), swarm.now)
-        if isinstance(one, events.Push)
-    ]  # fmt: skip
-    assert len(pushes) == 1
+    core, bag = other.core, other.facts.control.bag
+    swarm.until(swarm.now + 20.0, lambda: other.name in bag)
+    assert core
+    line, now = bag[other.name].line, swarm.now
+
+    def pushes() -> int:
+        want = events.Heard(author.name, Answer(0, other.name, line.stamp, "want"))
+        return sum(isinstance(one, events.Push) for _ in range(50) for one in core.receive(want, now))
+
+    assert pushes() == 0  # the first goes unasked
+    core.receive(events.Broke(author.name, line), now)
+    now += 5.0
+    assert said(core.receive(events.Tick(), now), Offer)
+    assert pushes() == 1
 
 
 def test_data_comes_only_from_whom_it_was_asked_for_and_not_more_than_that() -> None:

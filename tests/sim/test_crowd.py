@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from diloco.testing.fuzz.crowd import Member
+from diloco.testing.fuzz.lives import Member
 from tests.support.slow import slow
 from tests.support.stories import TOKENS_PER_ROUND, Story, story
 

@@ -24,7 +24,8 @@ from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
 from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer
 from diloco.swarm.wire.streams import Stream
-from diloco.testing.fuzz.crowd import Crowd, Life, Member, lying, small_pieces
+from diloco.testing.fuzz.crowd import Crowd, lying, small_pieces
+from diloco.testing.fuzz.lives import Life, Member
 from diloco.testing.fuzz.stage import quiet_process
 
 BEGIN, VERSIONS = 3, 16

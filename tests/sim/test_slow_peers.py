@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco.testing.fuzz.crowd import Member
+from diloco.testing.fuzz.lives import Member
 from tests.support.simulated import simulated
 from tests.support.stories import STEP_S, TOKENS_PER_ROUND, Story, story
 

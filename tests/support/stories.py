@@ -16,8 +16,9 @@ from typing import Any
 from diloco.messages.heads import Head
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
-from diloco.testing.fuzz.crowd import Crowd, Member, small_pieces
-from diloco.testing.fuzz.invariants import Violation, Watch, check_end
+from diloco.testing.fuzz.crowd import Crowd, small_pieces
+from diloco.testing.fuzz.invariants import Watch
+from diloco.testing.fuzz.lives import Member
 from diloco.testing.fuzz.stage import quiet_process
 
 __all__ = ["STEP_S", "TOKENS_PER_ROUND", "Story", "story"]
@@ -26,7 +27,7 @@ STEPS = 4
 STEP_S = 0.5
 TOKENS_PER_ROUND = STEPS * 8  # a step of the crowd is of 8 tokens
 PATIENCE_S = 600.0
-TOLD = 30  # lines of the story behind a violation
+LOOKS_EVERY_S = 0.05
 
 
 class Story:
@@ -94,26 +95,11 @@ class Story:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
     def run_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Let virtual time pass until the turn after which something is so; `Violation` when it is in vain."""
-        reached, look = self.loop.create_future(), self.loop.on_turn
-        assert look is not None
-
-        def looks() -> None:
-            look()
-            if not reached.done() and (self.crowd.failures or condition()):
-                reached.set_result(None)
-
-        self.loop.on_turn = looks
-        try:
-            self.loop.run_until_complete(asyncio.wait([reached], timeout=PATIENCE_S))
-        finally:
-            self.loop.on_turn = look
-        if self.crowd.failures or not reached.done():
-            raise Violation("\n".join([*self.crowd.failures, f"waits until {what}:", *self.crowd.story[-TOLD:]]))
+        """Let virtual time pass until something is so; `Violation` when it is in vain."""
+        self.loop.run_until_complete(self.crowd.until(condition, PATIENCE_S, what, LOOKS_EVERY_S))
 
     def run_to_the_end(self, outer_steps: int = 0) -> dict[str, Node]:
-        """Until every living trainer is done; if given, after so many outer steps more. Then all rest, the last but one
-        check is made, all leave, and the last check is made.
+        """Until every living trainer is done; if given, after so many outer steps more. Then all rest and leave.
 
         Returns the nodes of those that lived, by name.
         """
@@ -121,17 +107,10 @@ class Story:
             self.crowd.goal = outer_steps + max(self.version(name) for name in self.nodes())
         goal, self.crowd.goal = self.crowd.goal, 10**9
         self.run_until(lambda: all(self.version(name) >= goal for name in self.nodes()), "all are done")
-        self.crowd.rests = True
-        self.run_until(self.watch.agree, "all have the same")
-        self.watch.check_rest()
-        nodes, self.crowd.goal = self.nodes(), 0
+        self.loop.run_until_complete(self.watch.rest())
+        nodes = self.nodes()
         self.lost = {name: node.core.discarded() for name, node in nodes.items()}
-        self.run_until(lambda: not any(life.member.trains for life in self.crowd.living()), "all trainers have left")
-        for life in self.crowd.living():
-            self.crowd.leave(life.name)
-        self.run_until(lambda: not self.crowd.living(), "all hosts have left")
-        self.run_for(5.0)
-        check_end(self.crowd)
+        self.loop.run_until_complete(self.watch.finish())
         return nodes
 
     # -- what is so ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,9 @@ from diloco.swarm.rpc import contribution, state
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
+from diloco.testing.fuzz.lives import Checkpoint, Life, Member, Violation
 
-__all__ = ["Checkpoint", "Crowd", "Life", "Member", "lying", "small_pieces"]
+__all__ = ["Crowd", "lying", "small_pieces"]
 
 RATES = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}  # of the outer steps, where a schedule says no others
 TOKENS_PER_STEP = 8
@@ -52,60 +53,6 @@ MAX_SEEDS = 3
 REJOIN_S = 3.0  # before a peer that could not join tries again, as its owner would
 CHECKPOINTS = 4  # that are kept
 JOINS = 20  # tries after which a peer that cannot join is wrong
-
-
-@dataclass(frozen=True)
-class Member:
-    """What a peer is, in all its lives."""
-
-    name: str
-    trains: bool = True
-    reachable: bool = True  # others can call it, so it may make versions
-    step_s: float = 1.0
-    latency_s: float = 0.1
-    clock: tuple[float, float] = (1.0, 0.0)  # rate, and offset in seconds
-    lie: float = 1.0  # what its contributions are multiplied with
-    boundary_s: float = 0.0  # work after each exchange: evaluation, and writing the checkpoint
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What the next life of a peer goes on from."""
-
-    saved: Saved
-    counters: tuple[int, int, int]  # steps, tokens, discarded tokens
-    inner: Mapping[str, Any]
-
-
-@dataclass
-class Life:
-    """One process of a peer. `ended` is "" while it lives, then "left", "done", "killed", or what it failed with."""
-
-    member: Member
-    number: int
-    seeds: list[str]
-    min_peers: int
-    checkpoints: list[Checkpoint] = field(default_factory=list)  # the first is what it goes on from
-    task: asyncio.Task[None] | None = None
-    sync: Attachment | None = None  # once a trainer has attached its model
-    node: Node | None = None  # once it joins
-    ready: bool = False  # it has joined
-    began: bool = False  # it has trained
-    leaving: bool = False
-    ended: str = ""
-    hangs: bool = False  # its training loop does
-    at_rest: bool = False  # its training loop has stopped, because all rest
-    fresh: bool = True  # no life before this one trained, so its counters are all that the peer ever did
-
-    @property
-    def name(self) -> str:
-        """The peer's id."""
-        return self.member.name
-
-    @property
-    def owner(self) -> str:
-        """The owner of everything that this life does in the loop."""
-        return f"{self.member.name}.{self.number}"
 
 
 class Crowd:
@@ -209,6 +156,17 @@ class Crowd:
         """One line of the story."""
         self.story.append(f"{self.loop.seconds:9.3f} {name:5} {text}")
         self.tell(self.story[-1])
+
+    async def until(self, condition: Callable[[], object], patience_s: float, what: str, every_s: float = 0.25) -> None:
+        """Wait until something is so. Raises `Violation` when that is in vain or a life has failed."""
+        deadline = self.loop.seconds + patience_s
+        while not condition():
+            if self.failures:
+                raise Violation("; ".join(self.failures))
+            if self.loop.seconds > deadline:
+                states = {life.owner: life.state for life in self.living()}
+                raise Violation(f"waited {patience_s:g} s until {what}, in vain: {states}")
+            await asyncio.sleep(every_s)
 
     # -- what is learned ----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from itertools import combinations, pairwise
 from typing import Any
 
-from diloco.testing.fuzz.crowd import Member
+from diloco.testing.fuzz.lives import Member
 
 __all__ = ["FLAP_S", "SPLIT_PROGRESS_S", "TEARING", "Fault", "Scenario", "pairs", "scenario", "split_scenario"]
 

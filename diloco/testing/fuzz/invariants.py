@@ -17,11 +17,12 @@ When the swarm rests, everything is healed and nobody trains (`check_rest`):
 - no version is lost that a peer had, as long as all peers could always reach each other; if nobody was killed either,
   what had been learned by a peer that left is in the model.
 
-At the end no life failed, nobody left an exception untaken, and no task of an ended life goes on (`check_end`).
+At the end no life failed, nobody left an exception untaken, and no task of an ended life goes on (`finish`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
@@ -39,16 +40,16 @@ from diloco.messages.fields import Units
 from diloco.outer.digest import part_digests
 from diloco.outer.fragments import gather_
 from diloco.swarm.node.node import Node
-from diloco.testing.fuzz.crowd import Crowd, Life
+from diloco.testing.fuzz.crowd import Crowd
 from diloco.testing.fuzz.lineage import Lineage
+from diloco.testing.fuzz.lives import Life, Violation
 
-__all__ = ["Violation", "Watch", "check_end"]
+__all__ = ["SETTLE_S", "Watch"]
 
+SETTLE_S = 5.0  # after the last fault or life ended
+RESTS_S, STAYS_S = 150.0, 15.0  # in which all agree once nobody trains, and after which they still do
+FINISH_S = 100.0  # in which everybody is done
 MOST_ASKED = 8  # questions of one peer for one fragment that a donor gets in a second
-
-
-class Violation(Exception):
-    """An invariant does not hold."""
 
 
 @dataclass
@@ -234,6 +235,26 @@ class Watch:
         core = self.seen[life.owner].node.core.facts
         if core.now <= core.leave_by:
             self.left.append((life.name, [(core.stamp, core.processed - discarded(core, f)) for f in core.fragments]))
+
+    async def rest(self) -> None:
+        """Nobody trains: all get the same, and stay with it."""
+        self._crowd.rests = True
+        await self._crowd.until(self.agree, RESTS_S, "all have the same, and nothing is on its way")
+        await asyncio.sleep(STAYS_S)
+        await self._crowd.until(self.agree, 1.0, "all still have the same")
+        self.check_rest()
+
+    async def finish(self) -> None:
+        """All leave, and the last check is made."""
+        crowd = self._crowd
+        crowd.goal = 0
+        trainers = [life for life in crowd.members() if life.member.trains]
+        await crowd.until(lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done")
+        for life in crowd.living():
+            crowd.leave(life.name)
+        await crowd.until(lambda: not crowd.living(), FINISH_S, "every host has left")
+        await asyncio.sleep(SETTLE_S)
+        check_end(crowd)
 
     def check_rest(self) -> None:
         """Check a swarm that rests; raises `Violation`."""

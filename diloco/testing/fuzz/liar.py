@@ -42,10 +42,10 @@ from diloco.swarm.rpc.probe import probe
 from diloco.swarm.rpc.watch import request_manifest, request_snapshot
 from diloco.swarm.wire import streams
 from diloco.swarm.wire.streams import BROKEN
-from diloco.testing.fuzz.crowd import Crowd, Life, Member, small_pieces
+from diloco.testing.fuzz.crowd import Crowd, small_pieces
 from diloco.testing.fuzz.extremes import NUM_VALUES, Target, changed, targets
 from diloco.testing.fuzz.faults import scenario
-from diloco.testing.fuzz.invariants import Violation
+from diloco.testing.fuzz.lives import Life, Member, Violation
 from diloco.testing.fuzz.stage import PROGRESS_S, Outcome, quiet_process
 
 __all__ = ["Lie", "lie_of", "num_lies", "play_lie"]
@@ -201,7 +201,7 @@ class _Stage:
             crowd.crash(LIAR)
         crowd.note("", "the liar is gone")
         await self._until(lambda: all(life.ready for life in crowd.living()), PROGRESS_S, "all are in the swarm")
-        for life, before in [(life, _progress(life)) for life in crowd.members()]:
+        for life, before in [(life, _versions(life)) for life in crowd.members()]:
             moves = partial(_gets_on, life, before)
             await self._until(moves, PROGRESS_S, f"{life.name} makes progress")
         self._look()
@@ -212,17 +212,11 @@ class _Stage:
             self._look()
 
     async def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
-        deadline = self.loop.seconds + patience_s
-        while not condition():
-            self._check()
-            if self.loop.seconds > deadline:
-                states = {life.owner: (life.ready, _progress(life)) for life in self.crowd.living()}
-                raise Violation(f"waited {patience_s:g} s until {what}, in vain: {states}")
-            await asyncio.sleep(0.5)
+        await self.crowd.until(lambda: self._check() and condition(), patience_s, what, 0.5)
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def _check(self) -> bool:
         wrong = list(self.crowd.failures)
         wrong += [f"{life.name} {life.ended}" for life in self.crowd.ended if "a handler of" in life.ended]
         for line in self.crowd.story:
@@ -234,6 +228,7 @@ class _Stage:
                 wrong.append(line)
         if wrong:
             raise Violation("; ".join(wrong[:3]))
+        return True
 
     def _look(self) -> None:
         """Watchers look at every honest peer."""
@@ -291,9 +286,9 @@ class _Stage:
                     await self.random.choice(questions)(transport, LIAR)
 
 
-def _progress(life: Life) -> int:
-    return 0 if life.node is None else sum(f.tip.head.number for f in life.node.core.facts.fragments)
+def _versions(life: Life) -> int:
+    return sum(f.tip.head.number for f in life.fragments)
 
 
 def _gets_on(life: Life, before: int) -> bool:
-    return life.leaving or _progress(life) > before
+    return life.leaving or _versions(life) > before

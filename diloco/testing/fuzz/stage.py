@@ -13,23 +13,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from diloco.core.events import Merge
 from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
-from diloco.testing.fuzz.crowd import Crowd, Life, small_pieces
+from diloco.testing.fuzz.crowd import Crowd, small_pieces
 from diloco.testing.fuzz.faults import FLAP_S, SPLIT_PROGRESS_S, TEARING, Fault, Scenario, pairs
-from diloco.testing.fuzz.invariants import Violation, Watch, check_end
+from diloco.testing.fuzz.invariants import SETTLE_S, Watch
+from diloco.testing.fuzz.lives import Life, Violation
 
 __all__ = ["PROGRESS_S", "Outcome", "play", "quiet_process", "shrink"]
 
-SETTLE_S = 5.0  # after the last fault ended
 PROGRESS_S = 150.0  # in which every peer makes progress once everything is healed: penalties and lost calls have to end
-RESTS_S, STAYS_S = 150.0, 15.0  # in which all agree once nobody trains, and after which they still do
-FINISH_S = 100.0  # in which everybody is done
 ROUNDS = 2  # which everybody makes once everything is healed
 DAMAGE = 0.01  # of an element; it must be less than what an honest version moves, else it is taken for a lie
 SLOW = 5.0  # times as long an inner step takes
@@ -57,7 +55,8 @@ def play(plan: Scenario, trace: Callable[[str], None] = lambda line: None) -> Ou
             loop.run_until_complete(stage.play())
         except (Violation, DeadlockError) as error:
             violation = str(error)
-        versions = tuple(min(_numbers(life)) for life in stage.crowd.ended if life.node and life.ready)
+        lives = [life for life in stage.crowd.ended if life.node and life.ready]
+        versions = tuple(min(f.tip.head.number for f in life.fragments) for life in lives)
         return Outcome(loop.turns, loop.seconds, versions, violation, tuple(stage.crowd.story))
 
 
@@ -117,15 +116,15 @@ class _Stage:
         for number, member in enumerate(self.plan.members):
             crowd.start(member, len(self.plan.members) if self.plan.together else 1)
             if number == 0:
-                await self._until(lambda: all(life.ready for life in crowd.living()), 10.0, "the first peer listens")
+                await crowd.until(lambda: all(life.ready for life in crowd.living()), 10.0, "the first peer listens")
         for fault in self.plan.faults:
             await asyncio.sleep(max(0.0, fault.at_s - self.loop.seconds))
             for _ in range(fault.turns):
                 await asyncio.sleep(0)
             self._befall(fault)
-        await self._until(lambda: not self.pending, 300.0, "all faults end")
+        await self.crowd.until(lambda: not self.pending, 300.0, "all faults end")
         await asyncio.sleep(SETTLE_S)
-        under_way = any(_work(life) for life in crowd.members())
+        under_way = any(life.work for life in crowd.members())
         missing = len(self.plan.members) - len(crowd.members()) if self.plan.together and not under_way else 0
         for _ in range(missing):  # they died before the swarm began, which waits for so many
             self._join(trains=True)
@@ -135,39 +134,19 @@ class _Stage:
             self._join(trains=False)
         crowd.note("", "everything is healed")
         await self._get_on()
-        await self._rest()
-        await self._finish()
+        await self.watch.rest()
+        await self.watch.finish()
 
     async def _get_on(self) -> None:
         """Every living peer gets versions, and what every trainer learns gets into them."""
         crowd = self.crowd
-        await self._until(self._all_are_in, PROGRESS_S, "every peer is in the swarm")
-        await self._until(self._all_have_met, PROGRESS_S, "every peer has heard every other")
+        await self.crowd.until(self._all_are_in, PROGRESS_S, "every peer is in the swarm")
+        await self.crowd.until(self._all_have_met, PROGRESS_S, "every peer has heard every other")
         self.watch.find_holes()
         for _ in range(ROUNDS):
-            before = {life.owner: (_work(life), _stamps(life)) for life in crowd.members()}
-            for owner, (work, stamps) in before.items():
-                await self._until(lambda o=owner, w=work: self._moved(o, w), PROGRESS_S, f"{owner} makes progress")  # type: ignore[misc]
-                await self._until(lambda o=owner, s=stamps: self._in_step(o, s), PROGRESS_S, f"{owner} is in step")  # type: ignore[misc]
-
-    async def _rest(self) -> None:
-        """Nobody trains: all get the same, and stay with it."""
-        self.crowd.rests = True
-        await self._until(self.watch.agree, RESTS_S, "all have the same, and nothing is on its way")
-        await asyncio.sleep(STAYS_S)
-        await self._until(self.watch.agree, 1.0, "all still have the same")
-        self.watch.check_rest()
-
-    async def _finish(self) -> None:
-        crowd = self.crowd
-        crowd.goal = 0
-        trainers = [life for life in crowd.members() if life.member.trains]
-        await self._until(lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done")
-        for life in crowd.living():
-            crowd.leave(life.name)
-        await self._until(lambda: not crowd.living(), FINISH_S, "every host has left")
-        await asyncio.sleep(SETTLE_S)
-        check_end(crowd)
+            for life, work, stamps in [(life, life.work, _stamps(life)) for life in crowd.members()]:
+                await crowd.until(partial(self._moved, life, work), PROGRESS_S, f"{life.owner} makes progress")
+                await crowd.until(partial(self._in_step, life, stamps), PROGRESS_S, f"{life.owner} is in step")
 
     def _all_are_in(self) -> bool:
         return all(life.ready and life.node is not None for life in self.crowd.living() if not life.leaving)
@@ -177,29 +156,13 @@ class _Stage:
         names = {core.me for core in cores}
         return all(names <= {core.me, *(member.peer for member in core.members.all())} for core in cores)
 
-    def _life(self, owner: str) -> Life | None:
-        return next((life for life in self.crowd.members() if life.owner == owner), None)
+    def _moved(self, life: Life, before: int) -> bool:
+        return life not in self.crowd.members() or life.work > before
 
-    def _moved(self, owner: str, before: int) -> bool:
-        life = self._life(owner)
-        return life is None or _work(life) > before
-
-    def _in_step(self, owner: str, before: list[int]) -> bool:
+    def _in_step(self, life: Life, before: list[int]) -> bool:
         """Whether a contribution of it to each fragment is in the model that was not before, or was judged."""
-        life = self._life(owner)
-        if life is None or not life.member.trains:
-            return True
-        return all(now > then for now, then in zip(_stamps(life), before, strict=True))
-
-    async def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
-        deadline = self.loop.seconds + patience_s
-        while not condition():
-            if self.crowd.failures:
-                raise Violation("; ".join(self.crowd.failures))
-            if self.loop.seconds > deadline:
-                states = {life.owner: _state(life) for life in self.crowd.living()}
-                raise Violation(f"waited {patience_s:g} s until {what}, in vain: {states}")
-            await asyncio.sleep(0.25)
+        gone = life not in self.crowd.members() or not life.member.trains
+        return gone or all(now > then for now, then in zip(_stamps(life), before, strict=True))
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
@@ -331,41 +294,24 @@ class _Stage:
             if fault.kind != "hold":
                 crowd.network.reset(one, other)
         alone = self.begun if checked and not self.pending else -1
-        before = {life.owner: _work(life) for life in crowd.members() if _trains(life)}
+        before = [
+            (life, life.work)
+            for life in crowd.members()
+            if life.node is not None and life.node.core.facts.trains_now and not life.hangs
+        ]
 
         def heal() -> None:
             crowd.note("", "the sides can reach each other again")
             if alone == self.begun and fault.seconds >= SPLIT_PROGRESS_S:
-                for owner, work in before.items():
-                    if not self._moved(owner, work):
-                        crowd.failures.append(f"{owner} made no progress in {fault.seconds} s on its side of a split")
+                for life, work in before:
+                    if not self._moved(life, work):
+                        said = f"{life.owner} made no progress in {fault.seconds} s on its side of a split"
+                        crowd.failures.append(said)
             for one, other in cut:
                 crowd.network.mend(one, other)
 
         self._over(fault.seconds, heal)
 
 
-def _numbers(life: Life) -> list[int]:
-    return [] if life.node is None else [f.tip.head.number for f in life.node.core.facts.fragments]
-
-
-def _work(life: Life) -> int:
-    return 0 if life.node is None else sum(f.tip.head.work for f in life.node.core.facts.fragments)
-
-
 def _stamps(life: Life) -> list[int]:
-    return [] if life.node is None else [f.tip.book.of(life.name)[0] for f in life.node.core.facts.fragments]
-
-
-def _trains(life: Life) -> bool:
-    return life.node is not None and life.node.core.facts.trains_now and not life.hangs
-
-
-def _state(life: Life) -> object:
-    if life.node is None or not life.ready:
-        return "not in the swarm"
-    facts = life.node.core.facts
-    return {
-        "ready": facts.ready, "runs": life.node.core.runs, "numbers": _numbers(life),
-        "authors": [facts.author_of(f) for f in facts.fragments], "bags": ["".join(f.bag) for f in facts.fragments],
-    }  # fmt: skip
+    return [f.tip.book.of(life.name)[0] for f in life.fragments]

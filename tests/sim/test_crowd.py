@@ -1,7 +1,7 @@
 """Swarms of production peers in virtual time: whatever fails, and in whatever order things arrive, they end as one.
 
 Every story is also watched: `diloco.testing.fuzz.invariants` has what must hold with every event and at the end.
-Mixtures of faults are those of the fuzz (`test_fuzz.py`); what the core does alone is in `tests/unit/core`.
+Freezes, splits, restarts and mixtures of faults are those of the fuzz (`test_fuzz.py`) and of `tests/unit/core`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections import Counter
 import pytest
 
 from diloco.testing.fuzz.lives import Member
-from tests.support.slow import slow
 from tests.support.stories import TOKENS_PER_ROUND, Story, story
 
 seeds = pytest.mark.parametrize("seed", range(2))
@@ -113,53 +112,6 @@ def test_a_leaver_loses_nothing_and_its_heirs_have_its_momentum(seed: int) -> No
         assert given and len(swarm.run_to_the_end()) == 3
         assert swarm.merged("abcd"[seed - 1], leaver)[1] == learned
         assert all(swarm.kinds(name)["leave"] == 1 for name in swarm.nodes())
-
-
-@seeds
-def test_a_peer_that_restarts_at_once_does_not_split_the_swarm(seed: int) -> None:
-    """The others may never notice that it was gone; its new process has no anchor and no momentum."""
-    with story(seed, outer_steps=6) as swarm:
-        swarm.begin("abc")
-        swarm.run_for(1.3 * seed)
-        swarm.crowd.crash("a")
-        swarm.start("a")
-        assert len(swarm.run_to_the_end()) == 3
-
-
-@pytest.mark.parametrize(("seed", "seconds"), [(0, 1.0), (1, 8.0), (0, 40.0), (1, 40.0)])
-def test_a_frozen_peer_comes_back_and_catches_up(seed: int, seconds: float) -> None:
-    with story(seed, outer_steps=None) as swarm:
-        swarm.begin("abc")
-        swarm.run_for(1.5 + 1.7 * seed)
-        frozen = "abc"[seed]
-        swarm.freeze(frozen, seconds)
-        swarm.run_for(seconds + 5.0)
-        merged = swarm.merged(frozen, frozen)
-        assert len(swarm.run_to_the_end(3)) == 3
-        assert swarm.merged(frozen, frozen) > merged
-        assert swarm.lost[frozen] <= 2 * TOKENS_PER_ROUND
-
-
-# -- splits -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sides", [("a", "bcd"), ("ab", "cde"), slow(("abc", "de"))])
-def test_both_sides_of_a_split_go_on_and_then_that_which_did_more(sides: tuple[str, str]) -> None:
-    one, other = sides
-    with story(1, fragments=2, outer_steps=None) as swarm:
-        swarm.begin(one + other)
-        swarm.run_for(6.0)
-        versions = {name: swarm.version(name) for name in one + other}
-        swarm.split(one, other)
-        swarm.run_for(40.0)
-        assert all(swarm.version(name) > version + 3 for name, version in versions.items()), "both sides go on"
-        before = {name: swarm.work(name) for name in one + other}
-        swarm.mend(one, other)
-        swarm.run_for(30.0)
-        assert min(swarm.work(name) for name in one + other) >= max(before.values())
-        swarm.run_to_the_end(2)
-        loser = min(before, key=lambda name: before[name])
-        assert swarm.lost[loser] > 0
 
 
 # -- out of phase -----------------------------------------------------------------------------------------------------

@@ -189,17 +189,33 @@ MUTANTS: dict[str, Mutant] = {
 
 # Of nodes, and the seed from which on the fuzz of nodes finds them.
 NODES: dict[str, tuple[int, Mutant]] = {
-    "node: a checkpoint moves while it is written": (20, [
-        ("swarm.node.anchors", "            if copies:\n                self.end_snapshot()\n",
-         "            self.end_snapshot()\n"),
-    ]),
-    "node: an anchor moves while it is read": (20, [
-        ("swarm.wire.tasks", "        return self._lock\n\n", "        return asyncio.Lock()\n\n"),
-    ]),
-    "node: what a head leads to is not checked": (50, [
-        ("swarm.node.anchors", "            if state_of(action.book, parts) != head.state:", "            if False:"),
-    ]),
-}  # fmt: skip
+    "node: a checkpoint moves while it is written": (
+        20,
+        [
+            (
+                "swarm.node.anchors",
+                "            if copies:\n                self.end_snapshot()\n",
+                "            self.end_snapshot()\n",
+            ),
+        ],
+    ),
+    "node: an anchor moves while it is read": (
+        20,
+        [
+            ("swarm.wire.tasks", "        return self._lock\n\n", "        return asyncio.Lock()\n\n"),
+        ],
+    ),
+    "node: what a head leads to is not checked": (
+        50,
+        [
+            (
+                "swarm.node.anchors",
+                "            if state_of(action.book, parts) != head.state:",
+                "            if False:",
+            ),
+        ],
+    ),
+}
 MUTANTS |= {name: mutant for name, (_, mutant) in NODES.items()}
 
 

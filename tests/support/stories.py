@@ -10,7 +10,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 from diloco.messages.heads import Head
@@ -68,25 +67,6 @@ class Story:
             life = self.crowd.start(Member(name, trains, step_s=STEP_S, latency_s=latency_s), min_peers)
             if first:
                 self.run_until(lambda life=life: life.ready, "the first peer listens")
-
-    def freeze(self, name: str, seconds: float) -> None:
-        """A peer is stopped for a while; its clock goes on."""
-        self.crowd.torn = True
-        owner = self.crowd.lives[name].owner
-        self.loop.freeze(owner)
-        self.loop.at(self.loop.seconds + seconds, self.loop.thaw, owner)
-
-    def split(self, one: str, other: str) -> None:
-        """Peers of two sides reach each other no more, and notice at once."""
-        self.crowd.torn = True
-        for pair in product(one, other):
-            self.crowd.network.cut(*pair)
-            self.crowd.network.reset(*pair)
-
-    def mend(self, one: str, other: str) -> None:
-        """Peers of two sides can reach each other again."""
-        for pair in product(one, other):
-            self.crowd.network.mend(*pair)
 
     # -- time passes --------------------------------------------------------------------------------------------------
 

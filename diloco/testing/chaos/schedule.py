@@ -1,32 +1,27 @@
-"""What happens to which peer, and when: a schedule as text, or one drawn from a seed. Imported by `chaos`."""
+"""What happens to which peer, and when: a schedule as text. Imported by `chaos`."""
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.testing.links.pipe import WORSE
 
-__all__ = ["DRAWABLE", "KINDS", "LINK_KINDS", "Fault", "ScheduleError", "parse", "shuffled"]
+__all__ = ["LINK_KINDS", "Fault", "ScheduleError", "parse"]
 
 LINK_KINDS = ("partition", "heal", "fast", *WORSE)
-DRAWABLE = ("kill", "stop", "term", "partition", *WORSE)
 KINDS = ("kill", "stop", "cont", "term", "join", "restart", *LINK_KINDS)
 # What follows a kind: a pattern, and an example. It is one peer where nothing is said.
 FORMS = {"join": ("", ""), "heal": ("", ""), "partition": (r"\d+(,\d+)*(\|\d+(,\d+)*)+", "0,1|2,3")}
 FORMS |= {kind: (r"\d+ \S+", f"1 {example}") for kind, (_, example, _) in WORSE.items()}
 # In which states of a peer a fault can happen, and its state then.
 STATES: dict[str, tuple[tuple[str, ...], str]] = {
-    "kill": (("runs", "stopped"), "ended"), "term": (("runs",), "ended"), "stop": (("runs",), "stopped"),
-    "cont": (("stopped",), "runs"), "restart": (("ended",), "runs"),
-}  # fmt: skip
-REPLACED_AFTER_S = 1.0  # somebody starts another process where one has died
-STOPPED_S = 4.0
-CUT_S = 8.0
-DRAWN = {"slow": ("1mbit", "4mbit"), "delay": ("25ms", "100ms"), "loss": ("1%", "5%")}
-FEWEST = 2  # a swarm of one has nobody to exchange with
+    "kill": (("runs", "stopped"), "ended"),
+    "term": (("runs",), "ended"),
+    "stop": (("runs",), "stopped"),
+    "cont": (("stopped",), "runs"),
+    "restart": (("ended",), "runs"),
+}
 
 
 class ScheduleError(ValueError):
@@ -99,37 +94,3 @@ def _follow(fault: Fault, state: dict[int, str]) -> None:
         if state[peer] not in before:
             raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: peer {peer} is {state[peer]} then")
         state[peer] = after or state[peer]
-
-
-def shuffled(seed: int, peers: int, every: float, seconds: float, kinds: Sequence[str]) -> list[Fault]:
-    """A fault every so often, one after another, the same for the same seed; each is undone before the next.
-
-    Who is killed is replaced by a new peer or comes back under its run directory, in turn by chance; who leaves is
-    replaced by a new peer.
-    """
-    for kind in kinds:
-        if kind not in DRAWABLE:
-            raise ScheduleError(f"--kinds: {kind} cannot be drawn; choose of {', '.join(DRAWABLE)}")
-    draw, faults, alive, total = random.Random(seed), [], list(range(peers)), peers
-    at = every
-    while at + max(STOPPED_S, REPLACED_AFTER_S) < seconds:
-        kind = draw.choice(list(kinds))
-        victim = draw.choice(alive)
-        pause = min(STOPPED_S if kind == "stop" else CUT_S, every / 2)
-        if kind in ("kill", "term") and len(alive) > FEWEST:
-            faults.append(Fault(at, kind, (victim,)))
-            if kind == "kill" and draw.random() < 0.5:
-                faults.append(Fault(at + REPLACED_AFTER_S, "restart", (victim,)))
-            else:
-                faults.append(Fault(at + REPLACED_AFTER_S, "join"))
-                alive[alive.index(victim)], total = total, total + 1
-        elif kind == "stop":
-            faults += [Fault(at, "stop", (victim,)), Fault(at + pause, "cont", (victim,))]
-        elif kind == "partition" and len(alive) > 1:
-            mixed, cut = draw.sample(alive, len(alive)), draw.randrange(1, len(alive))
-            sides = (tuple(sorted(mixed[:cut])), tuple(sorted(mixed[cut:])))
-            faults += [Fault(at, "partition", groups=sides), Fault(at + pause, "heal")]
-        elif kind in DRAWN:
-            faults += [Fault(at, kind, (victim,), value=draw.choice(DRAWN[kind])), Fault(at + pause, "fast", (victim,))]
-        at += every
-    return faults

@@ -2,8 +2,7 @@
 
     push(now, packet) -> lost by chance | dropped, as the queue is full | leaves at (end of its transmission) + delay
 
-Nothing here reads a clock. Packets keep their order, also with jitter: one that is late makes those behind it late, as
-on a path with one queue. Imported by `links.py` and `emulator.py`.
+Nothing here reads a clock. Packets keep their order. Imported by `links.py` and `emulator.py`.
 """
 
 from __future__ import annotations
@@ -27,19 +26,14 @@ class Shape:
     """What one direction of a link does to packets. `loss` is a share of packets, `rate` in bytes per second."""
 
     delay_s: float = 0.0
-    jitter_s: float = 0.0  # the delay lies within delay_s +- jitter_s, uniformly
     loss: float = 0.0
     rate: float | None = None
 
     def then(self, other: Shape) -> Shape:
         """Both in a row, as one."""
         rates = [rate for rate in (self.rate, other.rate) if rate is not None]
-        return Shape(
-            self.delay_s + other.delay_s,
-            self.jitter_s + other.jitter_s,
-            1 - (1 - self.loss) * (1 - other.loss),
-            min(rates, default=None),
-        )
+        loss = 1 - (1 - self.loss) * (1 - other.loss)
+        return Shape(self.delay_s + other.delay_s, loss, min(rates, default=None))
 
 
 class Pipe:
@@ -70,9 +64,7 @@ class Pipe:
                 self.dropped += 1
                 return
             at = self._free_at = begins_at + len(packet) / shape.rate
-        if shape.delay_s or shape.jitter_s:
-            at += max(0.0, shape.delay_s + shape.jitter_s * self._draw.uniform(-1.0, 1.0))
-        self._last_at = max(at, self._last_at)
+        self._last_at = max(at + shape.delay_s, self._last_at)
         self._queue.append((self._last_at, packet))
 
     def pull(self, now: float) -> list[bytes]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import queue
 import signal
@@ -265,11 +264,8 @@ def _listen(child: Child, output: IO[str], words: Words) -> None:
     from diloco.rundir.reporting import read_message
 
     for line in output:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a library may write there, too
-            content = json.loads(line)
-            message = read_message(content) if isinstance(content, dict) else None
-            if message is not None:
-                words.put((child, message))
+        if (message := read_message(line)) is not None:
+            words.put((child, message))
 
 
 def _wait(child: Child, listening: threading.Thread, words: Words) -> None:

@@ -71,7 +71,6 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
     config = options.compose(given, starts=True)
     import threading
     import time
-    from dataclasses import replace
 
     from rich.console import Console
 
@@ -92,7 +91,7 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
         addresses, advice = tuple(node.addresses), node.advice or ""
         view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
         while not stop.wait(0.5) and not (until_done and host.is_over()):
-            view.update(replace(host.status(), peer=name, time=time.time()))
+            view.update(host.status())
     return 0
 
 

@@ -1,88 +1,103 @@
-"""What one peer reports while it trains: the messages, and two of their listeners, a supervisor's pipe and the log.
+"""What one peer reports while it trains: the messages, and their listeners: a supervisor's pipe, lines, the log.
 
-training loop -> Message -> to_wire -> one JSON object per line -> read_message -> Message -> live table
+training loop -> Message -> json_lines -> one JSON object per line -> read_message -> Message -> live table
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Self
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diloco.config import Config
+from diloco.config.address import scope
 from diloco.messages.snapshot import Snapshot
-from diloco.rundir.files import finite
 from diloco.rundir.summary import Summary
-from diloco.text import human_bytes, human_count
+from diloco.text import human_bytes, human_count, plain
 
 __all__ = [
-    "Finished", "Listener", "Message", "Notice", "Ready", "Stage", "Status", "WarningLines", "json_lines", "log_lines",
-    "read_message", "swarm_figures", "to_wire", "who_can_join",
+    "Finished", "Lines", "Listener", "Message", "Notice", "Ready", "Stage", "Status", "WarningLines", "json_lines",
+    "log_lines", "read_message", "swarm_figures", "who_can_join",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-LINE_EVERY_S = 30.0  # between lines of the log while the outer step stays the same
+LINE_EVERY_S = 10.0  # between lines of a peer whose outer step does not change
+_FROM = {
+    "loopback": "on this machine only; swarm=network lets others in",
+    "LAN": "in this network; for elsewhere forward the port and set swarm.announce=[/ip4/PUBLIC_IP/tcp/PORT]",
+    "public": "from anywhere",
+}
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(Struct, frozen=True, tag_field="t"):
     """Base of all messages. `peer` is the name of the peer that reports, `time` unix seconds (virtual if simulated)."""
 
-    t: ClassVar[str]
     peer: str = "?"
     time: float = 0.0
 
+    def told_by(self, peer: str, time: float) -> Self:
+        """The same from a peer, at a time."""
+        return replace(self, peer=peer, time=time)
 
-@dataclass(frozen=True)
-class Stage(Message):
+
+class Stage(Message, frozen=True, tag="stage"):
     """A peer prepares to train. `stage` is "data", with bytes of text that are tokenised of how many (0: none is now),
     or "state", with bytes that came in.
     """
 
-    t = "stage"
     stage: str = ""
     received: int = 0
     wanted: int = 0
 
 
-@dataclass(frozen=True)
-class Ready(Message):
+class Ready(Message, frozen=True, tag="ready"):
     """A peer has joined the swarm, or has started it (`first`).
 
     address: the best one, empty if the peer listens nowhere. addresses: all, the best first.
     command: the command to which others append an address to join. advice: how to become reachable, if it is not.
     """
 
-    t = "ready"
     address: str = ""
     addresses: tuple[str, ...] = ()
     first: bool = False
     command: str = "diloco join"
     advice: str = ""
 
+    def invitation(self) -> list[str]:
+        """Lines for who has started a swarm: the best address as a whole command, then the others by interface.
 
-@dataclass(frozen=True)
-class Notice(Message):
+        `command` is `diloco invite ...` for a closed run: its owner makes a link for each volunteer.
+        """
+        addresses, command = self.addresses or ((self.address,) if self.address else ()), self.command
+        if not addresses:
+            return ["nobody can join through this peer, which listens nowhere"]
+        best, *others = addresses
+        what = "others join with this" if command == "diloco join" else "this makes a link by which one volunteer joins"
+        lines = [f"{what} ({scope(best)}: {_FROM[scope(best)]}):", f"{command} {best}"]
+        return lines + [f"or, {scope(other)}: {command} {other}" for other in others[:4]]
+
+
+class Notice(Message, frozen=True, tag="notice"):
     """Something that whoever started the peer should know, in one line."""
 
-    t = "notice"
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Status(Message):
+class Status(Message, frozen=True, tag="status"):
     """The state of a peer twice a second: losses in nats per token, `outer_steps` of the budget, counts of this peer.
 
     A value that is None is not known, and a display keeps the one before.
     """
 
-    t = "status"
     state: str = ""
     version: int | None = None
     outer_steps: int | None = None
@@ -98,49 +113,33 @@ class Status(Message):
     bytes_received: int | None = None
     peers: int | None = None
 
-    def over(self, before: Status) -> Status:
-        """This status, with values of the one before where they are not known."""
-        return replace(before, **{name: value for name, value in vars(self).items() if value is not None})
 
-
-@dataclass(frozen=True)
-class Finished(Message):
+class Finished(Message, frozen=True, tag="summary"):
     """The summary of this single peer, after its last step."""
 
-    t = "summary"
-    summary: Summary = field(default_factory=Summary)
+    summary: Summary = Summary()
 
 
 Listener = Callable[[Message], None]
-_KINDS: dict[str, type[Message]] = {kind.t: kind for kind in (Stage, Ready, Notice, Status, Finished)}
+_READER = msgspec.json.Decoder(Stage | Ready | Notice | Status | Finished)
 
 
-def to_wire(message: Message) -> dict[str, Any]:
-    """A message as a JSON object; `t` names its kind. Numbers that JSON lacks become null."""
-    content = message.summary.to_message() if isinstance(message, Finished) else asdict(message)
-    wire: dict[str, Any] = finite({"t": message.t, "peer": message.peer, "time": message.time, **content})
-    return wire
-
-
-def read_message(content: Mapping[str, Any]) -> Message | None:
-    """A message from the JSON object that `json_lines` has written; None for an object of another kind.
-
-    Raises KeyError or TypeError for one whose fields are others.
-    """
-    kind = _KINDS.get(str(content.get("t")))
-    if kind is None:
+def read_message(line: str) -> Message | None:
+    """A message from a line of `json_lines`; None for any other, for a library may write there, too."""
+    try:
+        message: Message = _READER.decode(line)
+    except msgspec.MsgspecError:
         return None
-    if kind is Finished:
-        return Finished(content["peer"], content["time"], Summary.from_message(content))
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
-    fields: dict[str, Any] = {name: value for name, value in values.items() if name != "t"}
-    return kind(**fields)
+    return message
 
 
 def json_lines(message: Message) -> None:
-    """Writes a message to stdout at once, one JSON object per line: `diloco local` reads its peers this way."""
+    """Writes a message to stdout at once, one JSON object per line: `diloco local` reads its peers this way.
+
+    Numbers that JSON lacks become null.
+    """
     with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this peer is about to leave
-        sys.stdout.write(json.dumps(to_wire(message)) + "\n")
+        sys.stdout.write(msgspec.json.encode(message).decode() + "\n")
         sys.stdout.flush()
 
 
@@ -155,53 +154,92 @@ class WarningLines(logging.Handler):
         json_lines(Notice(self._peer, record.created, record.getMessage()))
 
 
-class log_lines:
-    """Writes messages to the log, for a peer without a terminal: a line per outer step, one every 30 s where that takes
-    longer, and at the end one that says where the model is.
+class Lines:
+    """Writes messages as lines: at most one per peer and outer step, and one every 10 s where a step takes longer.
+
+        [ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training
+
+    `known` is the newest state of each peer, and `total` the outer steps of the budget. A value that a message lacks
+    keeps its last one: a display must never end a run.
     """
 
-    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
-        self._notice, self._place, self._clock = who_can_join(config), config.run.dir, clock
-        self._began_at = self._line_at = clock()
-        self._shown: int | None = -1  # the outer step of the last line
-        self._known = Status()
+    def __init__(
+        self, write: Callable[[str], None], total: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.known: dict[str, Status] = {}
+        self.total, self.clock, self.began = total, clock, clock()
+        self._write = write
+        self._shown: dict[str, tuple[int | None, float]] = {}  # outer step and time of each peer's last line
+        self._told = set[str]()
 
     def __call__(self, message: Message) -> None:
+        peer = plain(message.peer)
         if isinstance(message, Ready):
-            self._ready(message)
+            self._ready(peer, message)
         elif isinstance(message, Notice):
-            logger.info("%s", message.text)
+            if message.text not in self._told:  # peers with the same files say the same of them
+                self.note(f"{peer}: {message.text}")
+            self._told.add(message.text)
         elif isinstance(message, Status):
-            self._status(message)
-        elif isinstance(message, Finished):
-            model = self._place / "model"
-            where = f"; the model is in {model}" if model.is_dir() else ""
-            logger.info("%s: %s%s", self._place, message.summary.result(), where)
+            self.learn(message)
+            self._status(peer, self.known[peer])
 
-    def _ready(self, message: Ready) -> None:
-        if self._notice is not None:
-            text, is_warning = self._notice
-            logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
-        if message.address:
-            logger.info("this peer can be reached at %s", message.address)
-        if message.address and message.first:
-            logger.info("others join with: %s %s", message.command, message.address)
+    def note(self, text: str) -> None:
+        """Writes a line for an event."""
+        self._write(f"[{self.clock() - self.began:5.1f}s] {plain(text)}")
 
-    def _status(self, message: Status) -> None:
-        known, now = message.over(self._known), self._clock()
-        self._known = known
-        stepped = known.version != self._shown and message.state != "evaluating"
-        if known.loss is None or not (stepped or now - self._line_at >= LINE_EVERY_S):
+    def learn(self, status: Status) -> None:
+        """Takes what is known of a peer into `known`."""
+        peer, fields = plain(status.peer), status.__struct_fields__
+        before = self.known.get(peer, Status(peer, state="starting"))
+        told = {name: value for name in fields if (value := getattr(status, name)) is not None}
+        self.known[peer] = replace(before, **told | {"state": plain(status.state) or before.state})
+        self.total = status.outer_steps or self.total
+
+    def _ready(self, peer: str, message: Ready) -> None:
+        self.note(f"{peer} ready" + (f" at {message.address}" if message.address else ""))
+        if message.advice:
+            self.note(f"{peer}: {message.advice}")
+        if message.first:
+            first, *others = map(plain, message.invitation())
+            self.note(first)
+            for line in others:  # for copying: nothing stands before it
+                self._write(line)
+
+    def _status(self, peer: str, status: Status) -> None:
+        now, (version, at) = self.clock(), self._shown.get(peer, (None, self.began))
+        settled = status.state in ("training", "waiting", "leaving", "done")  # the evaluation of the step is over
+        is_due = now - at >= LINE_EVERY_S or (status.version != version and settled)
+        if not is_due and status.state not in ("done", "left"):
             return
-        self._shown, self._line_at = known.version, now
-        within = "" if stepped else f", inner step {known.inner_step} of {known.target_steps}"
-        held_out = "" if known.eval_loss is None else f", held-out {known.eval_loss:.3f}"
-        logger.info(
-            "[%6.1fs] outer step %s/%s%s, loss %.3f%s, %s tok/s, %s sent, %s",
-            now - self._began_at, known.version, known.outer_steps, within, known.loss, held_out,
-            human_count(known.tokens_per_s), human_bytes(known.bytes_sent),
-            "1 peer" if known.peers == 1 else f"{known.peers} peers",
-        )  # fmt: skip
+        self._shown[peer] = status.version, now
+        loss, eval_loss = ("-" if one is None else f"{one:.2f}" for one in (status.loss, status.eval_loss))
+        self.note(
+            f"{peer} v{self.step_of(status)} loss {loss} held-out {eval_loss} {human_count(status.tokens_per_s)} tok/s "
+            f"{human_bytes(status.bytes_sent)} sent {status.state}"
+        )
+
+    def step_of(self, status: Status) -> str:
+        """The outer step, and of how many."""
+        version = "-" if status.version is None else str(status.version)
+        return version if self.total is None else f"{version}/{self.total}"
+
+
+def log_lines(config: Config, clock: Callable[[], float] = time.monotonic) -> Listener:
+    """Writes messages to the log, for a peer without a terminal; at the end one line says where the model is."""
+    lines, notice = Lines(lambda text: logger.info("%s", text), clock=clock), who_can_join(config)
+
+    def listen(message: Message) -> None:
+        if isinstance(message, Ready) and notice is not None:
+            text, is_warning = notice
+            logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+        lines(message)
+        if isinstance(message, Finished):
+            place = config.run.dir / "model"
+            where = f"; the model is in {place}" if place.is_dir() else ""
+            logger.info("%s: %s%s", config.run.dir, message.summary.result(), where)
+
+    return listen
 
 
 def who_can_join(config: Config) -> tuple[str, bool] | None:

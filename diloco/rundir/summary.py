@@ -8,12 +8,12 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from msgspec import to_builtins
+from msgspec import Struct, to_builtins
 
 from diloco.messages.phase_seconds import Phase, PhaseSeconds
 from diloco.messages.snapshot import Contributor
@@ -78,8 +78,7 @@ class PhaseTimer:
         return replace(self._done, **{self._phase: getattr(self._done, self._phase) + elapsed})
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(Struct, frozen=True):
     """Tokens that peers trained on, by their fate: processed = applied + discarded + in_flight."""
 
     processed: int = 0
@@ -88,20 +87,18 @@ class Tokens:
     in_flight: int = 0
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Struct, frozen=True):
     """Held-out loss of the anchor in nats per token; None if it was never evaluated."""
 
     loss: float | None = None
-    perplexity: float | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        representable = self.loss is not None and self.loss < 700  # exp overflows beyond; a NaN compares as False
-        object.__setattr__(self, "perplexity", math.exp(self.loss or 0.0) if representable else None)
+    @property
+    def perplexity(self) -> float | None:
+        """None where it is not a number of this machine; a NaN compares as False."""
+        return math.exp(self.loss) if self.loss is not None and self.loss < 700 else None
 
 
-@dataclass(frozen=True)
-class PeerSummary:
+class PeerSummary(Struct, frozen=True):
     """One peer's part of a run; `steps` and `tokens` count its own inner steps over all its sessions."""
 
     peer_id: str
@@ -112,14 +109,13 @@ class PeerSummary:
     bytes_sent: int
     bytes_received: int
     seconds: PhaseSeconds
-    utilization: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "utilization", self.seconds.utilization)
+    @property
+    def utilization(self) -> float:
+        return self.seconds.utilization
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(Struct, frozen=True):
     """The content of `summary.json`, for one peer or for a swarm.
 
     exit: the exit code of the command.
@@ -132,7 +128,7 @@ class Summary:
     wall_s: float = 0.0
     outer_steps: int = 0
     tokens: Tokens = Tokens()
-    eval: Evaluation = field(default_factory=Evaluation)
+    eval: Evaluation = Evaluation()
     peers: Sequence[PeerSummary] = ()
     heals: int = 0
     takeovers: int = 0
@@ -145,40 +141,16 @@ class Summary:
         return at if self.eval.loss is None else f"{at}, held-out loss {self.eval.loss:.3f} nats per token"
 
     def to_json(self) -> dict[str, Any]:
-        content: dict[str, Any] = finite({**asdict(self), "contributions": list(map(to_builtins, self.contributions))})
-        for peer in content["peers"]:
-            if peer["name"] is None:
-                del peer["name"]
-        if not content["contributions"]:
+        """With what follows from it: perplexity and utilization. Contributions are left out if there are none."""
+        content: dict[str, Any] = to_builtins(self)
+        content["eval"]["perplexity"] = self.eval.perplexity
+        for told, peer in zip(content["peers"], self.peers, strict=True):
+            told["utilization"] = peer.utilization
+            if peer.name is None:
+                del told["name"]
+        if not self.contributions:
             del content["contributions"]
-        return content
-
-    def to_message(self) -> dict[str, Any]:
-        """The summary of a single peer as the fields of its "summary" message to a supervisor.
-
-        `tokens` are the four counts as this peer knows them: processed is its own count, the others are the swarm's.
-        """
-        content = self.to_json()
-        [peer] = content["peers"]
-        names = ("tokens", "eval", "heals", "takeovers", "outer_steps", "exit", "contributions")
-        return {**peer, **{name: content[name] for name in names if name in content}}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Summary:
-        """The inverse of `to_message`; a message lacks run_id, manifest_hash, mode and wall_s.
-
-        Raises KeyError or TypeError for what is none.
-        """
-        own: dict[str, Any] = {one.name: message.get(one.name) for one in fields(PeerSummary) if one.init}
-        own |= {"name": own["name"] or message["peer"], "tokens": message["tokens"]["processed"]}
-        own["seconds"] = PhaseSeconds(**own["seconds"])
-        return cls(
-            tokens=Tokens(**message["tokens"]),
-            eval=Evaluation(message["eval"]["loss"]),
-            peers=[PeerSummary(**own)],
-            contributions=[Contributor(**row) for row in message.get("contributions", ())],
-            **{name: message[name] for name in ("outer_steps", "heals", "takeovers", "exit")},
-        )
+        return dict(finite(content))
 
 
 def write_summary(path: Path, summary: Summary) -> None:

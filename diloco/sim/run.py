@@ -11,7 +11,7 @@ import asyncio
 import copy
 import json
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -256,7 +256,7 @@ class Simulation:
         return Swarm.of(config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime)
 
     def _message(self, peer: _Peer, message: Message) -> Message:
-        return replace(message, peer=peer.name, time=self.loop.time())
+        return message.told_by(peer.name, self.loop.time())
 
 
 def _config_of(config: Config, name: str, min_peers: int) -> Config:

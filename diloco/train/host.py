@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -100,6 +101,8 @@ class Host:
         """This host's state and figures, for a live table."""
         core, traffic = self.node.core.facts, self.node.traffic
         return Status(
+            self._name,
+            time.time(),
             state="training" if core.ready else "waiting",
             version=core.control.tip.head.number,
             outer_steps=self.manifest.budget.outer_steps,

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def run(config: Config, listen: Listener) -> Summary:
             prepare_run_directory(config.run.dir)
 
             def tell(message: Message) -> None:
-                listen(replace(message, peer=name, time=time.time()))
+                listen(message.told_by(name, time.time()))
 
             with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
                 return _run(config, ranks, tell)

@@ -35,7 +35,8 @@ SEVERAL = [one for one in ALONE if not one.startswith("data.")]  # diloco local 
 
 def train(run_dir: Path, *overrides: str, settings: Sequence[str] = ALONE) -> dict[str, Any]:
     """`diloco train` in this process; its summary as its supervisor hears it."""
-    return run(compose([*settings, f"run.dir={run_dir}", *overrides]), lambda message: None).to_message()
+    content = run(compose([*settings, f"run.dir={run_dir}", *overrides]), lambda message: None).to_json()
+    return {**content["peers"][0], **content}
 
 
 def kept(summary: dict[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,8 @@ def read(crowd: Crowd, begun_at: float, tokens_per_step: int) -> Log:
 
 def _stay(session: Session) -> Stay:
     assert session.process is not None and session.ended_at is not None
-    summary, over = ([None, *session.said("summary")][-1], session.said("status", "leaving"))
+    over, summaries = session.said("status", "leaving"), session.said("summary")
+    summary = summaries[-1]["summary"] if summaries else None
     stay = Stay(session.peer, session.started_at, session.ended_at, session.fate, session.poll(), summary)
     stay.over_at = over[0]["time"] if over else None
     for row in _json_lines(session.directory / "metrics.jsonl"):
@@ -198,7 +199,7 @@ def _tokens(log: Log) -> dict[str, int]:
 def report(log: Log, happened: Sequence[Happened]) -> dict[str, Any]:
     """All figures of a run, as JSON."""
     shared, unequal, died = _digests(log.stays)
-    ends = {one.summary["anchor_digest"] for one in log.stays if one.summary and one.fate is None}
+    ends = {one.summary["peers"][0]["anchor_digest"] for one in log.stays if one.summary and one.fate is None}
     evaluated = [one.summary for one in log.stays if one.summary and (one.summary.get("eval") or {}).get("loss")]
     furthest = max(evaluated, key=lambda summary: int(summary["outer_steps"]), default=None)
     kinds = [event["kind"] for event in log.events]

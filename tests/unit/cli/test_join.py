@@ -12,7 +12,6 @@ import torch
 
 from diloco.admission.keys import RunKey
 from diloco.cli.status import status
-from diloco.cli.table import invitation
 from diloco.cli.volunteer import (
     known_addresses,
     lock_peer_directory,
@@ -22,6 +21,7 @@ from diloco.cli.volunteer import (
 )
 from diloco.config import WIRE_VERSION, compose
 from diloco.errors import ConfigError, SwarmError
+from diloco.rundir.reporting import Ready
 from diloco.swarm.client.ask import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
 from diloco.train.hardware import GIB, Machine
@@ -194,11 +194,11 @@ def test_an_address_is_printed_as_the_whole_command(tmp_path: Path) -> None:
     assert ordered == addresses[::-1]
     leads = ("", "or, LAN: ", "or, loopback: ")
     lines = [f"{lead}diloco join {address}" for lead, address in zip(leads, ordered, strict=True)]
-    assert invitation(ordered) == ["others join with this (public: from anywhere):", *lines]
-    assert "swarm=network lets others in" in invitation(addresses[:1])[0]
+    assert Ready(addresses=tuple(ordered)).invitation() == ["others join with this (public: from anywhere):", *lines]
+    assert "swarm=network lets others in" in Ready(address=addresses[0]).invitation()[0]
     RunKey.create(tmp_path / "run key")  # a path that has to be quoted
     closed = compose([f"swarm.key_path='{tmp_path / 'run key'}'", "run.id=mine"]).joining_command
     assert closed == f"diloco invite --key '{tmp_path / 'run key'}' --run mine"
     assert compose([]).joining_command == "diloco join"
-    first, line = invitation(ordered[:1], closed)
+    first, line = Ready(address=ordered[0], command=closed).invitation()
     assert "link by which one volunteer joins" in first and line.startswith(f"{closed} /ip4/8.8.8.8/")

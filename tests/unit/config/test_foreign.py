@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
-from rich.console import Console
 
 from diloco import hub
 from diloco.cli import join as asking
@@ -121,7 +121,8 @@ def test_a_volunteer_agrees_on_a_terminal_or_beforehand(monkeypatch: pytest.Monk
         stdin.isatty = lambda: typed is not None  # type: ignore[method-assign]
         monkeypatch.setattr("sys.stdin", stdin)
         monkeypatch.setattr(click, "confirm", lambda text, default: typed == "y")
-        asking._ask(config, ["diary.txt"], yes, asking.Steps(Console(file=(screen := io.StringIO()))))
+        with redirect_stdout(screen := io.StringIO()):
+            asking._ask(config, ["diary.txt"], yes)
         return screen.getvalue()
 
     assert ask("n", config=quickstart) == ""

@@ -11,13 +11,13 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from diloco.config import compose
 from diloco.errors import ConfigError
@@ -26,7 +26,7 @@ from diloco.messages.snapshot import Contributor
 from diloco.rundir import summary
 from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
 from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog
-from diloco.rundir.reporting import Finished, read_message, swarm_figures, to_wire
+from diloco.rundir.reporting import swarm_figures
 from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary, Tokens, merge_peer_summaries
 from tests.support.fake_swarm import snapshot
 
@@ -215,11 +215,7 @@ def test_what_does_not_exist_is_null_or_zero() -> None:
 
 
 def merged(*parts: Summary) -> Summary:
-    """One of summaries that came through pipes."""
-    messages = [read_message(json.loads(json.dumps(to_wire(Finished("p0", 1.0, part))))) for part in parts]
-    summaries = [message.summary for message in messages if isinstance(message, Finished)]
-    assert len(summaries) == len(parts)
-    return merge_peer_summaries(summaries, run_id="r", manifest_hash="m", mode="diloco", wall_s=11.0, exit=4)
+    return merge_peer_summaries(parts, run_id="r", manifest_hash="m", mode="diloco", wall_s=11.0, exit=4)
 
 
 def test_merging_adds_what_peers_did() -> None:

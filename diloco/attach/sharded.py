@@ -151,7 +151,8 @@ class ShardedParams(Local):
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather_(self, out: Tensor, fragment: Fragment, start: int, stop: int) -> None:
+    def gather_(self, out: Tensor, fragment: Fragment, start: int) -> None:
+        stop = start + out.numel()
         parts = self._senders(fragment, start, stop)
         with self._lock:
             if any(parts[1:]):
@@ -165,12 +166,13 @@ class ShardedParams(Local):
                     for part, piece in zip(theirs, pieces, strict=True):
                         out[part.at : part.at + part.numel].copy_(piece)
 
-    def gathered(self, buffer: Tensor, fragment: Fragment, start: int, stop: int) -> Tensor:
-        self.gather_(buffer, fragment, start, stop)
+    def gathered(self, buffer: Tensor, fragment: Fragment, start: int) -> Tensor:
+        self.gather_(buffer, fragment, start)
         return buffer
 
     @torch.no_grad()
-    def scatter_(self, fragment: Fragment, start: int, stop: int, values: Tensor) -> None:
+    def scatter_(self, fragment: Fragment, start: int, values: Tensor) -> None:
+        stop = start + values.numel()
         with self._lock:
             self._say(SCATTER, fragment.index, start, stop)
             staging = self._staging(fragment, start, stop)

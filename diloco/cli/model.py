@@ -174,7 +174,7 @@ def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
     else:
         numels = {name: parameter.numel() for name, parameter in parameters.items()}
         for fragment in partition(numels, config.outer.fragments, config.outer.pattern):
-            scatter_(parameters, fragment, 0, fragment.numel, anchors[str(fragment.index)])
+            scatter_(parameters, fragment, 0, anchors[str(fragment.index)])
     models.save(model, out, tokenizer)
 
 

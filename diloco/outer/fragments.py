@@ -25,16 +25,12 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 
-__all__ = [
-    "BLOCK", "CHUNK", "Fragment", "Slice", "as_loaded", "chunks", "gather_", "gathered", "partition", "read_",
-    "scatter_", "write_",
-]  # fmt: skip
+__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "gathered", "partition", "scatter_"]
 
 BLOCK = 4096  # elements that share one scale in the block codecs
 CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32
 
-Copy = Callable[[Tensor, Tensor], object]
-"""Copies the second tensor to the first, now or in a stream of a device."""
+Copy = Callable[[Tensor, Tensor], object]  # copies the second tensor to the first, now or in a stream of a device
 
 
 @dataclass(frozen=True)
@@ -52,24 +48,18 @@ class Slice:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A set of parameter slices that is synchronised together; its elements are those of the slices, in order."""
+    """Slices of parameters that are synchronised together; its `numel` elements are those of the slices, in order."""
 
     index: int
     slices: tuple[Slice, ...]
     numel: int
-
-    def __post_init__(self) -> None:
-        assert self.numel == sum(piece.numel for piece in self.slices), "numel must be the length of the slices"
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         return tuple(accumulate(piece.numel for piece in self.slices))
 
     def locate(self, start: int, stop: int) -> Iterator[tuple[int, Slice]]:
-        """Yield `(offset from start, slice)` for the parts of parameters that make up [start, stop) of the fragment.
-
-        Finding the first one takes O(log slices), so a fragment may have thousands of slices.
-        """
+        """Yield `(offset from start, slice)` for the parts of parameters that make up [start, stop) of the fragment."""
         assert 0 <= start <= stop <= self.numel, f"[{start}, {stop}) is outside the fragment's {self.numel} elements"
         position = start
         first = bisect_right(self._ends, start)
@@ -94,13 +84,8 @@ def partition(numels: Mapping[str, int], fragments: int, pattern: str = "contigu
     (`model.layers.3.mlp.up.weight`, `transformer.h.3.ln_1.bias`). Each parameter outside all layers goes to the
     fragment that has the fewest elements so far. Within a fragment, parameters keep the given order.
 
-    Args:
-        numels: elements of each parameter; all peers must give the same names in the same order.
-        fragments: how many, at least 1.
-        pattern: "contiguous" or "strided".
-
-    Raises:
-        ConfigError: fewer elements than fragments (with "strided", fewer layers).
+    `numels` are the elements of each parameter; all peers must give the same names in the same order. Raises
+    ConfigError where there are fewer elements than fragments (with "strided", fewer layers).
     """
     total = sum(numels.values())
     if total == 0:
@@ -169,43 +154,39 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 @torch.no_grad()
 def gather_(
-    out: Tensor, fragment: Fragment, start: int, stop: int, parameters: Mapping[str, Tensor],
-    copy_: Copy = Tensor.copy_,
-) -> None:  # fmt: skip
-    """Copy [start, stop) of the fragment out of the parameters into `out`, (stop - start,) fp32 and contiguous.
+    out: Tensor, fragment: Fragment, start: int, parameters: Mapping[str, Tensor], copy_: Copy = Tensor.copy_
+) -> None:
+    """Copy the fragment from `start` on out of the parameters into `out`, (n,) fp32 and contiguous.
 
     The parameters, by name, are of any dtype, device and memory layout.
     """
-    assert out.shape == (stop - start,), f"out is {tuple(out.shape)}, the range has {stop - start} elements"
-    for offset, piece in fragment.locate(start, stop):
+    for offset, piece in fragment.locate(start, start + out.numel()):
         read_(out[offset : offset + piece.numel], parameters[piece.name], piece.start, copy_)
 
 
 @torch.no_grad()
-def gathered(buffer: Tensor, fragment: Fragment, start: int, stop: int, parameters: Mapping[str, Tensor]) -> Tensor:
-    """[start, stop) of the fragment as (stop - start,) fp32, to be read before the parameters change.
+def gathered(buffer: Tensor, fragment: Fragment, start: int, parameters: Mapping[str, Tensor]) -> Tensor:
+    """The fragment from `start` on as (n,) fp32, to be read before the parameters change.
 
-    It is a view if one fp32 CPU parameter holds it in one piece; else `gather_` copies it to the buffer.
+    It is a view if one fp32 CPU parameter holds it in one piece; else `gather_` copies it to the buffer, (n,) fp32.
     """
-    [(_, first), *others] = fragment.locate(start, stop)
+    [(_, first), *others] = fragment.locate(start, start + buffer.numel())
     parameter = parameters[first.name]
     if not others and parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous():
         return parameter.view(-1)[first.start : first.stop]
-    gather_(buffer, fragment, start, stop, parameters)
+    gather_(buffer, fragment, start, parameters)
     return buffer
 
 
 @torch.no_grad()
 def scatter_(
-    parameters: Mapping[str, Tensor], fragment: Fragment, start: int, stop: int, values: Tensor,
-    copy_: Copy = Tensor.copy_,
-) -> None:  # fmt: skip
-    """Write `values` into [start, stop) of the fragment, in place in the parameters; the inverse of `gather_`.
+    parameters: Mapping[str, Tensor], fragment: Fragment, start: int, values: Tensor, copy_: Copy = Tensor.copy_
+) -> None:
+    """Write `values`, (n,) fp32 and contiguous, into the fragment from `start` on, in place in the parameters.
 
-    `values` are (stop - start,) fp32, contiguous. Parameters may require gradients.
+    Parameters may require gradients.
     """
-    assert values.shape == (stop - start,), f"values are {tuple(values.shape)}, the range has {stop - start} elements"
-    for offset, piece in fragment.locate(start, stop):
+    for offset, piece in fragment.locate(start, start + values.numel()):
         write_(parameters[piece.name], piece.start, values[offset : offset + piece.numel], copy_)
 
 

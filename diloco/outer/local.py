@@ -44,11 +44,11 @@ class Local:
         """What this process has of a parameter."""
         return self.tensors[name]
 
-    def gather_(self, out: Tensor, fragment: Fragment, start: int, stop: int) -> None:
-        gather_(out, fragment, start, stop, self.tensors)
+    def gather_(self, out: Tensor, fragment: Fragment, start: int) -> None:
+        gather_(out, fragment, start, self.tensors)
 
-    def gathered(self, buffer: Tensor, fragment: Fragment, start: int, stop: int) -> Tensor:
-        return gathered(buffer, fragment, start, stop, self.tensors)
+    def gathered(self, buffer: Tensor, fragment: Fragment, start: int) -> Tensor:
+        return gathered(buffer, fragment, start, self.tensors)
 
     def read(self, fragment: Fragment, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
         """Yield [start, stop) of the fragment for each range in turn, as (stop - start,) fp32 on the CPU.
@@ -59,13 +59,13 @@ class Local:
         staging = self._staging(fragment, ranges[0][0], ranges[-1][1]) if self.is_whole else None
         if staging is None:
             for start, stop in ranges:
-                yield self.gathered(buffer("chunk", torch.float32, stop - start), fragment, start, stop)
+                yield self.gathered(buffer("chunk", torch.float32, stop - start), fragment, start)
             return
         tensors = {piece.name: self.of_process(piece.name) for piece in fragment.slices}
         after = self._ready or staging.training.record()
         yield from staging.read(
             ranges,
-            lambda out, start, stop: gather_(out, fragment, start, stop, tensors, staging.side.copy_),
+            lambda out, start: gather_(out, fragment, start, tensors, staging.side.copy_),
             after,
         )
 
@@ -90,13 +90,13 @@ class Local:
         local = Local(copies, self._staging_of, staging.training.record())
         return Source(local, Fragment(fragment.index, pieces, fragment.numel))
 
-    def scatter_(self, fragment: Fragment, start: int, stop: int, values: Tensor) -> None:
+    def scatter_(self, fragment: Fragment, start: int, values: Tensor) -> None:
         """As `fragments.scatter_`. On an accelerator, what is put into the training stream later finds the values."""
-        staging = self._staging(fragment, start, stop)
+        staging = self._staging(fragment, start, start + values.numel())
         if staging is None:
-            return scatter_(self.tensors, fragment, start, stop, values)
+            return scatter_(self.tensors, fragment, start, values)
         with staging.staged(values) as staged:
-            scatter_(self.tensors, fragment, start, stop, staged, staging.training.copy_)
+            scatter_(self.tensors, fragment, start, staged, staging.training.copy_)
 
     def _staging(self, fragment: Fragment, start: int, stop: int) -> Staging | None:
         """The staging of the one device that has this range; None if it is the CPU, or there are several."""

@@ -72,7 +72,7 @@ class Replica:
         self._copies: dict[int, Source] = {}  # of local parameters as they are to be captured
         for fragment, anchor, ranges in zip(self.fragments, self.anchors, self.chunks, strict=True):
             for start, stop in ranges:
-                self.local.gather_(anchor[start:stop], fragment, start, stop)
+                self.local.gather_(anchor[start:stop], fragment, start)
 
     # -- what this peer sends -----------------------------------------------------------------------------------------
 
@@ -190,12 +190,12 @@ class Replica:
             for (start, stop), own in zip(self.chunks[index], owns, strict=True):
                 mixed = buffer("chunk", torch.float32, stop - start)
                 torch.lerp(self.anchors[index][start:stop], own, mixing, out=mixed)
-                self.local.scatter_(self.fragments[index], start, stop, mixed)
+                self.local.scatter_(self.fragments[index], start, mixed)
 
     def show_anchor_(self, fragment: int) -> None:
         """Local parameters become the anchor for a while; the base of the next pseudo-gradient stays."""
         for start, stop in self.chunks[fragment]:
-            self.local.scatter_(self.fragments[fragment], start, stop, self.anchors[fragment][start:stop])
+            self.local.scatter_(self.fragments[fragment], start, self.anchors[fragment][start:stop])
 
     def digest(self, fragment: int) -> str:
         """Digest of the fragment's anchor (hex)."""

@@ -77,11 +77,11 @@ class Staging:
         self._lock = threading.Lock()
 
     def read(
-        self, ranges: Sequence[tuple[int, int]], gather: Callable[[Tensor, int, int], object], after: Event
+        self, ranges: Sequence[tuple[int, int]], gather: Callable[[Tensor, int], object], after: Event
     ) -> Iterator[Tensor]:
         """Yield a buffer for each range [start, stop) of at most CHUNK elements, in which its values are.
 
-        `gather(out, start, stop)` puts copies of them into the side stream, behind `after`. The values of a range are
+        `gather(out, start)` puts copies of them into the side stream, behind `after`. The values of a range are
         there until the next one is asked for.
         """
         self.side.wait(after)
@@ -95,12 +95,10 @@ class Staging:
             self._give(buffer)
             read = following
 
-    def _begin(
-        self, start: int, stop: int, gather: Callable[[Tensor, int, int], object]
-    ) -> tuple[Tensor, Tensor, Event]:
+    def _begin(self, start: int, stop: int, gather: Callable[[Tensor, int], object]) -> tuple[Tensor, Tensor, Event]:
         buffer = self._take()
         out = buffer[: stop - start]
-        gather(out, start, stop)
+        gather(out, start)
         return out, buffer, self.side.record()
 
     @contextmanager

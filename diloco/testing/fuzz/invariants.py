@@ -197,7 +197,7 @@ class Watch:
             if first and known and not replica.settings.mixing:
                 values = torch.empty(replica.fragments[f.index].numel)
                 parameters = {name: tensor.detach() for name, tensor in replica.local.tensors.items()}
-                gather_(values, replica.fragments[f.index], 0, values.numel(), parameters)
+                gather_(values, replica.fragments[f.index], 0, parameters)
                 if part_digests(values) != f.tip.parts:
                     self._crowd.failures.append(f"{seen.life.name} trains fragment {f.index} from something else")
 

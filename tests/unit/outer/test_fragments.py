@@ -71,9 +71,9 @@ def test_every_element_is_in_one_fragment_and_moved_once(
             for _, piece in fragment.locate(start, stop):
                 visits[piece.name][piece.start : piece.stop] += 1
             out = torch.full((stop - start,), torch.nan)
-            gather_(out, fragment, start, stop, parameters)
+            gather_(out, fragment, start, parameters)
             found.append(out)
-            scatter_(parameters, fragment, start, stop, out + 1)
+            scatter_(parameters, fragment, start, out + 1)
     assert all((count == 1).all() for count in visits.values())
     # A second gathering or scattering of an element would have seen or made a value that is one higher.
     expected, together = (torch.arange(total) % 251).float(), torch.cat(found)
@@ -160,11 +160,11 @@ def test_scatter_changes_the_live_parameters_of_a_module() -> None:
     storage = layer.weight.data_ptr()
     parameters = dict(layer.named_parameters())
     (fragment,) = partition({name: p.numel() for name, p in parameters.items()}, 1)
-    scatter_(parameters, fragment, 0, 8, torch.arange(8.0))
+    scatter_(parameters, fragment, 0, torch.arange(8.0))
     assert layer.weight.tolist() == [[0, 1, 2], [3, 4, 5]] and layer.bias.tolist() == [6, 7]
     assert layer.weight.data_ptr() == storage and layer.weight.is_leaf and layer.weight.requires_grad
     out = torch.empty(8)
-    gather_(out, fragment, 0, 8, parameters)
+    gather_(out, fragment, 0, parameters)
     assert not out.requires_grad
 
 
@@ -173,8 +173,8 @@ def test_a_range_of_one_plain_parameter_is_read_in_place() -> None:
     parameters = {"plain": torch.nn.Parameter(values[:6].clone()), "half": values[6:8].half(), "turned": torch.eye(2).T}
     (fragment,) = partition({name: value.numel() for name, value in parameters.items()}, 1)
     buffer = torch.empty(12)
-    view = gathered(buffer[:4], fragment, 1, 5, parameters)
+    view = gathered(buffer[:4], fragment, 1, parameters)
     assert view.tolist() == [1, 2, 3, 4] and view.data_ptr() == parameters["plain"].data_ptr() + 4
     for start, stop, expected in ((4, 8, [4, 5, 6, 7]), (6, 8, [6, 7]), (8, 12, [1, 0, 0, 1])):
-        out = gathered(buffer[: stop - start], fragment, start, stop, parameters)
+        out = gathered(buffer[: stop - start], fragment, start, parameters)
         assert out.tolist() == expected and out.data_ptr() == buffer.data_ptr()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 
 from diloco.config import OuterConfig
-from diloco.messages.phase_seconds import PhaseSeconds
+from diloco.messages.snapshot import PhaseSeconds
 from diloco.rundir.summary import PhaseTimer
 
 __all__ = ["Progress", "dylu_steps"]

@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.table import STATE_STYLES
-from diloco.messages.phase_seconds import PHASES
-from diloco.messages.snapshot import SHORT, Contributor, FragmentRow, PeerRow, Round, Snapshot
+from diloco.messages.snapshot import PHASES, SHORT, Contributor, FragmentRow, PeerRow, Round, Snapshot
 from diloco.text import counted, human_bytes, human_count, human_seconds, sparkline
 
 __all__ = ["render"]

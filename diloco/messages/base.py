@@ -34,15 +34,10 @@ class Place(Enum):
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
-    """Base of all messages: frozen, strict, and no field that the schema does not know.
-
-    Attributes:
-        place: where it may stand.
-        roles: the admission roles that may begin a stream with it; empty for a message that begins none.
-    """
+    """Base of all messages: frozen, strict, and no field that the schema does not know."""
 
     place: ClassVar[Place] = Place.ANSWER
-    roles: ClassVar[frozenset[Role]] = frozenset()
+    roles: ClassVar[frozenset[Role]] = frozenset()  # that may begin a stream with it
 
     @property
     def kind(self) -> str:

@@ -10,11 +10,6 @@ from diloco.messages.base import MEMBERS, WORKERS, Message, Place
 from diloco.messages.fields import Bytes, Count, Digest, Index, SomeSteps
 from diloco.messages.heads import Book, Head, Key, Line
 
-__all__ = [
-    "MAX_MOMENTS", "MAX_PARTS", "MAX_RECORDS", "Get", "Got", "InnerHeader", "InnerRequest", "No", "PartHeader", "Push",
-    "RecordHeader", "Values",
-]  # fmt: skip
-
 MAX_PARTS = 2**13  # their digests fill a quarter of a frame; a part has 2**20 values
 MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill a quarter of a frame
 MAX_RECORDS = 8  # kept by a peer, and sent in a row
@@ -66,17 +61,14 @@ class PartHeader(Message, frozen=True, tag="part"):
 
 
 class InnerRequest(Message, frozen=True, tag="inner_request"):
-    """Asks for the state of the inner optimizer; a newcomer's first question once it has the anchor."""
+    """Asks for the state of the inner optimizer."""
 
     place, roles = Place.REQUEST, WORKERS
 
 
 class InnerHeader(Message, frozen=True, tag="inner"):
-    """Header of an inner optimizer's state; the fp32 values of its tensors follow.
-
-    Attributes:
-        names, numels: name and number of elements of each tensor.
-        steps: inner steps that the optimizer has counted for each parameter.
+    """Name and number of elements of each tensor of an inner optimizer's state, whose fp32 values follow, and the inner
+    steps that it has counted for each parameter.
     """
 
     names: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=MAX_MOMENTS)]

@@ -20,11 +20,6 @@ from diloco.messages import bulk, control, watching  # noqa: F401  (bulk has kin
 from diloco.messages.base import MAX_FRAME_BYTES, Message, Refusal
 from diloco.text import plain
 
-__all__ = [
-    "KINDS", "WIRE_VERSION", "Message", "OtherVersion", "Refusal", "UnknownKind", "decode", "encode", "expect",
-    "objection_to_wire",
-]  # fmt: skip
-
 M = TypeVar("M", bound=Message)
 REMEDY = "install the same diloco version on both sides"
 

@@ -33,11 +33,6 @@ from diloco.messages.fields import (
 )
 from diloco.messages.heads import Key, Line
 
-__all__ = [
-    "MAX_GREETING_BYTES", "MAX_WANTED", "Answer", "Figures", "Grant", "Greeting", "Hello", "Lease", "Offer", "Planned",
-    "Revocations", "Status", "Welcome",
-]  # fmt: skip
-
 MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # room for a credential, or for a refusal of 2048 characters
 MAX_WANTED = 2**20  # sequences in one lease
 
@@ -47,11 +42,8 @@ Planned = tuple[Tokens, Tokens, Tokens]
 
 
 class Greeting(Message, frozen=True, tag="greeting"):
-    """Each side shows its credential, if it has one, so that both know why the other may be there.
-
-    `revoked` is the number of the newest `Revocations` that the sender has. These lists may be long, so a side sends
-    its list only after both are admitted, and only to a side whose number is lower. `instance` is as in a hello; a peer
-    that only asks has none.
+    """Each side shows its credential, if it has one. `revoked` is the number of its newest `Revocations`, which may be
+    long: a side sends them once both are admitted, to a side whose number is lower. `instance`: as in a hello.
     """
 
     place, roles = Place.GREETING, EVERYBODY
@@ -61,7 +53,7 @@ class Greeting(Message, frozen=True, tag="greeting"):
 
 
 class Revocations(Message, frozen=True, tag="revocations"):
-    """The newest list of what the run's owner has revoked, under its growing number; see `diloco.admission`."""
+    """The newest list of the run's owner (`admission.Revoked`)."""
 
     place = Place.CONTROL
     number: SomeSteps
@@ -75,10 +67,9 @@ class Figures(Message, frozen=True, tag="figures"):
 
     Attributes:
         tokens, discarded: that it has processed in this run, and those of them that no version contains.
-        loss: mean loss of its last inner steps, in nats per token; 0 while there is no measurement.
+        loss: mean of its last inner steps, in nats per token; 0 while there is no measurement.
         bytes_sent, bytes_received: of this process, over all streams.
-        rounds: how many rounds (exchanges and the inner steps before them) it has measured.
-        seconds: of the last round: compute, wait, comm, outer; empty before the first.
+        rounds: that it has measured. seconds: of the last one, as in `snapshot.PHASES`; empty before the first.
     """
 
     tokens: Tokens = 0
@@ -91,20 +82,17 @@ class Figures(Message, frozen=True, tag="figures"):
 
 
 class Status(Message, frozen=True, tag="status"):
-    """What a peer has and does; a heartbeat, or news.
+    """What a peer has and does; a heartbeat (with `figures`), or news.
 
     Attributes:
         whole: all is said; else `tips`, `hears` and `deaf` are what changed since the last status.
         tips: by fragment, work and id of the head whose anchor it has.
         steps: inner steps made. position: of these in the cycle. cycle: how many there are in one.
-        steps_per_s: measured; 0 while there is no measurement.
-        trains: makes inner steps, or is about to. waits: it makes none now, because it waits for a head.
-        pauses: it makes none now, because it evaluates or saves.
-        authors: may be an author now.
-        hears, deaf: members that may be an author, which it hears, and hears no more.
+        trains: makes inner steps, or is about to; none now, because it waits for a head (`waits`), or evaluates or
+            saves (`pauses`).
+        authors: may be an author now. hears, deaf: members that may, which it hears, and hears no more.
         units: sequences that it has, its own and its bag's, and that are not in the model; None: as before.
         planned: how long the run is, as far as it knows.
-        figures: only in a heartbeat.
     """
 
     place = Place.CONTROL
@@ -129,10 +117,11 @@ class Status(Message, frozen=True, tag="status"):
 class Hello(Message, frozen=True, tag="hello"):
     """First message on a control stream: which run this peer is in, what it can do, and where the others are.
 
-    `seal` is the run key's signature of the manifest's hash, which every peer shows to newcomers. `sequences` names
-    those that numbers stand for here, as DIGEST-NxT; it is empty where it has none that others take a part of.
-    `instance` is a random number of the process: two at once under one identity are told from one that calls again.
-    `status` is a whole one.
+    Attributes:
+        status: a whole one.
+        seal: the run key's signature of the manifest's hash.
+        sequences: those that numbers stand for here, as DIGEST-NxT; empty where others take no part of them.
+        instance: a random number of the process: two at once under one identity are told from one that calls again.
     """
 
     place, roles = Place.HELLO, MEMBERS

@@ -16,13 +16,6 @@ from msgspec.structs import force_setattr
 
 from diloco.text import plain
 
-__all__ = [
-    "MAX_BYTES", "MAX_COUNT", "MAX_FRAGMENTS", "MAX_LINES", "MAX_LOSS", "MAX_NAMED", "MAX_RANGES", "MAX_RATE",
-    "MAX_SECONDS", "MAX_TOKENS", "MAX_UNIT_RANGES", "Addresses", "Bytes", "Count", "Digest", "Index", "Instance",
-    "Length", "Loss", "Name", "Names", "Rate", "Raw", "Seal", "Seconds", "SomeSteps", "SomeTokens", "Stamp", "Tokens",
-    "Units", "Weight", "at_most", "forget_oldest", "printable", "within_bounds",
-]  # fmt: skip
-
 MAX_COUNT = 2**40  # With a version in each millisecond a fragment gets there in 35 years.
 MAX_TOKENS = 2**50  # a thousand times the tokens of the largest known runs; exact in a float
 MAX_BYTES = 2**60

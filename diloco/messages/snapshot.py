@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from typing import Annotated, Literal
+from dataclasses import astuple, dataclass
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct, field
 
 from diloco.errors import PayloadError
 from diloco.messages.fields import Addresses, Bytes, Count, Index, Loss, Name, Rate, Seconds, Tokens, printable
-from diloco.messages.phase_seconds import PhaseSeconds
 from diloco.messages.watching import MAX_PIECE_BYTES
 from diloco.text import plain
-
-__all__ = [
-    "MAX_HISTORY", "MAX_PACKED_BYTES", "MAX_PEERS", "MAX_ROWS", "SHORT", "Contributor", "Event", "FragmentRow",
-    "LedgerTotals", "LossPoint", "PeerRow", "Round", "RunInfo", "Snapshot", "pack", "unpack",
-]  # fmt: skip
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
 MAX_PEERS, MAX_ROWS, MAX_HISTORY = 1024, 4096, 512  # rows of fragments; rounds, events, and points of the loss
@@ -31,6 +26,36 @@ MAX_PACKED_BYTES = MAX_TEXT_BYTES = 16 * MAX_PIECE_BYTES
 
 Unix = Annotated[float, Meta(ge=0, le=1e12)]
 Text = Annotated[str, Meta(max_length=4096)]
+
+
+Phase = Literal["compute", "wait", "comm", "outer"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Wall seconds in each phase of a training loop; the fields stand in the order of `PHASES`.
+
+    compute: inner steps and evaluation. wait: waiting for other peers. comm: encoding, sending, receiving and adopting.
+    outer: outer steps of the fragments that this peer is author of, as far as they delay its training.
+    """
+
+    compute: Seconds = 0.0
+    wait: Seconds = 0.0
+    comm: Seconds = 0.0
+    outer: Seconds = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.wait + self.comm + self.outer
+
+    @property
+    def utilization(self) -> float:
+        """The share of compute (T_inner / (T_inner + T_sync) of INTELLECT-1); 0 before anything was timed."""
+        return self.compute / self.total if self.total > 0 else 0.0
+
+    def __sub__(self, earlier: PhaseSeconds) -> PhaseSeconds:
+        return PhaseSeconds(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 class _Row(Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,8 +171,8 @@ class Event(_Row, frozen=True):
 
 
 class Snapshot(_Row, frozen=True):
-    """The swarm as one peer sees it; `left_out`: peers that are missing. `samples`: version, prompt, and what its model
-    wrote after it, when the answering peer evaluated last.
+    """The swarm as one peer sees it; `left_out`: peers that are missing. `samples`: version, prompt, and what the model
+    wrote after it at the last evaluation.
     """
 
     run: RunInfo

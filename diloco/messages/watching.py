@@ -26,7 +26,7 @@ class Ask(Message, frozen=True, tag="ask"):
 
 class Piece(Message, frozen=True, tag="piece"):
     """A piece of what was asked for: canonical JSON, a packed `snapshot.Snapshot`, or bytes of a file. Another one
-    follows if there is `more`. `seal` is the run key's signature of the manifest's hash, in a closed run.
+    follows if there is `more`.
     """
 
     wire_version: Count
@@ -37,9 +37,7 @@ class Piece(Message, frozen=True, tag="piece"):
 
 class Probe(Message, frozen=True, tag="probe"):
     """Asks whether a peer is well and how well it is connected. `sends` meaningless bytes follow, and `wants` bytes
-    come back behind the reply; the time that they take gives the bandwidth.
-
-    `call`: at these addresses the asker wants to be called over a new connection, to know whether others can reach it.
+    come back behind the reply. The asker wants to be called at the addresses in `call`, over a new connection.
     """
 
     place, roles = Place.REQUEST, EVERYBODY
@@ -49,13 +47,9 @@ class Probe(Message, frozen=True, tag="probe"):
 
 
 class ProbeReply(Message, frozen=True, tag="probe_reply"):
-    """What a peer says of itself to one that does not know it yet.
-
-    Attributes:
-        unix_s: its clock when it sends the reply.
-        addresses: where others reach it. known: ids of some peers that it is connected to.
-        observed: multiaddr from which the asker's connection comes; empty where the peer does not know it.
-        reached: where the asker answered a call. why: it did not elsewhere.
+    """What a peer says of itself: its clock (`unix_s`), where others reach it, ids of some peers that it is connected
+    to (`known`); and of the asker: the multiaddr from which it comes (`observed`; empty where nobody knows), where it
+    answered a call (`reached`), and why it did not elsewhere.
     """
 
     wire_version: Count

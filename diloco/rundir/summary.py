@@ -15,8 +15,7 @@ from typing import Any
 
 from msgspec import Struct, to_builtins
 
-from diloco.messages.phase_seconds import Phase, PhaseSeconds
-from diloco.messages.snapshot import Contributor
+from diloco.messages.snapshot import Contributor, Phase, PhaseSeconds
 from diloco.rundir.files import finite, write_atomic
 
 __all__ = [

@@ -22,7 +22,7 @@ from diloco.attach.swarm import Attachment, Saved
 from diloco.config import Config
 from diloco.data import Stream
 from diloco.errors import CheckpointError
-from diloco.messages.phase_seconds import PhaseSeconds
+from diloco.messages.snapshot import PhaseSeconds
 from diloco.rundir.checkpoint import BackgroundWriter, CheckpointStore, copied
 from diloco.rundir.files import check_same_run, write_atomic
 from diloco.train.data_parallel import DataParallel

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from diloco.errors import SwarmError
-from diloco.messages.phase_seconds import PhaseSeconds
 from diloco.messages.snapshot import (
     Contributor,
     Event,
@@ -17,6 +16,7 @@ from diloco.messages.snapshot import (
     LedgerTotals,
     LossPoint,
     PeerRow,
+    PhaseSeconds,
     Round,
     RunInfo,
     Snapshot,

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from diloco.config import compose
-from diloco.messages.phase_seconds import PhaseSeconds
+from diloco.messages.snapshot import PhaseSeconds
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens, write_summary
 
 composed = lru_cache(maxsize=32)(lambda *overrides: compose(overrides))

@@ -18,7 +18,7 @@ from diloco.core.peer import Peer
 from diloco.errors import PayloadError
 from diloco.messages.control import Figures
 from diloco.messages.fields import forget_oldest
-from diloco.messages.phase_seconds import PhaseSeconds
+from diloco.messages.snapshot import PhaseSeconds
 from diloco.swarm.node.rows import fragment_row, ledger_totals, peer_row, phase_seconds, run_info
 
 __all__ = ["Recorder"]

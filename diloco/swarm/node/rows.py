@@ -12,7 +12,7 @@ from diloco.core.peer import Peer
 from diloco.messages import snapshot as schema
 from diloco.messages.control import Figures
 from diloco.messages.fields import MAX_BYTES, MAX_SECONDS, MAX_TOKENS, at_most, within_bounds
-from diloco.messages.phase_seconds import PHASES, PhaseSeconds
+from diloco.messages.snapshot import PHASES, PhaseSeconds
 
 __all__ = ["fragment_row", "ledger_totals", "peer_row", "phase_seconds", "run_info"]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from diloco.messages.codec import KINDS, Message
+from diloco.messages.base import Message
+from diloco.messages.codec import KINDS
 
 __all__ = ["NUM_VALUES", "Target", "changed", "targets"]
 

@@ -29,8 +29,8 @@ from rich.console import Console
 from diloco.cli.panels import render
 from diloco.core.history import sign, state_of
 from diloco.errors import PayloadError
+from diloco.messages.base import Message
 from diloco.messages.bulk import Get, InnerRequest, PartHeader, Push, RecordHeader
-from diloco.messages.codec import Message
 from diloco.messages.control import Offer
 from diloco.messages.heads import Head, Line
 from diloco.messages.snapshot import unpack

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from diloco.errors import PayloadError
 from diloco.messages import snapshot as schema
-from diloco.messages.phase_seconds import PhaseSeconds
-from diloco.messages.snapshot import MAX_PACKED_BYTES, MAX_PEERS, pack, unpack
+from diloco.messages.snapshot import MAX_PACKED_BYTES, MAX_PEERS, PhaseSeconds, pack, unpack
 from diloco.messages.watching import MAX_PIECE_BYTES
 
 SAID = "a\x1b[2J\nb"

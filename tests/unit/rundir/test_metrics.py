@@ -21,8 +21,7 @@ from msgspec.structs import replace
 
 from diloco.config import compose
 from diloco.errors import ConfigError
-from diloco.messages.phase_seconds import PhaseSeconds
-from diloco.messages.snapshot import Contributor
+from diloco.messages.snapshot import Contributor, PhaseSeconds
 from diloco.rundir import summary
 from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
 from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.config import compose
-from diloco.messages.phase_seconds import PhaseSeconds
-from diloco.messages.snapshot import Contributor
+from diloco.messages.snapshot import Contributor, PhaseSeconds
 from diloco.rundir import reporting
 from diloco.rundir.reporting import Finished, Message, Notice, Ready, Stage, Status, read_message
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens

@@ -15,7 +15,7 @@ from torch import nn
 from diloco.config import WIRE_VERSION, Config, compose
 from diloco.errors import CheckpointError
 from diloco.messages.heads import Line
-from diloco.messages.phase_seconds import PhaseSeconds
+from diloco.messages.snapshot import PhaseSeconds
 from diloco.rundir.files import check_same_run
 from diloco.swarm.node.saved import Saved
 from diloco.train.checkpoint import Session, write_address

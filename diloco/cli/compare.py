@@ -43,6 +43,7 @@ def compare(**arguments: Any) -> int:
 
 def run(
     runs: Sequence[Path],
+    *,
     loss: float | None = None,
     out: Path | None = None,
     table: Path | None = None,

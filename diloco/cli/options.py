@@ -97,29 +97,14 @@ class Options:
             click.echo(cfg_text(config, self.package).rstrip("\n"))
 
 
+SHOWS = "Print the composed configuration, the manifest and its hash, or every setting; then stop."
+FOLDER = "Look for choices in this folder, too; configs/ of the working directory is looked at anyway."
+BASE = "Lay FILE over the defaults; the config.yaml of a run takes their place."
 OPTIONS = (
     click.option("--package", "-p", metavar="KEY", help="Print only this part of --cfg, such as outer."),
-    click.option(
-        "--cfg",
-        "-c",
-        type=click.Choice(["job", "manifest", "help"]),
-        help="Print the composed configuration, the manifest and its hash, or every setting; then stop.",
-    ),
-    click.option(
-        "--config-dir",
-        "-cd",
-        "folder",
-        type=PATH,
-        metavar="DIR",
-        help="Look for choices in this folder, too; configs/ of the working directory is looked at anyway.",
-    ),
-    click.option(
-        "--config",
-        "base",
-        type=PATH,
-        metavar="FILE",
-        help="Lay FILE over the defaults; the config.yaml of a run takes their place.",
-    ),
+    click.option("--cfg", "-c", type=click.Choice(["job", "manifest", "help"]), help=SHOWS),
+    click.option("--config-dir", "-cd", "folder", type=PATH, metavar="DIR", help=FOLDER),
+    click.option("--config", "base", type=PATH, metavar="FILE", help=BASE),
 )
 
 

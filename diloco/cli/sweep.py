@@ -75,12 +75,7 @@ def sweepable(function: Function) -> Function:
 
 
 def run(
-    command: str,
-    overrides: Sequence[str],
-    start: Start,
-    jobs: int = 1,
-    directory: Path | None = None,
-    dry_run: bool = False,
+    command: str, overrides: Sequence[str], start: Start, jobs: int = 1, place: Path | None = None, dry: bool = False
 ) -> int:
     """Checks, runs and compares the members; returns the exit code, which is 0 even when some diverged.
 
@@ -88,8 +83,8 @@ def run(
     """
     from diloco.rundir.files import exclusive, prepare_run_directory
 
-    place, members = _members(command, overrides, start, jobs, directory)
-    if dry_run:
+    place, members = _members(command, overrides, start, jobs, place)
+    if dry:
         for one in members:
             click.echo(f"{'ended' if one.has_ended() else 'to run':<7} diloco {' '.join(one.arguments)}")
         return 0
@@ -222,6 +217,8 @@ def _run(members: Sequence[Member], jobs: int) -> None:
 
     Ctrl+C lets those that run leave cleanly, a second one kills them; then KeyboardInterrupt is raised.
     """
+    from diloco.rundir.compare import read_run
+
     waiting = [one for one in members if not one.has_ended()]
     if len(waiting) < len(members):
         click.echo(f"{len(members) - len(waiting)} of {len(members)} members have ended before")
@@ -246,20 +243,15 @@ def _run(members: Sequence[Member], jobs: int) -> None:
                 for process in [one for one in running if one.poll() is not None]:
                     member = running.pop(process)
                     member.write(None if stops else process.returncode)
+                    run = read_run(member.place)
+                    result = f", held-out {run.loss:.3f}" if run.exit == 0 and run.loss is not None else ""
                     place = f"[{time.monotonic() - began:5.1f}s] {member.place.name} {member.varied}"
-                    click.echo(f"{place}: {member.state()}{_held_out(member)}")
+                    click.echo(f"{place}: {member.state()}{result}")
     finally:
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
     if stops:
         raise KeyboardInterrupt
-
-
-def _held_out(member: Member) -> str:
-    from diloco.rundir.compare import read_run
-
-    run = read_run(member.place)
-    return f", held-out {run.loss:.3f}" if run.exit == 0 and run.loss is not None else ""
 
 
 def _conclude(members: Sequence[Member], place: Path, stopped: bool = False) -> int:

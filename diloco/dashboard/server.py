@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import ipaddress
+import json
 import logging
 import re
 import socket
@@ -17,13 +18,13 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from diloco.errors import DilocoError
-from diloco.messages.snapshot import PeerRow, Snapshot
+from diloco.messages.snapshot import Snapshot
+from diloco.swarm.client.watch import SwarmWatcher
 
-__all__ = ["Dashboard", "Source", "exposition"]
+__all__ = ["Dashboard", "exposition"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +40,6 @@ HEADERS = {  # the page's own script only, nothing from elsewhere, and in no fra
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
-class Source(Protocol):
-    """A source of snapshots; in production a `SwarmWatcher` of the swarm."""
-
-    async def ask(self) -> Snapshot:
-        """A snapshot of the swarm as it is now. Raises `DilocoError` if no peer answers."""
 
 
 class Dashboard(ThreadingTCPServer):
@@ -66,22 +60,22 @@ class Dashboard(ThreadingTCPServer):
         self._clock = clock
         self._seen_at = clock()
 
-    async def watch(self, source: Source) -> None:
+    async def watch(self, watcher: SwarmWatcher) -> None:
         """Asks once a second, for all pages together, until cancelled."""
         threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
         # Ctrl+C cancels this task. Before Python 3.12 a wait_for that has just finished swallows the cancellation.
         watching = asyncio.current_task()
         try:
             while watching is not None and not watching.cancelling():
-                await self.poll(source)
+                await self.poll(watcher)
                 await asyncio.sleep(EVERY_S)
         finally:
             self.shutdown()
 
-    async def poll(self, source: Source) -> None:
+    async def poll(self, watcher: SwarmWatcher) -> None:
         """Asks once."""
         try:
-            self.snapshot = await source.ask()
+            self.snapshot = await watcher.ask()
         except DilocoError as error:
             self.answers = False
             logger.debug("nobody answers: %r", error)
@@ -136,71 +130,61 @@ class _Request(BaseHTTPRequestHandler):
         logger.debug(format, *args)
 
 
-Labels = tuple[tuple[str, str], ...]
-
-
 def exposition(dashboard: Dashboard) -> str:
     """The text for Prometheus. While no peer answers, `diloco_up` is 0 and the other metrics keep their last values."""
     snapshot = dashboard.snapshot
     gauges = [
-        _gauge("up", "Whether a peer of the swarm answers", float(dashboard.answers)),
-        _gauge("last_answer_seconds", "Seconds since a peer answered", dashboard.seen_s()),
+        _gauge("up", "Whether a peer of the swarm answers", {"": float(dashboard.answers)}),
+        _gauge("last_answer_seconds", "Seconds since a peer answered", {"": dashboard.seen_s()}),
         *(() if snapshot is None else (*_swarm(snapshot), *_peers(snapshot))),
     ]
     return "".join(gauges)
 
 
-def _gauge(name: str, text: str, values: float | Mapping[Labels, float]) -> str:
-    values = values if isinstance(values, Mapping) else {(): values}
-    lines = [f"# HELP diloco_{name} {text}\n# TYPE diloco_{name} gauge\n"]
-    for labels, value in values.items():
-        shown = ",".join(f'{label}="{_escaped(which)}"' for label, which in labels)
-        lines.append(f"diloco_{name}{f'{{{shown}}}' if shown else ''} {float(value)}\n")
-    return "".join(lines)
+def _gauge(name: str, text: str, values: Mapping[str, float]) -> str:
+    """A metric with a value for each label, as `{name="value"}` or ""."""
+    lines = [f"diloco_{name}{label} {float(value)}\n" for label, value in values.items()]
+    return "".join([f"# HELP diloco_{name} {text}\n# TYPE diloco_{name} gauge\n", *lines])
 
 
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _by(label: str, values: Mapping[str, float]) -> dict[Labels, float]:
-    return {((label, which),): value for which, value in values.items()}
+def _label(**labels: str) -> str:
+    shown = (f'{name}="{json.dumps(text, ensure_ascii=False)[1:-1]}"' for name, text in labels.items())
+    return f"{{{','.join(shown)}}}"
 
 
 def _swarm(snapshot: Snapshot) -> Iterator[str]:
     run, ledger = snapshot.run, snapshot.ledger
-    yield _gauge("outer_steps", "Outer steps that every fragment has seen", run.version)
-    tokens = {name: getattr(ledger, name) for name in ("processed", "applied", "discarded", "in_flight")}
-    yield _gauge("tokens", "Tokens by what became of them", _by("fate", tokens))
-    states: Counter[str] = Counter(row.state for row in snapshot.peers)
-    yield _gauge("peers", "Connected peers by state", _by("state", states))
-    doing: Counter[str] = Counter(row.state for row in snapshot.fragments)
-    yield _gauge("fragments", "Fragments by what the answering peer does about them", _by("state", doing))
+    yield _gauge("outer_steps", "Outer steps that every fragment has seen", {"": run.version})
+    fates = {_label(fate=name): getattr(ledger, name) for name in ("processed", "applied", "discarded", "in_flight")}
+    yield _gauge("tokens", "Tokens by what became of them", fates)
+    yield _gauge("peers", "Connected peers by state", Counter(_label(state=row.state) for row in snapshot.peers))
+    doing = Counter(_label(state=row.state) for row in snapshot.fragments)
+    yield _gauge("fragments", "Fragments by what the answering peer does about them", doing)
     if snapshot.loss:
-        yield _gauge("loss", "Mean training loss of the peers (nats per token)", snapshot.loss[-1].loss)
+        yield _gauge("loss", "Mean training loss of the peers (nats per token)", {"": snapshot.loss[-1].loss})
     newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)
     if newest is None:
         return
-    counts = {"live": newest.live, "participating": newest.participating, "merged": newest.merged}
-    yield _gauge("round_peers", "Peers of the newest version", _by("role", counts))
-    yield _gauge("round_staleness", "Staleness of the oldest contribution in it", newest.staleness)
+    counts = {_label(role=name): getattr(newest, name) for name in ("live", "participating", "merged")}
+    yield _gauge("round_peers", "Peers of the newest version", counts)
+    yield _gauge("round_staleness", "Staleness of the oldest contribution in it", {"": newest.staleness})
     if newest.seconds is not None:
-        text = "Mean wall seconds of its round by phase"
-        yield _gauge("round_seconds", text, _by("phase", asdict(newest.seconds)))
+        phases = {_label(phase=name): value for name, value in asdict(newest.seconds).items()}
+        yield _gauge("round_seconds", "Mean wall seconds of its round by phase", phases)
+
+
+FIGURES = {  # of a peer: name of the metric, field, meaning
+    "steps_per_second": ("steps_per_s", "Inner steps per second"),
+    "tokens": ("tokens", "Tokens processed"),
+    "version_lag": ("version_lag", "Outer steps behind the swarm"),
+    "bytes_sent": ("bytes_sent", "Bytes sent"),
+    "bytes_received": ("bytes_received", "Bytes received"),
+    "last_seen_seconds": ("last_seen_s", "Seconds since its last word"),
+}
 
 
 def _peers(snapshot: Snapshot) -> Iterator[str]:
     names = snapshot.names()
-    figures: dict[str, tuple[str, Callable[[PeerRow], float]]] = {
-        "steps_per_second": ("Inner steps per second", lambda row: row.steps_per_s),
-        "tokens": ("Tokens processed", lambda row: row.tokens),
-        "version_lag": ("Outer steps behind the swarm", lambda row: row.version_lag),
-        "bytes_sent": ("Bytes sent", lambda row: row.bytes_sent),
-        "bytes_received": ("Bytes received", lambda row: row.bytes_received),
-        "last_seen_seconds": ("Seconds since its last word", lambda row: row.last_seen_s),
-    }
-    for name, (text, read) in figures.items():
-        values: dict[Labels, float] = {
-            (("peer", names[row.peer_id]), ("peer_id", row.peer_id)): read(row) for row in snapshot.peers
-        }
+    for name, (field, text) in FIGURES.items():
+        values = {_label(peer=names[row.peer_id], peer_id=row.peer_id): getattr(row, field) for row in snapshot.peers}
         yield _gauge(f"peer_{name}", f"{text}, by peer", values)

@@ -23,9 +23,19 @@ from diloco.config.manifest import planned, raised
 from diloco.errors import CheckpointError, ConfigError
 
 __all__ = [
-    "JsonLines", "check_same_run", "data_home", "exclusive", "files_of", "finite", "in_use", "number", "origin_of",
-    "prepare_run_directory", "read_json_lines", "write_atomic",
-]  # fmt: skip
+    "JsonLines",
+    "check_same_run",
+    "data_home",
+    "exclusive",
+    "files_of",
+    "finite",
+    "in_use",
+    "number",
+    "origin_of",
+    "prepare_run_directory",
+    "read_json_lines",
+    "write_atomic",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +76,9 @@ def files_of(config: Config) -> dict[str, Path]:
 
 
 def check_same_run(config: Config, manifest: str) -> Config:
-    """Checks that a run directory belongs to this run: since its `manifest`, only the budget and the rounds
-    that are planned may have changed. Raises `CheckpointError` if other settings differ; the text names them. Returns
-    the configuration with the greater numbers.
+    """The configuration with the greater of its budget and planned rounds and those of the run's `manifest`.
+
+    Raises `CheckpointError`, which names them, if other settings differ.
     """
     try:
         saved = Manifest.from_json(manifest, any_wire_version=True)

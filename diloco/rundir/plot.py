@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from diloco.rundir.files import number, read_json_lines, write_atomic
 
@@ -23,7 +24,7 @@ SMOOTHED_SHARE = 40  # curves are smoothed by a running mean over 1/40 of their 
 
 @dataclass
 class Curve:
-    """Losses in nats per token; `x` is in tokens of the swarm clock or in inner steps."""
+    """Losses in nats per token over tokens of the swarm clock."""
 
     x: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
@@ -33,8 +34,8 @@ def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
     """Draws the losses in `metrics_path` (any number of peers, torn lines, missing fields) and replaces `out_png`.
     Raises `ConfigError` if `out_png` cannot be written.
     """
-    training, held_out, unit = read_curves(metrics_path)
-    with picture(out_png, "tokens applied by the swarm" if unit == "tokens" else "inner steps") as axes:
+    training, held_out = read_curves(metrics_path)
+    with picture(out_png, "tokens applied by the swarm") as axes:
         axes.set_title(title, parse_math=False, loc="left", fontsize=11, fontweight="bold")
         axes.set_ylabel("loss (nats per token)")
         axes.margins(x=0.01)
@@ -66,75 +67,53 @@ def picture(path: Path, x_label: str) -> Iterator[Axes]:
     write_atomic(path, content.getvalue())
 
 
-def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve, str]:
-    """Training loss per peer, held-out loss, and the unit of both x axes: "tokens" or "steps".
+def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve]:
+    """Training loss per peer, and held-out loss.
 
-    A resumed peer repeats the steps after its checkpoint: the later lines count. The swarm clock stands still between
-    outer steps; therefore inner steps with equal clock are spread evenly up to its next value.
+    A resumed peer repeats the steps after its checkpoint: the later lines count. It is the clock that tells them apart,
+    for a peer that rejoins without a checkpoint counts its steps from zero again.
     """
-    training: dict[str, list[_Point]] = {}
-    held_out: dict[int, _Point] = {}
+    training: dict[str, list[tuple[float, float, float]]] = {}  # clock, step, loss
+    held_out: dict[int, tuple[float, float]] = {}
     for record in read_json_lines(metrics_path):
-        step, tokens = number(record.get("inner_step")), number(record.get("tokens"))
+        step, tokens = number(record.get("inner_step")), number(record.get("tokens")) or 0.0
         loss, eval_loss = number(record.get("loss")), number(record.get("eval_loss"))
         if loss is not None and step is not None:
             points = training.setdefault(str(record.get("peer", "?")), [])
-            point = _Point(step, tokens, loss)
-            while points and points[-1].when >= point.when:
+            while points and points[-1][:2] >= (tokens, step):
                 points.pop()
-            points.append(point)
+            points.append((tokens, step, loss))
         if eval_loss is not None:
             version = number(record.get("version"))
-            held_out[len(held_out) if version is None else int(version)] = _Point(step or 0.0, tokens, eval_loss)
-    everything = [point for points in [*training.values(), list(held_out.values())] for point in points]
-    clock = all(point.tokens is not None for point in everything) and any(point.tokens for point in everything)
-    curves = {peer: _curve(points, clock, spread=True) for peer, points in sorted(training.items())}
-    evaluated = sorted(held_out.items())
-    return curves, _curve([point for _, point in evaluated], clock, spread=False), "tokens" if clock else "steps"
-
-
-@dataclass(frozen=True)
-class _Point:
-    step: float
-    tokens: float | None
-    loss: float
-
-    @property
-    def when(self) -> tuple[float, float]:
-        """Sorts by clock first: a peer that rejoins without a checkpoint counts its steps from zero again."""
-        return self.tokens or 0.0, self.step
-
-
-def _curve(points: Sequence[_Point], clock: bool, spread: bool) -> Curve:
-    x = [(point.tokens or 0.0) if clock else point.step for point in points]
-    return Curve(_spread(x) if clock and spread else x, [point.loss for point in points])
+            held_out[len(held_out) if version is None else int(version)] = tokens, eval_loss
+    curves = {
+        peer: Curve(_spread([at for at, _, _ in points]), [loss for _, _, loss in points])
+        for peer, points in sorted(training.items())
+    }
+    evaluated = [held_out[version] for version in sorted(held_out)]
+    return curves, Curve([at for at, _ in evaluated], [loss for _, loss in evaluated])
 
 
 def _spread(x: list[float]) -> list[float]:
-    """Spreads equal values up to the next value, the last as widely as those before them.
-
-    [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]
+    """Spreads equal values up to the next value, the last as widely as those before them: the clock stands still
+    between outer steps. [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]
     """
-    runs = [(value, len(list(equal))) for value, equal in itertools.groupby(x)]
-    result: list[float] = []
-    width = 0.0
-    for (value, count), following in itertools.zip_longest(runs, runs[1:]):
-        if following is not None:
-            width = max(0.0, following[0] - value)
-        result += [value + width * (index + 0.5) / count for index in range(count)]
-    return result
+    values, counts = np.unique(x, return_counts=True)
+    widths = np.diff(values)
+    widths = np.append(widths, widths[-1] if len(widths) else 0.0)
+    within = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    spread: list[float] = (np.repeat(values, counts) + np.repeat(widths, counts) * within).tolist()
+    return spread
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
     """Centred running mean. Near the start, where losses fall fast, its window shrinks on both sides; near the end it
     is cut off on one side.
     """
-    reach = len(values) // (2 * SMOOTHED_SHARE)
-    sums = [0.0, *itertools.accumulate(values)]
-    smooth = []
-    for index in range(len(values)):
-        start, stop = index - min(reach, index), min(index + min(reach, index) + 1, len(values))
-        smooth.append((sums[stop] - sums[start]) / (stop - start))
+    index, reach = np.arange(len(values)), len(values) // (2 * SMOOTHED_SHARE)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    start, stop = index - np.minimum(reach, index), np.minimum(index + np.minimum(reach, index) + 1, len(values))
+    smooth: list[float] = ((sums[stop] - sums[start]) / (stop - start)).tolist()
     return smooth
 
 

@@ -36,18 +36,10 @@ def test_curves_are_per_peer_over_the_swarm_clock(tmp_path: Path) -> None:
         held_out(1, 80, 4.0),
         *[train(peer, step, 80, 5.0 - step) for step in (3, 4) for peer in ("p0", "p1")],
     )
-    training, evaluated, unit = read_curves(path)
+    training, evaluated = read_curves(path)
     assert list(training) == ["p0", "p1"]
     assert training["p0"] == Curve([20, 60, 100, 140], [4.0, 3.0, 2.0, 1.0])
     assert evaluated == Curve([0, 80], [5.0, 4.0])
-    assert unit == "tokens"
-
-
-@pytest.mark.parametrize("tokens", [None, 0])
-def test_without_a_swarm_clock_the_axis_counts_steps(tmp_path: Path, tokens: int | None) -> None:
-    path = write(tmp_path / "m", train("p0", 1, 0, 5.0), train("p0", 2, 0, 4.0), held_out(1, tokens, 4.5, step=2))
-    training, evaluated, unit = read_curves(path)
-    assert (training["p0"].x, evaluated.x, unit) == ([1, 2], [2], "steps")
 
 
 def test_steps_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
@@ -55,7 +47,7 @@ def test_steps_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
     before = [train("p0", step, 10 * (step // 2), 9.0) for step in range(1, 6)]
     after = [train("p0", step, 10 * (step // 2), 1.0) for step in range(2, 8)]
     path = write(tmp_path / "m", *before, held_out(1, 10, 9.0), held_out(2, 20, 9.0), *after, held_out(2, 20, 1.0))
-    training, evaluated, _ = read_curves(path)
+    training, evaluated = read_curves(path)
     assert training["p0"].loss == [9.0] + [1.0] * 6
     assert evaluated == Curve([10, 20], [9.0, 1.0])
     path = write(tmp_path / "m", train("p0", 1, 10, 5.0), train("p0", 2, 20, 4.0), train("p0", 1, 90, 3.0))
@@ -70,7 +62,7 @@ def test_torn_lines_and_absurd_fields_are_passed_over(tmp_path: Path) -> None:
         *({"loss": 4.0, "inner_step": 5, "tokens": 50}, {"eval_loss": 3.0, "tokens": 50}),
         tail='{"peer": "p0", "inner_step": 6, "los',
     )
-    training, evaluated, _ = read_curves(path)
+    training, evaluated = read_curves(path)
     assert training == {"?": Curve([50], [4.0]), "p0": Curve([10], [5.0])}
     assert evaluated == Curve([50], [3.0])
 

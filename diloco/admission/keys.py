@@ -22,10 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from diloco.atomic import replace_file
 from diloco.errors import ConfigError
 
-__all__ = [
-    "KEY_BYTES", "MAX_REVOKED", "SIGNATURE_BYTES", "Revoked", "RunKey", "check_private", "is_sealed", "new_key",
-    "verify", "write_private",
-]  # fmt: skip
+__all__ = ["Revoked", "RunKey", "check_private", "is_sealed", "new_key", "verify", "write_private"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ class RunKey:
 
     @property
     def public(self) -> bytes:
-        """The public half: the 32 bytes that verify signatures of this key."""
+        """The public half: 32 bytes."""
         return self._private.public_key().public_bytes_raw()
 
     def sign(self, what: bytes) -> bytes:
@@ -52,15 +49,12 @@ class RunKey:
         return self._private.sign(what)
 
     def seal(self, run_id: str, manifest_hash: str) -> str:
-        """The signature by which peers know that a manifest, named by its hash, is the owner's: 128 hex digits."""
+        """The signature by which peers know that a manifest, named by its hash, is the owner's; hexadecimal."""
         return self.sign(_sealed(run_id, manifest_hash)).hex()
 
     @classmethod
     def create(cls, path: Path) -> RunKey:
-        """Make a key and write it to a file that only its owner can read.
-
-        Raises ConfigError: the file exists or cannot be written.
-        """
+        """A new key, in a new file that only its owner can read; `ConfigError` if that cannot be written."""
         key = cls(new_key())
         text = key._private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -70,10 +64,7 @@ class RunKey:
 
     @classmethod
     def read(cls, path: Path, setting: str = "swarm.key_path") -> RunKey:
-        """The key in a file that `create` (or openssl) wrote.
-
-        Raises ConfigError: the file is unreadable or holds no run key; the text names `setting`.
-        """
+        """The key in a file that `create` (or openssl) wrote; a `ConfigError` names `setting`."""
         try:
             with path.open("rb") as file:
                 check_private(file, path, setting)

@@ -76,7 +76,11 @@ class Admission:
     """
 
     def __init__(
-        self, token: Token | None, memory: Memory | None = None, public: bool = False, run: tuple[bytes, str] = (b"", "")
+        self,
+        token: Token | None,
+        memory: Memory | None = None,
+        public: bool = False,
+        run: tuple[bytes, str] = (b"", ""),
     ) -> None:
         self.token, self.public = token, public
         self.run_key, self.run_id = run if token is None else (token.grant.run_key, token.grant.run_id)

@@ -18,9 +18,10 @@ from diloco.config import OuterConfig, registry
 from diloco.errors import DivergedError, PayloadError
 from diloco.outer import payloads
 from diloco.outer.codecs import CODECS, LIMIT, codec
-from diloco.outer.fragments import BLOCK
+from diloco.outer.fragments import BLOCK, partition
 from diloco.outer.lossy import LOSSY
-from tests.support.outer import decoded, encoded, gaussian, relative_error, round_trip
+from diloco.outer.replica import Replica
+from tests.support.outer import decoded, encoded, gaussian, outer, relative_error, round_trip
 
 ALL, LESS = ("fp32", "fp16", "int8", "e3m0"), ("stat2", "topk")  # those that publish, and those that lose most
 SIZES = (1, 2, 3, 5, 63, 65, 129, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 131)
@@ -338,3 +339,51 @@ def test_the_configuration_and_the_registry_have_the_same_names() -> None:
         assert not codec(name).carries_values
         with pytest.raises(ValidationError, match="codec_down"):
             OuterConfig(method="diloco", sync_every=1, codec_down=name)
+
+
+# -- what loses most --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(SIZES), st.integers(0, 1000), st.floats(-5, 5))
+def test_stat2_gives_each_element_the_mean_of_its_bin(numel: int, seed: int, shift: float) -> None:
+    x = gaussian(numel, seed) + shift
+    for block, values in zip(blocks(x), blocks(round_trip("stat2", x)), strict=True):
+        mean, sigma = block.mean(), block.std()
+        edges = np.array([mean - 1.5 * sigma, mean, mean + 1.5 * sigma])
+        if np.abs(block[:, None] - edges).min() < 1e-5:
+            continue  # rounding may decide the bin
+        bins = np.searchsorted(edges, block)
+        for one in set(bins):
+            np.testing.assert_allclose(values[bins == one], block[bins == one].mean(), rtol=2**-8, atol=1e-4)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(SIZES), st.integers(0, 1000))
+def test_topk_sends_the_largest_64th_of_each_block(numel: int, seed: int) -> None:
+    """With their signs."""
+    x = gaussian(numel, seed)
+    for block, values in zip(blocks(x), blocks(round_trip("topk", x)), strict=True):
+        sent, kept = values != 0, -(-len(block) // 64)
+        assert int(sent.sum()) == kept
+        assert kept == len(block) or np.abs(block[sent]).min() >= np.abs(block[~sent]).max()
+        assert np.array_equal(np.sign(values[sent]), np.sign(block[sent]))
+        assert np.abs(values).sum() == pytest.approx(np.abs(block[sent]).sum(), rel=2**-8)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["fp16", "int8", "e3m0", *LESS]),
+    st.sampled_from(SIZES),
+    st.integers(0, 9),
+    st.sampled_from([0.9, 1.0]),
+)
+def test_what_is_sent_and_kept_adds_up_to_what_there_was(name: str, numel: int, seed: int, beta: float) -> None:
+    """The contribution and the new residual, to the pseudo-gradient and the old residual."""
+    settings = outer(codec_up=name, error_feedback=beta, momentum=0)
+    residual, delta = gaussian(numel, seed), gaussian(numel, seed + 1)
+    peer = Replica({"w": -delta}, partition({"w": numel}, 1), settings)
+    peer.anchors[0].zero_()
+    peer.residuals[0] = residual.clone()
+    together = decoded(name, peer.capture(0), numel).double() + peer.residuals[0].double()
+    torch.testing.assert_close(together, beta * residual.double() + delta.double(), rtol=1e-5, atol=1e-6)

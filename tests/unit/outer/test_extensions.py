@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,6 +89,7 @@ def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
         gaussian(CHUNK + 5),
     )
     assert not replica.can_follow, "as a momentum does not follow from its updates"
+    assert replica.optimizer.reach(OuterStep(0, 1), 1.0) == (math.inf, (math.inf,) * 3), "it may be of any length"
     make(replica, named([payload_of(replica.up, delta)]))
     assert torch.equal(replica.anchors[0], -0.5 * delta.sign())
 

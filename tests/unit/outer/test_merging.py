@@ -1,23 +1,27 @@
-"""Merge rules: the contract that each of them keeps, and what a new one takes."""
+"""Merge rules: the contract that each of them keeps, radial-directional averaging, and `outer.flatten`."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.config import OuterConfig, run_settings
 from diloco.errors import PayloadError
-from diloco.outer.codecs import LIMIT
-from diloco.outer.fragments import CHUNK
-from diloco.outer.merging import AVERAGES
+from diloco.outer.codecs import LIMIT, codec
+from diloco.outer.fragments import CHUNK, Fragment, Slice, partition
+from diloco.outer.merging import AVERAGES, Part, directional_pieces, radial_directional
 from diloco.outer.replica import Replica
-from tests.support.outer import EXACT, author, make, named, outer, payload_of, weighted
+from diloco.outer.spectrum import Matrix, flatten_, matrices
+from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of, weighted
 
 NUMELS = {"embed.weight": 1000, "layer.weight": CHUNK, "layer.bias": 77}  # two chunks, and elements in no piece
 NUMEL = sum(NUMELS.values())
@@ -92,3 +96,107 @@ def test_an_invalid_payload_changes_nothing(rule: str, codec_up: str) -> None:
 
 def test_the_configuration_and_the_registry_have_the_same_names() -> None:
     assert set(AVERAGES) == set(get_args(run_settings.Average))
+
+
+def average(vectors: list[Tensor], weights: list[float], pieces: list[tuple[int, int]]) -> Tensor:
+    out = torch.full_like(vectors[0], torch.nan)
+    parts = [Part(vector.view(torch.uint8), weight) for vector, weight in zip(vectors, weights, strict=True)]
+    radial_directional(out, codec("fp32"), parts, pieces)
+    return out
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 6), st.sets(st.integers(1, 199), max_size=4), st.integers(0, 1000),
+    st.sampled_from([1e-15, 1e-3, 1.0, 1e15]),
+)  # fmt: skip
+def test_the_average_agrees_with_the_formula_in_float64(workers: int, cuts: set[int], seed: int, scale: float) -> None:
+    pieces = list(pairwise([0, *sorted(cuts), 200]))
+    vectors = [gaussian(200, seed + worker, scale) for worker in range(workers)]
+    weights = [float(1000 * (worker + 1)) for worker in range(workers)]
+    got = average(vectors, weights, pieces)
+    for start, stop in pieces:
+        parts = [vector[start:stop].double() for vector in vectors]
+        direction = sum(weight * part / part.norm() for weight, part in zip(weights, parts, strict=True))
+        if direction.norm() < 1e-2 * sum(weights):
+            continue  # directions that nearly cancel; fp32 cannot agree to many places
+        length = sum(weight * part.norm() for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+        expected = length * direction / direction.norm()
+        torch.testing.assert_close(got[start:stop].double(), expected, rtol=1e-4, atol=1e-4 * float(length))
+
+
+def test_a_piece_of_zeros_counts_in_the_mean_norm_only() -> None:
+    x = torch.tensor([3.0, 4.0])
+    assert average([x, torch.zeros(2)], [1.0, 1.0], [(0, 2)]).tolist() == pytest.approx([1.5, 2.0])
+    assert average([torch.zeros(2)] * 2, [1.0, 1.0], [(0, 2)]).tolist() == [0, 0]
+
+
+def test_opposite_directions_give_zeros_not_amplified_rounding() -> None:
+    x = gaussian(1000, 0)
+    nearly = -x * (1 + 1e-7)
+    assert not average([x, nearly], [1.0, 1.0], [(0, 1000)]).any()
+
+
+def test_pieces_are_parts_of_tensors_without_embeddings() -> None:
+    numels = {"model.embed_tokens.weight": 10, "model.layers.0.w": 6, "model.layers.1.w": 4}
+    (fragment,) = partition({**numels, "transformer.wte.weight": 3}, 1)
+    assert directional_pieces(fragment, 0, 23) == [(10, 16), (16, 20)]
+    assert directional_pieces(fragment, 8, 12) == [(2, 4)]
+    assert directional_pieces(fragment, 12, 23) == [(0, 4), (4, 8)]
+    assert directional_pieces(fragment, 0, 5) == []
+
+
+def reference(matrix: Tensor, part: float) -> Tensor:
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    flat = (u * s ** (1 - part)) @ v
+    return (flat * matrix.double().norm() / flat.norm()).float()
+
+
+@pytest.mark.parametrize(
+    ("part", "shape", "scale"), [(0.0, (8, 20), 1.0), (0.5, (20, 8), 1e-9), (0.5, (8, 20), 1e15), (1.0, (6, 6), 1.0)]
+)
+def test_singular_values_take_the_power_and_the_norm_stays(part: float, shape: tuple[int, int], scale: float) -> None:
+    matrix = gaussian(shape[0] * shape[1], 1, scale).view(shape)
+    flat = matrix.flatten().clone()
+    flatten_(flat, [Matrix(0, *shape)], part)
+    torch.testing.assert_close(flat.view(shape), reference(matrix, part), rtol=1e-4, atol=1e-5 * scale)
+
+
+def test_zeros_and_a_single_direction_stay_as_they_are() -> None:
+    zeros = torch.zeros(12)
+    flatten_(zeros, [Matrix(0, 3, 4)], 1.0)
+    assert not zeros.any()
+    one = torch.outer(gaussian(6, 1), gaussian(5, 1))
+    flat = one.flatten().clone()
+    flatten_(flat, [Matrix(0, 6, 5)], 0.5)
+    torch.testing.assert_close(flat.view(6, 5), one, rtol=1e-3, atol=1e-3)
+
+
+def test_only_whole_rows_of_hidden_matrices_are_flattened() -> None:
+    shapes = {
+        "model.embed_tokens.weight": (9, 4), "layer.0.up.weight": (6, 4), "layer.0.norm.weight": (5,),
+        "conv": (2, 2, 2), "lm_head.weight": (9, 4),
+    }  # fmt: skip
+    sizes = {name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}
+    [whole] = partition(sizes, 1)
+    assert matrices(whole, shapes) == [Matrix(36, 6, 4)]
+    cut = Fragment(0, (Slice("layer.0.up.weight", 6, 21), Slice("layer.0.norm.weight", 0, 5)), 20)
+    assert matrices(cut, shapes) == [Matrix(2, 3, 4)], "rows 2 to 4; 1 and 5 are cut"
+    alone = Fragment(0, (Slice("layer.0.up.weight", 0, 7),), 7)
+    assert matrices(alone, shapes) == []
+
+
+@pytest.mark.parametrize("robust", ["none", "clip"])
+def test_a_version_is_made_of_flattened_matrices(robust: str) -> None:
+    """One matrix lies across the border of two chunks; the vector behind it gets the plain mean."""
+    shapes = {"a": (CHUNK - 2048,), "b": (64, 64), "c": (10,)}
+    [fragment] = partition({name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}, 1)
+    settings = outer(lr=1.0, momentum=0.0, flatten=0.5, robust=robust, **EXACT)
+    peer = author({name: torch.zeros(shape) for name, shape in shapes.items()}, settings)
+    contributions = [gaussian(fragment.numel, seed) + 1 for seed in range(4)]
+    make(peer, named(payload_of(peer.up, delta) for delta in contributions))
+    mean = torch.stack(contributions).mean(0)
+    begin, end = CHUNK - 2048, CHUNK + 2048
+    assert peer.chunks[0][0][1] == CHUNK < end, "the matrix is in two chunks"
+    mean[begin:end] = reference(mean[begin:end].view(64, 64), 0.5).flatten()
+    torch.testing.assert_close(peer.anchors[0], -mean, rtol=1e-4, atol=1e-5)

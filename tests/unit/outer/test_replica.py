@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer.fragments import partition
-from diloco.outer.optimizer import OuterState, OuterStep
+from diloco.outer.digest import fragment_digest
+from diloco.outer.fragments import BLOCK, CHUNK, partition
+from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
+from diloco.outer.payloads import empty_payload
 from diloco.outer.replica import Replica
-from tests.support.outer import EXACT, exchange, make, named, outer
+from tests.support.outer import EXACT, author, exchange, gaussian, make, named, outer, payload_of
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scale": ()}
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
@@ -163,3 +167,68 @@ def test_what_narrow_parameters_learn_arrives_in_the_anchor(dtype: torch.dtype) 
     moved = (loaded - peer.local.tensors["w"]).float()
     exchange([peer], [1.0])
     torch.testing.assert_close(before - peer.anchors[0], moved, rtol=0, atol=2e-7)
+
+
+FEW = 3 * BLOCK + 500
+
+
+@pytest.mark.parametrize("outlier", [1.0, 64.0])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_update_is_no_longer_than_its_contributions_allow(optimizer: str, codec: str, outlier: float) -> None:
+    """Of contributions that agree, then turn, then hardly move, while there is still something lost to publish."""
+    quorum = {"quorum": 1} if OPTIMIZERS[optimizer].windowed else {}
+    settings = outer(optimizer=optimizer, codec_up="fp32", codec_down=codec, momentum_warmup=0, robust="none", **quorum)
+    peer, reach, drift = author({"w": torch.zeros(FEW)}, settings), (0.0, 0.0, 0.0), gaussian(FEW, 1)
+    own, state = peer.aggregates[0], peer.states[0]
+    for version in range(24):
+        scale = (1e-3, 1e-3, -1e-3, 1e-6)[version // 3 % 4]
+        deltas = [scale * (drift + gaussian(FEW, 100 * version + one)) for one in range(3)]
+        for delta in deltas:
+            delta[::BLOCK] *= outlier
+        before = peer.anchors[0].clone()
+        merged, _ = make(peer, named(delta.view(torch.uint8) for delta in deltas), delay=4)
+        limit, reach = peer.optimizer.reach(merged.step, max(float(delta.norm()) for delta in deltas), reach)
+        moved = float((peer.anchors[0] - before).norm())
+        behind = author({"w": before}, settings)
+        norm, parts = behind.foresee(0, merged.update)
+        assert norm == pytest.approx(moved, rel=1e-3, abs=1e-5) and moved <= limit
+        assert fragment_digest(parts) == peer.digest(0) and torch.equal(behind.anchors[0], before)
+        lengths = [*(float(vector.norm()) for vector in state.vectors), float((own.master - own.anchor).norm())]
+        for length, longest in zip((lengths[0], lengths[-1]), (reach[0], reach[2]), strict=True):
+            assert length <= 2 * longest
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e18])
+@pytest.mark.parametrize("codec", ["fp32", "int8", "e3m0", "stat2", "topk"])
+def test_the_norm_of_a_payload_is_that_of_its_values(codec: str, scale: float) -> None:
+    feedback = {"error_feedback": 0.9, "momentum": 0.0} if codec in ("stat2", "topk") else {}
+    peer = author({"w": torch.zeros(CHUNK + 5000)}, outer(codec_up=codec, **feedback))
+    whole = payload_of(peer.up, scale * gaussian(CHUNK + 5000))
+    parts = zip(peer.payloads[0].split(whole), (CHUNK, 5000), strict=True)
+    values = [peer.up.values(part, numel).double() for part, numel in parts]
+    assert peer.payload_norm(0, whole) == pytest.approx(float(torch.cat(values).norm()), rel=1e-3)
+    with pytest.raises(PayloadError):
+        peer.payload_norm(0, whole[:-1])
+    with pytest.raises(PayloadError):
+        peer.payload_norm(0, torch.full_like(whole, 0x7F))
+
+
+MIB = 2**20
+
+
+def resident() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_whole_payload_takes_its_memory_with_it() -> None:
+    """Even if a later allocation stays."""
+    torch.ones(7 * MIB)  # freed at once: from now on malloc keeps blocks of up to 28 MiB for later
+    before = resident()
+    buffer = empty_payload(20 * MIB).fill_(1)
+    stays = torch.ones(MIB)
+    assert resident() - before > 16 * MIB
+    del buffer
+    assert resident() - before < 8 * MIB, stays

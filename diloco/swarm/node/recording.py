@@ -26,6 +26,7 @@ from diloco.messages.heads import Line
 __all__ = ["NAME", "Recording", "Said", "Start", "read"]
 
 NAME = "recording.bin"
+IDENTITY = ("me", "name", "run_id", "manifest_hash", "trains", "may_author", "tokens_per_step")
 MOST_BYTES = 64 << 20  # of both files: the newer one begins anew when it has half of them
 
 
@@ -33,13 +34,7 @@ MOST_BYTES = 64 << 20  # of both files: the newer one begins anew when it has ha
 class Start:
     """From what a core begins; or where it was when its file began anew."""
 
-    me: str
-    name: str
-    run_id: str
-    manifest_hash: str
-    trains: bool
-    may_author: bool
-    tokens_per_step: int | None
+    identity: dict[str, Any]
     settings: Settings
     tips: tuple[Tip, ...]
     sizes: tuple[Sizes, ...]
@@ -51,11 +46,10 @@ class Start:
     @classmethod
     def of(cls, core: Facts) -> Start:
         """Where a core is."""
-        me = core.identity
-        who = me.me, me.name, me.run_id, me.manifest_hash, me.trains, me.may_author, me.tokens_per_step
+        identity = {name: getattr(core.identity, name) for name in IDENTITY}
         tips, sizes = tuple(f.tip for f in core.fragments), tuple(f.sizes for f in core.fragments)
         wall_ms = core.wall_ms + int(core.now * 1000)
-        return cls(*who, core.settings, tips, sizes, wall_ms, core.processed, core.stamp, core.planned)
+        return cls(identity, core.settings, tips, sizes, wall_ms, core.processed, core.stamp, core.planned)
 
 
 @dataclass(frozen=True)

@@ -363,10 +363,10 @@ class Node:
 
     async def finish(self) -> None:
         """Wait until what this peer has sent is in a version, or cannot be, for as long as an author may be stuck."""
-        facts, context = self.core.facts, self.context
-        until = context.now() + facts.settings.stuck_s
-        while not self._interrupted and context.now() < until and any(map(self.core.is_open, facts.fragments)):
-            await context.tasks.pause(1.0)
+        facts, is_open = self.core.facts, self.core.is_open
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(facts.settings.stuck_s):
+                await self.context.tasks.until(lambda: self._interrupted or not any(map(is_open, facts.fragments)))
 
     async def observe(self) -> Snapshot | None:
         """What this peer knows of the swarm; None when a bug prevents to put it together (`recorder_failed`)."""
@@ -387,10 +387,11 @@ class Node:
         """Send what was learned, unless the run is over, and wait until others have that and this peer's heads."""
         self.anchors.end_snapshot()
         self.context.do(events.Leave(finished))
-        until = self.core.facts.leave_by + CLOSE_S
-        while not self._exited and self.context.now() < until:
-            await self._capture_all()
-            await self.context.tasks.pause(1.0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self.core.facts.leave_by + CLOSE_S):
+                while not self._exited:
+                    await self._capture_all()
+                    await self.context.tasks.until(lambda: self._exited or bool(self._captures))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READ_S):
                 await self.context.tasks.until(lambda: self._server.serving == 0)

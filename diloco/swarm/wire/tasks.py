@@ -94,18 +94,6 @@ class Tasks:
             finally:
                 self._waiting.pop(woken, None)
 
-    async def pause(self, timeout_s: float) -> None:
-        """Wait for the next `notify`, or for so many seconds."""
-        woken = asyncio.get_running_loop().create_future()
-        self._waiting[woken] = lambda: True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await woken
-        except TimeoutError:
-            return
-        finally:
-            self._waiting.pop(woken, None)
-
     def notify(self) -> None:
         """Something has changed that a condition may depend on."""
         for woken, condition in list(self._waiting.items()):

@@ -6,6 +6,7 @@ has ended and the core knows.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -109,6 +110,7 @@ class Anchors:
 
     async def apply(self, action: Apply) -> None:
         """Move an anchor by an update, if it leads to what its head says."""
+        await asyncio.sleep(0)  # what comes at the same moment is heard first: a quorum's ties stay as they were
         async with self._context.locks[action.fragment].writing():
             self._context.do(await self._apply(action))
 
@@ -136,6 +138,7 @@ class Anchors:
 
     async def replace(self, action: Replace) -> None:
         """Replace an anchor by parts, each of which has its digest."""
+        await asyncio.sleep(0)
         fragment, anchor = action.fragment, self._replica.anchors[action.fragment]
         async with self._context.locks[fragment].writing():
             await self._about_to_move(fragment)

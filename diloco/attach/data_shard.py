@@ -20,16 +20,12 @@ from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from diloco.errors import ConfigError
 
-__all__ = ["ActivePeers", "shard"]
-
 MOST = 4096  # peers
 WORKERS = 2**48  # numbers of items that one worker of a DataLoader may count
 
 
 class ActivePeers:
-    """The peers among whom a stream is shared. It lies in shared memory, so workers of a DataLoader see who comes and
-    goes. While nobody is told, everything belongs to this peer.
-    """
+    """The peers among whom a stream is shared, in shared memory, for workers of a DataLoader. Of none it is all."""
 
     def __init__(self) -> None:
         self._numbers = torch.zeros(2 + MOST, dtype=torch.int64, device="cpu")  # how many, this peer, all peers
@@ -52,7 +48,7 @@ def _number(peer: str) -> int:
     return int.from_bytes(sha256(peer.encode()).digest()[:7], "big")
 
 
-class _Part:
+class _Share:
     """Every `of`-th item, from `index` on."""
 
     def __init__(self, index: int, of: int) -> None:
@@ -62,7 +58,7 @@ class _Part:
         return item % self.of == self.index
 
 
-def _is_own(share: ActivePeers | _Part, item: object, number: int) -> bool:
+def _is_own(share: ActivePeers | _Share, item: object, number: int) -> bool:
     """For `filter(with_indices=True)` of the library datasets, whose workers count the items that they get each."""
     return share.owns(_of_worker(number))
 
@@ -76,7 +72,7 @@ def _of_worker(number: int) -> int:
 class _Shared(IterableDataset[Any]):
     """This peer's share of a stream, which is read whole and passed on in part."""
 
-    def __init__(self, stream: Iterable[Any], share: ActivePeers | _Part) -> None:
+    def __init__(self, stream: Iterable[Any], share: ActivePeers | _Share) -> None:
         self.stream, self._share = stream, share
 
     def __iter__(self) -> Iterator[Any]:
@@ -89,7 +85,7 @@ def shard(
     """As `Swarm.shard`; `seed` and `living` are asked for where they are needed."""
     if (index is None) != (of is None) or (of is not None and index is not None and not 0 <= index < of):
         raise ConfigError(f"index={index}, of={of}: give both or none; index=0, of=2 is the first of two parts")
-    part = None if index is None or of is None else _Part(index, of)
+    part = None if index is None or of is None else _Share(index, of)
     kind, library = type(dataset).__name__, type(dataset).__module__.partition(".")[0]
     if isinstance(dataset, Mapping) or isinstance(dataset, str):
         raise ConfigError(f"shard({kind}): no dataset; give one of its values, such as data['train']")

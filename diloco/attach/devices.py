@@ -1,8 +1,4 @@
-"""Accelerators of this machine: which there are, which one a process takes, and what differs between their kinds.
-
-The kinds are those of torch: `cuda` (NVIDIA's, and AMD's with ROCm), `xpu` (Intel's) and `mps` (Apple's). A build of
-torch knows one of them. Nothing else in this package asks torch for devices, for their memory, or to wait for them.
-"""
+"""Accelerators of this machine: `cuda` (also AMD's), `xpu` (Intel's) and `mps` (Apple's). A torch knows one."""
 
 from __future__ import annotations
 
@@ -21,38 +17,16 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 
-__all__ = [
-    "Precision",
-    "backend_of",
-    "choose",
-    "count_devices",
-    "empty_cache",
-    "forked_random",
-    "free_bytes",
-    "name_of",
-    "native_precision",
-    "peak_flops",
-    "peak_memory",
-    "pick_device",
-    "place",
-    "random_states",
-    "restore_random",
-    "seed_random",
-    "shares_device",
-    "synchronize",
-    "usual",
-]  # fmt: skip
-
 Precision = Literal["fp32", "bf16", "fp16"]
 
 KINDS = ("cuda", "xpu", "mps")
 # From data sheets: 10^12 operations per second in bf16 (T4, V100: fp16), added up in fp32, without sparsity. The first
 # pattern that is in a device's name counts; of GeForce cards others have longer names.
-PEAKS = {
-    "GB200": 2500, "B200": 2250, "G?H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312,
-    "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100-SXM2": 125, "T4": 65,
-    "RTX A6000": 154.8, "RTX 5090$": 209.5, "RTX 4090$": 165.2, "RTX 3090$": 71, "MI300X": 1307.4, "MI325X": 1307.4,
-}  # fmt: skip
+PEAKS = """
+GB200: 2500, B200: 2250, G?H200: 989, H100 NVL: 835, H100 PCIe: 756, H100: 989, A100: 312, A40: 149.7, A30: 165,
+A10: 125, L40S: 362, L40: 181, L4: 121, V100-SXM2: 125, T4: 65, RTX A6000: 154.8, RTX 5090$: 209.5, RTX 4090$: 165.2,
+RTX 3090$: 71, MI300X: 1307.4, MI325X: 1307.4
+"""
 REFUSED_S = 30.0  # rank 0 says why, and torchrun then ends the others
 
 
@@ -68,7 +42,7 @@ usual = _usual()
 
 def place(kind: str, index: int) -> str:
     """The value of train.device that means a device."""
-    return f"{kind}:{index}" if kind in ("cuda", "xpu") else kind
+    return f"{kind}:{index}" if kind != "mps" else kind
 
 
 def count_devices() -> tuple[str, int]:
@@ -79,11 +53,10 @@ def count_devices() -> tuple[str, int]:
     return found.type, torch.accelerator.device_count()
 
 
-def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> torch.device:
+def choose(setting: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
     """The device that train.device means for a process alone, or for a rank, one of `local_size` on this machine.
 
-    `auto` is an accelerator, else the CPU. Without a number a process alone takes the first one, and a rank takes the
-    one of its own number. Raises `ConfigError` if that is not there.
+    Without a number a rank takes the one of its own number. Raises `ConfigError` if that is not there.
     """
     if setting == "cpu":
         return torch.device("cpu")
@@ -104,26 +77,23 @@ def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> 
             f"train.device={setting}: {local_size} processes on this machine, which has {_words(kind, count)}; start "
             f"{count}, or use train.device=cpu"
         )
-    return torch.device(place(kind, local_rank or 0))
+    return torch.device(place(kind, local_rank))
 
 
 def pick_device(setting: str) -> torch.device:
     """The device of this process, by torchrun's environment where there is one; it becomes the current one.
 
-    With LOCAL_RANK alone a process is one of several peers on this machine, which take the devices in turn. Where the
-    device is not there, one rank of this machine raises `ConfigError`. The others wait to be ended, because torchrun
-    ends all as soon as one has ended, even before it could say why.
+    With LOCAL_RANK alone a process is one of several peers, which take the devices in turn. Where the device is not
+    there, one rank raises `ConfigError`, and the others wait: torchrun ends all as soon as one has ended.
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
     try:
-        if not alone:
-            device = choose(setting, local_rank, local_size)
-        elif "LOCAL_RANK" in os.environ:
+        if alone:
             device = choose(setting, local_rank % max(1, count_devices()[1]))
         else:
-            device = choose(setting)
+            device = choose(setting, local_rank, local_size)
     except ConfigError:
         if alone or local_rank == 0:
             raise
@@ -178,11 +148,11 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations per second of dense 16-bit matrix products, as its maker says; None for what is not in the table, and
-    for a slice of a device (MIG).
-    """
-    found = [peak for pattern, peak in PEAKS.items() if re.search(rf"\b{pattern}(?!\w)(?!.* MIG )", name_of(device))]
-    return 1e12 * found[0] if found else None
+    """Operations per second of dense 16-bit matrix products, as its maker says; None for what is not in the table."""
+    for pattern, peak in re.findall(r"([^:,\n]+): ([\d.]+)", PEAKS):
+        if re.search(rf"\b{pattern.strip()}(?!\w)(?!.* MIG )", name_of(device)):
+            return 1e12 * float(peak)
+    return None
 
 
 def native_precision(device: torch.device) -> Precision:

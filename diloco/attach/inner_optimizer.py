@@ -23,45 +23,38 @@ from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.rpc.inner_state import InnerState, Layout
 
-__all__ = [
-    "CombinedOptimizer",
-    "InnerStateTransfer",
-    "bound_moments_",
-    "inner_optimizer",
-    "kind_of",
-    "layout_of",
-    "load_moments_",
-    "moment_numel",
-    "parts_of",
-    "snapshot",
-]  # fmt: skip
-
 TORN = 2.0  # A donor's moments are copied while it trains, so a first moment may be a step ahead of its second one.
+MOMENTS: dict[type, tuple[str, ...]] = {
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+    Muon: ("momentum_buffer",),
+    getattr(torch.optim, "Muon", Muon): ("momentum_buffer",),  # since torch 2.9
+}
 
 
 def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
-    """AdamW over what requires a gradient, or Muon on the matrices inside the model; weight decay on matrices only. It
-    is made for the devices where the parameters are now.
-    """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hidden = _hidden(named)
-    if inner.optimizer == "muon" and hidden:
-        ids = {id(p) for p in hidden}
-        muon = Muon(hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay)
-        return CombinedOptimizer(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
-    return _adamw([p for _, p in named], inner)
+    """AdamW over what requires a gradient, or Muon on the matrices inside the model; weight decay on matrices only."""
+    hidden, others = _hidden_and_others(model, inner)
+    if not hidden:
+        return _adamw(others, inner)
+    return CombinedOptimizer(Muon(hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay), _adamw(others, inner))
 
 
-def _hidden(named: list[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
-    """The matrices inside the model, which Muon is for."""
-    return [p for name, p in named if p.ndim == 2 and "embed" not in name and "head" not in name]
+def _hidden_and_others(model: nn.Module, inner: InnerConfig) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices inside the model, if Muon is for them, and the other trained parameters."""
+    parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            inside = inner.optimizer == "muon" and p.ndim == 2 and "embed" not in name and "head" not in name
+            parts[not inside].append(p)
+    return parts
 
 
 def moment_numel(model: nn.Module, inner: InnerConfig) -> int:
     """Elements that the optimizer's state will have: two for each parameter with AdamW, one with Muon."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    muon = _hidden(named) if inner.optimizer == "muon" else []
-    return 2 * sum(p.numel() for _, p in named) - sum(p.numel() for p in muon)
+    hidden, others = _hidden_and_others(model, inner)
+    return sum(p.numel() for p in hidden) + 2 * sum(p.numel() for p in others)
 
 
 def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.AdamW:
@@ -75,11 +68,7 @@ def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.Ad
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, which has the groups and the state of all. Its step is one of each.
-
-    Raises `ConfigError` for a parameter that two of them have. `load_state_dict` raises what they raise for a state
-    that does not fit them.
-    """
+    """Several optimizers as one; its step is one of each. Raises `ConfigError` for a parameter that two have."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         try:
@@ -87,7 +76,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
         except ValueError as error:
             raise ConfigError(f"optimizer: {error}; give each parameter to one of them") from None
         self.parts = parts
-        self.param_groups = [group for part in self.parts for group in part.param_groups]  # shared, not copies
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        self.param_groups = [group for part in self.parts for group in part.param_groups]  # no copies
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
@@ -101,22 +93,26 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self._share_groups()
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of which one is made."""
+    return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its class, or those of its parts."""
+    return " + ".join(type(part).__name__ for part in parts_of(optimizer))
 
 
 class InnerStateTransfer:
-    """The inner optimizer's state, on its way in and out. A donor's state takes its memory again on both sides.
-
-    `source` is `own` for a peer that goes on from a checkpoint with its optimizer's state, else the setting
-    `swarm.inner_state`.
-    """
+    """The inner optimizer's state, on its way in and out; `source` is `own` where it comes from a checkpoint."""
 
     source: Literal["own", "donor", "cold"] = "own"
 
     def __init__(self, optimizer: torch.optim.Optimizer, ranks: RankGroup, on_event: OnEvent) -> None:
-        self._optimizer = optimizer
-        self._ranks = ranks
-        self._on_event = on_event
+        self._optimizer, self._ranks, self._on_event = optimizer, ranks, on_event
 
     @property
     def has_state(self) -> bool:
@@ -143,9 +139,8 @@ class InnerStateTransfer:
         """All ranks: the optimizer goes on from a donor's state, which rank 0 has."""
         layout = layout_of(self._optimizer)
         assert layout is not None, "ranks have different optimizers"
-        state = state or InnerState(
-            layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels), dtype=torch.float32)
-        )
+        if state is None:
+            state = InnerState(layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels), dtype=torch.float32))
         steps = tuple(int(step) for step in self._ranks.broadcast_floats(state.steps))
         self._ranks.broadcast_(state.values)
         bound_moments_(self._optimizer, state)
@@ -160,24 +155,31 @@ class _Slot(NamedTuple):
     group: dict[str, Any]
     parameter: Tensor
     keys: tuple[str, ...]
-    counts: bool  # whether it has a step counter
+    has_step: bool
+
+
+def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
+    for number, part in enumerate(parts_of(optimizer)):
+        parameters = [(group, p) for group in part.param_groups for p in group["params"] if p.requires_grad]
+        for index, (group, parameter) in enumerate(parameters):
+            keys = () if group.get("momentum") == 0 else MOMENTS.get(type(part), ())
+            if group.get("amsgrad"):
+                keys = (*keys, "max_exp_avg_sq")
+            yield _Slot(f"{number}.{index}", part, group, parameter, keys, "exp_avg" in keys)
 
 
 def layout_of(optimizer: torch.optim.Optimizer) -> Layout | None:
     """The shape of its state once every parameter has had a gradient; None for classes that are not known here."""
-    slots = list(_slots(optimizer))
-    if not all(type(part) in _KEYS for part in parts_of(optimizer)):
+    if not all(type(part) in MOMENTS for part in parts_of(optimizer)):
         return None
-    named = [(f"{slot.name}.{key}", slot.parameter.numel()) for slot in slots for key in slot.keys]
-    return Layout(
-        tuple(name for name, _ in named), tuple(numel for _, numel in named), sum(slot.counts for slot in slots)
-    )
+    slots = list(_slots(optimizer))
+    names = tuple(f"{slot.name}.{key}" for slot in slots for key in slot.keys)
+    numels = tuple(slot.parameter.numel() for slot in slots for _ in slot.keys)
+    return Layout(names, numels, sum(slot.has_step for slot in slots))
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
-    """A copy of its state, on the CPU; None while some parameter has none, and where other ranks have parts of it. The
-    optimizer may take steps meanwhile.
-    """
+    """A copy of its state, on the CPU; None while some parameter has none, and where other ranks have parts of it."""
     layout = layout_of(optimizer)
     if layout is None or not layout.names or any(is_sharded(slot.parameter) for slot in _slots(optimizer)):
         return None
@@ -189,7 +191,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
                 return None
             values[at : at + slot.parameter.numel()].copy_(state[key].detach().reshape(-1))
             at += slot.parameter.numel()
-        if slot.counts:
+        if slot.has_step:
             steps.append(int(state["step"]))
     return InnerState(layout, tuple(steps), values)
 
@@ -201,7 +203,7 @@ def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
     values, steps = iter(torch.split(state.values, list(state.layout.numels))), iter(state.steps)
     for slot in _slots(optimizer):
         parameter, kept = slot.parameter, slot.part.state[slot.parameter]
-        if slot.counts:
+        if slot.has_step:
             beside = slot.group.get("capturable") or slot.group.get("fused")
             device = parameter.device if beside else torch.device("cpu")
             kept["step"] = torch.tensor(float(next(steps)), dtype=torch.float32, device=device)
@@ -227,33 +229,3 @@ def bound_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
         if b1**2 < b2 < 1:
             most = kept["exp_avg_sq"].sqrt().mul_(TORN * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)))
             kept["exp_avg"].copy_(torch.clamp(kept["exp_avg"], -most, most))
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Its class, or those of its parts."""
-    return " + ".join(type(part).__name__ for part in parts_of(optimizer))
-
-
-def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of which one is made."""
-    return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
-
-
-def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
-    for number, part in enumerate(parts_of(optimizer)):
-        parameters = [(group, p) for group in part.param_groups for p in group["params"] if p.requires_grad]
-        for index, (group, parameter) in enumerate(parameters):
-            keys = () if group.get("momentum") == 0 else _KEYS.get(type(part), ())
-            if group.get("amsgrad"):
-                keys = (*keys, "max_exp_avg_sq")
-            yield _Slot(f"{number}.{index}", part, group, parameter, keys, "exp_avg" in keys)
-
-
-_KEYS: dict[type, tuple[str, ...]] = {
-    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
-    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
-    torch.optim.SGD: ("momentum_buffer",),
-    Muon: ("momentum_buffer",),
-}
-if hasattr(torch.optim, "Muon"):  # since torch 2.9
-    _KEYS[torch.optim.Muon] = ("momentum_buffer",)

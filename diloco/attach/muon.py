@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Muon", "iteration_dtype"]
-
 STEPS, A, B, C = 5, 3.4445, -4.7750, 2.0315  # steep at zero: five steps take singular values to 0.7 to 1.2
 EPS = 1e-7
 
@@ -23,8 +21,6 @@ EPS = 1e-7
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, with decoupled weight decay; each step has AdamW's root mean square of 0.2.
 
-    Args:
-        params: matrices. lr: of AdamW's size. momentum: what the running mean of gradients keeps.
     Raises `ValueError` for a parameter that is no matrix.
     """
 

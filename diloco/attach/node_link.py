@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -10,19 +11,23 @@ from torch import Tensor
 
 from diloco.attach.ranks import RankGroup
 from diloco.attach.sharded import ShardedParams
+from diloco.core.units import first
+from diloco.errors import SwarmError
+from diloco.messages.fields import Units
 from diloco.messages.snapshot import Contributor, Snapshot
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import Fragment
 from diloco.outer.replica import Replica
 from diloco.outer.staging import train_on_current_stream
 from diloco.rundir.summary import PhaseTimer
+from diloco.swarm.node.leases import LeasedData
 from diloco.swarm.node.node import ExchangeResult, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rows import ledger_totals
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.malloc import trim_heap
 
-__all__ = ["NodeHandle", "NodeLink", "Position"]
+AGAIN_S = 1.0
 
 T = TypeVar("T")
 
@@ -31,9 +36,8 @@ class NodeHandle:
     """A node that lives in a runtime, seen from the training loop's thread, also after it was closed."""
 
     def __init__(self, node: Node, runtime: Runtime) -> None:
-        self.node = node
+        self.node, self._runtime = node, runtime
         self.closed = False
-        self._runtime = runtime
 
     def look(self, question: Callable[[Node], T]) -> T:
         """What a function finds in the node; nothing moves there meanwhile."""
@@ -86,7 +90,7 @@ class NodeHandle:
         return self.look(lambda node: anchor_digest(node.digests()))
 
     def anchors(self) -> dict[str, str]:
-        """`version:digest` (its first 16 digits) of each fragment's anchor now; equal on all peers at equal version."""
+        """`version:digest` (its first 16 digits) of each fragment's anchor; equal on all peers at equal version."""
         both = self.look(lambda node: list(zip(node.core.facts.fragments, node.digests(), strict=True)))
         return {str(f.index): f"{f.tip.head.number}:{digest[:16]}" for f, digest in both}
 
@@ -94,33 +98,29 @@ class NodeHandle:
 class Position(NamedTuple):
     """Where all ranks are after rank 0 has talked to the node; `done` is 0 when an interrupt came first.
 
-    `position` are the inner steps of the cycle under way, which has `cycle`; `unsent_tokens` are in no contribution.
-    `fetched` says whether rank 0 has a donor's inner state, `cold` whether the first round is left out.
+    `cold`: the first cycle is left out. `fetched`: rank 0 has a donor's inner state.
     """
 
     done: int = 0
     version: int = 0
     applied_tokens: int = 0
     discarded_tokens: int = 0
-    position: int = 0
-    cycle: int = 0
+    inner_step: int = 0
+    target_steps: int = 0
     unsent_tokens: int = 0
     cold: int = 0
     fetched: int = 0
 
 
 class NodeLink:
-    """The one node of an ranks: rank 0 has it, and all ranks learn what came of each call.
+    """The one node of a peer: rank 0 has it, and all ranks learn what came of each call.
 
-    All ranks call `begin`, `adopt`, `move` and `show_anchors` at the same point of their training. The
-    ranks without a node wait there for what rank 0 found, and hand over and take rows of the parameters meanwhile
-    (`rows`). The other methods do nothing on those ranks. What fails in the node is raised on rank 0, and ends the
-    other ranks with it.
+    All ranks call `begin`, `adopt`, `move` and `show_anchors` at the same point of their training; those without a node
+    hand over and take rows of the parameters meanwhile. The other methods do nothing there.
     """
 
     def __init__(self, ranks: RankGroup, runtime: Runtime, phases: PhaseTimer) -> None:
-        self.ranks = ranks
-        self.runtime = runtime
+        self.ranks, self.runtime = ranks, runtime
         self.view: NodeHandle | None = None
         self.rows: ShardedParams | None = None  # on all ranks of several
         self._parameters: Mapping[str, Tensor] = {}
@@ -137,10 +137,28 @@ class NodeLink:
         if self.ranks.size > 1:
             self.rows = ShardedParams(parameters, fragments, self.ranks)
 
-    def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> NodeHandle:
-        """Rank 0 only: connect a node to the swarm."""
-        self.view = NodeHandle(self.runtime.open(options, replica, on_event), self.runtime)
-        return self.view
+    def open(
+        self,
+        options: NodeOptions,
+        replica: Replica,
+        on_event: OnEvent,
+        patience_s: float,
+        is_asked_to_stop: Callable[[], bool],
+    ) -> NodeHandle:
+        """Rank 0: connect a node to the swarm. A peer that comes back calls for a while: others may come back, too."""
+        until, told = time.monotonic() + patience_s, False
+        while True:
+            try:
+                self.view = NodeHandle(self.runtime.open(options, replica, on_event), self.runtime)
+                return self.view
+            except SwarmError as error:
+                if time.monotonic() >= until or "cannot be reached" not in str(error) or is_asked_to_stop():
+                    raise
+            if not told:
+                on_event("calls_again", {"patience_s": patience_s})
+            told = True
+            self.close()
+            time.sleep(AGAIN_S)
 
     def close(self) -> None:
         """Drop out of the swarm without a goodbye, unless that was said before. Can be called twice."""
@@ -213,3 +231,23 @@ class NodeLink:
             clock = outcome.version, outcome.applied_tokens, outcome.discarded_tokens
             found = Position(1, *clock, *node.place(), cold, fetched)
         return Position(*map(int, self.ranks.broadcast_floats(found)))
+
+
+class RankLeases:
+    """The work units that the swarm leases to a peer (`data.Leases`), on all its ranks: rank 0 takes them."""
+
+    def __init__(self, ranks: RankGroup, leased: Callable[[], LeasedData | None], batches_ahead: int) -> None:
+        self._ranks, self._leased, self._batches_ahead = ranks, leased, batches_ahead
+        self._coming: Units = ()
+
+    def take(self, number: int) -> Units | None:
+        """All ranks: the next `number` sequences, or None while so many are not leased."""
+        data = self._leased() if self._ranks.is_rank0 else None
+        taken = None if data is None else data.take(number)
+        coming = () if data is None or taken is None else data.ahead(self._batches_ahead * number)
+        taken, self._coming = self._ranks.broadcast((taken, coming))
+        return taken
+
+    def ahead(self, number: int) -> Units:
+        """Up to `number` sequences that would be taken after the last ones."""
+        return first(self._coming, number)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 
 import torch
@@ -28,18 +29,13 @@ from diloco.outer.digest import fragment_digest, part_digest, part_ranges
 from diloco.outer.fragments import gather_, partition
 from diloco.swarm.node.node import OnEvent
 
-__all__ = ["TrainedParams", "buffer_digests", "frozen_digest", "values_digest"]
-
 AGAIN = "make such changes before attach, or attach the model again"
 SHOWN = 3  # names or shapes in one line
 SAMPLED = 64  # values of each parameter
 
 
 class TrainedParams(dict[str, Tensor]):
-    """The parameters of a model that require a gradient, by name; the outer step moves these objects.
-
-    Raises `ConfigError` for parameters that no outer step can carry.
-    """
+    """The trained parameters of a model, by name; raises `ConfigError` for those that no outer step can carry."""
 
     def __init__(self, model: nn.Module) -> None:
         for name, one in (*model.named_parameters(), *model.named_buffers()):
@@ -52,6 +48,8 @@ class TrainedParams(dict[str, Tensor]):
         self._shapes = {name: parameter.shape for name, parameter in self.items()}
         self._buffers = buffer_digests(model)  # until the first round is over
         self._before: dict[str, str | None] = {}  # digests of values before the first exchange
+        self._moved: tuple[Tensor, Tensor] | None = None  # a sample of before and after the last exchange
+        self._is_kept = False
 
     @property
     def numels(self) -> dict[str, int]:
@@ -59,9 +57,8 @@ class TrainedParams(dict[str, Tensor]):
         return {name: parameter.numel() for name, parameter in self.items()}
 
     def check_start(self, optimizer: torch.optim.Optimizer, on_event: OnEvent) -> None:
-        """`ConfigError` for an optimizer of other parameters than these, and for values that are not finite.
-
-        The event `untrained` names parameters that it leaves alone.
+        """`ConfigError` for an optimizer of other parameters, and for values that are not finite; says which it leaves
+        alone.
         """
         name, own = kind_of(optimizer), set(self._model.parameters())
         grouped = dict.fromkeys(one for group in optimizer.param_groups for one in group["params"])
@@ -91,26 +88,33 @@ class TrainedParams(dict[str, Tensor]):
         """These values are where the first round begins."""
         self._before = {name: values_digest({name: one.detach()}) for name, one in self.items() if not is_sharded(one)}
 
-    @property
-    def sample(self) -> Tensor:
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """An exchange moves the parameters inside; it is watched until training was seen to go on from there."""
+        before = None if self._is_kept else self._sample()
+        yield
+        self._moved = None if before is None else (before, self._sample())
+
+    def _sample(self) -> Tensor:
         """A copy of a few values of each parameter."""
         return torch.cat([local_tensor(one.detach()).reshape(-1)[:SAMPLED].float().cpu() for one in self.values()])
 
-    def check_kept(self, before: Tensor, given: Tensor) -> bool:
-        """`ConfigError` when they went back most of the way that an exchange moved them; False if it moved nothing."""
+    def check_kept(self) -> None:
+        """`ConfigError` when they went back most of the way that the last exchange moved them."""
+        if self._moved is None:
+            return
+        (before, given), self._moved = self._moved, None
         way = given - before
-        if float((given - self.sample) @ way) > 0.5 * float(way @ way):
+        if float((given - self._sample()) @ way) > 0.5 * float(way @ way):
             raise ConfigError(
                 "model: between two steps, something went back to the parameters of before the exchange; write no copy "
                 "or average into the model while it is attached"
             )
-        return bool(way.any())
+        self._is_kept = bool(way.any())
 
     def check(self, on_event: OnEvent) -> None:
-        """`ConfigError` when the model trains other parameters now than when it was attached.
-
-        After the first round the event `own_buffers` says that training changes buffers, and `untrained` that it left
-        parameters exactly as they were.
+        """`ConfigError` when the model trains other parameters now; after the first round: what training does not
+        change.
         """
         buffers, self._buffers = self._buffers, {}
         digests = buffer_digests(self._model) if buffers else {}
@@ -161,9 +165,8 @@ def _check(name: str, parameter: Tensor) -> None:
 
 
 def frozen_digest(model: nn.Module) -> str | None:
-    """Digest of the parameters that require no gradient; None where there are none.
-
-    It costs about 2 s per 10^9 of them. A base model that was rounded or quantised differently is another one.
+    """Digest of the parameters that require no gradient; None where there are none. It costs about 2 s per 10^9 of
+    them.
     """
     return values_digest({name: p.detach() for name, p in named(model) if not p.requires_grad})
 
@@ -176,10 +179,7 @@ def buffer_digests(model: nn.Module) -> dict[str, str | None]:
 
 
 def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
-    """Digest (hex) of names, shapes and values of tensors of any dtype, device and layout; None where there are none.
-
-    Values count as fp32, so a tensor and its exact copy in a wider dtype have one digest.
-    """
+    """Digest (hex) of names, shapes and values (as fp32) of tensors of any dtype and layout; None without any."""
     real = {name: torch.view_as_real(one) if one.is_complex() else one for name, one in tensors.items()}
     numels = {name: one.numel() for name, one in real.items()}
     if not sum(numels.values()):

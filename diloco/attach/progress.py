@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import astuple
 
 from diloco.config import OuterConfig
+from diloco.messages.control import Figures
+from diloco.messages.fields import MAX_LOSS, MAX_SECONDS, MAX_TOKENS, at_most, within_bounds
 from diloco.messages.snapshot import PhaseSeconds
 from diloco.rundir.summary import PhaseTimer
-
-__all__ = ["Progress", "dylu_steps"]
+from diloco.swarm.wire.streams import Traffic
 
 DYLU_FLOOR = 5  # inner steps (arXiv 2401.09135, the authors' code)
 
@@ -17,20 +18,13 @@ DYLU_FLOOR = 5  # inner steps (arXiv 2401.09135, the authors' code)
 class Progress:
     """The figures that a peer tells the swarm about its training.
 
-    Attributes:
-        steps_per_s: inner steps per second since the parameters were loaded last, without exchanges and what follows
-            them; other peers plan with it.
-        loss: mean loss of the last inner steps (nats per token). rounds: how many are over.
-        seconds: of the last round, by phase in the order of `PHASES`; empty before the first round is over.
+    `steps_per_s` are inner steps per second without exchanges, since the last one; other peers plan with it.
     """
 
     def __init__(self, phases: PhaseTimer, clock: Callable[[], float]) -> None:
-        self.steps_per_s = 0.0
-        self.loss = 0.0
-        self.rounds = 0
-        self.seconds: list[float] = []
-        self._phases = phases
-        self._clock = clock
+        self.steps_per_s = self.loss = 0.0
+        self._rounds, self._seconds = 0, list[float]()  # of the last round, by phase in the order of `PHASES`
+        self._phases, self._clock = phases, clock
         self._began = (0, 0.0)  # inner steps and the time when the parameters were loaded last
         self._round_began = PhaseSeconds()
 
@@ -49,17 +43,22 @@ class Progress:
         self.steps_per_s = (steps - before) / max(self._clock() - at, 1e-9)
 
     def cycle_steps(self, outer: OuterConfig, fastest: Callable[[float], float]) -> int:
-        """Inner steps of the coming round: H, or fewer on a slow peer (DyLU), given the pace of the fastest peer."""
-        if not outer.dylu:
-            return outer.sync_every
+        """Inner steps of the coming round with DyLU, given the pace of the fastest peer."""
         floor = min(DYLU_FLOOR, outer.sync_every)
         return dylu_steps(self.steps_per_s, fastest(self.steps_per_s), outer.sync_every, floor)
 
     def end_round(self) -> None:
         """A round is over: the inner steps since the one before it, and its exchange."""
         now, began = self._phases.seconds(), self._round_began
-        self.rounds, self._round_began = self.rounds + 1, now
-        self.seconds = [max(0.0, spent) for spent in astuple(now - began)]
+        self._rounds, self._round_began = self._rounds + 1, now
+        self._seconds = [max(0.0, spent) for spent in astuple(now - began)]
+
+    def figures(self, tokens: int, discarded: int, traffic: Traffic) -> Figures:
+        """What watchers are shown."""
+        tokens, discarded = at_most(tokens, MAX_TOKENS), at_most(discarded, MAX_TOKENS)
+        seconds = [within_bounds(spent, MAX_SECONDS) for spent in self._seconds]
+        loss = within_bounds(self.loss, MAX_LOSS)
+        return Figures(tokens, discarded, loss, traffic.bytes_sent, traffic.bytes_received, self._rounds, seconds)
 
 
 def dylu_steps(mine: float, fastest: float, sync_every: int, floor: int = DYLU_FLOOR) -> int:
@@ -67,10 +66,8 @@ def dylu_steps(mine: float, fastest: float, sync_every: int, floor: int = DYLU_F
     `sync_every`.
 
     Dynamic local updates of Asynchronous Local-SGD (arXiv 2401.09135, Algorithm 2): floor(mine / fastest * H), at
-    least `floor` and at most H. A peer takes H if it measured itself faster than the fastest known peer, or if a speed
-    is not known yet (0).
+    least `floor` and at most H. A peer takes H if it is the fastest, or if a speed is not known yet (0).
     """
-    assert mine >= 0 and fastest >= 0 and sync_every >= 1, f"speeds {mine}, {fastest} are impossible"
     if not 0 < mine < fastest:
         return sync_every
     return min(sync_every, max(floor, int(mine / fastest * sync_every)))

@@ -1,9 +1,8 @@
-"""The ranks: the processes of one torchrun job, which are one peer of the swarm together.
+"""The processes of one torchrun job, which are one peer of the swarm together.
 
-Its ranks average gradients in every inner step: each has the whole model (DistributedDataParallel), or rows of every
+They average gradients in every inner step: each has the whole model (DistributedDataParallel), or rows of every
 parameter (FSDP2, `fully_shard`). Only rank 0 talks to the swarm. Its decisions, and the swarm's answers, reach the
-other ranks by broadcast, so ranks cannot differ; `rows` moves parameters. Without torchrun there is one process,
-and every method here does nothing.
+others by broadcast, so ranks cannot differ; `sharded` moves parameters. One process alone broadcasts nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from diloco.attach import devices
 from diloco.errors import CheckpointError, ConfigError, DilocoError, UnsavedError
 from diloco.model.forward import layers_of
 
-__all__ = ["RankGroup", "said_by_rank_0"]
-
 # What gloo and NCCL say when another rank has ended.
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 LOST_S = 2.0  # after which a rank that has not said that it ends is lost
@@ -36,13 +33,7 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """Rank, size and device of this process, and the collectives that keep the ranks alike.
-
-    If a rank dies, all end (`report_lost_rank`), and the swarm sees one peer leave.
-
-    Attributes:
-        broken: whether a rank was lost, so that nothing can be agreed on any more.
-    """
+    """Rank, size and device of this process, and the collectives that keep ranks alike; `broken` once one is lost."""
 
     def __init__(
         self,
@@ -53,13 +44,9 @@ class RankGroup:
         backend: str = "gloo",
         store: Any = None,
     ) -> None:
-        self.device = device
-        self.backend = backend  # of collectives of parameters
+        self.device, self.rank, self.size = device, rank, size
+        self.sharded, self.backend, self._store = sharded, backend, store
         self.broken = False
-        self._store = store
-        self.rank = rank
-        self.size = size
-        self.sharded = sharded
         # Words are tensors of the CPU: no inner step waits for the device to hear one.
         self._words = self.new_group("gloo") if size > 1 and dist.is_initialized() else None
 
@@ -76,23 +63,18 @@ class RankGroup:
 
     @classmethod
     def from_environment(cls, device: str = "auto", parallel: str = "ddp") -> RankGroup:
-        """The ranks that torchrun's environment describes, with a new process group unless there is one; one process
-        without torchrun.
+        """The ranks that torchrun's environment describes; with `parallel` fsdp each has rows of every parameter.
 
-        `device` is the value of train.device, as `pick_device` reads it. With `parallel` fsdp each rank has rows of
-        every parameter. Raises `ConfigError` if train.device names a device that is not there.
+        Raises `ConfigError` if `device` (train.device) is not there.
         """
-        if dist.is_initialized():
-            return cls.from_process_group(devices.pick_device(device))
-        size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         chosen = devices.pick_device(device)
+        if dist.is_initialized():
+            return cls.from_process_group(chosen)
+        size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         if size == 1:
             return cls(chosen)
         backend = devices.backend_of(chosen, devices.shares_device(device))
-        stores: Any = dist  # whose names of stores have no types
-        store, _, _ = next(iter(stores.rendezvous("env://", rank, size)))
-        # torchrun keeps one store for all its restarts, where the addresses of ranks that have ended are still found.
-        store = stores.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = _store(rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         return cls(chosen, rank, size, parallel == "fsdp", backend, store)
 
@@ -102,7 +84,6 @@ class RankGroup:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this process is rank 0."""
         return self.rank == 0
 
     @property
@@ -136,6 +117,8 @@ class RankGroup:
         """Which sequences of the peer's batch (B, T) are this rank's: batch[rank::size], as (rank, size)."""
         return self.rank, self.size
 
+    # -- checks -------------------------------------------------------------------------------------------------------
+
     def check_newest(self, step: int, place: str) -> None:
         """All ranks: raise `CheckpointError` where a rank finds another newest checkpoint than rank 0 in a place."""
         (newest,) = self.broadcast_floats([step])
@@ -145,25 +128,25 @@ class RankGroup:
                 "ranks see the same files"
             )
 
-    def raise_first_error(self, complaint: str) -> None:
-        """Raise `ConfigError` on rank 0 with the first rank's complaint, if there is any."""
-        complaints: list[str] = [complaint] * self.size
-        if self.size > 1:
-            dist.all_gather_object(complaints, complaint, group=self._words)
-        if found := next(filter(None, complaints), None):
+    def raise_first_error(self, error: str) -> None:
+        """Raise `ConfigError` on rank 0 with the first rank's error, if there is any."""
+        if found := next(filter(None, self._gather(error)), None):
             self.refuse(found)
 
     def check_same(self, settings: Mapping[str, object]) -> None:
         """Raise `ConfigError` on rank 0 unless all ranks were started with the same settings."""
-        if self.size == 1:
-            return
-        found: list[dict[str, str]] = [{} for _ in range(self.size)]
-        dist.all_gather_object(found, {key: str(value) for key, value in settings.items()}, group=self._words)
-        for rank, there in enumerate(found):
-            for key in sorted(found[0].keys() | there.keys()):
-                here, other = found[0].get(key), there.get(key)
-                if here != other:
-                    self.refuse(f"{key}={other} on rank {rank}, and {here} on rank 0; start all ranks alike")
+        first, *others = self._gather({key: str(value) for key, value in settings.items()})
+        for rank, there in enumerate(others, 1):
+            for key in sorted(key for key in first.keys() | there.keys() if first.get(key) != there.get(key)):
+                self.refuse(
+                    f"{key}={there.get(key)} on rank {rank}, and {first.get(key)} on rank 0; start all ranks alike"
+                )
+
+    def _gather(self, value: T) -> list[T]:
+        found = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value, group=self._words)
+        return found
 
     def refuse(self, why: str) -> NoReturn:
         """`ConfigError` on rank 0. The others wait for its end, because torchrun ends it as soon as one has ended."""
@@ -209,12 +192,14 @@ class RankGroup:
                 time.sleep(0.02)
         return sorted(silent)
 
+    # -- collectives --------------------------------------------------------------------------------------------------
+
     def broadcast_floats(self, values: Sequence[float]) -> list[float]:
         """Rank 0's numbers, on every rank."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.broadcast(tensor, src=0, group=self._words)
+        self.broadcast_(tensor)
         return [float(value) for value in tensor.tolist()]
 
     def broadcast(self, value: T) -> T:
@@ -224,25 +209,23 @@ class RankGroup:
             dist.broadcast_object_list(box, src=0, group=self._words)
         return box[0]
 
-    def all_reduce_min(self, value: int) -> int:
-        """The least of all ranks' numbers."""
-        if self.size == 1:
-            return value
-        tensor = torch.tensor(value)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._words)
-        return int(tensor)
-
     def broadcast_(self, values: Tensor) -> None:
         """Rank 0's values of a tensor of the CPU, on every rank, in place."""
         if self.size > 1:
             dist.broadcast(values, src=0, group=self._words)
 
+    def all_reduce_min(self, value: int) -> int:
+        """The least of all ranks' numbers."""
+        tensor = torch.tensor(value)
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._words)
+        return int(tensor)
+
     def sum(self, *values: float) -> list[float]:
         """The sum of each number over the ranks."""
-        if self.size == 1:
-            return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self._words)
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._words)
         return [float(value) for value in tensor.tolist()]
 
     def close(self) -> None:
@@ -253,12 +236,17 @@ class RankGroup:
 
 def said_by_rank_0(text: str | None) -> str:
     """A text that rank 0 of a torchrun job has, on every rank, before there is a process group."""
-    stores: Any = dist  # whose names of stores have no types
-    store, _, _ = next(iter(stores.rendezvous("env://")))
-    key = f"said in start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = _store()
     if text is not None:
-        store.set(key, text)
-    return str(store.get(key), "utf-8")
+        store.set("said", text)
+    return str(store.get("said"), "utf-8")
+
+
+def _store(*rank_and_size: int) -> Any:
+    """What torchrun's processes share. It is one for all restarts, and the ranks that have ended are still in it."""
+    names: Any = dist  # whose names of stores have no types
+    store = next(iter(names.rendezvous("env://", *rank_and_size)))[0]
+    return names.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @contextmanager

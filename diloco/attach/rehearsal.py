@@ -19,8 +19,6 @@ from torch.utils import _pytree
 from diloco.attach.devices import forked_random
 from diloco.errors import ConfigError
 
-__all__ = ["refuse_undoing"]
-
 MOST = 1 << 18  # elements of a group that are copied
 BEFORE, AFTER = 3, 12  # steps before the change, and after it; slow weights come back every 5 to 10 steps
 STAYS = 0.75  # of the change, at least
@@ -28,10 +26,7 @@ KNOWN = ("torch.optim", "diloco.attach.muon")
 
 
 def refuse_undoing(optimizer: Any) -> None:
-    """Raise `ConfigError` for an optimizer that undoes changes of its parameters.
-
-    It takes no step itself, and random generators are as before. One that cannot be tried out is believed.
-    """
+    """Raise `ConfigError` for an optimizer that undoes changes of its parameters; what cannot be tried is believed."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith(KNOWN):
         return

@@ -1,13 +1,10 @@
 """The local parameters of a peer of several processes, of which each has all rows (DDP) or some of them (FSDP2).
 
-Fragments are ranges of the flat layout of whole parameters, whoever has their rows. So payloads, blocks of the codecs
-and digests do not depend on the number of processes.
-
     rank 0        the swarm's node asks for a range, or has a new one     `gather_`, `scatter_`
     other ranks   send the rows that they have, or take them              `follow`, until rank 0 says `release`
 
-Rank 0 says first which range it is about. So the other ranks need not know what the node is doing, and they may wait in
-`follow` for as long as it takes. Only what the node reads and writes is handed around.
+Fragments are ranges of the flat layout of whole parameters, so payloads, blocks of the codecs and digests do not depend
+on the number of processes.
 """
 
 from __future__ import annotations
@@ -24,18 +21,6 @@ from torch import Tensor
 from diloco.attach.ranks import RankGroup
 from diloco.outer.fragments import Fragment, read_, write_
 from diloco.outer.local import Local
-
-__all__ = [
-    "ShardedParams",
-    "full_tensor",
-    "has_row_layout",
-    "is_sharded",
-    "load_rows_",
-    "local_tensor",
-    "restored_after",
-    "row_range",
-    "sharded_like",
-]
 
 RELEASE, GATHER, SCATTER = range(3)
 
@@ -128,10 +113,7 @@ class _Part(NamedTuple):
 
 
 class ShardedParams(Local):
-    """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters.
-
-    When a rank dies, the calls of the others raise what torch says of that.
-    """
+    """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters."""
 
     def __init__(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment], ranks: RankGroup) -> None:
         super().__init__(parameters)

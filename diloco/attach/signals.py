@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 
 from diloco.errors import UnsavedError
 
-__all__ = ["leave", "watch"]
-
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # SLURM announces the end of a job with SIGUSR1
 AGAIN_S = 2.0  # schedulers and torchrun send the same signal twice
 WHOLE = ("diloco.attach.attachment", "diloco.attach.swarm", "torch.optim.optimizer")  # what is not left half-done
@@ -42,7 +40,7 @@ def watch(
     """Until the returned function is called, call `interrupt` with each signal; a second one of its kind ends at once.
 
     It says whether the loop may be ended here and now, by `leave` and `SystemExit`. A handler of the program's own
-    stays, unless its signal is in `over`; then it is called first. Without effect outside the main thread.
+    stays, unless its signal is in `over`. Without effect outside the main thread.
     """
     global _process
     watcher = _Watcher(interrupt, leave)

@@ -1,7 +1,4 @@
-"""State as named tensors and JSON, of which a checkpoint is made: the swarm's, an optimizer's, random generators'.
-
-Nothing here needs pickle. The state of optimizers becomes JSON that refers to tensors by their names.
-"""
+"""State as named tensors and JSON, without pickle: the swarm's, an optimizer's, random generators'."""
 
 from __future__ import annotations
 
@@ -24,11 +21,6 @@ from diloco.messages.heads import Book, Head
 from diloco.outer.digest import part_digests
 from diloco.outer.optimizer import OuterState
 from diloco.swarm.node.saved import Saved
-
-__all__ = [
-    "Groups", "Tensors", "flatten_optimizer", "flatten_own", "flatten_swarm", "from_json", "restore_optimizer",
-    "restore_own", "restore_rng", "restore_swarm", "rng_state", "to_json",
-]  # fmt: skip
 
 KERNELS = ("fused", "foreach")  # how a torch optimizer computes a step, not what
 Tensors = dict[str, Tensor]
@@ -103,10 +95,10 @@ def restore_own(
 
 
 def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All ranks: `state_dict()` of any torch optimizer as (named tensors, JSON that refers to them).
+    """All ranks: `state_dict()` of any torch optimizer as (named tensors, which are no copies, JSON that refers to
+    them).
 
-    The tensors are the optimizer's own, not copies: save them before the next step. Sharded ones become whole on
-    rank 0. Raises `TypeError` if the state holds anything else than tensors, containers, numbers, strings and None.
+    Sharded ones become whole on rank 0. Raises `TypeError` for what JSON cannot hold.
     """
     tensors: dict[str, Tensor] = {}
     encoded = to_json(optimizer.state_dict(), "", tensors)
@@ -116,11 +108,9 @@ def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
 def restore_optimizer(
     optimizer: Optimizer, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], key: str = "run.dir"
 ) -> None:
-    """The inverse of `flatten_optimizer`: restores per-parameter state and the hyper-parameters of every group.
+    """The inverse of `flatten_optimizer`; the optimizer may keep the tensors themselves.
 
-    The optimizer keeps the tensors themselves if device and dtype fit: do not use them elsewhere afterwards. Raises
-    `CheckpointError` if the state belongs to another optimizer class or to parameters of other shapes; `key` is what
-    chose the checkpoint.
+    Raises `CheckpointError` for the state of another optimizer or of other shapes; `key` is what chose the checkpoint.
     """
     here, there = (kind_of(optimizer), _shapes(optimizer)), (saved["type"], saved["shapes"])
     if here != there:
@@ -133,9 +123,7 @@ def restore_optimizer(
 
 
 def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The same state, cut like the optimizer's parameters, however many ranks have written it, and for the kernels that
-    compute here: the checkpoint may come from another device.
-    """
+    """The same state, cut like the optimizer's parameters, and for the kernels that compute here."""
     if isinstance(optimizer, CombinedOptimizer):
         return {"parts": [_sharded(*both) for both in zip(optimizer.parts, state["parts"], strict=True)]}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

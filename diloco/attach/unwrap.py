@@ -13,8 +13,6 @@ from diloco.attach.rehearsal import refuse_undoing
 from diloco.attach.schedulers import ScheduledStep
 from diloco.errors import ConfigError
 
-__all__ = ["class_name", "named", "paced", "plain_model", "plain_name", "plain_optimizer"]
-
 # Of torch.compile, of activation checkpoints, and of Lightning's Fabric.
 INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")  # wrap, and change no parameter
@@ -22,10 +20,7 @@ TORCHRUN = "share the model among processes with DistributedDataParallel (torchr
 
 
 def plain_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """The model inside what is around it; of several, one that has them as "0", "1" and so on.
-
-    Raises `ConfigError` for models whose parameters are parts of flat ones: those of FSDP1 and DeepSpeed.
-    """
+    """The model inside what is around it; of several, a list of them. Raises `ConfigError` for FSDP1 and DeepSpeed."""
     if isinstance(model, list | tuple):
         return plain_model(model[0]) if len(model) == 1 else nn.ModuleList(map(plain_model, model))
     while True:
@@ -80,8 +75,7 @@ def class_name(model: nn.Module) -> str:
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose `step()` trains, inside what Accelerate and Lightning put around it; several as one.
 
-    Raises `ConfigError` for DeepSpeed's, for those of Apex with masters, for what is none of torch, and for those that
-    undo what is adopted.
+    Raises `ConfigError` for DeepSpeed's, those with masters, what is none of torch, and what undoes exchanges.
     """
     if isinstance(optimizer, list | tuple):
         parts = [plain_optimizer(one) for one in optimizer]

@@ -201,7 +201,7 @@ class Doctor:
 
     def _memory(self) -> tuple[str, ...]:
         from diloco.cli.volunteer import fit_to_machine
-        from diloco.train.hardware import inspect_machine
+        from diloco.train.memory import inspect_machine
         from diloco.train.speed import step_seconds
 
         machine = inspect_machine(self.config.train.device, self.config.train.threads)

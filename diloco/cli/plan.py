@@ -12,7 +12,7 @@ import click
 from diloco.cli.options import Command, Options, configured
 
 if TYPE_CHECKING:
-    from diloco.train.planning import Exchange, Link
+    from diloco.cli.exchange_cost import ExchangeSize, NetworkLink
 
 __all__ = ["plan"]
 
@@ -41,18 +41,25 @@ def plan(
     reach the target are printed, too.
     """
     config = options.compose()
+    from diloco.cli.exchange_cost import (
+        ExchangeSize,
+        NetworkLink,
+        needed_bits_per_s,
+        needed_sync_every,
+        parse_bandwidth,
+        predict,
+    )
     from diloco.train.memory import memory_rows, parameters_of, sequence_bytes
-    from diloco.train.planning import Exchange, Link, needed_bits_per_s, needed_sync_every, parse_bandwidth, predict
     from diloco.train.speed import step_seconds
 
-    link = Link(parse_bandwidth(bandwidth), latency_ms / 1000)
+    link = NetworkLink(parse_bandwidth(bandwidth), latency_ms / 1000)
     outer = config.outer
     numel = parameters_of(config.model)
     measured = step_s is None
     step_s = step_seconds(config) if step_s is None else step_s
     parallel = outer.method == "data_parallel"
     codecs = ("fp32", "fp32") if parallel else (str(outer.codec_up), str(outer.codec_down))
-    exchange = Exchange.of(outer, numel, config.local.peers)
+    exchange = ExchangeSize.of(outer, numel, config.local.peers)
     needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
     rows = memory_rows(config, exchange.peers)
     report: dict[str, Any] = {
@@ -86,9 +93,9 @@ def _memory(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, link: Link) -> list[str]:
+def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: ExchangeSize, link: NetworkLink) -> list[str]:
+    from diloco.cli.exchange_cost import arithmetic
     from diloco.outer.codecs import codec
-    from diloco.train.planning import arithmetic
 
     numel, step_s, target = report["parameters"], report["step_s"], report["target"]
     sizes = [(name, codec(name).nbytes(numel)) for name in codecs]

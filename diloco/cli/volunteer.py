@@ -24,8 +24,7 @@ from diloco.rundir.files import data_home, exclusive, write_atomic
 from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.libp2p import peer_id_of
 from diloco.train.checkpoint import checkpoints_name
-from diloco.train.hardware import Machine
-from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need
+from diloco.train.memory import Machine, MemoryNeed, fit_micro_batch, memory_need
 
 __all__ = [
     "PeerDirectory",

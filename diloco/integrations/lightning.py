@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from diloco.attach.peer_state import PeerState
+from diloco.attach.saved import PeerState
 from diloco.attach.schedulers import ScheduledStep
 from diloco.attach.swarm import Attachment
 from diloco.errors import ConfigError

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco.attach.data_shard import ActivePeers, shard
-from diloco.attach.peer_state import PeerState
 from diloco.attach.ranks import RankGroup
+from diloco.attach.saved import PeerState
 from diloco.attach.sharded import restored_after
 from diloco.attach.state_io import Groups
 from diloco.attach.swarm import Attachment, Swarm
@@ -49,7 +49,7 @@ class Membership:
         Swarm(**self._settings)  # complains now, and not after the data is there
         self.attachment: Attachment | None = None
         self.swarm: Swarm | None = None
-        self._living: ActivePeers | None = None
+        self._active: ActivePeers | None = None
         self._tokens: list[Tensor | int] = []  # of the micro-batches of the coming step
         self._pause = ExitStack()
 
@@ -72,11 +72,10 @@ class Membership:
         check_processes(processes)
         place = directory / FOLDER
         swarm = self.swarm = Swarm(**{"identity": place / "identity.key", **self._settings})
-        swarm._take_over()
+        swarm.take_over()
         if "identity" not in self._settings and RankGroup.rank_and_size()[0] == 0:
-            swarm._held.enter_context(exclusive(place, KEY))
-        swarm._ends_loop, swarm._over, swarm._remedy = False, self.over, {"remedy": self.remedy}
-        swarm._living = self._living  # of a share of a stream that was taken before there was a swarm
+            swarm.hold(exclusive(place, KEY))
+        swarm.in_trainer(self.over, self.remedy, self._active)
         try:
             self.attachment = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved).open()
         except BaseException:
@@ -93,13 +92,13 @@ class Membership:
 
     def shard(self, dataset: Any, index: int | None, of: int | None) -> Any:
         """As `Swarm.shard`, before there is a swarm: of a stream, or a part of anything."""
-        living = self._living = self._living or ActivePeers()
+        active = self._active = self._active or ActivePeers()
         if index is None and of is None and hasattr(dataset, "__len__"):
             raise ConfigError(
                 f"shard({type(dataset).__name__}): it has a length, so the callback gives each peer its own order; "
                 "pass it to the trainer as it is"
             )
-        return shard(dataset, lambda: 0, lambda: living, index, of)
+        return shard(dataset, lambda: 0, lambda: active, index, of)
 
     def order(self, loaders: Sequence[Any], epoch: int) -> bool:
         """Give this peer an order of the training data of its own, and say so, or what to do; whether there is one. All
@@ -108,11 +107,11 @@ class Membership:
         assert self.swarm is not None
         seed = self.swarm.seed
         without = [loader for loader in loaders if not order_by_(loader, seed, epoch)]
-        if self._living is None:
+        if self._active is None:
             for loader in without:
-                self.swarm._voice.say(remedy(loader))
+                self.swarm.say(remedy(loader))
         if own := len(without) < len(loaders):
-            self.swarm._voice.say(f"this peer reads its data in an order of its own (seed {seed})")
+            self.swarm.say(f"this peer reads its data in an order of its own (seed {seed})")
         return own
 
     def figures(self) -> dict[str, float]:

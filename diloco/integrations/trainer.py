@@ -14,7 +14,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from diloco.attach.peer_state import PeerState
+from diloco.attach.saved import PeerState
 from diloco.attach.swarm import Attachment
 from diloco.errors import CheckpointError, ConfigError
 from diloco.integrations.batches import check_has_batches

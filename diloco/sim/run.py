@@ -37,7 +37,7 @@ from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
-from diloco.train.checkpoint import Session
+from diloco.train.checkpoint import RunCheckpoints
 
 __all__ = ["Simulated", "Simulation", "simulate"]
 
@@ -232,7 +232,7 @@ class Simulation:
             peer.sync = sync = swarm.attach(model, optimizer, ranks=self.ranks, phases=phases)
             trainer = SimTrainer(
                 config, self.ranks, model, model, optimizer, paced, self.holdout,
-                sync, Session(config), phases, log, lambda message: self.listen(self._message(peer, message)),
+                sync, RunCheckpoints(config), phases, log, lambda message: self.listen(self._message(peer, message)),
                 self.dataset.tokenizer, evaluated=self.evaluated,
             )  # fmt: skip
             with sync:

@@ -13,8 +13,6 @@ from pathlib import Path
 from diloco.config import Start, compose
 from diloco.errors import ConfigError, end_process, guard, in_utf8
 
-__all__: list[str] = []
-
 
 def peer(arguments: list[str]) -> int:
     """One peer with these settings, to its end; the exit code."""

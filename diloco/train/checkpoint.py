@@ -27,8 +27,6 @@ from diloco.rundir.checkpoint import BackgroundWriter, CheckpointStore, copied
 from diloco.rundir.files import check_same_run, write_atomic
 from diloco.train.data_parallel import DataParallel
 
-__all__ = ["Session", "checkpoints_name", "identity_path", "write_address"]
-
 Sync = Attachment | DataParallel
 
 
@@ -52,16 +50,15 @@ def checkpoints_name(config: Config) -> str:
     return "rank0" if config.outer.method == "data_parallel" else config.run.name or "peer"
 
 
-class Session:
-    """One peer's checkpoints in a run directory.
+class RunCheckpoints:
+    """One peer's checkpoints in a run directory; a corrupt one is skipped for the one before it.
 
-    A corrupt checkpoint is skipped for the one before it, with a warning. One of another run (the manifests differ in
-    more than the budget, which may be extended) raises `CheckpointError` that names the keys.
+    Raises `CheckpointError` for those of another run (more differs than the budget).
 
     Attributes:
-        saved_version: outer step of the checkpoint from which this session goes on, then of the newest; -1 without one.
-        skipped: which newer checkpoints this session could not use, and why.
-        seconds, traffic: wall time per phase, and bytes sent and received, in the sessions before this one.
+        saved_version: outer step of the checkpoint that this peer goes on from, then of the newest; -1 without one.
+        skipped: which newer checkpoints could not be used, and why.
+        seconds, traffic: wall time per phase, and bytes sent and received, up to that checkpoint.
         loss_scale: what `LossScale` goes on from; empty without fp16. Set it before `save`.
     """
 
@@ -84,17 +81,13 @@ class Session:
         self.traffic = sent, received
         self.loss_scale = found.state.get("loss_scale", ())
 
-    def outer(self) -> Saved | None:
+    def swarm(self) -> Saved | None:
         """Where the swarm side goes on; call it before `restore`."""
-        if self._checkpoint is None:
-            return None
-        return restore_swarm(self._checkpoint.tensors, self._checkpoint.state)
+        found = self._checkpoint
+        return None if found is None else restore_swarm(found.tensors, found.state)
 
     def restore(self, sync: Sync, model: nn.Module, optimizer: Optimizer, stream: Stream) -> None:
-        """Restore everything but the swarm's part; call it before `sync` is entered.
-
-        The checkpoint is released then: while its files are mapped, their space stays in use after they are deleted.
-        """
+        """Restore everything but the swarm's part, before `sync` is entered; then the files are released."""
         if self._checkpoint is None:
             return
         state, tensors = self._checkpoint.state, self._checkpoint.tensors
@@ -105,9 +98,8 @@ class Session:
         if isinstance(sync, DataParallel):
             sync.version, sync.applied_tokens = state["version"], state["applied_tokens"]
             sync.inner_step = sync.steps - sync.version * sync.target_steps  # it may have ended within a cycle
-            saved = tensors["anchor"]
             for name, parameter in model.named_parameters():
-                load_rows_(parameter, saved[name])
+                load_rows_(parameter, tensors["anchor"][name])
 
     def save(
         self,
@@ -117,13 +109,13 @@ class Session:
         stream: Stream,
         seconds: PhaseSeconds,
         traffic: Sequence[int],
-        leads: bool = True,
+        is_rank0: bool = True,
         background: bool = False,
     ) -> None:
-        """All ranks: have rank 0, which `leads`, write a checkpoint of the last outer boundary, unless there is one.
+        """All ranks: have rank 0 write a checkpoint of the last outer boundary, unless there is one.
 
-        In the `background` it is written from copies while training goes on; call `written` before the next one. Unsent
-        tokens count as discarded there (see `PeerState.of`). In data parallel it is that of the last inner step.
+        In the `background` it is written from copies; call `written` before the next one. In data parallel it is that
+        of the last inner step.
         """
         if sync.version == self.saved_version:
             return
@@ -132,10 +124,10 @@ class Session:
                 parameters = {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
                 swarm: Groups = {"anchor": parameters, "outer": {}, "residual": {}}
                 swarm_json = {"version": sync.version, "applied_tokens": sync.applied_tokens}
-            elif leads:
+            elif is_rank0:
                 swarm, swarm_json = flatten_swarm(stack.enter_context(sync.checkpointing()))
             own, own_json = flatten_own(optimizer)
-            if not leads:
+            if not is_rank0:
                 return
             state: dict[str, Any] = {
                 "manifest": self.config.manifest().to_json(),

@@ -19,8 +19,6 @@ from diloco.attach.sharded import full_tensor
 from diloco.outer.digest import digest_of
 from diloco.rundir.summary import PhaseTimer
 
-__all__ = ["DataParallel"]
-
 
 class DataParallel:
     """The same methods as `Attachment`, for the training loop. If one process dies, all end."""

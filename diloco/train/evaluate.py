@@ -15,13 +15,11 @@ from diloco.attach.ranks import RankGroup
 from diloco.data import Tokenizer
 from diloco.errors import ConfigError, DataError, DivergedError
 
-__all__ = ["EvalResult", "evaluate", "generate", "prompt_tokens"]
-
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Mean cross entropy in nats per predicted token, of which there are T - 1 in each sequence; exp of it, infinite
-    where that overflows; and the loss per byte of text, for models with different tokenizers; None without a tokenizer.
+    """Mean cross entropy in nats per predicted token (T - 1 in a sequence), its exp, and bits per byte with a
+    tokenizer.
     """
 
     loss: float
@@ -40,9 +38,7 @@ def evaluate(
 ) -> EvalResult:
     """The loss of `model` on the sequences `holdout`, (N, T) int64, of which each rank computes a part.
 
-    Deterministic: no dropout, no randomness, sums in float64. Another `batch_size` may change the last digits. The
-    training or evaluation mode of every module is as before afterwards. Call it under `torch.autocast` to evaluate in
-    bf16. Raises `DivergedError` if the loss is not finite, `ConfigError` without sequences.
+    Deterministic, sums in float64. Raises `DivergedError` if the loss is not finite, `ConfigError` without sequences.
     """
     assert holdout.ndim == 2, tuple(holdout.shape)
     if not len(holdout):
@@ -74,9 +70,8 @@ def generate(
 ) -> str:
     """The text that `model` writes after `prompt`, without it, until the end of the document or `max_new_tokens`.
 
-    Temperature 0 takes the likeliest token each time. An empty prompt begins a document. The same arguments give the
-    same text on the same machine; the global RNG is left as it was. Raises `ConfigError` if the prompt and the new
-    tokens do not fit the model's positions, or a value is out of range.
+    Temperature 0 takes the likeliest token. The same arguments give the same text; the global RNG is left as it was.
+    Raises `ConfigError` if the tokens do not fit the model's positions, or a value is out of range.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens: {max_new_tokens} is too small; expected at least 1")
@@ -106,9 +101,7 @@ def generate(
 def prompt_tokens(
     model: Any, tokenizer: Tokenizer, prompt: str, more: int, keys: tuple[str, str] = ("prompt", "max_new_tokens")
 ) -> list[int]:
-    """The tokens of a prompt. Raises `ConfigError`, with `keys` for it and for the `more` tokens that are to follow, if
-    the tokenizer cannot encode it, or the model lacks a token, or positions for all.
-    """
+    """The tokens of a prompt. Raises `ConfigError` with `keys` for it and for the `more` tokens that are to follow."""
     try:
         tokens = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0].tolist() or [tokenizer.end or 0]
     except DataError as error:

@@ -27,8 +27,6 @@ from diloco.swarm.wire.gate import observer_gate
 from diloco.train import start_files
 from diloco.train.checkpoint import identity_path, write_address
 
-__all__ = ["Host"]
-
 
 class Host:
     """A swarm `node` over parameters that it does not train. On leaving it names others as authors of its fragments.
@@ -87,9 +85,8 @@ class Host:
         return self._view.address
 
     def is_over(self) -> bool:
-        """Whether the run's budget is used up, and no peer that trains is left. Ask at least once a second.
-
-        The last version may not have come here when its peers leave; then their word counts that they are done.
+        """Whether the run's budget is used up, and no peer that trains is left. Ask at least once a second: the last
+        version may not come here when its peers leave; then their word counts.
         """
         core, tip = self.node.core.facts, self.node.core.facts.control.tip.head
         self.manifest = raised(self.manifest, core.planned)

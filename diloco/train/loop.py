@@ -1,7 +1,6 @@
 """The training loop. The algorithm is attached to it, not written into it: `optimizer.step()` exchanges.
 
-Learning rate and end of the run follow what the swarm has applied, never a local counter. A peer that joins late
-therefore has the learning rate of the others from its first step, and all end together.
+Learning rate and end of the run follow what the swarm has applied, never a local counter, so all end together.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from torch import Tensor, nn
 from diloco import model as models
 from diloco.attach.devices import empty_cache, forked_random, peak_memory
 from diloco.attach.ranks import RankGroup
-from diloco.attach.schedulers import swarm_steps
 from diloco.attach.sharded import full_tensor
-from diloco.config import BudgetConfig, Config, InnerConfig
+from diloco.config import Config
 from diloco.config.manifest import raised
 from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
@@ -32,12 +30,11 @@ from diloco.rundir.metrics import RunLog
 from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Message, Notice, Status
 from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary, Tokens, write_contributions
-from diloco.train.checkpoint import Session, Sync
+from diloco.train.checkpoint import RunCheckpoints, Sync
 from diloco.train.evaluate import evaluate, generate, prompt_tokens
+from diloco.train.learning_rate import learning_rate
 from diloco.train.precision import LossScale, autocast
 from diloco.train.speed import token_share
-
-__all__ = ["Trainer", "learning_rate"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +43,7 @@ REPORT_EVERY_S = 0.5
 
 @dataclass
 class Trainer:
-    """The training loop of one rank; the backward pass of `wrapped`, unlike that of `model`, averages over the ranks.
-
-    It raises `DivergedError` when a loss is not finite. A checkpoint that cannot be written is a warning and an event.
-    """
+    """The training loop of one rank; the backward pass of `wrapped`, not that of `model`, averages over ranks."""
 
     config: Config
     ranks: RankGroup
@@ -59,7 +53,7 @@ class Trainer:
     stream: Stream
     holdout: Tensor
     sync: Sync
-    session: Session
+    checkpoints: RunCheckpoints
     phases: PhaseTimer
     log: RunLog
     tell: Callable[[Message], None]
@@ -68,7 +62,9 @@ class Trainer:
     eval_loss: float | None = None
     _losses: list[Tensor] = field(default_factory=list)
     _loss: float | None = None
+    _shown_loss: float | None = None
     _norm: Any = None  # of the last step's gradient, before it was clipped
+    _pace: float = 0.0  # tokens per second, of the whole peer
     _told_at: float = 0.0
     _boundary_version: int = 0
     _saved_version: int = 0  # the newest boundary for which a checkpoint was begun
@@ -78,26 +74,24 @@ class Trainer:
     _accounted: tuple[int, float] = (0, 0.0)  # the swarm's, at the last outer step
     _anchors: dict[str, str] = field(default_factory=dict)
     _micro_batch: int | None = None  # rows that fit the memory at a time, once some did not
-    _tried: int | None = None  # rows at a time that fit all ranks of a peer
-    _pace: float = 0.0  # tokens per second, of the whole peer
-    _shown_loss: float | None = None
+    _tried: int | None = None  # rows at a time that fit all ranks
 
     def __post_init__(self) -> None:
         # In data parallel only rank 0 is told to lead, and all evaluate with it.
         [lead] = self.ranks.broadcast_floats([self.config.run.lead])
         self.lead = bool(lead)
         keys = ("eval.prompts", "eval.prompt_tokens")
-        for prompt in self.config.eval.prompts if self.ranks.is_rank0 else ():
+        for prompt in self.config.eval.prompts if self.ranks.is_rank0 else ():  # is there room for it?
             prompt_tokens(self.model, self.tokenizer, prompt, self.config.eval.prompt_tokens, keys)
         self._scale = LossScale(self.config, self.ranks)
-        self._ranks = 1 if self.config.outer.method == "data_parallel" else self.ranks.size
+        self._ranks_of_batch = 1 if self.config.outer.method == "data_parallel" else self.ranks.size
         self._token_share = token_share(self.model, self.config.data.sequence_length, self.ranks.device)
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
         self._follow_plan()
         config, sync = self.config, self.sync
-        self._scale.restore(self.session.loss_scale)
+        self._scale.restore(self.checkpoints.loss_scale)
         if self.lead and config.eval.every and sync.version == 0:
             self.evaluate()  # where the curve begins
         began_s = self.phases.seconds().total
@@ -107,8 +101,7 @@ class Trainer:
             lr = learning_rate(sync, config.inner, self.config.budget, config.outer.sync_every)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            batch = next(self.stream)  # (B / ranks, T), this rank's part of the peer's
-            self._inner_step(batch)
+            self._inner_step(next(self.stream))  # (B / ranks, T), this rank's part of the peer's batch
             self._report(lr)
             if sync.exchanged:
                 self._boundary()
@@ -118,7 +111,9 @@ class Trainer:
     def _follow_plan(self) -> None:
         """All ranks: the run is as long as the swarm says, where peers have been told different budgets."""
         plan = [0, 0, 0] if self.sync.view is None else list(self.sync.view.node.core.facts.planned)
-        self.config = self.session.config = raised(self.config, self.ranks.broadcast_floats(plan))
+        self.config = self.checkpoints.config = raised(self.config, self.ranks.broadcast_floats(plan))
+
+    # -- an inner step ------------------------------------------------------------------------------------------------
 
     def _inner_step(self, batch: Tensor) -> None:
         """All ranks: forward, backward, clip, step. The optimizer's hook exchanges with the swarm."""
@@ -126,9 +121,12 @@ class Trainer:
         self._scale.unscale_(self.model)
         self._norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
         if self._scale.skips(self._norm):
-            self._skip_step()
+            # Without gradients the step changes neither parameters nor moments, and its hook still fires.
+            self.optimizer.zero_grad(set_to_none=True)
+            skipped, scale = self._scale.skipped_steps, self._scale.scale
+            self._event("step_skipped", inner_step=self.sync.steps + 1, skipped=skipped, scale=scale)
         self._losses.append(loss)
-        self.sync.count(batch.numel() * self._ranks)
+        self.sync.count(batch.numel() * self._ranks_of_batch)
         done = self.sync.inner_step + 1
         if done % self.config.train.log_every == 0 or done >= self.sync.target_steps:
             self._check_losses()
@@ -137,18 +135,14 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _skip_step(self) -> None:
-        """Without gradients the step that follows changes neither parameters nor moments, and its hook still fires."""
-        self.optimizer.zero_grad(set_to_none=True)
+    def _event(self, kind: str, **fields: Any) -> None:
         if self.ranks.is_rank0:
-            skipped, scale = self._scale.skipped_steps, self._scale.scale
-            self.log.event("step_skipped", inner_step=self.sync.steps + 1, skipped=skipped, scale=scale)
+            self.log.event(kind, **fields)
 
     def _gradients(self, rows: Tensor) -> Tensor:
         """The loss of this rank's rows, whose gradients are accumulated over as many parts as memory asks for.
 
-        A part that does not fit the accelerator's memory is halved for the rest of the run, on all ranks. When one
-        sequence does not fit, `ConfigError` ends the run.
+        A part that does not fit is halved for the rest of the run, on all ranks.
         """
         alone = self.ranks.size == 1
         while True:
@@ -179,14 +173,10 @@ class Trainer:
         self._micro_batch = part // 2
         self.optimizer.zero_grad(set_to_none=True)
         empty_cache(self.ranks.device)
-        if self.ranks.is_rank0:
-            self.log.event("micro_batch", sequences=self._micro_batch)
+        self._event("micro_batch", sequences=self._micro_batch)
 
     def _fits_all(self, rows: Tensor) -> bool:
-        """Whether so many rows at a time fit the memory of all ranks; they find out before one waits for another.
-
-        Sharded layers are gathered from all ranks, so where memory is short there, the run ends.
-        """
+        """Whether so many rows at a time fit the memory of all ranks; where sharded layers do not, the run ends."""
         fits = True
         with forked_random(self.ranks.device):
             try:
@@ -227,8 +217,10 @@ class Trainer:
             )
         self.sync.report(self._loss)
 
+    # -- after an exchange --------------------------------------------------------------------------------------------
+
     def _boundary(self) -> None:
-        """After an exchange: account for it, and once in a while evaluate the anchor and write a checkpoint."""
+        """Account for an exchange, and once in a while evaluate the anchor and write a checkpoint."""
         self._follow_plan()
         config, sync = self.config, self.sync
         if self.ranks.is_rank0:
@@ -247,13 +239,10 @@ class Trainer:
         self._boundary_version = sync.version
 
     def _passed(self, every: int, since: int) -> bool:
-        """Whether a multiple of `every` was reached after version `since`; without a barrier, some are skipped."""
-        return every > 0 and self.sync.version // every > since // every
+        return every > 0 and self.sync.version // every > since // every  # without a barrier, some are skipped
 
     def _account(self) -> None:
-        """One line per outer step: seconds and bytes so far, the anchors, and how many peers are connected, train, and
-        contributed to the newest version.
-        """
+        """One line per outer step: seconds and bytes so far, the anchors, who is there and who contributed."""
         figures: dict[str, Any] = {"bytes_sent": self.traffic()[0]}
         if self.sync.view is not None:
             anchors = self.sync.view.anchors()  # only those that moved since the line before: lines must stay short
@@ -302,34 +291,37 @@ class Trainer:
             view.look(lambda node: node.recorder.add_samples(version, written))
 
     def save(self, background: bool = False) -> None:
-        """All ranks: write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises
-        `CheckpointError` when the checkpoint cannot be written, and `ConfigError` when the other file cannot.
-
-        In the `background` training goes on meanwhile. Where the disk is behind, the next boundary gets the checkpoint.
+        """All ranks: write a checkpoint of the last boundary, in the `background` while training goes on. Where the
+        disk is behind, the next boundary gets it. Raises `CheckpointError`, or `ConfigError` for
+        `contributions.csv`.
         """
-        session = self.session
-        [behind] = self.ranks.broadcast_floats([background and session.writing])
+        checkpoints = self.checkpoints
+        [behind] = self.ranks.broadcast_floats([background and checkpoints.writing])
         if behind:
             if not self._behind:  # a slow disk stays slow for long
                 logger.warning("the disk is behind: outer step %d gets no checkpoint", self.sync.version)
             self._behind = True
             self.log.event("checkpoint_skipped", version=self.sync.version)
             return
-        version, self._saved_version = session.saved_version, self.sync.version
-        error = session.written()
+        version, self._saved_version = checkpoints.saved_version, self.sync.version
+        error = checkpoints.written()
         if error is not None:
             self._not_saved(version, error)
-        [saved] = self.ranks.broadcast_floats([session.saved_version])
-        session.saved_version, session.loss_scale = int(saved), self._scale.state
-        session.save(
-            self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic(),
-            self.ranks.is_rank0, background,
-        )  # fmt: skip
+        [saved] = self.ranks.broadcast_floats([checkpoints.saved_version])
+        checkpoints.saved_version, checkpoints.loss_scale = int(saved), self._scale.state
+        seconds, traffic, is_rank0 = self.phases.seconds(), self.traffic(), self.ranks.is_rank0
+        checkpoints.save(self.sync, self.model, self.optimizer, self.stream, seconds, traffic, is_rank0, background)
         if self._unsaved and (error is None or not background):
             logger.warning("checkpoints are written again, after %d that could not be", self._unsaved)
             self._unsaved = 0
         if self.config.run.lead and self.sync.view is not None:
             write_contributions(self.config.run.dir / "contributions.csv", self.sync.view.contributions())
+
+    def _not_saved(self, version: int, error: ConfigError) -> None:
+        self._unsaved += 1
+        if self._unsaved == 1:  # a full disk stays full for long
+            logger.warning("%s", error)
+        self.log.event("checkpoint_failed", version=version, why=str(error))
 
     def push(self, final: bool = False) -> None:
         """All ranks: push the anchor, from a copy, while training goes on."""
@@ -340,15 +332,11 @@ class Trainer:
             if self.pusher is not None:
                 self.pusher.begin(self.sync.version, state, final)
 
-    def _not_saved(self, version: int, error: ConfigError) -> None:
-        self._unsaved += 1
-        if self._unsaved == 1:  # a full disk stays full for long
-            logger.warning("%s", error)
-        self.log.event("checkpoint_failed", version=version, why=str(error))
+    # -- what others see ----------------------------------------------------------------------------------------------
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received by this peer, over all its sessions."""
-        sent, received = self.session.traffic
+        sent, received = self.checkpoints.traffic
         if self.sync.view is None:
             return sent, received
         here = self.sync.view.node.traffic
@@ -362,7 +350,7 @@ class Trainer:
             (tokens, at), spent = self._logged, self.phases.seconds().total
             pace = (self.sync.tokens - tokens) / max(spent - at, 1e-9)
             self._logged = (self.sync.tokens, spent)
-            mfu = None if self._token_share is None else pace * self._token_share / self._ranks
+            mfu = None if self._token_share is None else pace * self._token_share / self._ranks_of_batch
             memory = peak_memory(self.ranks.device)
             self._log(loss=self._loss, lr=lr, grad_norm=self._norm, tokens_per_s=pace, mfu=mfu, **memory)
             self._pace, self._shown_loss, self._loss = pace, self._loss, None
@@ -373,16 +361,13 @@ class Trainer:
     def status(self, state: str) -> Status:
         """This peer's state and figures, for its supervisor or a live table."""
         sync, (sent, received) = self.sync, self.traffic()
+        shared = ("version", "inner_step", "target_steps", "exchanged", "tokens")
         return Status(
+            **{name: getattr(sync, name) for name in shared},
             state=state,
-            version=sync.version,
             outer_steps=self.config.budget.outer_steps,
-            inner_step=sync.inner_step,
-            target_steps=sync.target_steps,
-            exchanged=sync.exchanged,
             loss=self._shown_loss,
             eval_loss=self.eval_loss,
-            tokens=sync.tokens,
             discarded=sync.discarded_tokens,
             tokens_per_s=round(self._pace, 1),
             bytes_sent=sent,
@@ -417,35 +402,3 @@ class Trainer:
             takeovers=view.node.core.facts.takeovers if view else 0,
             contributions=view.contributions() if view else (),
         )
-
-
-def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:
-    """Learning rate of the coming inner step: linear warm-up, then the rest of the schedule over the present budget.
-
-    Progress is the largest part of any limit of the budget that is used up. Tokens count when they are applied; during
-    the warm-up, which may be over before the first exchange, this peer's own count at once.
-    """
-    step, warmup = swarm_steps(clock, sync_every), inner.warmup_steps
-    if warmup >= 1:
-        risen = (step + 1) / warmup
-    else:
-        risen = _progress(budget, sync_every, step + 1, max(1, clock.applied_tokens + clock.unsent_tokens))
-        risen = risen / warmup if warmup else 1.0
-    if risen < 1:
-        return inner.peak_lr * risen
-    if inner.schedule == "constant":
-        return inner.peak_lr
-    if warmup >= 1:  # as a part of the run, if the run is so many steps
-        warmup = 0.0 if budget.outer_steps is None else warmup / (budget.outer_steps * sync_every)
-    begins = max(warmup, 1 - inner.decay_ratio) if inner.schedule == "wsd" else warmup
-    progress = (_progress(budget, sync_every, step, clock.applied_tokens) - begins) / max(1 - begins, 1e-9)
-    progress = min(1.0, max(0.0, progress))
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if inner.schedule == "cosine" else 1 - progress
-    return inner.peak_lr * (inner.final_lr_ratio + (1 - inner.final_lr_ratio) * left)
-
-
-def _progress(budget: BudgetConfig, sync_every: int, steps: int, tokens: int) -> float:
-    """The part of the run that is over after so many inner steps of a peer and so many tokens of all."""
-    by_steps = 0.0 if budget.outer_steps is None else steps / (budget.outer_steps * sync_every)
-    by_tokens = 0.0 if budget.tokens is None else tokens / budget.tokens
-    return max(by_steps, by_tokens)

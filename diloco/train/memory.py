@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,10 +28,8 @@ from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS
-from diloco.train.hardware import GIB, Machine, machine_at
 
-__all__ = ["MemoryNeed", "Row", "fit_micro_batch", "fitted", "memory_need", "memory_rows", "parameters_of"]
-
+GIB = 2**30
 FP32 = 4
 TOKEN_BYTES = 8  # of a batch, which lies in main memory whole
 LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """A line of the table: bytes on the `device`, in `main` memory, or in main memory that is `spare`: without it
-    training goes on, slower. A line without `per_parameter` does not depend on the size of the model.
+    """A line of the table: bytes on the `device`, in `main` memory, or `spare`, without which training is slower. One
+    without `per_parameter` does not depend on the size of the model.
     """
 
     what: str
@@ -71,9 +71,8 @@ class MemoryNeed:
 def memory_rows(
     config: Config, peers: int, num_ranks: int = 1, sharded: bool = False, accelerator: bool | None = None
 ) -> list[Row]:
-    """The table for a peer of a swarm of so many, without activations, on an accelerator or the CPU; by default on what
-    this machine has. Each of its `num_ranks` has all parameters, or rows of them if `sharded`. `train.precision=auto`
-    is that of most accelerators. Raises `ConfigError` as `diloco.model.build`.
+    """The table for a peer of a swarm of so many, without activations, by default on what this machine has. Each of its
+    `num_ranks` has all parameters, or rows of them if `sharded`. Raises `ConfigError` as `diloco.model.build`.
     """
     accelerator = bool(devices.count_devices()[1]) if accelerator is None else accelerator
     config = _resolved(config, "bf16" if accelerator else "fp32")
@@ -161,10 +160,7 @@ def _outline(settings: ModelConfig) -> nn.Module:
 def memory_need(
     config: Config, machine: Machine, peers: int | None = None, num_ranks: int = 1, sharded: bool = False
 ) -> MemoryNeed:
-    """Memory for training this configuration, with its precision. Without `peers` there is one for each fragment.
-
-    Raises `ConfigError` as `diloco.model.build` does.
-    """
+    """Memory for training this configuration, with its precision. Without `peers` there is one for each fragment."""
     config = _resolved(config, machine.precision)
     rows = memory_rows(config, peers or config.outer.fragments, num_ranks, sharded, machine.device.type != "cpu")
     on_device, in_main, spare = (
@@ -186,8 +182,8 @@ def sequence_bytes(config: Config) -> float:
 
 
 def fit_micro_batch(need: MemoryNeed, machine: Machine, batch_size: int) -> int:
-    """The number of sequences to compute at a time: the batch in the fewest equal parts that fit the memory. Raises
-    `ConfigError` if not even one sequence fits; the text says how much memory is missing, and what would fit.
+    """The sequences to compute at a time: the batch in the fewest equal parts that fit; `ConfigError` if not even one
+    does.
     """
     rooms = [(machine.device_bytes, need.device_bytes, str(machine.device))]
     if machine.shared:
@@ -212,11 +208,9 @@ def _too_small(need: MemoryNeed, wanted: float, free: float, where: str) -> Conf
     )
 
 
-def fitted(config: Config, ranks: RankGroup) -> Config:
-    """All ranks: the configuration with a micro-batch that fits the memory of all of them, if none is set. Checkpoints
-    are not written in the background where there is no room for a copy.
-
-    Raises `ConfigError` on rank 0 if one rank has no room for a single sequence.
+def fit_to_memory(config: Config, ranks: RankGroup) -> Config:
+    """All ranks: the configuration with a micro-batch that fits the memory of all, if none is set. Checkpoints are not
+    written in the background where there is no room for a copy. Raises `ConfigError` if not one sequence fits.
     """
     alone = config.outer.method == "data_parallel"  # with a batch of its own
     rows = max(1, config.inner.batch_size // (1 if alone else ranks.size))
@@ -240,3 +234,66 @@ def fitted(config: Config, ranks: RankGroup) -> Config:
         return config
     train = config.train.model_copy(update={"micro_batch": micro_batch})
     return config.model_copy(update={"train": train})
+
+
+# -- this machine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine: the device, and the free bytes on it and in main memory (equal if the device is the CPU)."""
+
+    device: torch.device
+    name: str
+    threads: int
+    device_bytes: float
+    main_bytes: float
+    precision: devices.Precision  # native
+
+    @property
+    def shared(self) -> bool:
+        """Whether the device uses main memory."""
+        return self.device.type in ("cpu", "mps")
+
+
+def inspect_machine(device: str, threads: int | None = None) -> Machine:
+    """This machine with its present load; `ConfigError` if it lacks `device`, a value of train.device."""
+    return machine_at(devices.pick_device(device), threads)
+
+
+def machine_at(device: torch.device, threads: int | None = None) -> Machine:
+    """The same for a device that this process has already."""
+    cores, main, native = _cores(), free_memory(), devices.native_precision(device)
+    if device.type != "cpu":
+        free = devices.free_bytes(device)
+        return Machine(device, devices.name_of(device), threads or cores, free, main, native)
+    idle = max(1, cores // 2, round(cores - os.getloadavg()[0]))
+    return Machine(device, "CPU", threads or min(cores, idle), main, main, native)
+
+
+def _cores() -> int:
+    """Cores that the affinity of this process and the quota of its container allow."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max 1").partition(" ")
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period or 100_000)))
+
+
+def free_memory() -> float:
+    """Bytes of main memory that the kernel has left and that the limit of this container allows."""
+    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # where the kernel does not say more
+    for line in (_read("/proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = float(line.split()[1]) * 1024
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit and used and limit.isdigit() and used.isdigit():
+        lines = (_read("/sys/fs/cgroup/memory.stat") or "").splitlines()
+        cache = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file")), 0)
+        free = min(free, int(limit) - int(used) + cache)  # the kernel drops caches before it refuses memory
+    return free
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text("utf-8").strip()
+    except OSError:
+        return None

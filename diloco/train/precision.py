@@ -22,8 +22,6 @@ from diloco.config import Config
 from diloco.errors import ConfigError, DivergedError
 from diloco.model.forward import choose_attention_, compile_layers_, never_wait_for_masks, recompute_layers_
 
-__all__ = ["LossScale", "autocast", "precision_of", "prepare_"]
-
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler
 
 
@@ -40,9 +38,7 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str, object]:
-    """Have the model's layers and the process compute as `train.` says. Call it before `RankGroup.wrap`. Returns what
-    was chosen, for the log; raises `ConfigError` for what this machine or model does not have.
-    """
+    """Have the model compute as `train.` says, before `RankGroup.wrap`; returns what was chosen, for the log."""
     settings, precision = config.train, precision_of(config, device)
     if settings.attention.startswith("flash") and (device.type != "cuda" or precision == "fp32"):
         raise ConfigError(
@@ -64,11 +60,10 @@ def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str
 class LossScale:
     """The factor by which an fp16 loss is multiplied, or small gradients would be rounded to zero (Micikevicius et al.
     2018, arXiv:1710.03740, section 3.2). It halves when gradients overflow, and doubles after `GROWTH_STEPS` steps
-    without. In other precisions nothing is scaled, and no call does anything.
+    without.
 
-    A step whose gradients overflow is skipped by all ranks of a peer. It still counts as an inner step with its
-    tokens: they were read, and peers of a run must not differ in when they exchange. `DivergedError` is raised when
-    gradients are not finite even unscaled. The scale is this peer's own, and `state` goes into its checkpoints.
+    All ranks skip a step whose gradients overflow; it counts as an inner step, as its tokens were read. `DivergedError`
+    is raised when gradients are not finite even unscaled.
     """
 
     def __init__(self, config: Config, ranks: RankGroup) -> None:

@@ -1,8 +1,7 @@
-"""One peer's run from configuration to summary: what is built, in which order, and what is left behind."""
+"""One peer's run from configuration to summary, from top to bottom: ranks, data, model, optimizer, swarm, loop, end."""
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import threading
@@ -34,15 +33,11 @@ from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, s
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
 from diloco.swarm.wire.identity import identity_number
 from diloco.train import start_files
-from diloco.train.checkpoint import Session, Sync, checkpoints_name, identity_path, write_address
+from diloco.train.checkpoint import RunCheckpoints, Sync, checkpoints_name, identity_path, write_address
 from diloco.train.data_parallel import DataParallel
 from diloco.train.loop import Trainer
-from diloco.train.memory import fitted
+from diloco.train.memory import fit_to_memory
 from diloco.train.precision import precision_of, prepare_
-
-__all__ = ["run"]
-
-logger = logging.getLogger(__name__)
 
 Tell = Callable[[Message], None]
 
@@ -52,33 +47,18 @@ ARRIVAL_EVERY_S = 0.2
 def run(config: Config, listen: Listener) -> Summary:
     """Train as one peer until the budget is used up, or until Ctrl+C.
 
-    Leaves in the run directory: config.yaml, manifest.json, metrics, events, checkpoints, and from the peer that leads
-    contributions.csv, model/, loss.png and summary.json. Raises `DilocoError`, one line for the user, if anything else
-    ends the run early; the last checkpoint is good then.
+    Raises `DilocoError`, one line for the user, if anything else ends the run early; the last checkpoint is good then.
     """
     ranks = RankGroup.from_environment(config.train.device, config.train.parallel)
     try:
-        with ranks.report_lost_rank():
-            own = ("run.", "data.shard", "train.device")  # which `diloco local` gives each process in data parallel
-            settings = flatten(config.model_dump(mode="json"))
-            alike = {key: value for key, value in settings if not key.startswith(own)}
-            # `auto` may be another precision on another device, and a loss is scaled on all ranks or on none.
-            ranks.check_same({**alike, "train.precision": precision_of(config, ranks.device)})
-            if config.outer.method == "diloco" and config.inner.batch_size % ranks.size:
-                ranks.refuse(
-                    f"inner.batch_size={config.inner.batch_size} cannot be shared evenly by {ranks.size} processes; "
-                    f"use a multiple of {ranks.size}"
-                )
-            name = config.run.name or "peer"
+        with ranks.report_lost_rank(), ExitStack() as stack:
+            _check_ranks(config, ranks)
             if not ranks.is_rank0:
                 return _run(config, ranks, lambda message: None)
+            name = _name(config)
             prepare_run_directory(config.run.dir)
-
-            def tell(message: Message) -> None:
-                listen(message.told_by(name, time.time()))
-
-            with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
-                return _run(config, ranks, tell)
+            stack.enter_context(exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)))
+            return _run(config, ranks, lambda message: listen(message.told_by(name, time.time())))
     finally:
         ranks.close()
 
@@ -87,17 +67,18 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
     began_at = time.monotonic()
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    name = config.run.name or "peer"
-    config = fitted(config, ranks)
+    config = fit_to_memory(config, ranks)
     ranks.broadcast_floats([0])  # other ranks read the run directory only after rank 0 has claimed it
-    session = Session(config)
-    ranks.check_newest(session.saved_version, f"run.dir={config.run.dir}")
-    config = session.config
+    checkpoints = RunCheckpoints(config)
+    ranks.check_newest(checkpoints.saved_version, f"run.dir={config.run.dir}")
+    config = checkpoints.config
+
     tell(Stage(stage="data"))
     dataset = data.load(
         config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))
     )
     holdout, tokenizer = dataset.holdout(config.eval.sequences), dataset.tokenizer
+
     length = config.data.sequence_length
     model = models.build(config.model, config.run.seed, tokenizer=tokenizer, sequence_length=length)
     if ranks.is_rank0:
@@ -106,31 +87,99 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
     chosen = prepare_(model, config, ranks.device)
     wrapped = ranks.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
+
     shard = _shard(config, ranks)
-    wandb = WandbLog(config, name) if ranks.is_rank0 else None
-    with RunLog(config.run.dir, name, wandb) as log:
+    wandb = WandbLog(config, _name(config)) if ranks.is_rank0 else None
+    with RunLog(config.run.dir, _name(config), wandb) as log, ExitStack() as stack:
         if ranks.is_rank0:
             log.event("computes", device=ranks.device_name, **chosen)
-            if session.saved_version >= 0:
-                log.event("resume", version=session.saved_version, skipped=session.skipped)
-        phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, ranks.device))
+            if checkpoints.saved_version >= 0:
+                log.event("resume", version=checkpoints.saved_version, skipped=checkpoints.skipped)
+        phases = PhaseTimer(checkpoints.seconds, settle=partial(devices.synchronize, ranks.device))
         sequences = "" if config.data.shards == 1 else dataset.digest  # a single shard is data of this peer's own
-        sync = _sync(config, ranks, model, optimizer, session, phases, log, tell, sequences)
-        stream = _stream(config, dataset, shard, ranks, sync)
+        sync = _attach(config, ranks, model, optimizer, checkpoints, phases, log, tell, sequences)
+        stream = stack.enter_context(closing(_stream(config, dataset, shard, ranks, sync)))
         if wandb is not None:
             wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
-        session.restore(sync, model, optimizer, stream)
+        checkpoints.restore(sync, model, optimizer, stream)
         trainer = Trainer(
-            config, ranks, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell, tokenizer
+            config, ranks, model, wrapped, optimizer, stream, holdout, sync, checkpoints, phases, log, tell, tokenizer
         )
         if ranks.is_rank0 and config.run.lead:
             _prepare_files(trainer)
         tell(trainer.status("waiting"))
-        with ExitStack() as stack:
-            stack.enter_context(closing(stream))
-            stack.callback(_watch(sync, ranks))
-            _take_part(trainer)
-            return _finish(trainer, began_at)
+        stack.callback(_watch(sync, ranks))
+        _take_part(trainer)
+        return _finish(trainer, began_at)
+
+
+def _name(config: Config) -> str:
+    return config.run.name or "peer"
+
+
+def _check_ranks(config: Config, ranks: RankGroup) -> None:
+    """Raise `ConfigError` for ranks that were started with different settings, or cannot share a batch."""
+    own = ("run.", "data.shard", "train.device")  # which `diloco local` gives each process in data parallel
+    alike = {key: value for key, value in flatten(config.model_dump(mode="json")) if not key.startswith(own)}
+    # `auto` may be another precision on another device, and a loss is scaled on all ranks or on none.
+    ranks.check_same({**alike, "train.precision": precision_of(config, ranks.device)})
+    if config.outer.method == "diloco" and config.inner.batch_size % ranks.size:
+        ranks.refuse(
+            f"inner.batch_size={config.inner.batch_size} cannot be shared evenly by {ranks.size} processes; "
+            f"use a multiple of {ranks.size}"
+        )
+
+
+def _shard(config: Config, ranks: RankGroup) -> int:
+    if config.data.shard is not None:
+        return config.data.shard
+    # Nobody deals out shards here, so each identity has an order of its own over all the data.
+    own = identity_number(identity_path(config, _name(config))) if ranks.is_rank0 else 0
+    return int(ranks.broadcast_floats([own])[0])
+
+
+def _attach(
+    config: Config,
+    ranks: RankGroup,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoints: RunCheckpoints,
+    phases: PhaseTimer,
+    log: RunLog,
+    tell: Tell,
+    sequences: str,
+) -> Sync:
+    """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
+    if config.outer.method == "data_parallel":
+        return DataParallel(model, optimizer, ranks, config.outer.sync_every, phases)
+
+    def ready(address: str) -> None:
+        node = swarm.attachment.node if swarm.attachment is not None else None
+        assert node is not None
+        first, addresses, command = not swarm.network.initial_peers, tuple(node.addresses), config.joining_command
+        tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=node.advice))
+        if config.run.lead:
+            write_address(config, address)
+
+    name = _name(config)
+    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
+    swarm.sequences = sequences
+    return swarm.attach(
+        model, optimizer, ranks=ranks, saved=checkpoints.swarm() if ranks.is_rank0 else None, phases=phases
+    )
+
+
+def _stream(config: Config, dataset: data.Dataset, shard: int, ranks: RankGroup, sync: Sync) -> data.Prefetched:
+    """Leased units, where peers share one list of them and nobody has cut it into shards."""
+    batch_size, settings = config.inner.batch_size, config.data
+    if isinstance(sync, DataParallel):
+        stream = dataset.batches(batch_size, shard=ranks.rank, shards=ranks.size)
+    elif settings.shards is not None:
+        stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=ranks.batch_slice)
+    else:
+        leases = sync.lease_units(dataset.units(batch_size * config.outer.sync_every), data.AHEAD)
+        stream = dataset.batches(batch_size, shard=shard, rows=ranks.batch_slice, leases=leases)
+    return data.Prefetched(stream, ranks.device)
 
 
 def _prepare_files(trainer: Trainer) -> None:
@@ -141,70 +190,6 @@ def _prepare_files(trainer: Trainer) -> None:
     if not config.run.report:  # a supervisor writes its own, which names all of its peers
         write_atomic(config.run.dir / "config.yaml", config.to_yaml())
     write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
-
-
-def _take_part(trainer: Trainer) -> None:
-    """Joins the swarm, trains, saves and leaves."""
-    ranks, sync, model, tell = trainer.ranks, trainer.sync, trainer.model, trainer.tell
-    with ExitStack() as stack:
-        with _arriving(sync, tell):
-            stack.enter_context(sync)
-        if sync.version == 0 and not ranks.sharded:
-            start_files.check_start(trainer.config, model)
-        with ranks.report_lost_rank():  # before the swarm is left, which takes longer than torchrun waits
-            trainer.train()
-        if ranks.is_rank0:
-            tell(trainer.status("leaving"))
-        if sync.version > 0:
-            trainer.save()
-
-
-def _sync(
-    config: Config,
-    ranks: RankGroup,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    session: Session,
-    phases: PhaseTimer,
-    log: RunLog,
-    tell: Tell,
-    sequences: str,
-) -> Sync:
-    """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
-    outer, name = config.outer, config.run.name or "peer"
-    if outer.method == "data_parallel":
-        return DataParallel(model, optimizer, ranks, outer.sync_every, phases)
-
-    def ready(address: str) -> None:
-        node = swarm.attachment.node if swarm.attachment is not None else None
-        assert node is not None
-        first, addresses, command = not swarm.network.initial_peers, tuple(node.addresses), config.joining_command
-        tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=node.advice))
-        if config.run.lead:
-            write_address(config, address)
-
-    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
-    swarm.sequences = sequences
-    return swarm.attach(model, optimizer, ranks=ranks, saved=session.outer() if ranks.is_rank0 else None, phases=phases)
-
-
-@contextmanager
-def _arriving(sync: Sync, tell: Tell) -> Iterator[None]:
-    """Says how much has come from the swarm, while its state is fetched."""
-    arrived = threading.Event()
-
-    def watch() -> None:
-        while not arrived.wait(ARRIVAL_EVERY_S):
-            if sync.view is not None:
-                tell(Stage(stage="state", received=sync.view.node.traffic.bytes_received))
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        arrived.set()
-        watcher.join()
 
 
 def _watch(sync: Sync, ranks: RankGroup) -> Callable[[], None]:
@@ -221,21 +206,56 @@ def _watch(sync: Sync, ranks: RankGroup) -> Callable[[], None]:
     return watch(stop, over=(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 
 
+def _take_part(trainer: Trainer) -> None:
+    """Joins the swarm, trains, saves and leaves."""
+    ranks, sync = trainer.ranks, trainer.sync
+    with ExitStack() as stack:
+        with _arriving(sync, trainer.tell):
+            stack.enter_context(sync)
+        if sync.version == 0 and not ranks.sharded:
+            start_files.check_start(trainer.config, trainer.model)
+        with ranks.report_lost_rank():  # before the swarm is left, which takes longer than torchrun waits
+            trainer.train()
+        if ranks.is_rank0:
+            trainer.tell(trainer.status("leaving"))
+        if sync.version > 0:
+            trainer.save()
+
+
+@contextmanager
+def _arriving(sync: Sync, tell: Tell) -> Iterator[None]:
+    """Says how much has come from the swarm, while its state is fetched."""
+    arrived = threading.Event()
+
+    def report() -> None:
+        while not arrived.wait(ARRIVAL_EVERY_S):
+            if sync.view is not None:
+                tell(Stage(stage="state", received=sync.view.node.traffic.bytes_received))
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        arrived.set()
+        reporter.join()
+
+
 def _finish(trainer: Trainer, began_at: float) -> Summary:
     """After the swarm, all ranks: evaluate the final anchor. Rank 0 writes the model, the picture and the summary."""
-    config, sync, tell, leads = trainer.config, trainer.sync, trainer.tell, trainer.ranks.is_rank0
+    config, sync, tell, is_rank0 = trainer.config, trainer.sync, trainer.tell, trainer.ranks.is_rank0
     if trainer.lead:
-        if leads:
+        if is_rank0:
             tell(trainer.status("evaluating"))
         # In the middle of a round the parameters are no anchor, and before the first there is nothing to show.
         if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
             trainer.push(final=True)
             state = {name: full_tensor(value.detach()) for name, value in trainer.model.state_dict().items()}
-            if leads:
+            if is_rank0:
                 _write(config, trainer.tokenizer, state, config.run.dir / "model")
-    digest = sync.anchor_digest() if leads or isinstance(sync, DataParallel) else ""
-    if not leads:  # rank 0 speaks for the peer
+    digest = sync.anchor_digest() if is_rank0 or isinstance(sync, DataParallel) else ""
+    if not is_rank0:  # rank 0 speaks for the peer
         return Summary()
     mine = trainer.summary(time.monotonic() - began_at, digest)
     tell(Finished(summary=mine))
@@ -261,27 +281,3 @@ def _write(config: Config, tokenizer: Any, state: dict[str, Tensor], place: Path
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     models.save(model, place, tokenizer)
-
-
-def _shard(config: Config, ranks: RankGroup) -> int:
-    if config.data.shard is not None:
-        return config.data.shard
-    # Nobody deals out shards here, so each identity has an order of its own over all the data.
-    own = identity_number(identity_path(config, config.run.name or "peer")) if ranks.is_rank0 else 0
-    return int(ranks.broadcast_floats([own])[0])
-
-
-def _stream(config: Config, dataset: data.Dataset, shard: int, ranks: RankGroup, sync: Sync) -> data.Prefetched:
-    """Leased units, where several peers share one list of them and nobody has cut it into shards.
-
-    Each rank reads its own rows of the peer's batch.
-    """
-    batch_size, settings = config.inner.batch_size, config.data
-    if isinstance(sync, DataParallel):
-        stream = dataset.batches(batch_size, shard=ranks.rank, shards=ranks.size)
-    elif settings.shards is not None:
-        stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=ranks.batch_slice)
-    else:
-        leases = sync.lease_units(dataset.units(batch_size * config.outer.sync_every), data.AHEAD)
-        stream = dataset.batches(batch_size, shard=shard, rows=ranks.batch_slice, leases=leases)
-    return data.Prefetched(stream, ranks.device)

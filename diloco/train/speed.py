@@ -15,16 +15,12 @@ from diloco.attach import devices
 from diloco.config import Config
 from diloco.train.precision import autocast
 
-__all__ = ["step_seconds", "token_share"]
-
 WARMUP_STEPS, TIMED_STEPS = 2, 5
 
 
 def step_seconds(config: Config, micro_batch: int | None = None) -> float:
-    """Median seconds of an inner step of this configuration on this machine, on random tokens.
-
-    With a `micro_batch` only that part of a batch is measured, and a step counts as so many parts. Takes the memory of
-    training: weights, gradients, AdamW's two moments and the activations of what is measured.
+    """Median seconds of an inner step of this configuration on this machine, on random tokens; with a `micro_batch`
+    only that part of a batch is measured, and a step counts as so many parts.
     """
     device = devices.pick_device(config.train.device)
     if config.train.threads is not None:

@@ -30,8 +30,6 @@ from diloco.rundir.files import files_of, origin_of, write_atomic
 from diloco.swarm.client.ask import fetch_files
 from diloco.swarm.wire.gate import Gate
 
-__all__ = ["check_start", "fetch", "keep", "resolved", "with_manifest", "with_origin"]
-
 MAX_TOKENIZER_BYTES = 2**26  # that travel through the swarm; the largest public vocabularies have some 40 MB
 HEADER_BYTES = 2**12  # of a file with one tensor, beside its values
 
@@ -42,7 +40,7 @@ def resolved(config: Config) -> Config:
     """The configuration with config and digests in place of names of directories; `Config.names_files` is false then.
 
     A tokenizer of the hub without a commit stays as it is: nobody can join such a run. Raises ConfigError, DataError
-    and CheckpointError for files that are missing or that no run can start from.
+    and CheckpointError for files that no run can start from.
     """
     model: Values = {}
     if config.model.path is not None and config.model.weights is None:
@@ -66,11 +64,7 @@ def with_manifest(config: Config, manifest: Manifest) -> Config:
 
 
 def keep(config: Config, model: nn.Module) -> None:
-    """Keep the small files of the run, where `files_of` says. The model is as it was built, and not sharded.
-
-    Raises CheckpointError: a tensor that is not trained, or a file of the tokenizer, is not that of the run, or
-    `model.directory` has other weights.
-    """
+    """Keep the small files of the run, where `files_of` says; raises CheckpointError if one is not that of the run."""
     weights = config.model.weights
     if weights is not None and models.has_files(config.model) and _trained_digest(model) != weights:
         raise CheckpointError(
@@ -93,10 +87,7 @@ def keep(config: Config, model: nn.Module) -> None:
 
 
 def fetch(config: Config, addresses: Sequence[str], gate: Gate | None = None, identity: Path | None = None) -> Config:
-    """Take the small files of the run from its peers; returns the configuration that has their places.
-
-    Raises SwarmError: no peer has them.
-    """
+    """Take the small files of the run from its peers, or raise SwarmError; returns the config with their places."""
     places = files_of(config)
     if places:
         shutil.rmtree(origin_of(config), ignore_errors=True)  # of an earlier run of that name
@@ -133,10 +124,8 @@ def _model(config: Config) -> Values:
         )
     digests = {name: sha256(models.pack(name, tensor)).hexdigest() for name, tensor in frozen.items()}
     at_commit = config.model.path if config.model.revision is not None else None
-    return {
-        **models.recipe_of(built), "path": at_commit, "weights": _trained_digest(built), "frozen": digests,
-        "directory": str(directory.resolve()),
-    }  # fmt: skip
+    here = {"path": at_commit, "directory": str(directory.resolve())}
+    return {**models.recipe_of(built), **here, "weights": _trained_digest(built), "frozen": digests}
 
 
 def _tokenizer(config: Config) -> Values:

@@ -18,8 +18,9 @@ from diloco.sim.peers import PacedStream
 from diloco.sim.run import Simulation, _config_of, _Peer
 from diloco.sim.virtual_time import virtual_time
 from diloco.train import loop
-from diloco.train.checkpoint import Session
-from diloco.train.loop import Trainer, learning_rate
+from diloco.train.checkpoint import RunCheckpoints
+from diloco.train.learning_rate import learning_rate
+from diloco.train.loop import Trainer
 
 SETTINGS = ("experiment=smoke", "local.peers=3", "outer.sync_every=2", "eval.every=0")
 
@@ -40,14 +41,14 @@ class Again(Simulation):
 
     def _live(self, peer: _Peer, min_peers: int) -> Summary:
         config = _config_of(self.configs[peer.index], peer.name, min_peers)
-        session = Session(config)
+        session = RunCheckpoints(config)
         config = session.config
         with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
             model, phases = copy.deepcopy(self.model), PhaseTimer(clock=self.loop.time)
             optimizer = inner_optimizer(model, config.inner)
             batches = self.dataset.batches(config.inner.batch_size, shard=peer.index, shards=self.num_shards)
             stream = PacedStream(batches, 1.0, 0.0, peer.name, peer.lockstep)
-            saved = session.outer()
+            saved = session.swarm()
             peer.sync = sync = self._swarm(peer, config, log).attach(
                 model, optimizer, ranks=self.ranks, phases=phases, saved=saved
             )

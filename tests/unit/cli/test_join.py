@@ -24,9 +24,8 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.reporting import Ready
 from diloco.swarm.client.ask import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
-from diloco.train.hardware import GIB, Machine
 from diloco.train.loop import Trainer
-from diloco.train.memory import MemoryNeed, fit_micro_batch
+from diloco.train.memory import GIB, Machine, MemoryNeed, fit_micro_batch
 from tests.support.errors import error_text
 from tests.support.joining import OTHER, found
 

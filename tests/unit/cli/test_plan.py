@@ -11,30 +11,30 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diloco import model as models
-from diloco.config import OuterConfig, compose
-from diloco.errors import ConfigError
-from diloco.train.memory import parameters_of
-from diloco.train.planning import (
+from diloco.cli.exchange_cost import (
     TRIPS,
-    Exchange,
-    Link,
+    ExchangeSize,
+    NetworkLink,
     arithmetic,
     needed_bits_per_s,
     needed_sync_every,
     parse_bandwidth,
     predict,
 )
+from diloco.config import OuterConfig, compose
+from diloco.errors import ConfigError
+from diloco.train.memory import parameters_of
 from diloco.train.speed import step_seconds
 from tests.support.command_line import Typed
 
-FOUR = Exchange(bytes_up=1000, bytes_down=1000, peers=4, sync_every=9, fragments=4)
-SLOW = Link(bits_per_s=12_000)  # 1500 bytes per second
+FOUR = ExchangeSize(bytes_up=1000, bytes_down=1000, peers=4, sync_every=9, fragments=4)
+SLOW = NetworkLink(bits_per_s=12_000)  # 1500 bytes per second
 
 exchanges = st.builds(
-    Exchange, bytes_up=st.integers(1, 10**10), bytes_down=st.integers(1, 10**10), peers=st.integers(1, 64),
+    ExchangeSize, bytes_up=st.integers(1, 10**10), bytes_down=st.integers(1, 10**10), peers=st.integers(1, 64),
     sync_every=st.just(100), fragments=st.integers(1, 24), overlap=st.integers(0, 3), staggered=st.booleans(),
 )  # fmt: skip
-links = st.builds(Link, st.floats(1e3, 1e12), st.floats(0, 0.2))
+links = st.builds(NetworkLink, st.floats(1e3, 1e12), st.floats(0, 0.2))
 steps_s = st.floats(1e-3, 10)
 targets = st.floats(0.05, 0.999)
 
@@ -51,7 +51,7 @@ def test_fragments_spread_the_load_over_peers() -> None:
     # Six leave two with the busiest of four: 3 x 2/6 x 2000.
     assert predict(replace(FOUR, fragments=6), SLOW, 1.0).peak_bytes == 2000
     # One peer exchanges nothing.
-    found = predict(replace(FOUR, peers=1), Link(1.0, 10.0), 1.0)
+    found = predict(replace(FOUR, peers=1), NetworkLink(1.0, 10.0), 1.0)
     assert (found.utilization, found.bytes_sent, found.exchange_s) == (1.0, 0, 0.0)
     assert needed_bits_per_s(replace(FOUR, peers=1), 10.0, 1.0, 0.95) == 0.0
 
@@ -66,7 +66,7 @@ def test_overlap_hides_its_inner_steps_and_no_more() -> None:
 
 
 def test_the_latency_is_paid_for_every_trip_of_an_exchange() -> None:
-    assert predict(FOUR, Link(12_000, 0.05), 1.0).exchange_s == pytest.approx(1.0 + TRIPS * 0.05)
+    assert predict(FOUR, NetworkLink(12_000, 0.05), 1.0).exchange_s == pytest.approx(1.0 + TRIPS * 0.05)
     assert math.isinf(needed_bits_per_s(FOUR, 1.0, 1.0, 0.95)), "more than what may be waited cannot be bought off"
 
 
@@ -76,7 +76,7 @@ def test_the_latency_is_paid_for_every_trip_of_an_exchange() -> None:
 )
 def test_without_a_barrier_updates_or_a_smaller_state_come(peers: int, quorum: int, codec_down: str, back: int) -> None:
     outer = OuterConfig.parse({"method": "diloco", "sync_every": 8, "quorum": quorum, "codec_down": codec_down})
-    exchange = Exchange.of(outer, 10**6, peers)
+    exchange = ExchangeSize.of(outer, 10**6, peers)
     assert exchange.bytes_back == pytest.approx(back * 10**6, rel=0.001)
     expected = (1 - 1 / peers) * (exchange.bytes_up + exchange.bytes_back)
     assert predict(exchange, SLOW, 1.0).bytes_sent == round(expected)
@@ -88,20 +88,24 @@ def test_many_peers_need_what_the_paper_computes() -> None:
     """150M parameters, H = 500, a second per step, 95 % (arXiv 2501.18512 in the form of INTELLECT-1)."""
     for bits, needed in ((8, 91e6), (16, 182e6), (4, 46e6)):
         nbytes = 150_000_000 * bits // 8
-        exchange = Exchange(nbytes, nbytes, peers=10_000, sync_every=500, fragments=10_000)
+        exchange = ExchangeSize(nbytes, nbytes, peers=10_000, sync_every=500, fragments=10_000)
         assert needed_bits_per_s(exchange, 0.0, 1.0, 0.95) == pytest.approx(needed, rel=0.01)
 
 
 @given(exchanges, links, steps_s, targets)
-@example(Exchange(1, 111951, 2, 100, 1, 0, False), Link(1000.0, 0.0), 0.001, 0.9)  # 8,060,544 steps, and none more
-def test_predictions_and_their_inverses_agree(exchange: Exchange, link: Link, step_s: float, target: float) -> None:
+@example(
+    ExchangeSize(1, 111951, 2, 100, 1, 0, False), NetworkLink(1000.0, 0.0), 0.001, 0.9
+)  # 8,060,544 steps, and none more
+def test_predictions_and_their_inverses_agree(
+    exchange: ExchangeSize, link: NetworkLink, step_s: float, target: float
+) -> None:
     # Utilization is a share, and grows with the link.
     now = predict(exchange, link, step_s).utilization
     assert 0 < now <= predict(exchange, replace(link, bits_per_s=2 * link.bits_per_s), step_s).utilization <= 1
     # The needed bandwidth gives the target.
     bandwidth = needed_bits_per_s(exchange, link.latency_s, step_s, target)
     if 0 < bandwidth < math.inf:
-        there = predict(exchange, Link(bandwidth, link.latency_s), step_s)
+        there = predict(exchange, NetworkLink(bandwidth, link.latency_s), step_s)
         assert there.utilization == pytest.approx(target, rel=1e-6)
     # The needed interval is the smallest.
     needed = needed_sync_every(exchange, link, step_s, target)

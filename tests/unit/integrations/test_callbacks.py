@@ -164,7 +164,7 @@ def test_data_without_an_order_gets_one_line(tmp_path: Path, capsys: pytest.Capt
 def test_a_callback_shares_a_stream_before_there_is_a_swarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = callback(Going())
     trainer(tmp_path, own, data=own.shard(Stream())).train()
-    assert "stream" not in capsys.readouterr().err and own._membership._living._numbers[0] == 1
+    assert "stream" not in capsys.readouterr().err and own._membership._active._numbers[0] == 1
     assert len(own.shard(NUMBERS, index=1, of=3)) == 21
     said = r"shard\(list\): it has a length, so the callback gives each peer its own order"
     refused(lambda: own.shard(NUMBERS), said)

@@ -7,7 +7,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.attach.leases import RankLeases
+from diloco.attach.node_link import RankLeases
 from diloco.attach.ranks import RankGroup
 from diloco.core.units import NONE, count, difference, first, intersection, union
 from diloco.messages.fields import Units

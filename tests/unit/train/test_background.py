@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from diloco.attach.ranks import RankGroup
 from diloco.config import Config, compose
 from diloco.errors import CheckpointError
 from diloco.rundir.checkpoint import CheckpointStore
-from diloco.train.checkpoint import Session
+from diloco.train.checkpoint import RunCheckpoints
 from diloco.train.data_parallel import DataParallel
 from diloco.train.loop import Trainer
 
@@ -51,7 +50,8 @@ class Scene:
     def __init__(self, config: Config) -> None:
         self.model = nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(self.model.parameters())
-        ranks, self.session, self.events = RankGroup(torch.device("cpu")), Session(config), list[tuple[str, Any]]()
+        ranks, self.session = RankGroup(torch.device("cpu")), RunCheckpoints(config)
+        self.events = list[tuple[str, Any]]()
         phases: Any = SimpleNamespace(seconds=lambda: self.session.seconds)
         self.sync = DataParallel(self.model, optimizer, ranks, 1, phases)
         log: Any = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
@@ -105,20 +105,6 @@ def test_a_checkpoint_is_of_the_boundary_at_which_it_began(config: Config, disk:
     disk.open.set()
     assert scene.session.written() is None
     assert found(config) == (1, 1.0, 1)
-
-
-def test_a_disk_that_is_behind_misses_boundaries(config: Config, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
-    """The last one never."""
-    scene = Scene(config)
-    with caplog.at_level(logging.WARNING):
-        for version in range(1, 7):
-            scene.step(version)
-    assert scene.events == [("checkpoint_skipped", {"version": version}) for version in range(2, 7)]
-    assert caplog.messages == ["the disk is behind: outer step 2 gets no checkpoint"]
-    disk.open.set()
-    scene.step(7, background=False)
-    assert found(config) == (7, 7.0, 7)
-    assert len(scene.events) == 5
 
 
 def test_a_boundary_that_was_left_out_is_made_up_for(tmp_path: Path, disk: Disk) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from diloco import model as models
@@ -67,14 +65,6 @@ def test_bits_per_byte_count_the_bytes_that_a_token_stands_for() -> None:
     assert result.bits_per_byte == pytest.approx(8)
     assert result.perplexity == pytest.approx(256)
 
-    class FourBytes:
-        def num_bytes(self, tokens: list[int]) -> int:
-            return 4 * len(tokens)
-
-    holdout = torch.randint(16, (2, 9))
-    tokenizer: Any = FourBytes()
-    assert evaluate(Table(torch.zeros(16, 16)), holdout, 2, "cpu", tokenizer).bits_per_byte == pytest.approx(1)
-
 
 def test_evaluating_leaves_everything_as_it_was() -> None:
     """Also when it fails."""
@@ -93,20 +83,6 @@ def test_evaluating_leaves_everything_as_it_was() -> None:
     assert model.training and model.dropout.training
     with pytest.raises(DivergedError, match=r"the held-out loss is nan; lower inner\.lr or outer\.lr and resume from"):
         evaluate(Table(torch.full((4, 4), math.nan)), torch.zeros(1, 3, dtype=torch.int64), 1, "cpu")
-
-
-def test_what_a_model_caches_meanwhile_can_be_trained_with() -> None:
-    class Caching(Table):
-        cache: Tensor | None = None
-
-        def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-            if self.cache is None:
-                self.cache = torch.ones(11)
-            return SimpleNamespace(logits=super().forward(input_ids).logits * self.cache)
-
-    model = Caching(torch.randn(11, 11))
-    evaluate(model, torch.zeros(2, 3, dtype=torch.int64), 1, "cpu")
-    models.loss(model, torch.zeros(2, 3, dtype=torch.int64)).backward()
 
 
 def test_the_likeliest_tokens_continue_the_text(tmp_path: Path) -> None:
@@ -132,16 +108,6 @@ def test_sampling_depends_on_its_seed_alone(small: nn.Module) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     assert sampled(2) != first and small.training
     assert isinstance(generate(small, BYTES, "", max_new_tokens=4, temperature=0.8), str), "no prompt begins a document"
-
-
-def test_sampling_reaches_every_token(small: nn.Module) -> None:
-    class Numbers(ByteTokenizer):
-        def decode(self, tokens: Sequence[int]) -> str:
-            return str(tokens)
-
-    # transformers samples among the 50 likeliest tokens unless told otherwise; 150 of 256 draws differ in about 113.
-    drawn = {generate(small, Numbers(), "a", max_new_tokens=1, temperature=1e6, seed=seed) for seed in range(150)}
-    assert len(drawn) > 80
 
 
 @pytest.mark.parametrize(
@@ -174,13 +140,3 @@ def test_a_prompt_that_cannot_be_encoded_is_refused_by_its_key(small: nn.Module)
 
     with pytest.raises(ConfigError, match=r"^eval\.prompts: data\.tokenizer: x cannot encode"):
         prompt_tokens(small, Narrow(), "ab", 3, ("eval.prompts", "eval.prompt_tokens"))
-
-
-@given(prompt=st.text(max_size=70), more=st.integers(1, 80))
-def test_any_prompt_is_refused_that_leaves_no_room(small: nn.Module, prompt: str, more: int) -> None:
-    tokens, keys = list(prompt.encode(errors="replace")) or [0], ("eval.prompts", "eval.prompt_tokens")
-    if len(tokens) + more <= 64:
-        assert prompt_tokens(small, BYTES, prompt, more, keys) == tokens
-    else:
-        with pytest.raises(ConfigError, match=rf"^eval\.prompt_tokens: {more} and {len(tokens)} tokens of prompt exc"):
-            prompt_tokens(small, BYTES, prompt, more, keys)

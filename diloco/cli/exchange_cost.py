@@ -1,14 +1,10 @@
 """Predicts utilization, bytes and bandwidth of a run from its link, before it starts, by arithmetic alone.
 
 F fragments, which have one author each, are exchanged at once, and the busiest of n peers has h = ceil(F/n) of them.
-Its link carries in each direction once (n - 1) h/F (U + D): contributions of the others, U bytes of the exchanged
-fragments, and updates to them, D bytes. If n divides F, this is (1 - 1/n) (U + D), as Streaming DiLoCo counts for an
-all-reduce (arXiv 2501.18512). With a quorum K, n/K versions (rounded up) are made while a peer trains, unless a grace
-period lets several peers into one. D is then the updates of them all, or the state if that is smaller: 4 bytes per
-parameter, with codec_down=fp16 2. The updates follow the contributions. Before anything moves, contributions are
-offered and streams opened, and the new version is told before it is fetched. One exchange therefore takes
+Its link carries in each direction (n - 1) h/F (U + D) bytes: contributions of the others, U for the whole model, and
+updates to them, D (arXiv 2501.18512 counts the same for an all-reduce). With a quorum K, n/K versions are made while a
+peer trains, and D are the updates of them all, or the state if that is smaller. So one exchange takes
 T = 8 (n - 1) h/F (U + D) / W + 11 latency at bandwidth W. Overlap hides tau s of it, for tau inner steps of s seconds.
-The peer waits for the rest once per outer step, or once per fragment if fragments are staggered.
 
 Compared with `diloco simulate` (37,000 parameters, 4 peers, 1 MB/s, 50 ms), the predicted wait is up to a tenth too
 short if fragments go together, and a tenth too long if they are staggered.
@@ -24,11 +20,6 @@ from diloco.config import OuterConfig
 from diloco.errors import ConfigError
 from diloco.outer.codecs import codec
 
-__all__ = [
-    "Exchange", "Link", "Prediction", "arithmetic", "needed_bits_per_s", "needed_sync_every",
-    "parse_bandwidth", "predict",
-]  # fmt: skip
-
 TRIPS = 11  # one-way trips of an exchange in the simulator: offer, payload, tip and record, each with its answers
 
 _BANDWIDTH = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]?)(bit|b|B)(?:/s|ps)?\s*")
@@ -36,7 +27,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A peer's link, with the same bandwidth in both directions; the latency is one way."""
 
     bits_per_s: float
@@ -44,7 +35,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeSize:
     """The exchange of `peers` = n peers in each H = `sync_every` inner steps.
 
     `bytes_up` and `bytes_down` are the sizes of the whole model, encoded as pseudo-gradients and as updates, and
@@ -62,7 +53,7 @@ class Exchange:
     state_bytes: int = 0
 
     @classmethod
-    def of(cls, outer: OuterConfig, numel: int, peers: int) -> Exchange:
+    def of(cls, outer: OuterConfig, numel: int, peers: int) -> ExchangeSize:
         """The exchange of a run with these settings; data parallel is an fp32 ring in every inner step."""
         if outer.method == "data_parallel":  # a ring moves as many bytes as one author of gradients per peer would
             nbytes = codec("fp32").nbytes(numel)
@@ -116,7 +107,7 @@ class Prediction:
     peak_bytes: int
 
 
-def predict(exchange: Exchange, link: Link, step_s: float) -> Prediction:
+def predict(exchange: ExchangeSize, link: NetworkLink, step_s: float) -> Prediction:
     """The outer step of peers whose inner steps take `step_s` seconds each."""
     exchange_s = 0.0
     if exchange.peers > 1:
@@ -128,7 +119,7 @@ def predict(exchange: Exchange, link: Link, step_s: float) -> Prediction:
     return Prediction(utilization, compute_s, exchange_s, wait_s, sent, round(exchange.busiest_bytes))
 
 
-def needed_bits_per_s(exchange: Exchange, latency_s: float, step_s: float, target: float) -> float:
+def needed_bits_per_s(exchange: ExchangeSize, latency_s: float, step_s: float, target: float) -> float:
     """The bandwidth at which the utilization is `target` (0 to 1, exclusive); infinite if the latency forbids it."""
     if exchange.peers == 1:
         return 0.0
@@ -137,7 +128,7 @@ def needed_bits_per_s(exchange: Exchange, latency_s: float, step_s: float, targe
     return 8 * exchange.busiest_bytes / left_s if left_s > 0 else math.inf
 
 
-def needed_sync_every(exchange: Exchange, link: Link, step_s: float, target: float) -> int:
+def needed_sync_every(exchange: ExchangeSize, link: NetworkLink, step_s: float, target: float) -> int:
     """The smallest H with a utilization of at least `target` that the overlap and the fragments of `exchange` allow."""
     wait_s = predict(exchange, link, step_s).wait_s / exchange.per_cycle
     steps = target / (1 - target) * wait_s / step_s
@@ -145,7 +136,7 @@ def needed_sync_every(exchange: Exchange, link: Link, step_s: float, target: flo
     return interval * exchange.per_cycle
 
 
-def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> list[tuple[str, str]]:
+def arithmetic(exchange: ExchangeSize, link: NetworkLink, step_s: float, target: float) -> list[tuple[str, str]]:
     """The prediction as pairs of a name and a value, for the larger ones with the formula."""
     now = predict(exchange, link, step_s)
     compute, wait, exchange_s = (_seconds(one) for one in (now.compute_s, now.wait_s, now.exchange_s))
@@ -163,9 +154,7 @@ def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> 
 
 
 def parse_bandwidth(text: str) -> float:
-    """`100Mbit`, `1.5Gbit/s`, `20Mbps` or `12MB/s` in bits per second; B is bytes, prefixes are powers of 1000. Raises
-    `ConfigError` for anything else, and for zero.
-    """
+    """`100Mbit`, `1.5Gbit/s` or `12MB/s` in bits per second; `ConfigError` for anything else, and for zero."""
     found = _BANDWIDTH.fullmatch(text)
     if found is None or float(found[1]) == 0:
         raise ConfigError(

@@ -166,9 +166,7 @@ def test_a_loop_ends_with_a_goodbye(way: Any, number: int, tmp_path: Path, monke
 def test_a_signal_leaves_a_checkpoint_of_the_last_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless there is one; with what the loop has added last."""
     loop, saved = Loop(tmp_path, monkeypatch), []
-    monkeypatch.setattr(
-        "diloco.attach.checkpoints.Checkpoints.save", lambda self, sync, run, state: saved.append(state)
-    )
+    monkeypatch.setattr("diloco.attach.saved.LoopCheckpoints.save", lambda self, sync, run, state: saved.append(state))
     for save in (True, False):
         with (
             pytest.raises(SystemExit),

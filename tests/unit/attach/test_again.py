@@ -88,7 +88,7 @@ def test_a_second_try_is_the_same_peer_and_calls_whom_it_knew(
 
 def test_who_was_told_an_address_calls_again_for_a_while(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """When it comes back; the first time, and when it is refused, it ends at once."""
-    monkeypatch.setattr("diloco.attach.attachment.AGAIN_S", 0.0)
+    monkeypatch.setattr("diloco.attach.node_link.AGAIN_S", 0.0)
     silent = SwarmError("swarm.initial_peers=x cannot be reached")
     run = {"run_id": "told", "address": HERE.format(5000)}
     heard: list[str] = []

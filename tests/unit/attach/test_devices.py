@@ -68,7 +68,7 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(
 ) -> None:
     there(monkeypatch, kind, count)
     with pytest.raises(ConfigError, match=f"^train.device={setting}{why}"):
-        choose(setting, None if ranks == 1 else 0, ranks)
+        choose(setting, 0, ranks)
 
 
 def test_one_rank_says_what_is_not_there_and_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:

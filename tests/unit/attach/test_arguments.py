@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -50,8 +49,7 @@ def test_a_key_is_named_by_a_text_or_a_path(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"sync_evry": 4}, "sync_evry is neither an argument of Swarm nor a setting of the outer step; did you mean"),
-        ({"outer": "async"}, "outer='async' is a text; a preset is named with preset='async'"),
-        ({"preset": "asinc"}, "preset=asinc is not a choice .did you mean async..; expected one of async, "),
+        ({"outer": "asinc"}, "preset=asinc is not a choice .did you mean async..; expected one of async, "),
         ({"method": "data_parallel"}, "method=data_parallel: a Swarm makes outer steps; diloco train has the other"),
         ({"address": "localhost:4100"}, "address=localhost:4100 is not valid; expected a list, each an address with"),
         ({"min_peers": 0}, "min_peers=0 is out of range; expected a whole number >= 1"),
@@ -74,10 +72,11 @@ def test_settings_of_the_outer_step_come_from_several_places() -> None:
     swarm = with_node(preset="async", sync_every=4)
     attached(swarm)
     assert swarm.outer.fragments == 1
-    assert swarm._settings.of(3 * MOST_PARAMETERS - 5).fragments == 3
-    assert made(preset="async", fragments=2)._settings.of(10 * MOST_PARAMETERS).fragments == 2
-    names = set(inspect.signature(Swarm).parameters)
-    assert {"preset", "outer", "sync_every", "fragments", "lr", "momentum", "codec_up", "codec_down"} < names
+    assert swarm._resolved_outer.of(3 * MOST_PARAMETERS - 5).fragments == 3
+    assert made(preset="async", fragments=2)._resolved_outer.of(10 * MOST_PARAMETERS).fragments == 2
+    assert made(outer="async", fragments=2).outer == made(preset="async", fragments=2).outer
+    network = {"listen": "/ip4/0.0.0.0/tcp/4100", "min_peers": 2}
+    assert made(network=network).network == made(**network).network == made(network=made(**network).network).network
 
 
 def test_errors_of_the_swarm_name_the_arguments() -> None:
@@ -234,8 +233,8 @@ def test_each_item_of_a_stream_is_one_peers() -> None:
 
     def shares(there: str) -> dict[str, set[int]]:
         for name in there:
-            swarms[name]._living.are(name, there)  # type: ignore[union-attr]
-        return {name: {n for n in range(3000) if swarms[name]._living.owns(n)} for name in there}  # type: ignore[union-attr]
+            swarms[name]._active.are(name, there)  # type: ignore[union-attr]
+        return {name: {n for n in range(3000) if swarms[name]._active.owns(n)} for name in there}  # type: ignore[union-attr]
 
     three, two = shares("abc"), shares("ab")
     for found in (three, two):
@@ -255,7 +254,7 @@ def test_workers_of_a_loader_see_who_is_there(library: str) -> None:
     for name in "ab":
         swarm = with_node(identity=name)
         stream = swarm.shard(data)
-        swarm._living.are(name, "ab")  # type: ignore[union-attr]
+        swarm._active.are(name, "ab")  # type: ignore[union-attr]
         loader = DataLoader(stream, batch_size=None, num_workers=1)
         found.append([int(item if library == "torch" else item["n"]) for item in loader])
     assert all(found) and sorted([*found[0], *found[1]]) == list(range(300))
@@ -292,7 +291,7 @@ def test_a_peer_that_is_attached_owns_items_and_has_figures() -> None:
     swarm.shard(Range())
     assert swarm.figures() == {}
     with swarm, attached(swarm):
-        assert swarm._living is not None and swarm._living.owns(5) and swarm.index == 0
+        assert swarm._active is not None and swarm._active.owns(5) and swarm.index == 0
         figures = swarm.figures()
     assert (figures["diloco/peers"], figures["diloco/round"], figures["diloco/bytes_sent"]) == (1, 3, 0)
     assert 0 <= figures["diloco/wait_share"] <= 1 and figures["diloco/tokens_discarded"] == 0

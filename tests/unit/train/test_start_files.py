@@ -72,18 +72,6 @@ def test_a_run_from_the_hub_names_it(saved: Path, tmp_path: Path, monkeypatch: p
     models.outline(joiner(manifest, tmp_path).model)  # the hub is gone
 
 
-def test_another_model_replaces_that_of_a_saved_configuration(saved: Path, tmp_path: Path) -> None:
-    models.save(small_model(), tmp_path / "model", load_tokenizer("bytes"))
-    own = started(tmp_path / "model").data
-    assert own.tokenizer == "bytes" and not own.tokenizer_files, "bytes in a saved model stay bytes"
-    base = tmp_path / "config.yaml"
-    base.write_text(started(saved).to_yaml())
-    assert compose([], base=base) == started(saved)
-    again = start_files.resolved(compose([f"model.path={tmp_path / 'model'}", "data.tokenizer=bytes"], base=base))
-    other = start_files.resolved(config_of(tmp_path / "model", "bytes"))
-    assert again.manifest() == other.manifest() and again.model == other.model
-
-
 @pytest.mark.parametrize(
     ("files", "why"),
     [

@@ -12,9 +12,7 @@ from diloco.attach.inner_optimizer import inner_optimizer, moment_numel
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config, compose
 from diloco.errors import ConfigError
-from diloco.model.cross_entropy import CHUNK_BYTES
-from diloco.train.hardware import GIB, Machine
-from diloco.train.memory import Row, fitted, memory_need, memory_rows
+from diloco.train.memory import GIB, Machine, Row, fit_to_memory, memory_need, memory_rows
 
 PLAIN = ["outer.robust=none", "outer.codec_up=fp32", "outer.codec_down=fp32", "inner=adamw", "outer.fragments=4"]
 ROOMY = Machine(torch.device("cuda"), "GPU", 2, 80 * GIB, 80 * GIB, "fp32")
@@ -85,13 +83,6 @@ def test_the_need_is_the_sum_of_the_table() -> None:
     assert waiting == replace(need, spare_bytes=0.0)
 
 
-def test_a_large_model_has_logits_in_chunks() -> None:
-    large = ["model=60m", "data.sequence_length=1024", "inner.batch_size=64"]
-    for config, chunks in ((large, [("device", 2.5 * CHUNK_BYTES)]), (PLAIN, [])):
-        rows = memory_rows(compose(config), 4)
-        assert [(row.where, row.nbytes) for row in rows if row.what == "logits of a chunk"] == chunks
-
-
 def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def machine(free: float) -> Machine:
         found = Machine(torch.device("cpu"), "CPU", 2, free, free, "fp32")
@@ -102,12 +93,12 @@ def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatc
     need = memory_need(config, machine(GIB), 4)
     room = need.device_bytes + need.main_bytes
     machine(room + 3.5 * need.sequence_bytes)
-    assert fitted(config, ranks).train.micro_batch == 3
-    assert not fitted(config, ranks).checkpoint.background, "there is no room for a copy"
+    assert fit_to_memory(config, ranks).train.micro_batch == 3
+    assert not fit_to_memory(config, ranks).checkpoint.background, "there is no room for a copy"
     chosen = compose([*PLAIN, "swarm.min_peers=4", "train.micro_batch=2"])
-    assert fitted(chosen, ranks).train == chosen.train
+    assert fit_to_memory(chosen, ranks).train == chosen.train
     machine(1e12)
-    assert fitted(config, ranks) == config
+    assert fit_to_memory(config, ranks) == config
     machine(room)
     with pytest.raises(ConfigError, match="this machine is too small for the run"):
-        fitted(config, ranks)
+        fit_to_memory(config, ranks)

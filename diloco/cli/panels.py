@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
@@ -64,39 +64,32 @@ def _loss(snapshot: Snapshot, width: int) -> Text:
 
 
 def _peers(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:
-    columns = ["<peer", "<state", "lag", "step", "steps/s", "loss", "busy", "tokens", "sent", "seen"]
-    return _table("peers", columns, [_peer_cells(row, names) for row in snapshot.peers], rows)
+    def cells(row: PeerRow) -> list[Cell]:
+        return [
+            names[row.peer_id],
+            Text(("" if row.trains else "host ") + row.state, style=STATE_STYLES.get(row.state, "")),
+            Text(str(row.version_lag), style="yellow" if row.version_lag else ""),
+            f"{row.inner_step}/{row.target_steps}" if row.target_steps else "-",
+            f"{row.steps_per_s:.2f}" if row.steps_per_s else "-",
+            "-" if row.loss is None else f"{row.loss:.2f}",
+            "-" if row.seconds is None or not row.seconds.total else f"{row.seconds.utilization:.0%}",
+            human_count(row.tokens),
+            human_bytes(row.bytes_sent),
+            Text(f"{row.last_seen_s:.0f} s", style="red" if row.last_seen_s > LATE_S else ""),
+        ]
 
-
-def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
-    role = "" if row.trains else "host "
-    return [
-        names[row.peer_id],
-        Text(role + row.state, style=STATE_STYLES.get(row.state, "")),
-        Text(str(row.version_lag), style="yellow" if row.version_lag else ""),
-        f"{row.inner_step}/{row.target_steps}" if row.target_steps else "-",
-        f"{row.steps_per_s:.2f}" if row.steps_per_s else "-",
-        "-" if row.loss is None else f"{row.loss:.2f}",
-        "-" if row.seconds is None or not row.seconds.total else f"{row.seconds.utilization:.0%}",
-        human_count(row.tokens),
-        human_bytes(row.bytes_sent),
-        Text(f"{row.last_seen_s:.0f} s", style="red" if row.last_seen_s > LATE_S else ""),
-    ]
+    return _table("peers", "<peer <state lag step steps/s loss busy tokens sent seen", map(cells, snapshot.peers), rows)
 
 
 def _fragments(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:
     def cells(row: FragmentRow) -> list[Cell]:
-        author = Text("nobody", style="red") if row.author is None else _called(row.author, names)
+        author = Text("nobody", style="red") if row.author is None else names.get(row.author, row.author[-SHORT:])
         state = Text(row.state, style=FRAGMENT_STYLES.get(row.state, ""))
-        version, tokens, here = str(row.version), human_count(row.work), str(row.here)
-        return [str(row.fragment), version, tokens, row.id[:ID_DIGITS], state, author, here]
+        tip = [str(row.version), human_count(row.work), row.id[:ID_DIGITS]]
+        return [str(row.fragment), *tip, state, author, str(row.here)]
 
-    columns = ["fragment", "version", "tokens", "<id", "<state", "<author", "here"]
-    return _table("fragments", columns, [cells(row) for row in snapshot.fragments], rows)
-
-
-def _called(peer: str, names: Mapping[str, str]) -> str:
-    return names.get(peer, peer[-SHORT:])
+    columns = "fragment version tokens <id <state <author here"
+    return _table("fragments", columns, map(cells, snapshot.fragments), rows)
 
 
 def _rounds(snapshot: Snapshot) -> Table:
@@ -108,9 +101,9 @@ def _rounds(snapshot: Snapshot) -> Table:
         ago = f"{human_seconds(max(0.0, snapshot.run.at - row.closed_at))} ago"
         return [str(row.version), str(row.live), str(row.participating), merged, *spent[:3], ago]
 
-    columns = ["version", "live", "training", "merged", "compute", "wait", "exchange", "closed"]
     newest = [row for row in snapshot.rounds if row.fragment == 0][-ROUNDS:]
-    return _table("rounds", columns, [cells(row) for row in newest], ROUNDS)
+    columns = "version live training merged compute wait exchange closed"
+    return _table("rounds", columns, map(cells, newest), ROUNDS)
 
 
 def _ledger(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> RenderableType:
@@ -124,14 +117,14 @@ def _ledger(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Renderab
 
     def cells(row: Contributor) -> list[Cell]:
         name = names.get(row.peer_id, row.name or row.peer_id[-SHORT:])
-        versions = f"{row.first_version} to {row.last_version}"
         share, steps = f"{row.tokens / total:.1%}", str(row.outer_steps)
+        versions = f"{row.first_version}-{row.last_version}"
         return [name, human_count(row.tokens), share, steps, human_bytes(row.bytes), versions]
 
-    columns = ["<peer", "tokens", "share", "outer steps", "payload", "versions"]
     # The sum of the peers that are too many to list comes last.
     ranked = sorted(ledger.contributions, key=lambda row: (not row.peer_id, -row.tokens, row.peer_id))
-    return Group(head, Text(), _table("contributions", columns, [cells(row) for row in ranked], rows))
+    columns = "<peer tokens share steps payload versions"
+    return Group(head, Text(), _table("contributions", columns, map(cells, ranked), rows))
 
 
 def _events(snapshot: Snapshot, width: int) -> Text:
@@ -145,14 +138,13 @@ def _events(snapshot: Snapshot, width: int) -> Text:
     return text
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], limit: int) -> Table:
+def _table(title: str, columns: str, cells: Iterable[Sequence[Cell]], limit: int) -> Table:
     """So many of the rows, and how many are left; a column whose title begins with < has its text on the left."""
     table = Table(title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-    for column in columns:
-        justify: JustifyMethod = "left" if column.startswith("<") else "right"
-        table.add_column(
-            column.removeprefix("<"), justify=justify, header_style="dim", overflow="ellipsis", no_wrap=True
-        )
+    for name in columns.split():
+        justify: JustifyMethod = "left" if name.startswith("<") else "right"
+        table.add_column(name.removeprefix("<"), justify=justify, header_style="dim", overflow="ellipsis", no_wrap=True)
+    rows = list(cells)
     for row in rows[:limit]:
         table.add_row(*[cell if isinstance(cell, Text) else Text(cell) for cell in row])
     if len(rows) > limit:

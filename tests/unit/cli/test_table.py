@@ -50,10 +50,14 @@ def test_a_line_has_the_documented_format() -> None:
     view.update(Ready("p0", address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
     for peer in ("p0", "p1"):  # it is said once
         view.update(Notice(peer, text="one\ntwo"))
+    view.update(status(state="done", eval_loss=2.4))  # also within the same step
+    view.update(Status("p1", state="left", version=4))
     assert file.getvalue().splitlines() == [
         "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training",
         "[ 12.3s] p0 ready at /ip4/127.0.0.1/tcp/1/p2p/12D3",
         "[ 12.3s] p0: one two",
+        "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.40 4.1k tok/s 1.2 MB sent done",
+        "[ 12.3s] p1 v4/16 loss - held-out - - tok/s - sent left",
     ]
 
 
@@ -77,18 +81,6 @@ def test_a_long_outer_step_gives_a_line_every_ten_seconds() -> None:
         clock.now = float(second)
         view.update(status(state="exchanging"))
     assert [line[:8] for line in file.getvalue().splitlines()] == [f"[{t:5.1f}s]" for t in range(10, 60, 10)]
-
-
-def test_a_peer_ends_with_a_line() -> None:
-    """Even within the same step."""
-    view, file, _ = make(terminal=False)
-    view.update(status(version=16))
-    view.update(status(state="done", version=16, eval_loss=2.4))
-    view.update(Status("p1", state="left", version=4))
-    assert file.getvalue().splitlines()[1:] == [
-        "[  0.0s] p0 v16/16 loss 2.61 held-out 2.40 4.1k tok/s 1.2 MB sent done",
-        "[  0.0s] p1 v4/16 loss - held-out - - tok/s - sent left",
-    ]
 
 
 def test_the_table_shows_every_peer_the_sum_and_the_progress() -> None:

@@ -363,7 +363,6 @@ def through_the_disk(directory: Path, tensors: dict[str, Tensor], state: Any) ->
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW([{"params": p[:1], "lr": 0.03}, {"params": p[1:]}], lr=0.1, betas=(0.8, 0.9)),
     "AdamW, learning rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
-    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
 }
 

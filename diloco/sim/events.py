@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from diloco.errors import ConfigError
 
-__all__ = ["Event", "parse", "starters"]
+__all__ = ["SimEvent", "parse", "starters"]
 
 
 @dataclass(frozen=True)
-class Event:
+class SimEvent:
     """A peer (by number, from 0) crashes, leaves or joins at a virtual second."""
 
     kind: str
@@ -19,7 +19,7 @@ class Event:
     at_s: float
 
 
-def parse(texts: Sequence[str], peers: int) -> list[Event]:
+def parse(texts: Sequence[str], peers: int) -> list[SimEvent]:
     """Events in the order of their times; those of equal time as they were given.
 
     Args:
@@ -33,7 +33,7 @@ def parse(texts: Sequence[str], peers: int) -> list[Event]:
     for text in texts:
         kind, _, rest = text.partition(":")
         peer, _, at_s = rest.partition("@")
-        events.append(Event(kind, int(peer), float(at_s)))
+        events.append(SimEvent(kind, int(peer), float(at_s)))
     events.sort(key=lambda event: event.at_s)
     present = set(starters(events, peers))
     for event in events:
@@ -47,7 +47,7 @@ def parse(texts: Sequence[str], peers: int) -> list[Event]:
     return events
 
 
-def starters(events: Sequence[Event], peers: int) -> list[int]:
+def starters(events: Sequence[SimEvent], peers: int) -> list[int]:
     """Peers that are there at second 0."""
     first = {event.peer: event.kind for event in reversed(events)}
     return [peer for peer in range(peers) if first.get(peer) != "join"]

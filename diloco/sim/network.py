@@ -21,7 +21,7 @@ from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.streams import CONTROL
 from diloco.swarm.wire.transport import Handler, Reader, Writer
 
-__all__ = ["Link", "Network", "SimTransport"]
+__all__ = ["Network", "PeerLink", "SimTransport"]
 
 PIECE_BYTES = 64 * 1024
 BACKLOG_BYTES = 256 * 1024  # what a stream holds before its writer has to wait
@@ -31,7 +31,7 @@ DOOMED_WRITES = (1, 5)  # which write of both sides breaks a doomed stream; the 
 
 
 @dataclass(frozen=True)
-class Link:
+class PeerLink:
     """One peer's access: bytes per second (None is without limit), and its `latency_s`.
 
     A byte takes the mean of the two ends' `latency_s` from one to the other.
@@ -197,16 +197,16 @@ class Network:
         self._random, self._secret = random.Random(seed), str(seed).encode()
         self._loss, self._lossy = loss, lossy
         self._downlinks: dict[str, _Direction] = {}
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, PeerLink] = {}
         self._transports: dict[str, SimTransport] = {}
         self._pipes: dict[_Pipe, None] = {}
         self._landings: dict[float, list[_Pipe]] = {}  # by the second at which a piece reaches the reader
         self._cuts: dict[tuple[str, str], asyncio.Event] = {}  # from, to, and when it is mended
         self.garbling: set[str] = set()  # peers whose next message or chunk is noise behind its length
 
-    def join(self, peer: str, seeds: list[str], link: Link | None = None, gate: Gate | None = None) -> SimTransport:
+    def join(self, peer: str, seeds: list[str], link: PeerLink | None = None, gate: Gate | None = None) -> SimTransport:
         """A peer's access to the network; a peer that crashed can join again. The gate decides who may open streams."""
-        self._links[peer] = link = link or Link()
+        self._links[peer] = link = link or PeerLink()
         self.uplinks[peer] = _Direction(self.loop, link.up, lambda p: p.waiting, _Pipe.take, self._fly)
         self.uplinks[peer].held = lambda pipe: (pipe.source, pipe.target) in self._cuts
         self._downlinks[peer] = _Direction(

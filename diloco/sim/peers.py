@@ -32,22 +32,13 @@ T = TypeVar("T")
 class SimRuntime:
     """A node in virtual time, and a training loop in lockstep with it, as `Runtime`.
 
-    Args:
-        loop: where virtual time passes. lockstep: the training loop's thread.
-        connect: opens the node's transport.
-        seed: of the whole run; every peer draws from one of its own.
-        gate: decides who is let in; the default lets everybody in, as there are no strangers.
+    The seed is the run's; every peer draws from one of its own. Without a gate everybody is let in.
     """
 
     node_type = Node
 
     def __init__(
-        self,
-        loop: VirtualLoop,
-        lockstep: Lockstep[Any],
-        connect: Connect,
-        seed: int = 0,
-        gate: Gate | None = None,
+        self, loop: VirtualLoop, lockstep: Lockstep[Any], connect: Connect, seed: int = 0, gate: Gate | None = None
     ) -> None:
         self._loop, self._lockstep, self._connect = loop, lockstep, connect
         self._seed, self._gate = seed, gate

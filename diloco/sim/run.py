@@ -29,9 +29,9 @@ from diloco.rundir.plot import plot_losses
 from diloco.rundir.reporting import Listener, Message, Status
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions
 from diloco.sim import events
-from diloco.sim.events import Event
+from diloco.sim.events import SimEvent
 from diloco.sim.lockstep import Lockstep
-from diloco.sim.network import Link, Network
+from diloco.sim.network import Network, PeerLink
 from diloco.sim.peers import PacedStream, SimRuntime, SimTrainer
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.options import NodeOptions
@@ -54,7 +54,7 @@ class Simulated:
 
 
 @dataclass
-class _Peer:
+class SimPeer:
     """One life of a peer: a peer that crashed and joins again has another."""
 
     index: int
@@ -111,18 +111,15 @@ class Simulation:
         self.began_at = time.monotonic()
         self.loop, self.config, self.listen = loop, config, listen
         self.network = Network(loop, config.run.seed, sim.loss, {BULK})
-        self.link = Link(sim.bandwidth, sim.bandwidth, sim.latency_s)
+        self.link = PeerLink(sim.bandwidth, sim.bandwidth, sim.latency_s)
         self.ranks = RankGroup.from_environment(config.train.device)
         self.dataset = data.load(config.data, config.run.seed)
         self.holdout = self.dataset.holdout(config.eval.sequences)
-        self.model = models.build(
-            config.model,
-            config.run.seed,
-            tokenizer=self.dataset.tokenizer,
-            sequence_length=config.data.sequence_length,
-        ).to(self.ranks.device)
+        length = config.data.sequence_length
+        model = models.build(config.model, config.run.seed, tokenizer=self.dataset.tokenizer, sequence_length=length)
+        self.model = model.to(self.ranks.device)
         self.evaluated: dict[str | None, float | None] = {}
-        self.peers: dict[int, _Peer] = {}
+        self.peers: dict[int, SimPeer] = {}
         self.summaries: list[Summary] = []
 
     async def run(self) -> Simulated:
@@ -147,15 +144,11 @@ class Simulation:
             pending: set[asyncio.Task[Any]] = {*running, watch, *([] if timeline.done() else [timeline])}
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for peer in [peer for peer in self.peers.values() if peer.task in done]:
-                self._ended(peer)
+                if not peer.crashed:
+                    self.summaries.append(peer.task.result())
+                del self.peers[peer.index]
             for task in done - running:
                 task.result()
-
-    def _ended(self, peer: _Peer) -> None:
-        if not peer.crashed:
-            self.summaries.append(peer.task.result())
-        if self.peers.get(peer.index) is peer:
-            del self.peers[peer.index]
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -170,14 +163,14 @@ class Simulation:
             await asyncio.sleep(max(0.0, event.at_s - self.loop.time()))
             self._happen(event)
 
-    async def _is_ready(self, peer: _Peer) -> bool:
+    async def _is_ready(self, peer: SimPeer) -> bool:
         """Wait until others can join this peer; False when it ended before, and `_run` raises why."""
         ready = self.loop.create_task(peer.ready.wait())
         await asyncio.wait({ready, peer.task}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return peer.ready.is_set()
 
-    def _happen(self, event: Event) -> None:
+    def _happen(self, event: SimEvent) -> None:
         peer = self.peers.get(event.peer)
         if event.kind == "join":
             self._join(event.peer, 1)
@@ -199,13 +192,12 @@ class Simulation:
             task = self.loop.create_task(lockstep.run(), name=name)
         # Several peers may fail alike, and only the first one's exception is raised.
         task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        peer = self.peers[index] = _Peer(index, name, seeds, lockstep, task)
+        peer = self.peers[index] = SimPeer(index, name, seeds, lockstep, task)
 
     async def _watch(self) -> None:
         """A swarm that hangs would beat its hearts for ever."""
         sim = self.config.sim
-        nbytes = 4 * models.num_parameters(self.model)
-        transfer_s = 0.0 if sim.bandwidth is None else nbytes / sim.bandwidth
+        transfer_s = 4 * models.num_parameters(self.model) / (sim.bandwidth or float("inf"))
         patience_s = PATIENCE_S + 1000 * max(sim.step_s) + 100 * transfer_s
         before: object = None
         while True:
@@ -217,7 +209,7 @@ class Simulation:
 
     # -- one peer, in its thread --------------------------------------------------------------------------------------
 
-    def _live(self, peer: _Peer, min_peers: int) -> Summary:
+    def _live(self, peer: SimPeer, min_peers: int) -> Summary:
         """As `diloco train`, without checkpoints."""
         config = _config_of(self.config, peer.name, min_peers)
         with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
@@ -242,7 +234,7 @@ class Simulation:
             trainer.tell(trainer.status("left" if sync.interrupted else "done"))
             return trainer.summary(self.loop.time())
 
-    def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> Swarm:
+    def _swarm(self, peer: SimPeer, config: Config, log: RunLog) -> Swarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:
             if not peer.crashed:
                 log.swarm_event(kind, fields)
@@ -255,7 +247,7 @@ class Simulation:
         manifest = config.manifest()
         return Swarm.of(config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime)
 
-    def _message(self, peer: _Peer, message: Message) -> Message:
+    def _message(self, peer: SimPeer, message: Message) -> Message:
         return message.told_by(peer.name, self.loop.time())
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from diloco.testing.fuzz.lives import Member
+from diloco.testing.fuzz.lives import PeerSpec
 from tests.support.stories import TOKENS_PER_ROUND, Story, story
 
 seeds = pytest.mark.parametrize("seed", range(2))
@@ -46,7 +46,7 @@ def test_versions_have_the_same_bits_whatever_arrives_first() -> None:
             swarm.crowd.on_note = lambda life, kind, fields, arrivals=arrivals: arrivals.append((len(kind), life.name))
             for name in "abc":
                 latency_s = swarm.random.choice([0.02, 0.1, 0.3])
-                life = swarm.crowd.start(Member(name, step_s=5.0, latency_s=latency_s), min_peers=3)
+                life = swarm.crowd.start(PeerSpec(name, step_s=5.0, latency_s=latency_s), min_peers=3)
                 swarm.run_until(lambda life=life: life.ready, "it listens")
             nodes = swarm.run_to_the_end()
             first = [made for made in swarm.watch.lineage.made.values() if made.head.number == 1]
@@ -123,7 +123,7 @@ def test_peers_out_of_phase_are_all_merged_without_a_barrier() -> None:
     with story(fragments=2, outer_steps=None, outer=outer, heartbeat_s=2.0) as swarm:
         names = [f"p{number:02}" for number in range(12)]
         for name in names:
-            swarm.crowd.start(Member(name, step_s=0.5, latency_s=0.02))
+            swarm.crowd.start(PeerSpec(name, step_s=0.5, latency_s=0.02))
             swarm.run_for(1.0)
         swarm.run_for(12.0)
         before = {name: swarm.merged("p00", name)[0] for name in names}

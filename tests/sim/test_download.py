@@ -18,7 +18,7 @@ from diloco.messages.bulk import Get, No, PartHeader
 from diloco.messages.codec import Message, Refusal
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.sim.network import Link, Network
+from diloco.sim.network import Network, PeerLink
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
@@ -104,7 +104,7 @@ class Village:
         villager = self.peers[name] = Villager(replica, events)
 
         async def connect(options: NodeOptions) -> Transport:
-            return self.network.join(name, list(seeds), Link(down=down, latency_s=LATENCY_S))
+            return self.network.join(name, list(seeds), PeerLink(down=down, latency_s=LATENCY_S))
 
         network = SwarmConfig(min_peers=options.pop("min_peers", 1))
         chosen = NodeOptions(RunSpec("run", MANIFEST, "{}"), network, Path(name), name, wall=1e9, **options)

@@ -25,7 +25,7 @@ from diloco.swarm.node.node import Node
 from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer
 from diloco.swarm.wire.streams import Stream
 from diloco.testing.fuzz.crowd import Crowd, lying, small_pieces
-from diloco.testing.fuzz.lives import Life, Member
+from diloco.testing.fuzz.lives import Life, PeerSpec
 from diloco.testing.fuzz.stage import quiet_process
 
 BEGIN, VERSIONS = 3, 16
@@ -44,7 +44,7 @@ class Swarm(Crowd):
         self.goal, self.adamw = VERSIONS, adamw
         self.target = 1.0 + 0.5 * torch.sin(torch.arange(float(ELEMENTS)))
         for name in peers:
-            self.start(Member(name), min_peers=len(peers))
+            self.start(PeerSpec(name), min_peers=len(peers))
             self.until(lambda: all(life.ready for life in self.living()))
         self.until(lambda: all(self.core(name).control.tip.head.number >= BEGIN for name in peers))
         facts = self.core("a")
@@ -164,7 +164,7 @@ def test_a_newcomer_is_not_thrown_far_by_the_moments_that_it_gets() -> None:
             node = swarm.node(life.name)
             donor = InnerStateServer(lambda told=node._options.inner_state: lie(told()))
             node._server._answers[InnerRequest] = donor.answer
-        newcomer = swarm.start(Member("n"))
+        newcomer = swarm.start(PeerSpec("n"))
         swarm.until(lambda: newcomer.began)
         swarm.until(lambda: False, patience_s=1.5)
         assert any(line.split()[1:3] == ["n", "inner_state"] for line in swarm.story)

@@ -15,7 +15,7 @@ from diloco.outer.optimizer import OuterOptimizer, OuterStep
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.summary import PhaseTimer, Summary
 from diloco.sim.peers import PacedStream
-from diloco.sim.run import Simulation, _config_of, _Peer
+from diloco.sim.run import SimPeer, Simulation, _config_of
 from diloco.sim.virtual_time import virtual_time
 from diloco.train import loop
 from diloco.train.checkpoint import RunCheckpoints
@@ -39,7 +39,7 @@ class Again(Simulation):
             if number == 0:
                 await self._is_ready(self.peers[index])
 
-    def _live(self, peer: _Peer, min_peers: int) -> Summary:
+    def _live(self, peer: SimPeer, min_peers: int) -> Summary:
         config = _config_of(self.configs[peer.index], peer.name, min_peers)
         session = RunCheckpoints(config)
         config = session.config

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco.testing.fuzz.lives import Member
+from diloco.testing.fuzz.lives import PeerSpec
 from tests.support.simulated import simulated
 from tests.support.stories import STEP_S, TOKENS_PER_ROUND, Story, story
 
 SECONDS = 200.0
 
 
-def train(swarm: Story, names: str, seconds: float, *slow: Member) -> int:
+def train(swarm: Story, names: str, seconds: float, *slow: PeerSpec) -> int:
     """Tokens that are merged after some time by these peers and slow ones."""
     swarm.start(names, min_peers=len(names) + len(slow))
     for member in slow:
@@ -26,7 +26,7 @@ def test_a_peer_forty_times_slower_costs_little_and_is_merged() -> None:
     with story(0, fragments=1, outer_steps=None, outer=outer) as swarm:
         alone = train(swarm, "abc", SECONDS / 4)
     with story(0, fragments=1, outer_steps=None, outer=outer) as swarm:
-        together = train(swarm, "abc", SECONDS, Member("s", step_s=40.0 * STEP_S))
+        together = train(swarm, "abc", SECONDS, PeerSpec("s", step_s=40.0 * STEP_S))
         contributions, tokens = swarm.merged("a", "s")
         assert contributions >= 2 and tokens >= TOKENS_PER_ROUND
         assert all(swarm.discarded(name) == 0 for name in "abcs")
@@ -38,7 +38,7 @@ def test_a_peer_forty_times_slower_costs_little_and_is_merged() -> None:
 
 def test_one_that_is_slow_and_contributes_nothing_stops_nobody() -> None:
     with story(0, fragments=1, outer_steps=None) as swarm:
-        train(swarm, "abc", 80.0, Member("l", step_s=1e6))
+        train(swarm, "abc", 80.0, PeerSpec("l", step_s=1e6))
         assert swarm.version("a") > 10
 
 

@@ -15,7 +15,7 @@ from diloco.attach.swarm import Attachment, Swarm
 from diloco.core.members import Members
 from diloco.outer.replica import Replica
 from diloco.sim.lockstep import Lockstep
-from diloco.sim.network import Link, Network
+from diloco.sim.network import Network, PeerLink
 from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import virtual_time
 from diloco.swarm.node.node import ExchangeResult, Node
@@ -75,7 +75,7 @@ def train(
         def live(name: str, lockstep: Lockstep[None]) -> None:
             async def connect(options: NodeOptions) -> Transport:
                 seeds = [other for other in loops if other != name]
-                return network.join(name, seeds, Link(latency_s=0.01))
+                return network.join(name, seeds, PeerLink(latency_s=0.01))
 
             model = nn.Linear(width, 1, dtype=torch.float32)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -17,7 +17,7 @@ from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
 from diloco.testing.fuzz.crowd import Crowd, small_pieces
 from diloco.testing.fuzz.invariants import Watch
-from diloco.testing.fuzz.lives import Member
+from diloco.testing.fuzz.lives import PeerSpec
 from diloco.testing.fuzz.stage import quiet_process
 
 __all__ = ["STEP_S", "TOKENS_PER_ROUND", "Story", "story"]
@@ -64,7 +64,7 @@ class Story:
         for name in self.random.sample(names, len(names)):
             first = not self.crowd.living()
             latency_s = self.random.choice([0.02, 0.1, 0.3])
-            life = self.crowd.start(Member(name, trains, step_s=STEP_S, latency_s=latency_s), min_peers)
+            life = self.crowd.start(PeerSpec(name, trains, step_s=STEP_S, latency_s=latency_s), min_peers)
             if first:
                 self.run_until(lambda life=life: life.ready, "the first peer listens")
 

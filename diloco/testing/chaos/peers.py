@@ -15,14 +15,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.testing.chaos.schedule import Fault
+from diloco.testing.chaos.schedule import ScheduledFault
 from diloco.testing.links.links import Loopback
 
-__all__ = ["ChaosError", "Crowd", "Happened", "Session"]
+__all__ = ["ChaosError", "Happened", "PeerProcess", "RealSwarm"]
 
 MARK = "DILOCO_CHAOS"
 START_S = 180.0  # imports of several processes on a busy machine
@@ -39,13 +39,13 @@ class ChaosError(RuntimeError):
 class Happened:
     """A fault and when it was done; or why it was not."""
 
-    fault: Fault
+    fault: ScheduledFault
     time: float
     skipped: str | None = None
 
 
 @dataclass
-class Session:
+class PeerProcess:
     """One process of a peer, from its start to its end."""
 
     peer: int
@@ -57,8 +57,6 @@ class Session:
     fate: str | None = None  # what was done to it: kill, term
     ended_at: float | None = None
     stopped: bool = False
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    _read: int = 0
 
     @property
     def out(self) -> Path:
@@ -78,13 +76,9 @@ class Session:
 
     def said(self, kind: str, state: str | None = None) -> list[dict[str, Any]]:
         """JSON lines of a kind that it has written so far."""
-        data = self.out.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        for line in data[self._read : whole].splitlines():
-            if line.startswith(b"{"):
-                self.messages.append(json.loads(line))
-        self._read = max(self._read, whole)
-        return [m for m in self.messages if m.get("t") == kind and state in (None, m.get("state"))]
+        whole = self.out.read_bytes().rpartition(b"\n")[0].splitlines()
+        messages = [json.loads(line) for line in whole if line.startswith(b"{")]
+        return [one for one in messages if one.get("t") == kind and state in (None, one.get("state"))]
 
     @property
     def address(self) -> str | None:
@@ -100,18 +94,18 @@ class Session:
         return lines[-1] if lines else "no message"
 
 
-class Crowd:
+class RealSwarm:
     """Starts peers, does to them what a schedule says, and leaves nothing behind."""
 
     def __init__(self, directory: Path, network: Loopback, overrides: Sequence[str], peers: int) -> None:
         self.directory = directory
         self.network = network
-        self.sessions: list[Session] = []
+        self.sessions: list[PeerProcess] = []
         self.happened: list[Happened] = []
         self._overrides = list(overrides)
         self._peers = peers
         self._mark = uuid.uuid4().hex
-        self._newest: dict[int, Session] = {}
+        self._newest: dict[int, PeerProcess] = {}
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -124,7 +118,7 @@ class Crowd:
         self._wait(lambda: all(one.trains for one in self.sessions), START_S, "all peers to train", self.sessions)
         return time.time()
 
-    def follow(self, faults: Sequence[Fault], tell: Callable[[str], None]) -> None:
+    def follow(self, faults: Sequence[ScheduledFault], tell: Callable[[str], None]) -> None:
         """Do what the schedule says, for as long as anybody trains."""
         begun_at = time.monotonic()
         for fault in faults:
@@ -146,7 +140,7 @@ class Crowd:
         for one in self.sessions:
             one.poll()
 
-    def running(self) -> list[Session]:
+    def running(self) -> list[PeerProcess]:
         return [one for one in self._newest.values() if one.poll() is None]
 
     def leftovers(self, kill: bool = False) -> list[int]:
@@ -171,7 +165,7 @@ class Crowd:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def _do(self, fault: Fault) -> str | None:
+    def _do(self, fault: ScheduledFault) -> str | None:
         network = self.network
         match fault.kind:
             case "join":
@@ -189,7 +183,7 @@ class Crowd:
                 return self._hit(fault.kind, self._newest[fault.peers[0]])
         return network.unshaped or None
 
-    def _hit(self, kind: str, victim: Session) -> str | None:
+    def _hit(self, kind: str, victim: PeerProcess) -> str | None:
         assert victim.process is not None
         if victim.poll() is not None:
             return f"p{victim.peer} has ended already"
@@ -219,12 +213,12 @@ class Crowd:
         self._start(peer, [f"swarm.initial_peers=[{addresses}]"])
         return None
 
-    def _start(self, peer: int, overrides: Sequence[str]) -> Session:
+    def _start(self, peer: int, overrides: Sequence[str]) -> PeerProcess:
         self.network.add(peer)
         directory = self.directory / f"p{peer}"
         directory.mkdir(parents=True, exist_ok=True)
         number = sum(one.peer == peer for one in self.sessions)
-        session = Session(peer, directory, number, time.time(), f"{self._mark}-{peer}-{number}")
+        session = PeerProcess(peer, directory, number, time.time(), f"{self._mark}-{peer}-{number}")
         listen = f"swarm.listen=/ip4/{self.network.address(peer)}/tcp/0"
         own = [f"run.dir={directory}", f"run.name=p{peer}", "run.report=true", listen]
         with session.out.open("wb") as out, session.err.open("wb") as err:
@@ -240,7 +234,9 @@ class Crowd:
         self._newest[peer] = session
         return session
 
-    def _wait(self, condition: Callable[[], bool], patience_s: float, what: str, vital: Sequence[Session] = ()) -> None:
+    def _wait(
+        self, condition: Callable[[], bool], patience_s: float, what: str, vital: Sequence[PeerProcess] = ()
+    ) -> None:
         deadline = time.monotonic() + patience_s
         while not condition():
             for one in vital:

@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from diloco.testing.chaos.peers import Crowd, Happened, Session
-from diloco.testing.chaos.schedule import Fault
+from diloco.testing.chaos.peers import Happened, PeerProcess, RealSwarm
+from diloco.testing.chaos.schedule import ScheduledFault
 from diloco.testing.links.pipe import WORSE
 
 __all__ = ["Account", "Log", "Stay", "judge", "lines_of", "read", "report"]
@@ -80,7 +80,7 @@ class Log:
         return (self.applied - before) / max(1e-9, self.ended_at - self.begun_at)
 
 
-def read(crowd: Crowd, begun_at: float, tokens_per_step: int) -> Log:
+def read(crowd: RealSwarm, begun_at: float, tokens_per_step: int) -> Log:
     """The logs of all processes of a run."""
     events: list[dict[str, Any]] = []
     ids: dict[int, set[str]] = {}
@@ -92,7 +92,7 @@ def read(crowd: Crowd, begun_at: float, tokens_per_step: int) -> Log:
     return Log([_stay(one) for one in crowd.sessions], events, ids, tokens_per_step, begun_at)
 
 
-def _stay(session: Session) -> Stay:
+def _stay(session: PeerProcess) -> Stay:
     assert session.process is not None and session.ended_at is not None
     over, summaries = session.said("status", "leaving"), session.said("summary")
     summary = summaries[-1]["summary"] if summaries else None
@@ -117,7 +117,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
 
 
-def _detection_s(log: Log, fault: Fault, at: float, until: float = math.inf) -> tuple[float | None, str]:
+def _detection_s(log: Log, fault: ScheduledFault, at: float, until: float = math.inf) -> tuple[float | None, str]:
     """Seconds until another peer's event names a victim, and its kind; from `until` on it would be too late."""
     silent = NOT_NAMING if fault.kind == "term" else (*NOT_NAMING, "leave")  # all leave at the end of the run
     for event in sorted(log.events, key=lambda event: event["time"]):
@@ -138,7 +138,7 @@ def _longest_gap(times: Sequence[float], start: float, end: float, until: float)
     return max((min(b, end) - a for a, b in pairwise([*times, until]) if b > start and a < end), default=0.0)
 
 
-def _resume_s(log: Log, fault: Fault, at: float, end: float, frozen: set[int]) -> tuple[float, int | None]:
+def _resume_s(log: Log, fault: ScheduledFault, at: float, end: float, frozen: set[int]) -> tuple[float, int | None]:
     """Longest gap between inner steps of a survivor, and whose."""
     since = at if fault.kind in UNDOING else 0.0  # what was undone had its own share of that time
     hit = frozen | set(() if fault.kind in (*WORSE, "fast") else fault.peers)

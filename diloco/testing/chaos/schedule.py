@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from diloco.testing.links.pipe import WORSE
 
-__all__ = ["LINK_KINDS", "Fault", "ScheduleError", "parse"]
+__all__ = ["LINK_KINDS", "ScheduleError", "ScheduledFault", "parse"]
 
 LINK_KINDS = ("partition", "heal", "fast", *WORSE)
 KINDS = ("kill", "stop", "cont", "term", "join", "restart", *LINK_KINDS)
@@ -29,7 +29,7 @@ class ScheduleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Fault:
+class ScheduledFault:
     """`groups` are the sides of a partition; `value` is a rate, a delay or a loss, such as `2mbit`."""
 
     at: float
@@ -50,7 +50,7 @@ class Fault:
         return self.peers or tuple(peer for group in self.groups for peer in group)
 
 
-def parse(text: str, peers: int) -> list[Fault]:
+def parse(text: str, peers: int) -> list[ScheduledFault]:
     """`30:kill 2, 35:join, 80:partition 0,1|2,3`: what happens, in the order of time.
 
     A comma ends a fault only before `SECOND:`, because a partition contains commas. Peers are numbered from 0; those
@@ -64,7 +64,7 @@ def parse(text: str, peers: int) -> list[Fault]:
     return faults
 
 
-def _fault(part: str) -> Fault:
+def _fault(part: str) -> ScheduledFault:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*:\s*([a-z]+)\s*(.*)", part)
     if match is None or match[2] not in KINDS:
         raise ScheduleError(f"--schedule: {part!r} is no fault; expected SECOND:KIND ..., KIND of {', '.join(KINDS)}")
@@ -73,17 +73,17 @@ def _fault(part: str) -> Fault:
     if not re.fullmatch(form, " ".join(rest)):
         raise ScheduleError(f"--schedule: {part!r} is wrong; expected {at:g}:{kind} {example}".rstrip())
     if kind == "partition":
-        return Fault(at, kind, groups=tuple(tuple(map(int, side.split(","))) for side in rest[0].split("|")))
+        return ScheduledFault(at, kind, groups=tuple(tuple(map(int, side.split(","))) for side in rest[0].split("|")))
     value = rest[1] if kind in WORSE else ""
     try:
         if value:
             WORSE[kind][2](value)
     except ValueError as error:
         raise ScheduleError(f"--schedule: {part!r}: {error}") from error
-    return Fault(at, kind, tuple(map(int, rest[:1])), value=value)
+    return ScheduledFault(at, kind, tuple(map(int, rest[:1])), value=value)
 
 
-def _follow(fault: Fault, state: dict[int, str]) -> None:
+def _follow(fault: ScheduledFault, state: dict[int, str]) -> None:
     """What a fault makes of who runs; `ScheduleError` where it cannot happen."""
     if unknown := [peer for peer in fault.named if peer not in state]:
         raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: there is no peer {unknown[0]} then")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from diloco.outer.fragments import partition
 from diloco.outer.payloads import Codec
 from diloco.outer.replica import Replica
 from diloco.sim.lockstep import Lockstep
-from diloco.sim.network import Link, Network
+from diloco.sim.network import Network, PeerLink
 from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Connect, Node
@@ -42,7 +43,7 @@ from diloco.swarm.rpc import contribution, state
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
-from diloco.testing.fuzz.lives import Checkpoint, Life, Member, Violation
+from diloco.testing.fuzz.lives import Life, LifeCheckpoint, PeerSpec, Violation
 
 __all__ = ["Crowd", "lying", "small_pieces"]
 
@@ -107,7 +108,7 @@ class Crowd:
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def start(self, member: Member, min_peers: int = 1, checkpoint: Checkpoint | None = None) -> Life:
+    def start(self, member: PeerSpec, min_peers: int = 1, checkpoint: LifeCheckpoint | None = None) -> Life:
         """A process of this peer starts, and joins through the peers that are there."""
         self._numbers += 1
         others = [life for life in self.living() if life.name != member.name]
@@ -248,7 +249,7 @@ class Crowd:
 
     def _boundary(
         self, life: Life, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]
-    ) -> Checkpoint:
+    ) -> LifeCheckpoint:
         """What a trainer does at an outer step: it evaluates, and writes a checkpoint."""
         with sync.checkpointing() as live:
             if life.member.boundary_s:
@@ -259,9 +260,9 @@ class Crowd:
             self.failures.append(f"the checkpoint of {life.name} moved while it was written")
         return written
 
-    def _checkpoint(self, sync: Attachment, live: Saved, optimizer: torch.optim.Optimizer) -> Checkpoint:
+    def _checkpoint(self, sync: Attachment, live: Saved, optimizer: torch.optim.Optimizer) -> LifeCheckpoint:
         counters = (sync.steps, sync.tokens, sync.discarded_tokens)
-        return Checkpoint(_copied(live), counters, copy.deepcopy(optimizer.state_dict()))
+        return LifeCheckpoint(_copied(live), counters, copy.deepcopy(optimizer.state_dict()))
 
     async def _host(self, life: Life) -> None:
         """A peer that holds fragments, as `diloco host` does."""
@@ -309,7 +310,7 @@ class Crowd:
 
     def _connect(self, life: Life) -> Connect:
         async def connect(options: NodeOptions) -> Transport:
-            link = Link(latency_s=life.member.latency_s)
+            link = PeerLink(latency_s=life.member.latency_s)
             transport = self.network.join(life.name, life.seeds, link, options.gate)
             transport.reachable = life.member.reachable
             return transport
@@ -354,9 +355,6 @@ def lying(honest: Codec, factor: float) -> Codec:
 @contextmanager
 def small_pieces(chunk: int = 8, part: int = 16) -> Iterator[None]:
     """Inside, payloads come in chunks of so few elements, and anchors in parts, that tiny models have several."""
-    kept = fragments.CHUNK, digest.PART, contribution.PIECE, state.PIECE
-    fragments.CHUNK, digest.PART, contribution.PIECE, state.PIECE = chunk, part, chunk, chunk
-    try:
+    pieces = patch.object(contribution, "PIECE", chunk), patch.object(state, "PIECE", chunk)
+    with patch.object(fragments, "CHUNK", chunk), patch.object(digest, "PART", part), pieces[0], pieces[1]:
         yield
-    finally:
-        fragments.CHUNK, digest.PART, contribution.PIECE, state.PIECE = kept

@@ -19,14 +19,11 @@ from dataclasses import dataclass, fields
 from itertools import combinations, pairwise
 from typing import Any
 
-from diloco.testing.fuzz.lives import Member
+from diloco.testing.fuzz.lives import PeerSpec
 
 __all__ = ["FLAP_S", "SPLIT_PROGRESS_S", "TEARING", "Fault", "Scenario", "pairs", "scenario", "split_scenario"]
 
-KINDS = (
-    "crash", "restart", "leave", "join", "host", "freeze", "suspend", "reset", "stall", "split", "hold", "garble",
-    "hang", "slow", "flip", "stuck",
-)  # fmt: skip
+KINDS = "crash restart leave join host freeze suspend reset stall split hold garble hang slow flip stuck".split()
 SHAPES = ("lone", "halves", "thirds", "one_way", "flap", "election")
 # Peers lose each other, and live; or the history of one goes another way.
 TEARING = ("freeze", "suspend", "reset", "stall", "split", "hold", "garble", "flip", *SHAPES)
@@ -55,7 +52,7 @@ class Scenario:
     """Everything that decides a run; equal scenarios are the same run, turn by turn."""
 
     seed: int
-    members: tuple[Member, ...]
+    members: tuple[PeerSpec, ...]
     outer: tuple[tuple[str, Any], ...]
     together: bool  # all wait for all at the start; else the first one begins and the others join
     heartbeat_s: float
@@ -88,7 +85,7 @@ def scenario(seed: int) -> Scenario:
     lockstep = not {"quorum", "overlap", "staggered"} & outer.keys()
     slow_boundary = r.choice([0.0] * 7 + [22.0]) if lockstep else 0.0
     members = tuple(
-        Member(
+        PeerSpec(
             name,
             trains=number < trainers,
             reachable=number == 0 or number >= trainers or r.random() < 0.85,
@@ -151,7 +148,7 @@ def split_scenario(seed: int) -> Scenario:
     r = random.Random(f"splits {seed}")
     trainers, hosts, fast = r.choice([3, 4, 5, 6, 7]), r.choice([0, 0, 0, 1]), r.random() < 0.5
     members = tuple(
-        Member(
+        PeerSpec(
             name,
             trains=number < trainers,
             step_s=0.25 if fast and number == 0 else r.choice([1.0, 1.0, 1.0, 2.0]),

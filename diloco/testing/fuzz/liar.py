@@ -45,7 +45,7 @@ from diloco.swarm.wire.streams import BROKEN
 from diloco.testing.fuzz.crowd import Crowd, small_pieces
 from diloco.testing.fuzz.extremes import NUM_VALUES, Target, changed, targets
 from diloco.testing.fuzz.faults import scenario
-from diloco.testing.fuzz.lives import Life, Member, Violation
+from diloco.testing.fuzz.lives import Life, PeerSpec, Violation
 from diloco.testing.fuzz.stage import PROGRESS_S, Outcome, quiet_process
 
 __all__ = ["Lie", "lie_of", "num_lies", "play_lie"]
@@ -92,7 +92,7 @@ def play_lie(lie: Lie, trace: Callable[[str], None] = lambda line: None) -> Outc
     plan = scenario(lie.seed)
     violation = None
     with quiet_process(), virtual_time() as loop, small_pieces() if plan.pieces else small_pieces(64, 64):
-        stage = _Stage(loop, lie)
+        stage = _LieStage(loop, lie)
         stage.crowd.tell = trace
         try:
             with stage.lying():
@@ -112,7 +112,7 @@ class _Crowd(Crowd):
         super()._over(life)
 
 
-class _Stage:
+class _LieStage:
     """A lie on its way. `told` counts the messages that were changed."""
 
     def __init__(self, loop: VirtualLoop, lie: Lie) -> None:
@@ -183,7 +183,7 @@ class _Stage:
 
     async def play(self) -> None:
         """From the first hello to the progress of the honest peers without the liar."""
-        crowd, honest = self.crowd, Member("a", step_s=0.5)
+        crowd, honest = self.crowd, PeerSpec("a", step_s=0.5)
         liar = replace(honest, name=LIAR)
         crowd.start(liar if self.lie.first else honest)
         await self._until(lambda: all(life.ready for life in crowd.living()), 10.0, "the first peer listens")

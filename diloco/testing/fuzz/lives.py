@@ -12,7 +12,7 @@ from diloco.core.facts import Fragment
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.saved import Saved
 
-__all__ = ["Checkpoint", "Life", "Member", "Violation"]
+__all__ = ["Life", "LifeCheckpoint", "PeerSpec", "Violation"]
 
 
 class Violation(Exception):
@@ -20,7 +20,7 @@ class Violation(Exception):
 
 
 @dataclass(frozen=True)
-class Member:
+class PeerSpec:
     """What a peer is, in all its lives."""
 
     name: str
@@ -34,7 +34,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class LifeCheckpoint:
     """What the next life of a peer goes on from."""
 
     saved: Saved
@@ -46,11 +46,11 @@ class Checkpoint:
 class Life:
     """One process of a peer. `ended` is "" while it lives, then "left", "done", "killed", or what it failed with."""
 
-    member: Member
+    member: PeerSpec
     number: int
     seeds: list[str]
     min_peers: int
-    checkpoints: list[Checkpoint] = field(default_factory=list)  # the first is what it goes on from
+    checkpoints: list[LifeCheckpoint] = field(default_factory=list)  # the first is what it goes on from
     task: asyncio.Task[None] | None = None
     sync: Attachment | None = None  # once a trainer has attached its model
     node: Node | None = None  # once it joins

@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.sim.events import Event, parse, starters
+from diloco.sim.events import SimEvent, parse, starters
 
 
 def test_events_are_sorted_and_say_who_is_there_at_the_start() -> None:
     planned = parse(["crash:1@20", "join:2@5.5", "join:1@30", "join:7@1"], peers=3)
-    assert planned == [Event("join", 7, 1), Event("join", 2, 5.5), Event("crash", 1, 20), Event("join", 1, 30)]
+    assert planned == [
+        SimEvent("join", 7, 1),
+        SimEvent("join", 2, 5.5),
+        SimEvent("crash", 1, 20),
+        SimEvent("join", 1, 30),
+    ]
     assert starters(planned, peers=3) == [0, 1]
 
 

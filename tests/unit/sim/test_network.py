@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.sim.network import PIECE_BYTES, Link, Network, SimTransport
+from diloco.sim.network import PIECE_BYTES, Network, PeerLink, SimTransport
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.wire.streams import Stream, Traffic
 from diloco.swarm.wire.transport import Reader, Transport, Writer
@@ -37,7 +37,7 @@ class Town:
         self.last_byte_at: dict[str, float] = {}
 
     async def peer(self, name: str, **link: Any) -> SimTransport:
-        transport = self.network.join(name, [], Link(**link))
+        transport = self.network.join(name, [], PeerLink(**link))
 
         async def listen(peer: str, reader: Reader, writer: Writer) -> None:
             told = b""

@@ -13,7 +13,7 @@ import pytest
 
 from diloco.testing.chaos.peers import Happened
 from diloco.testing.chaos.report import Account, Log, Stay, judge, lines_of, report
-from diloco.testing.chaos.schedule import Fault, ScheduleError, parse
+from diloco.testing.chaos.schedule import ScheduledFault, ScheduleError, parse
 from diloco.testing.links.links import Links, unavailable
 from diloco.testing.links.pipe import Pipe, Shape, rate_bytes
 
@@ -68,7 +68,10 @@ def test_the_report_of_a_kill_names_what_it_cost() -> None:
     steps = [1.0, 2.0, 3.0, 4.0, 7.0, 8.0, 9.0]
     survivor, killed = stay(0, steps, [3.5, 9.5]), stay(1, steps[:4], [3.5], fate="kill", ended_at=4.5, exit=-9)
     log = log_of(survivor, killed, events=(event(0, 4.7, "lost", subject="id1"), event(0, 4.8, "takeover")))
-    happened = [Happened(Fault(3.5, "kill", (1,)), 4.5), Happened(Fault(7.5, "slow", (0,), value="1mbit"), 8.5, "no")]
+    happened = [
+        Happened(ScheduledFault(3.5, "kill", (1,)), 4.5),
+        Happened(ScheduledFault(7.5, "slow", (0,), value="1mbit"), 8.5, "no"),
+    ]
     figures = report(log, happened)
     kill, slow = figures["faults"]
     assert kill["detect_s"] == pytest.approx(0.2) and (kill["gap_s"], kill["gap_of"]) == (3.0, 0)

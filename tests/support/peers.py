@@ -30,6 +30,7 @@ from diloco.outer.replica import Replica
 from diloco.swarm.node.node import ExchangeResult, Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread
+from diloco.testing.chaos.peers import marked
 from tests.support import warm
 from tests.support.places import ROOT
 from tests.support.warm import MARK as MARK
@@ -296,7 +297,7 @@ class Command:
 
     def family(self) -> list[int]:
         """Ids of all living processes that descend from this command, however they detached themselves."""
-        return marked(self.mark)
+        return sorted(warm.marked(self.mark)) + marked(MARK, self.mark)
 
     def kill(self) -> None:
         """SIGKILL to everything that it started, until nothing is left."""
@@ -319,21 +320,6 @@ def arguments_of(process: int) -> list[str]:
         return Path(f"/proc/{process}/cmdline").read_text().split("\0")
     except OSError:
         return []
-
-
-def marked(mark: str) -> list[int]:
-    """Ids of living processes whose environment carries the mark."""
-    wanted, found = f"{MARK}={mark}".encode(), sorted(warm.marked(mark))
-    for place in Path("/proc").iterdir():
-        if place.name.isdigit():
-            try:
-                environment = (place / "environ").read_bytes()
-                state = (place / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:  # ended meanwhile
-                continue
-            if wanted in environment.split(b"\0") and state != "Z":
-                found.append(int(place.name))
-    return found
 
 
 def _kill(process: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from diloco.testing.chaos.schedule import ScheduledFault
 from diloco.testing.links.links import Loopback
 
-__all__ = ["ChaosError", "Happened", "PeerProcess", "RealSwarm"]
+__all__ = ["ChaosError", "Happened", "PeerProcess", "RealSwarm", "marked"]
 
 MARK = "DILOCO_CHAOS"
 START_S = 180.0  # imports of several processes on a busy machine
@@ -146,7 +146,7 @@ class RealSwarm:
     def leftovers(self, kill: bool = False) -> list[int]:
         """Processes that outlive the peers which started them."""
         deadline = time.monotonic() + GONE_S
-        while (left := _marked(self._mark)) and time.monotonic() < deadline:
+        while (left := marked(MARK, self._mark)) and time.monotonic() < deadline:
             _signal(left if kill else [], signal.SIGKILL)
             time.sleep(LOOK_S)
         return left
@@ -189,7 +189,7 @@ class RealSwarm:
             return f"p{victim.peer} has ended already"
         if kind in ("stop", "cont"):
             # The daemon too: a lid that closes freezes both.
-            family = _marked(victim.mark) or [victim.process.pid]
+            family = marked(MARK, victim.mark) or [victim.process.pid]
             _signal(family, signal.SIGSTOP if kind == "stop" else signal.SIGCONT)
             victim.stopped = kind == "stop"
             return None
@@ -199,7 +199,7 @@ class RealSwarm:
             victim.process.wait()
             victim.poll()
             if victim.stopped:
-                _signal(_marked(victim.mark), signal.SIGCONT)
+                _signal(marked(MARK, victim.mark), signal.SIGCONT)
         return None
 
     def _enter(self, peer: int) -> str | None:
@@ -248,9 +248,9 @@ class RealSwarm:
             time.sleep(LOOK_S)
 
 
-def _marked(mark: str) -> list[int]:
-    """Ids of living processes whose environment has this mark, or one of its peers; none without /proc."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+def marked(key: str, mark: str) -> list[int]:
+    """Ids of living processes whose environment has this value, or one that begins with it; none without /proc."""
+    wanted, found = f"{key}={mark}".encode(), []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             environment = (place / "environ").read_bytes()

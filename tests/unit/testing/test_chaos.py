@@ -51,7 +51,11 @@ def test_what_cannot_be_is_refused(text: str, said: str) -> None:
 def stay(peer: int, steps: list[float], outer: list[float], digest: str = "a", **more: Any) -> Stay:
     """A process that ran from 0 to 100, with an outer step at each of the given times."""
     accounts = [Account(at, 100 * number, {"0": f"{number}:{digest}"}) for number, at in enumerate(outer, 1)]
-    summary: Mapping[str, Any] = {"anchor_digest": digest, "outer_steps": len(outer), "eval": {"loss": 2.0}}
+    summary: Mapping[str, Any] = {
+        "peers": [{"anchor_digest": digest}],
+        "outer_steps": len(outer),
+        "eval": {"loss": 2.0},
+    }
     known = {"started_at": 0.0, "ended_at": 100.0, "summary": summary, **more}
     return Stay(peer, **known, steps=steps, accounts=accounts)
 

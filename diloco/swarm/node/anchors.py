@@ -39,7 +39,7 @@ class Anchors:
         self._context, self._replica, self._core = context, context.replica, context.core
         self._copies: dict[int, tuple[str, Tensor]] = {}  # by fragment: an older anchor, whose parts others fetch
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
-        self._same: set[tuple[str, str]] = set()
+        self._same_data: set[tuple[str, str]] = set()
         self.loaded = [(f.tip.head.number, f.tip.head.work) for f in context.core.facts.fragments]
 
     async def capture(self, line: Line) -> None:
@@ -92,10 +92,10 @@ class Anchors:
             ]
             made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me)
             digest = await in_thread(payload_digest, made.update)
-        self._tell(action, made)
+        self._note_merged(action, made)
         self._context.do(Merged(fragment, action.base, made.update, digest, frozenset(made.left_out)))
 
-    def _tell(self, action: Merge, made: Made) -> None:
+    def _note_merged(self, action: Merge, made: Made) -> None:
         said = {"fragment": action.fragment, "version": action.number}
         if clipped := [peer for peer in made.clipped if peer not in made.left_out]:
             self._context.note("clipped", **said, peers=clipped)
@@ -103,8 +103,8 @@ class Anchors:
             why = "they point against the others' contributions"
             self._context.note("left_out", **said, peers=list(made.left_out), why=why)
         for one, other, cosine in made.alike:
-            if (one, other) not in self._same and len(self._same) < MOST_SAME:
-                self._same.add((one, other))
+            if (one, other) not in self._same_data and len(self._same_data) < MOST_SAME:
+                self._same_data.add((one, other))
                 names = [self._core.name(peer) for peer in (one, other)]
                 self._context.note("same_data", **said, peers=[one, other], names=names, cosine=round(cosine, 6))
 
@@ -127,7 +127,7 @@ class Anchors:
                 here = await in_thread(part_digests, replica.anchors[fragment])
                 damaged = here != self._core.facts.fragments[fragment].tip.parts
                 return Applied(fragment, head.id, why="digest", damaged=damaged)
-        await self._about_to_move(fragment)
+        await self._keep_copies(fragment)
         step = OuterStep(head.number - 1, len(head.counted), action.pushes, head.delay)
         await in_thread(replica.apply_update_, fragment, action.update, step)
         if action.own:
@@ -141,7 +141,7 @@ class Anchors:
         await asyncio.sleep(0)
         fragment, anchor = action.fragment, self._replica.anchors[action.fragment]
         async with self._context.locks[fragment].writing():
-            await self._about_to_move(fragment)
+            await self._keep_copies(fragment)
             await in_thread(_fill, anchor, action.parts)
             await self._restart(fragment)
             self._context.do(Applied(fragment, action.head.id, await in_thread(part_digests, anchor)))
@@ -150,7 +150,7 @@ class Anchors:
         if fragment in self._replica.aggregates:
             await in_thread(self._replica.aggregates[fragment].restart)
 
-    async def _about_to_move(self, fragment: int) -> None:
+    async def _keep_copies(self, fragment: int) -> None:
         """Keep what others read of this anchor, and the base of what is being learned from it."""
         core = self._core.facts
         f, copy = core.fragments[fragment], self._copies.get(fragment)

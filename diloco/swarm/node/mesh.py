@@ -55,7 +55,7 @@ class ControlMesh:
         self._context, self._run, self._core = context, run, context.core
         self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, Stream] = {}
-        context.gate.identity_in_use, context.gate.on_revoked = self._identity_in_use, self._pass_on
+        context.gate.identity_in_use, context.gate.on_revoked = self._identity_in_use, self._pass_on_revocations
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._dials = Dials()  # peers that others have named
         fragments = len(context.core.facts.fragments)
@@ -103,7 +103,7 @@ class ControlMesh:
         for stream in self._incoming.values():
             stream.close()  # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
 
-    def _pass_on(self, revoked: Revocations) -> None:
+    def _pass_on_revocations(self, revoked: Revocations) -> None:
         """A newer list came in. The peers on it are told too, before they are put out."""
         said = {"number": revoked.number, "token_ids": revoked.token_ids, "peer_ids": revoked.peer_ids}
         self._context.note("revoked", **said)
@@ -119,7 +119,7 @@ class ControlMesh:
         if (lapsed := context.gate.lapsed()) is not None:
             context.tasks.fail(SwarmError(f"the swarm refused this peer: {lapsed}"))
 
-    def vanished(self, peer: str) -> None:
+    def redial_later(self, peer: str) -> None:
         """A member is gone without a goodbye: it is called again."""
         self._lost[peer] = (self._context.now(), self._context.now())
         forget_oldest(self._lost, MAX_PEERS)
@@ -191,7 +191,7 @@ class ControlMesh:
             self.refusal = None
         outgoing = self._outgoing[peer] = Outgoing(stream)
         outgoing.say(self._core.status())  # what changed since the hello was broadcast to the others only
-        sender = asyncio.create_task(self._keep(peer, outgoing))
+        sender = asyncio.create_task(self._send_queued(peer, outgoing))
         self._senders[sender] = None
         sender.add_done_callback(self._senders.pop)
         return True
@@ -212,7 +212,7 @@ class ControlMesh:
             self.refusal = f"the swarm refused this peer: {reason}"
             context.tasks.notify()
 
-    async def _keep(self, peer: str, outgoing: Outgoing) -> None:
+    async def _send_queued(self, peer: str, outgoing: Outgoing) -> None:
         """Our side of the stream to a peer, until either side ends it."""
         stream = outgoing.stream
         ended = asyncio.create_task(_end_of(stream))
@@ -263,7 +263,7 @@ class ControlMesh:
             if objection is not None:
                 await stream.refuse(objection, discard=0)
                 return
-            self._check_possible(hello)
+            self._check_message(hello)
             await stream.send(Welcome())
             if context.tasks.closed:
                 raise ConnectionError("this node is closed")  # since the hello was read
@@ -279,7 +279,7 @@ class ControlMesh:
                 except UnknownKind as error:
                     logger.debug("%s may be newer: %s", peer, error)
                     continue
-                self._check_possible(message)
+                self._check_message(message)
                 if isinstance(message, Revocations):
                     context.gate.hear(message)
                 else:
@@ -311,7 +311,7 @@ class ControlMesh:
         silent = older.received == spoke and 0.0 < 3 * member.interval_s < ALIVE_S
         return None if silent or self._incoming.get(peer) is not older else IN_USE
 
-    def _check_possible(self, message: Message) -> None:
+    def _check_message(self, message: Message) -> None:
         """Raises `Offence` for what no honest peer of this run says on a control stream."""
         if message.place not in (Place.HELLO, Place.CONTROL):
             raise Offence(f"a control stream does not carry {type(message).__name__}")
@@ -348,7 +348,7 @@ class ControlMesh:
             if member.status.leaves:
                 self._context.do(Lost(peer, "said goodbye"))
             elif not await self.dial(peer):
-                self.vanished(peer)
+                self.redial_later(peer)
                 self._context.do(Lost(peer, "connection reset"))
         finally:
             self._checking.discard(peer)

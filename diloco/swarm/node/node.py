@@ -187,7 +187,7 @@ class Node:
                 self._mesh.tell(peer, message)
             case events.Disconnect(peer):
                 self._mesh.disconnect(peer)
-                self._mesh.vanished(peer)
+                self._mesh.redial_later(peer)
             case events.Note(kind, fields):
                 self.context.note(kind, **fields)
             case events.Wake(at):
@@ -216,14 +216,14 @@ class Node:
         context, options = self.context, self._options
         info = InfoServer(context, options.run.manifest_text, options.files, self.recorder.packed)
         return {
-            Get: self._give,
+            Get: self._answer_get,
             Push: self._receive,
             InnerRequest: InnerStateServer(options.inner_state).answer,
             Ask: info.answer,
             Probe: ProbeServer(context.transport, self.core, context.now).answer,
         }
 
-    async def _give(self, stream: Stream, get: Get) -> None:
+    async def _answer_get(self, stream: Stream, get: Get) -> None:
         if get.fragment >= len(self.replica.fragments):
             raise PayloadError(f"fragment {get.fragment} does not exist")
         [reply] = [one for one in self.context.do(events.Asked(stream.peer, get)) if isinstance(one, events.Reply)]

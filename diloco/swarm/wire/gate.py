@@ -86,13 +86,13 @@ class Gate:
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
             theirs = expect(answer, Greeting)
-            reason = self._take(peer, theirs)
+            reason = self._admit(peer, theirs)
             if reason is None:
-                await self._compare(stream, mine, theirs)
+                await self._exchange_revocations(stream, mine, theirs)
                 reason = None if self.trusts(peer) else "its invitation allows to watch only"
             elif mine.revoked > theirs.revoked:  # the other may be on the list, and has to hear of that
                 with contextlib.suppress(*BROKEN):
-                    await self._compare(stream, mine, theirs)
+                    await self._exchange_revocations(stream, mine, theirs)
         except PayloadError as error:
             raise ConnectionError(f"{peer} does not greet as a peer of a run does: {error}") from None
         finally:
@@ -107,15 +107,15 @@ class Gate:
         stream = Stream(peer, reader, writer, Traffic())
         try:
             if not self.trusts(peer):
-                self._admit_stranger(peer, writer)
+                self._end_older_strangers(peer, writer)
             theirs = expect(await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES), Greeting)
-            reason = self._take(peer, theirs)
+            reason = self._admit(peer, theirs)
             if reason is None and theirs.instance:
                 reason = await self.identity_in_use(peer, theirs.instance)
             mine = self._greeting()
             if reason is None:
                 await stream.send(mine)
-                await self._compare(stream, mine, theirs)
+                await self._exchange_revocations(stream, mine, theirs)
             else:
                 self.on_refused(peer, reason)
                 await stream.send(Refusal(reason=reason))
@@ -136,10 +136,10 @@ class Gate:
         shown = "" if token is None else token.credential(self.me, self._role)
         return Greeting(credential=shown, revoked=number, instance=self.instance)
 
-    def _take(self, peer: str, greeting: Greeting) -> str | None:
+    def _admit(self, peer: str, greeting: Greeting) -> str | None:
         return None if self.admission is None else self.admission.admit(peer, greeting.credential, time.time())
 
-    async def _compare(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
+    async def _exchange_revocations(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
         """The side with the newer list sends it, and waits until the other has read it and ends the stream."""
         if mine.revoked < theirs.revoked:
             self.hear(expect(await stream.receive(), Revocations))
@@ -147,7 +147,7 @@ class Gate:
             await stream.send(message_of(self.admission.revoked))
             await stream.drained()
 
-    def _admit_stranger(self, peer: str, writer: Writer) -> None:
+    def _end_older_strangers(self, peer: str, writer: Writer) -> None:
         """A stream of a stranger: it ends those that others left open, because identities cost a stranger nothing."""
         for older in self._strangers.add(peer, writer):
             older.close()
@@ -156,7 +156,7 @@ class Gate:
         """Let the handler have a stream, if the peer is known."""
         if self.admission is not None and self.role_of(peer) is None:
             self.on_refused(peer, self.admission.unknown)
-            self._admit_stranger(peer, writer)
+            self._end_older_strangers(peer, writer)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
                 await stream.refuse(self.admission.unknown, discard=MAX_GREETING_BYTES)

@@ -34,8 +34,7 @@ Dataset = LocalDataset | HubDataset
 def load(settings: DataConfig, seed: int, on_progress: OnProgress = lambda done, total: None) -> Dataset:
     """Opens the data of a run: reads and tokenises local text, or connects to the hub.
 
-    `on_progress` is called with bytes of text that are tokenised and of all, while files of tokens are made. Raises
-    DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
+    Raises DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
     """
     tokenizer = load_tokenizer(*settings.tokenizer_place)
     if settings.source == "hub":

@@ -4,12 +4,12 @@
         for text in texts(handle, path, format, field, start):  # one for each row, from row `start` on (counted from 0)
             for document in documents_of(text):  # a long row is several documents
 
-- A text is UTF-8, and b"" where a row has none (null, an empty string, no such field). So the n-th is that of row
-  `start` + n, and whoever counts them can go on from there.
+- A text is UTF-8, and b"" where a row has none (null, an empty string, no such field): the n-th is that of row
+  `start` + n.
 - `format` is one of SUFFIXES. The rows of plain text are pieces of the file, and it has no fields.
-- Nothing depends on the columns that nobody asked for: they may be of any type, of several, or in some rows only.
-- `handle` is a seekable binary file of this machine or of any fsspec file system. Its content says how it is
-  compressed: gzip, bzip2, xz, zstd or lz4. A ZIP archive stands for the files in it.
+- Columns that nobody asked for may be of any type, of several, or in some rows only.
+- `handle` is a seekable binary file. Its content says how it is compressed: gzip, bzip2, xz, zstd or lz4. A ZIP archive
+  stands for the files in it.
 - In memory are one row, or one batch of rows, however large the file.
 - A fault of the content is a ValueError that names the row, counted from 1, or a DataError about `data.field`. An
   OSError with an `errno` is one of the machine or of the network. `sources.reading` makes a line of each.
@@ -38,9 +38,12 @@ __all__ = ["SUFFIXES", "NoFieldError", "documents_of", "format_of", "is_hidden",
 logger = logging.getLogger(__name__)
 
 SUFFIXES = {
-    "arrow": (".arrow",), "csv": (".csv", ".tsv"), "json": (".json", ".jsonl", ".ndjson"), "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "csv": (".csv", ".tsv"),
+    "json": (".json", ".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
     "text": (".txt",),
-}  # fmt: skip
+}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 
 # A text file is cut at line ends about this far apart: holding out whole documents needs more than one document.
@@ -139,9 +142,6 @@ def _last_character(block: bytes) -> int:
     return len(block)
 
 
-# -- compression ------------------------------------------------------------------------------------------------------
-
-
 def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader]:
     """What is to be read of a file: itself, decompressed, without a byte order mark; or each file of an archive."""
     found = _CONTENT.match(handle.read(16))
@@ -169,9 +169,6 @@ def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
     fitting = [name for name in files if format in ("text", format_of(name))]
     omit([f"{path}/{name}" for name in files if name not in fitting], format)
     return fitting
-
-
-# -- formats ----------------------------------------------------------------------------------------------------------
 
 
 def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
@@ -301,6 +298,5 @@ def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str 
     return DataError(f"data.field: {field!r} holds {kind}, not text, in {row}{path}; fields with text: {fields}")
 
 
-_READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[bytes]]] = {
-    "arrow": _arrow, "csv": _csv, "json": _json, "parquet": _parquet, "text": _text,
-}  # fmt: skip
+_READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[bytes]]]
+_READERS = {"arrow": _arrow, "csv": _csv, "json": _json, "parquet": _parquet, "text": _text}

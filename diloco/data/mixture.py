@@ -1,12 +1,9 @@
 """Several sources as one endless list, so much of each.
 
 The list is made of blocks of `MIXTURE_BLOCK` sequences. In every block each source has its part, to one sequence, in a
-seeded order, and continues where it stopped in the block before. So a number alone says which source a sequence is from
-and how many of that source come before it: shards, leases and positions are those of a single source. Each source
+random order (if sources took turns, a shard could read one source only), and continues where it stopped in the block
+before. So a number alone says which source a sequence is from and how many of that source come before it. Each source
 begins its next epoch when it is used up, at its own pace.
-
-The order in a block is a random one. If sources took turns, a shard with a stride that fits their turns would read one
-source only.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class NumberedStream:
     example) training does not wait: the batch comes from this peer's own order over all data. Leased units are not
     part of the state, because a peer that stops gives them back.
 
-    With `shards=None`, or with leases, every shard has the whole list, in an order of its own. `rows` is (rank, size):
-    of the peer's batch, which has `batch_size` sequences, only the rows rank, rank + size, ... are read.
+    With leases, every shard has the whole list, in an order of its own. `rows` is (rank, size): of the peer's batch,
+    which has `batch_size` sequences, only the rows rank, rank + size, ... are read.
     """
 
     def __init__(
@@ -93,26 +93,23 @@ class NumberedStream:
         batch_size: int,
         seed: int,
         shard: int,
-        shards: int | None,
+        shards: int,
         rows: tuple[int, int] = (0, 1),
         leases: Leases | None = None,
     ) -> None:
-        shards = shards if leases is None else None
-        assert batch_size > 0 and shard >= 0 and (shards is None or shard < shards), (batch_size, shard, shards)
-        self._source = source
-        self._batch_size = batch_size
-        self._common = f"{seed}"
-        self._order = self._common if shards is not None else f"{seed}/{shard}"
-        self._first, self._stride = (shard, shards) if shards is not None else (0, 1)
+        assert batch_size > 0 and shard >= 0 and (leases is not None or shard < shards), (batch_size, shard, shards)
+        self._source, self._batch_size, self._leases = source, batch_size, leases
+        self._common = self._order = f"{seed}"
+        self._first, self._stride = shard, shards
+        if leases is not None:
+            self._order, self._first, self._stride = f"{seed}/{shard}", 0, 1
         self._rank, self._size = rows
-        self._leases = leases
         self._taken = 0
 
     def __next__(self) -> Tensor:
         return self.make(self.plan())
 
     def plan(self) -> Plan:
-        """What the next batch is made of; the position moves behind it."""
         if self._leases is not None and (ranges := self._leases.take(self._batch_size)) is not None:
             return self._leased(ranges)
         plan = self._own(self._taken)
@@ -120,13 +117,11 @@ class NumberedStream:
         return plan
 
     def ahead(self, batches: int) -> list[Plan]:
-        """The plans of the next batches, as it looks now."""
         coming = [] if self._leases is None else self._leases.ahead(batches * self._batch_size)
         plans = [self._leased(ranges) for ranges in _cut(coming, self._batch_size)]
         return plans + [self._own(self._taken + more * self._batch_size) for more in range(batches - len(plans))]
 
     def make(self, plan: Plan) -> Tensor:
-        """The rows of a batch that this rank trains on: (B / size, T) int64. In any thread, in any order."""
         order, ranges = plan
         numbers = np.concatenate([np.asarray(one, np.int64) for one in ranges])[self._rank :: self._size]
         return torch.from_numpy(self._source.read(numbers, order).astype(np.int64))

@@ -24,8 +24,7 @@ def is_held_out(document: bytes, fraction: float, source: str = "") -> bool:
 def number_of(document: bytes, source: str = "") -> int:
     """The hash of a document, below 2**64, whatever its line ends are, and the white space behind it.
 
-    The seed has no influence, so that runs with different seeds are evaluated on the same text. Equal documents are on
-    the same side: no copy of a held-out document is trained on by any peer, but a near copy may be. Of a text file it
+    Equal documents are on the same side in all runs: no peer trains on a copy of a held-out document. Of a text file it
     counts as whole lines even if the last one has no end.
     """
     content = with_plain_line_ends(document).rstrip() + (b"\n" if source in ("stdlib", "text") else b"")
@@ -40,8 +39,7 @@ def with_plain_line_ends(text: bytes) -> bytes:
 class Packer:
     """Concatenates the tokens of documents, each followed by the end token, and cuts them into rows of T tokens.
 
-    No token is lost or repeated: tokens that do not fill a row wait for the next document. Memory: the waiting tokens,
-    in the smallest integer type.
+    Tokens that do not fill a row wait for the next document.
     """
 
     def __init__(self, sequence_length: int, tokenizer: Tokenizer) -> None:
@@ -55,7 +53,6 @@ class Packer:
         return len(self._waiting) // (self.sequence_length * self._dtype.itemsize)
 
     def add(self, tokens: Tokens) -> None:
-        """Appends one document."""
         self._waiting += tokens.astype(self._dtype, copy=False).data
         self._waiting += self._end
 
@@ -73,17 +70,15 @@ class Packer:
         return np.frombuffer(bytes(self._waiting), self._dtype)
 
     def restore(self, waiting: list[int]) -> None:
-        """Puts back what `waiting` returned."""
         self._waiting = bytearray(np.array(waiting, self._dtype).tobytes())
 
 
 def permuted(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
     """Applies the permutation of range(size) that `key` names to `positions`, each in [0, size): same shape, int64.
 
-    It has any size, needs no memory and starts anywhere. A Feistel network permutes the numbers below the next power of
-    four. A result outside of the range goes through the network again until it is inside (cycle walking: fewer than 4
-    passes on average). Integer arithmetic alone makes the permutation equal on every machine and with every numpy
-    version; `numpy.random` does not promise that (NEP 19).
+    A Feistel network permutes the numbers below the next power of four. A result outside of the range goes through the
+    network again until it is inside (fewer than 4 passes on average). It needs no memory, and is equal with every numpy
+    version, which `numpy.random` does not promise (NEP 19).
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     round_keys = _round_keys(key)

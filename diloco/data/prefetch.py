@@ -5,7 +5,7 @@ prefetching: it moves the position and takes leased units. `make` reads and toke
 The worker makes the plans that the stream foresees. A wrong forecast (units came back from a peer that died) costs the
 time to make that batch, and nothing else.
 
-A thread and not a process: numpy, tokenizers, pyarrow and the network let other threads run meanwhile.
+It is no process: numpy, tokenizers, pyarrow and the network let other threads run meanwhile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Reads documents. Every source yields UTF-8 bytes, never empty, in an order that depends on the data alone.
 
-`stdlib` needs no download and no file: it reads the Python files of the running interpreter's standard library. Peers
-with the same Python read the same text. With different versions their texts differ slightly, but no peer trains on a
-document that another holds out, because the hash of the document decides.
+`stdlib` is the standard library of the running interpreter: peers with another Python read slightly other text.
 """
 
 from __future__ import annotations
@@ -68,23 +66,19 @@ def files_of(settings: DataConfig) -> list[Path]:
     for given in settings.path or ():
         with reading(f"data.path: {given}", "make it readable"):
             path = Path(os.path.expanduser(given))
-            if path.is_dir():
-                inside = _below(path)
-                fitting = [file for file in inside if _fits(file, settings.source)]
-                if not fitting:
-                    kinds = "UTF-8" if settings.source == "text" else ", ".join(SUFFIXES[settings.source])
-                    others = f", but {counted(len(inside), 'other')} such as {inside[0]}" if inside else ""
-                    raise DataError(
-                        f"data.path: {given} has no {kinds} files in it{others}; give a file or a directory with some"
-                    )
-                found += fitting
-                odd += sorted({*inside} - {*fitting})
-            elif path.is_file():
-                found.append(path)
-            elif path.exists():
-                raise DataError(f"data.path: {given} is no file that stays; give a file or a directory")
-            else:
-                raise DataError(f"data.path: {given} does not exist; give a file or a directory")
+            if not path.is_dir() and not path.is_file():
+                why = "is no file that stays" if path.exists() else "does not exist"
+                raise DataError(f"data.path: {given} {why}; give a file or a directory")
+            inside = _below(path) if path.is_dir() else []
+            fitting = [file for file in inside if _fits(file, settings.source)] if path.is_dir() else [path]
+            if not fitting:
+                kinds = "UTF-8" if settings.source == "text" else ", ".join(SUFFIXES[settings.source])
+                others = f", but {counted(len(inside), 'other')} such as {inside[0]}" if inside else ""
+                raise DataError(
+                    f"data.path: {given} has no {kinds} files in it{others}; give a file or a directory with some"
+                )
+            found += fitting
+            odd += sorted({*inside} - {*fitting})
     omit(odd, settings.source)
     return found
 
@@ -126,9 +120,8 @@ def _fits(file: Path, source: str) -> bool:
 def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str], Any]]:
     """Format and files of a split of a dataset of the hub, or of a local directory, and what opens them.
 
-    The description of a dataset, which its publisher writes, names its data files and may name any file: one of this
-    machine, or of another server. Only files of the dataset itself are read, and only formats that hold plain text.
-    Raises DataError if it names others, or there is no such split. Use it inside `reading`.
+    The publisher of a dataset may name any file as its data: one of this machine, or of another server. Only files of
+    the dataset itself are read. Raises DataError if it names others, or there is no such split. Use it in `reading`.
     """
     import datasets as module  # type: ignore[import-untyped, unused-ignore]  # late, because it takes a second
 

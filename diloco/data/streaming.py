@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, islice, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,26 +54,21 @@ RETRIES_S = (1, 2, 5, 10, 20, 40)  # waits before a file is opened again whose c
 LEASE_TRIES, LEASE_RETRY_S = 100, 0.1  # before a peer that has no units goes on without a lease, ...
 UNLEASED_ROWS = 64  # ... so many at a time
 JUMP_ROWS = 10_000  # farther on in a Parquet file, to open it again is cheaper than to decode what is between
-_ROWS_AT_ONCE, _BYTES_PER_TOKEN = 256, 4  # per call of the tokenizer, at most; about so many
+ROWS_AT_ONCE, BYTES_PER_TOKEN = 256, 4  # per call of the tokenizer, at most; about so many
 
 
 class HubDataset:
-    """A split of a dataset of the hub, or without `data.revision` of a local directory with the same layout.
+    """A split of a dataset of the hub, or of a local directory with the same layout; the methods of `LocalDataset`.
 
     With fewer than `MANY_FILES` files every peer reads all of them once in an epoch: N peers fetch N times the data,
     and a newcomer passes over what was read before it came. (Of Parquet, only the row groups that it needs.) With more
     files each peer fetches its own. Then a peer that leaves for good takes the rest of a file with it until the next
     epoch, and more peers than files read files of the epochs to come.
-
-    A connection that breaks is made again, for more than a minute. Then a DataError ends the run, which can be resumed
-    from its checkpoint.
     """
 
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.settings, self.seed = tokenizer, settings, seed
         self.sequence_length = settings.sequence_length
-        self.settings = settings
-        self.seed = seed
         with self.reading():
             self.format, self.files, self.open = hub_files(settings)
         self.by_file = len(self.files) >= MANY_FILES
@@ -88,9 +83,8 @@ class HubDataset:
         parts = [text[:4096] for text in some]
         tokens = sum(map(len, tokenizer.encode(parts))) / sum(map(len, parts)) * sum(map(len, some))
         self._tokens_per_row = max(1.0, tokens / len(some))
-        self.description = (
-            f"hub {settings.name}: {len(self.files):,} files, streamed in sequences of {self.sequence_length} tokens"
-        )
+        streamed = f"streamed in sequences of {self.sequence_length} tokens"
+        self.description = f"hub {settings.name}: {len(self.files):,} files, {streamed}"
 
     def batches(
         self, size: int, shard: int = 0, shards: int = 1, rows: tuple[int, int] = (0, 1), leases: Leases | None = None
@@ -111,8 +105,8 @@ class HubDataset:
         if self.settings.holdout and not len(packer):
             raise DataError(
                 f"data.holdout: {self.settings.holdout} of the documents of {self.settings.name} leaves no held-out "
-                f"sequence of {self.sequence_length} tokens; start the run with data.holdout=0 (no held-out "
-                f"loss), or a larger one"
+                f"sequence of {self.sequence_length} tokens; start the run with data.holdout=0 (no held-out loss), or "
+                "a larger one"
             )
         return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
 
@@ -231,14 +225,10 @@ def _order(files: int, key: str) -> list[int]:
 
 
 class HubStream:
-    """One peer's endless batches of a streaming dataset.
+    """One peer's endless batches of a streaming dataset. The plan of a batch is its number since the start.
 
-    The plan of a batch is its number since the start. A position is kept with every batch that was made, because that
-    of the batch that was handed out last is the stream's (see `prefetch`). All ranks of a peer take the same units
-    at the same time, in `plan`.
-
-    Units are taken some batches before they are trained on. A peer that resumes goes on with those of them that are in
-    the model, because nobody else gets these; the others went back to the swarm.
+    Units are taken some batches before they are trained on, by all ranks at the same time, in `plan`. A peer that
+    resumes goes on with those of them that are in the model, because nobody else gets these; the others went back.
     """
 
     def __init__(
@@ -247,7 +237,7 @@ class HubStream:
         assert batch_size > 0, batch_size
         self._dataset, self._batch_size, self._leases = dataset, batch_size, leases
         self._shard = [leases.shard, leases.shards] if isinstance(leases, Stripe) else None
-        self._rank, self._size = rows
+        self._rows = rows
         self._reader = Reader(dataset)
         self._lock = threading.Lock()  # held by who reads
         self._newest = 0  # behind all units that were taken
@@ -258,21 +248,17 @@ class HubStream:
         self._packer.restore(waiting)
         self._taken: deque[int] = deque()  # for who reads
         self._pending: deque[range] = deque()  # not read to their end when the last batch was handed out
-        self._num_taken = self._num_forgotten = self._failures = self._barren = self._planned = self._made = 0
+        self._num_taken = self._num_forgotten = self._failures = self._planned = self._made = 0
         self._add(units)
-        self._done, self._row = (0 if row else -1), row  # which unit is read, and how many rows of it were
-        self._unit = self._reader.unit(self._taken.popleft(), row) if row else iter(())
-        self._encoded: deque[tuple[int, int, list[Tokens]]] = deque()  # rows, and the position after each
-        self._packed = 0, row  # the position after what is in the packer
-        # By batch: units read to their end, rows read of the next one, and tokens that wait.
-        self._positions = {0: (0, row, self._packer.waiting())}
+        self._encoded = self._encode(row)
+        # A position: units read to their end, rows read of the next one, and tokens that wait in the packer.
+        self._read = 0, row
+        self._positions = {0: (0, row, self._packer.waiting())}  # after each batch
 
     def __next__(self) -> Tensor:
         made = self.make(self.plan())
         assert made is not None, "its units are taken"
         return made
-
-    # -- the training thread ------------------------------------------------------------------------------------------
 
     def plan(self) -> int:
         """The number of the next batch; enough units for it are taken."""
@@ -323,11 +309,9 @@ class HubStream:
     def state(self) -> dict[str, Any]:
         self._forget()
         _, row, waiting = self._positions[self._planned]
-        return {
-            "kind": "rows", "files": self._dataset.digest, "lengths": sorted(self._reader.lengths.items()),
-            "units": [[one.start, one.stop, one.step] for one in self._pending], "newest": self._newest,
-            "shard": self._shard, "row": row, "waiting": waiting.tolist(),
-        }  # fmt: skip
+        units = [[one.start, one.stop, one.step] for one in self._pending]
+        read = {"files": self._dataset.digest, "lengths": sorted(self._reader.lengths.items()), "newest": self._newest}
+        return {"kind": "rows", **read, "shard": self._shard, "units": units, "row": row, "waiting": waiting.tolist()}
 
     def restore(self, state: dict[str, Any]) -> None:
         try:
@@ -350,61 +334,66 @@ class HubStream:
             goes_on = goes_on and bool(held) and not difference(held, union(map(tuple, merged)))
         self._begin(*((units, row, waiting) if goes_on else ([], 0, [])))
 
-    # -- who reads: the worker, or the training thread ----------------------------------------------------------------
+    # What follows runs in the worker, or in the training thread.
 
     def make(self, plan: int) -> Tensor | None:
         """The next batch: (B / size, T). They are made in order, each once; None before its units are taken."""
         with self._lock:
             if plan != self._made + 1 or not self._fill():
                 return None
-            batch = self._packer.take(self._batch_size)[self._rank :: self._size]
-            self._positions[plan] = (*self._packed, self._packer.waiting())
+            rank, size = self._rows
+            batch = self._packer.take(self._batch_size)[rank::size]
+            self._positions[plan] = (*self._read, self._packer.waiting())
             self._made = plan
         return torch.from_numpy(batch.astype(np.int64))
 
     def _suffices(self, plan: int) -> bool:
         """Whether the batch is made, or can be made of the units that are taken: alike on all ranks."""
-        if self._made >= plan:
+        if self._made >= plan:  # without waiting for what the worker reads
             return True
         with self._lock:
             return self._made >= plan or self._fill()
 
     def _fill(self) -> bool:
         """Pack rows until there is a batch, and no more. False: more units are needed."""
-        while (missing := self._batch_size - len(self._packer)) > 0:
-            if not self._encoded and not self._encode(missing * self._dataset.sequence_length):
+        while len(self._packer) < self._batch_size:
+            if (found := next(self._encoded)) is None:
                 return False
-            done, at, row = self._encoded.popleft()
-            self._packed = done, at
-            for document in row:
+            done, row, documents = found
+            self._read = done, row
+            for document in documents:
                 self._packer.add(document)
         return True
 
-    def _encode(self, tokens: int) -> bool:
-        """Read about so many: the tokenizer is faster with several rows, and nobody is to wait for more."""
-        rows, num_bytes = list[tuple[int, int, list[bytes]]](), 0
-        while num_bytes < tokens * _BYTES_PER_TOKEN and len(rows) < _ROWS_AT_ONCE:
-            if (row := self._next_row()) is None:
-                break
-            rows.append((self._done, self._row, row))
-            num_bytes += sum(map(len, row))
-        encoded = iter(self._dataset.tokenizer.encode([document for *_, row in rows for document in row]))
-        self._encoded += [(done, at, list(islice(encoded, len(row)))) for done, at, row in rows]
-        return bool(rows)
+    def _encode(self, row: int) -> Iterator[tuple[int, int, list[Tokens]] | None]:
+        """Yields what `_documents` does, as tokens. It reads as many rows at a time as a batch needs, and no more."""
+        rows = self._documents(row)
+        while True:
+            some, num_bytes = list[tuple[int, int, list[bytes]]](), 0
+            wanted = (self._batch_size - len(self._packer)) * self._dataset.sequence_length * BYTES_PER_TOKEN
+            while num_bytes < wanted and len(some) < ROWS_AT_ONCE and (found := next(rows)) is not None:
+                some.append(found)
+                num_bytes += sum(map(len, found[2]))
+            encoded = iter(self._dataset.tokenizer.encode([one for *_, documents in some for one in documents]))
+            for done, number, documents in some:
+                yield done, number, list(islice(encoded, len(documents)))
+            if not some:
+                yield None
 
-    def _next_row(self) -> list[bytes] | None:
-        """The training documents of the next row, none if all are held out; None while no unit is there."""
-        while (text := next(self._unit, None)) is None:
-            if not self._taken:
-                return None
-            self._unit, self._row, self._done = self._reader.unit(self._taken.popleft()), 0, self._done + 1
-        self._row += 1
-        settings, lengths = self._dataset.settings, self._reader.lengths
-        documents = [one for one in documents_of(text) if not is_held_out(one, settings.holdout)]
-        self._barren = 0 if documents else self._barren + 1
-        if len(lengths) == len(self._dataset.files) and self._barren > sum(lengths.values()):
-            raise DataError(
-                f"data.name: all documents of {settings.name} that this peer reads are held out; use more data, or "
-                "fewer peers"
-            )
-        return documents
+    def _documents(self, row: int) -> Iterator[tuple[int, int, list[bytes]] | None]:
+        """Yields the position behind each row, and its training documents; None while no unit is taken."""
+        settings, lengths, barren = self._dataset.settings, self._reader.lengths, 0
+        for done in count():
+            while not self._taken:
+                yield None
+            for text in self._reader.unit(self._taken.popleft(), row):
+                row += 1
+                documents = [one for one in documents_of(text) if not is_held_out(one, settings.holdout)]
+                barren = 0 if documents else barren + 1
+                if len(lengths) == len(self._dataset.files) and barren > sum(lengths.values()):
+                    raise DataError(
+                        f"data.name: all documents of {settings.name} that this peer reads are held out; use more "
+                        "data, or fewer peers"
+                    )
+                yield done, row, documents
+            row = 0

@@ -28,7 +28,7 @@ _MARKER = "diloco.json"  # in a model directory: its tokenizer is ours, and no o
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that the data pipeline, `generate` and `export` use."""
+    """What is asked of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +73,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if revision is not None:
-        return load_tokenizer(str(files_at("data.tokenizer", name, revision, TOKENIZER_FILES, MAX_TOKENIZER_BYTES)))
+        name = str(files_at("data.tokenizer", name, revision, TOKENIZER_FILES, MAX_TOKENIZER_BYTES))
     return ByteTokenizer() if is_bytes(Path(name)) else HubTokenizer(name)
 
 

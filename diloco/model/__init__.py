@@ -8,6 +8,20 @@ from diloco.model.files import Vocabulary, load, save
 from diloco.model.recipe import frozen_of, pack, recipe_of
 
 __all__ = [
-    "Vocabulary", "build", "check_fit", "config_of", "directory_of", "evaluating", "frozen_of", "has_files", "load",
-    "loss", "num_parameters", "outline", "pack", "prepare_head_", "recipe_of", "save",
-]  # fmt: skip
+    "Vocabulary",
+    "build",
+    "check_fit",
+    "config_of",
+    "directory_of",
+    "evaluating",
+    "frozen_of",
+    "has_files",
+    "load",
+    "loss",
+    "num_parameters",
+    "outline",
+    "pack",
+    "prepare_head_",
+    "recipe_of",
+    "save",
+]

@@ -1,9 +1,8 @@
 """Builds a model with reproducible initial weights from settings.
 
 With `model.path`, config and weights come from that directory; with `model.revision` too, from the Hugging Face hub at
-that commit. Once `model.weights` names the weights, `model.config` counts, and weights
-come from `model.directory`. A peer that has none there gets them from the swarm, except for what is not trained
-(`recipe.py`).
+that commit. Once `model.weights` names the weights, `model.config` counts, and weights come from `model.directory`. A
+peer that has none there gets them from the swarm, except for what is not trained (`recipe.py`).
 
 A config is small and may ask for a model of any size, so its numbers and its parts have a limit.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -40,10 +40,9 @@ MAX_PARTS = 2**16  # modules of a model; the largest public ones have some thous
 def build(
     settings: ModelConfig, seed: int, *, tokenizer: Vocabulary | None = None, sequence_length: int | None = None
 ) -> nn.Module:
-    """A causal LM on the CPU, in training mode, with fp32 parameters.
+    """A causal LM on the CPU, in training mode, with fp32 parameters, that fits `tokenizer` and `sequence_length`.
 
     The weights depend only on `seed` and the installed torch. The global RNG state has no influence and stays as it is.
-    Give `tokenizer` and `sequence_length` (in tokens) to check that the model fits the data.
 
     Raises ConfigError for an unknown model type or name, an impossible value, or a model too small for the data, and
     CheckpointError if `model.path` is not a directory with a readable safetensors checkpoint.
@@ -63,9 +62,7 @@ def build(
         default_generator.manual_seed(seed)
         with _refusals(settings):
             built = _from_config(config)
-            # Some contradictions (heads that do not divide the width) show only in a forward pass. One of two tokens
-            # costs a read of the weights.
-            prepare_head_(built)
+            prepare_head_(built)  # some contradictions, as heads that do not divide the width, show in a forward pass
     set_generation_(built, settings.generation)
     if settings.frozen and settings.directory is not None:
         fill_frozen_(built, settings.frozen, Path(settings.directory))
@@ -177,23 +174,16 @@ def _refusals(settings: ModelConfig) -> Iterator[None]:
 
 
 def _from_config(config: Any) -> nn.Module:
-    """A model of this config. Ends with a ValueError once it has too many modules: each costs time and memory, also
-    where it has no values.
-    """
-    made = 0
+    """A model of this config; ends with a ValueError once it has too many modules, which cost time and memory each."""
+    made = itertools.count(1)
 
-    def count(module: nn.Module, name: str, part: object) -> None:
-        nonlocal made
-        made += 1
-        if made > MAX_PARTS:
+    def check(*_: object) -> None:
+        if next(made) > MAX_PARTS:
             raise ValueError(f"it has more than {MAX_PARTS} layers and other parts")
 
-    handle = nn.modules.module.register_module_module_registration_hook(count)
-    try:
+    with nn.modules.module.register_module_module_registration_hook(check):
         built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return built
-    finally:
-        handle.remove()
+    return built
 
 
 def check_fit(

@@ -1,8 +1,4 @@
-"""Saves and loads models in the Hugging Face format, which plain `transformers` reads.
-
-A saved directory holds config.json, model.safetensors, generation_config.json and, given a tokenizer, its files. It
-appears as a whole or not at all: the files are written into a sibling directory, which is then renamed.
-"""
+"""Saves and loads models in the Hugging Face format, which plain `transformers` reads."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import functools
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,32 +35,38 @@ def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabul
     """Writes `model` to `directory` and replaces an old one; `AutoModelForCausalLM.from_pretrained` loads it.
 
     With a tokenizer, its files are written too, and generation stops at its end token; what else a checkpoint says of
-    generation stays. Between two renames, an existing `directory` is absent for a moment.
+    generation stays. The directory appears as a whole or not at all; an old one is absent between two renames.
 
     Raises ConfigError: the directory cannot be written (permission, no space); its old content stays.
     """
     target = Path(directory)
+    fresh, old = (target.with_name(f".{target.name}-{secrets.token_hex(4)}") for _ in range(2))
     try:
-        fresh = _sibling(target)
         fresh.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written ({error.strerror}); choose another directory") from error
     try:
         _write(model, fresh, tokenizer)
-        _replace(target, fresh)
+        if target.exists():
+            target.rename(old)
+        try:
+            fresh.rename(target)
+        except OSError:
+            with suppress(OSError):
+                old.rename(target)
+            raise
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written ({one_line(error)}); free space or choose another") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
     """The causal LM (a `PreTrainedModel`) of a Hugging Face directory, in eval mode, in the dtype it was saved in.
 
-    Reads local safetensors only: no download, no pickle, no code from the directory. Error texts begin with `key`, the
-    setting that holds the path.
-
-    Raises CheckpointError: there is no such directory, it lacks the config or safetensors, or weights are missing.
+    Reads local safetensors only: no download, no pickle, no code from the directory. Raises CheckpointError, which
+    begins with `key`, the setting of the path: it is no such directory, or weights are missing.
     """
     path = Path(directory)
     check_directory(path, key)
@@ -99,9 +100,9 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
     if tokenizer is not None:
         # The default end token of the config (2 for Llama) is an ordinary token in another vocabulary. A checkpoint's
         # own settings fit its tokenizer, and may end a text at several tokens.
-        if tokenizer.end not in _ends(model_any.config):
+        if not _ends_at(model_any.config, tokenizer.end):
             _end_at_(model_any.config, tokenizer.end)
-        if model_any.generation_config is not None and tokenizer.end not in _ends(model_any.generation_config):
+        if model_any.generation_config is not None and not _ends_at(model_any.generation_config, tokenizer.end):
             model_any.generation_config = type(model_any.generation_config)()
             _end_at_(model_any.generation_config, tokenizer.end)
         tokenizer.save(directory)
@@ -118,26 +119,9 @@ def _end_at_(config: Any, end: int | None) -> None:
     config.bos_token_id = config.eos_token_id = config.pad_token_id = end
 
 
-def _ends(config: Any) -> Sequence[int]:
+def _ends_at(config: Any, end: int | None) -> bool:
     ends = config.eos_token_id
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
-
-
-def _replace(target: Path, fresh: Path) -> None:
-    old = _sibling(target)
-    if target.exists():
-        target.rename(old)
-    try:
-        fresh.rename(target)
-    except OSError:
-        with suppress(OSError):
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sibling(target: Path) -> Path:
-    return target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    return end is not None and end in (ends if isinstance(ends, list) else [ends])
 
 
 @functools.cache

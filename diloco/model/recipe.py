@@ -1,7 +1,7 @@
 """What of a checkpoint others need to build the same model, without its trained weights.
 
-Config and generation become settings of the run, and travel as such. Parameters that are not trained and buffers, which
-no outer step carries, become files that are named by their digests.
+Config and generation become settings of the run. Parameters that are not trained and buffers, which no outer step
+carries, become files that are named by their digests.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.model.files import transformers
 from diloco.text import one_line
 
-__all__ = [
-    "allowed_names", "fill_frozen_", "frozen_of", "is_extra", "pack", "recipe_of", "set_generation_", "unpack",
-]  # fmt: skip
+__all__ = ["allowed_names", "fill_frozen_", "frozen_of", "is_extra", "pack", "recipe_of", "set_generation_"]
 
 # Every config with rotary embeddings reads these names, although they are not fields of the dataclass.
 _ROTARY_NAMES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
@@ -83,30 +81,21 @@ def pack(name: str, tensor: Tensor) -> bytes:
     return bytes(save({name: tensor.detach().cpu().contiguous()}))
 
 
-def unpack(name: str, file: bytes) -> Tensor:
-    """The tensor in a file of `pack`. Raises ConfigError if it holds anything else."""
-    from safetensors.torch import load
-
-    try:
-        tensors = load(file)
-    except Exception as error:  # SafetensorError and others
-        raise ConfigError(f"model.frozen.{name}: its file holds no tensor: {one_line(error)}") from error
-    if list(tensors) != [name]:
-        raise ConfigError(f"model.frozen.{name}: its file holds something else")
-    return tensors[name]
-
-
 def fill_frozen_(model: nn.Module, digests: Mapping[str, str], directory: Path) -> None:
     """Set what is not trained to the values in the files of a directory, which are called by their digests.
 
     Raises CheckpointError: a file is missing or does not fit the model.
     """
+    from safetensors.torch import load
+
     there = frozen_of(model)
     for name, digest in digests.items():
         try:
-            value = unpack(name, (directory / digest).read_bytes())
+            value = load((directory / digest).read_bytes())[name]
         except OSError as error:
             raise CheckpointError(f"model.frozen.{name}: {directory} does not have it ({error.strerror})") from error
+        except Exception as error:  # SafetensorError and others
+            raise CheckpointError(f"model.frozen.{name}: its file holds no such tensor: {one_line(error)}") from error
         here = there.get(name)
         if here is None or here.shape != value.shape or here.dtype != value.dtype:
             raise CheckpointError(f"model.frozen.{name}: the model has no such tensor of {list(value.shape)}")

@@ -66,9 +66,10 @@ def files_of(settings: DataConfig) -> list[Path]:
     for given in settings.path or ():
         with reading(f"data.path: {given}", "make it readable"):
             path = Path(os.path.expanduser(given))
+            if not path.exists():
+                raise DataError(f"data.path: {given} does not exist; give a file or a directory")
             if not path.is_dir() and not path.is_file():
-                why = "is no file that stays" if path.exists() else "does not exist"
-                raise DataError(f"data.path: {given} {why}; give a file or a directory")
+                raise DataError(f"data.path: {given} is no file that stays; give a file or a directory")
             inside = _below(path) if path.is_dir() else []
             fitting = [file for file in inside if _fits(file, settings.source)] if path.is_dir() else [path]
             if not fitting:

@@ -11,8 +11,6 @@
 5. A stream yields endless batches (B, T) of this peer's part, in a seeded order (`numbered`, `streaming`), drawn from
    one source or several (`mixture`). Its `state()` is small JSON; `restore()` continues with the very next sequence.
 6. A thread makes batches before their turn (`prefetch`).
-
-A sequence counts as T tokens everywhere, although the model reads its first token and does not predict it.
 """
 
 from __future__ import annotations

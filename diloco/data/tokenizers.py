@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that it makes; below that there may be ids without a token."""
+        """One more than the largest id; below that there may be ids without a token."""
 
     @property
     def largest(self) -> str:
@@ -68,7 +68,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     """The tokenizer called 'bytes', or of a directory (a saved model too), or of that name on the Hugging Face hub.
 
     With a `revision` it is the one on the hub at that commit, never a directory. Runs no code from there. Raises
-    DataError if there is no such directory or name, or it holds no tokenizer.
+    DataError.
     """
     if name == "bytes":
         return ByteTokenizer()

@@ -63,13 +63,19 @@ class Membership:
         steps: float,
         saved: PeerState | None = None,
     ) -> Attachment:
-        """Join, as the peer whose key is in `directory` unless the settings name another. The trainer averages
-        gradients over so many `processes`, and ends after so many `steps`. Raises `JoinError` if the swarm has made as
-        many.
+        """Join, as the peer whose key is in `directory` unless the settings name another.
+
+        The trainer averages gradients over so many `processes`, and ends after so many `steps`; `JoinError` says that
+        the swarm has made as many.
         """
         self.leave()
         self._tokens.clear()
-        check_processes(processes)
+        there = RankGroup.rank_and_size()[1]
+        if processes != there:
+            raise ConfigError(
+                f"{there} processes were started together, and the trainer averages gradients over {processes}; on "
+                "CPUs tell it so (use_cpu=True in TrainingArguments)"
+            )
         place = directory / FOLDER
         swarm = self.swarm = Swarm(**{"identity": place / "identity.key", **self._settings})
         swarm.take_over()
@@ -178,16 +184,6 @@ class Membership:
         if self.ended_by:
             self.leave()
             raise SystemExit(128 + self.ended_by)
-
-
-def check_processes(processes: int) -> None:
-    """Raise `ConfigError` unless a trainer averages gradients over all ranks of the process group."""
-    _, there = RankGroup.rank_and_size()
-    if processes != there:
-        raise ConfigError(
-            f"{there} processes were started together, and the trainer averages gradients over {processes}; on CPUs "
-            "tell it so (use_cpu=True in TrainingArguments, cpu=True in Accelerator)"
-        )
 
 
 @contextmanager

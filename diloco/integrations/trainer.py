@@ -112,20 +112,13 @@ class DilocoCallback(TrainerCallback):
             raise ConfigError("callbacks: a DilocoCallback is there twice; name one")
         check_has_batches(trainer["train_dataloader"])
         schedulers = [] if args.lr_scheduler_type in FOLLOWS_A_METRIC else [trainer["lr_scheduler"]]
-        sync = self._membership.open(
-            trainer["model"],
-            trainer["optimizer"],
-            schedulers,
-            Path(args.output_dir or "."),
-            args.world_size,
-            state.max_steps,
-            self._saved(args, state),
-        )
-        if rest := state.max_steps % sync.outer.sync_every:
-            logger.warning(
-                "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody",
-                state.max_steps, sync.outer.sync_every, rest,
-            )  # fmt: skip
+        model, optimizer, place = trainer["model"], trainer["optimizer"], Path(args.output_dir or ".")
+        saved = self._saved(args, state)
+        sync = self._membership.open(model, optimizer, schedulers, place, args.world_size, state.max_steps, saved)
+        every = sync.outer.sync_every
+        if rest := state.max_steps % every:
+            said = "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody"
+            logger.warning(said, state.max_steps, every, rest)
         self._membership.order([trainer["train_dataloader"]], int(state.epoch or 0))
         if args.eval_on_start:
             self._membership.pause()

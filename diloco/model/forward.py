@@ -30,7 +30,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def choose_attention_(model: nn.Module, attention: str) -> str:
-    """Have a transformers model compute attention this way, `auto` leaves the choice to it; returns what it uses.
+    """Have a transformers model compute attention this way (`auto`: as it likes); returns what it uses.
 
     Raises `ConfigError` if a package is missing, or the model has no such attention.
     """
@@ -65,8 +65,7 @@ def recompute_layers_(model: nn.Module) -> None:
 def compile_layers_(model: nn.Module, backend: str = "inductor") -> None:
     """Compile every layer at its first call; raises `ConfigError` for models without a stack of layers.
 
-    Layers are alike, so the first one's code serves all, where a compiled whole model takes minutes. `Module.compile`
-    keeps names and objects (there is no `_orig_mod`), and a copy of the model is not compiled.
+    Layers are alike, so the first one's code serves all, where a compiled whole model takes minutes.
     """
     layers = layers_of(model)
     if not layers:
@@ -78,9 +77,7 @@ def compile_layers_(model: nn.Module, backend: str = "inductor") -> None:
 def never_wait_for_masks() -> None:
     """Have transformers not look for rows that hold several sequences, while the training loss is computed.
 
-    It looks at the positions of the tokens in every forward pass, and waits for the device to see them: a GPU would
-    idle until the next kernels come. `loss` gives no positions, so there is nothing to find. Versions of transformers
-    that have no such function stay as they are.
+    It waits for the device to see the positions of the tokens, and a GPU would idle. `loss` gives no positions.
     """
     masks = transformers().masking_utils
     look = getattr(masks, "find_packed_sequence_indices", None)

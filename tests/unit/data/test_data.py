@@ -15,7 +15,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +26,7 @@ from diloco.data.packing import Packer, is_held_out, number_of, permuted
 from diloco.data.sources import documents
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import CheckpointError, DataError
-from tests.support.data import T, config, numbered, rows_of, written
+from tests.support.data import config, numbered, rows_of, written
 from tests.support.errors import error_text
 
 
@@ -156,24 +155,6 @@ def test_what_is_said_when_nothing_can_be_held_out_helps(
     assert len(opened.holdout(3)) == min(3, len(opened.held_out[0])), "none with data.holdout=0"  # type: ignore[union-attr]
 
 
-def test_held_out_text_is_not_trained_on_and_the_same_for_all(tmp_path: Path) -> None:
-    files = {f"part{part}.txt": f"part {part}: " + "a line of text\n" * (3 + part) for part in range(60)}
-    book = written(tmp_path, dict(files))
-    opened = data.load(config("text", book, sequence_length=2), seed=0)
-    training, held_out = opened.training.rows.tobytes(), opened.held_out[0].tobytes()  # type: ignore[attr-defined]
-    for text in documents(config("text", book)):
-        assert (text in held_out, text in training) == (
-            (True, False) if is_held_out(text, 0.2, "text") else (False, True)
-        )
-    first, second = data.load(config("text", book), seed=0), data.load(config("text", book), seed=9)
-    assert torch.equal(first.holdout(5), second.holdout(5))
-    assert torch.equal(first.holdout(5), first.holdout(8)[:5])
-    everything = first.holdout(10_000)
-    assert everything.shape == (len(first.held_out[0]), T)  # type: ignore[attr-defined]
-    assert len({tuple(row) for row in everything.tolist()}) > 5
-    assert everything.dtype == torch.int64
-
-
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(1, 3), st.integers(0, 99))
 @settings(max_examples=50)
 def test_shards_are_disjoint_and_cover_every_epoch(rows: int, shards: int, batch: int, epochs: int, seed: int) -> None:
@@ -264,16 +245,6 @@ def test_the_standard_library_is_real_text_in_a_fixed_order() -> None:
     assert texts == list(documents(config("stdlib")))
     assert Path(json.__file__).read_bytes() in texts
     assert all(b"build_time_vars" not in text[:300] for text in texts)
-
-
-def test_text_files_are_read_whole_and_in_order(tmp_path: Path) -> None:
-    lines = "".join(f"line {number} of a longer text\n" for number in range(2000))
-    written(tmp_path, {"b.txt": "second", "a/long.txt": lines, ".hidden": "no", "a/.git/x": "no", "empty": ""})
-    texts = list(documents(config("text", tmp_path)))
-    assert b"".join(texts) == lines.encode() + b"second"
-    assert len(texts) > 10 and texts[-1] == b"second"
-    assert all(text.endswith(b"\n") for text in texts[:-1])
-    assert list(documents(config("text", tmp_path / "b.txt", tmp_path / "b.txt"))) == [b"second", b"second"]
 
 
 @given(text=st.text(alphabet="ab \né日\U0001f600", max_size=300), repeats=st.integers(1, 300))

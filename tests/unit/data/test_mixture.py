@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,12 @@ from hypothesis import strategies as st
 from diloco import data
 from diloco.config import MIXTURE_BLOCK, Config, Manifest, compose
 from diloco.config.manifest import sources_of
-from diloco.data.mixture import Mixture, counts_of, places
-from diloco.data.numbered import Rows
+from diloco.data.mixture import counts_of, places
 from diloco.errors import ConfigError, DataError
 from tests.support.data import config, rows_of, written
 from tests.support.errors import error_text
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
-
-
-def mixed(sizes: list[int], weights: list[float]) -> Mixture:
-    """Of sources of sequences (number of the source, their own number)."""
-    arrays = [np.stack([np.full(size, index), np.arange(size)], 1) for index, size in enumerate(sizes)]
-    sources = [Rows(array.astype(np.int32), f"source{index}") for index, array in enumerate(arrays)]
-    return Mixture([f"s{index}" for index in range(len(sizes))], sources, weights)
 
 
 @given(weights)
@@ -55,19 +46,6 @@ def test_every_block_has_its_part_of_each_source(weights: list[float], blocks: i
     alone = [[int(found[0]) for found in places(numbers[[at]], order, counts)] for at in range(len(numbers))]
     assert alone == np.stack(places(numbers, order, counts), 1).tolist()
     assert alone[2] == [sources[-5], ranks[-5]]
-
-
-def test_each_source_repeats_at_its_own_pace() -> None:
-    mixture = mixed([100, 10_000], [1, 3])
-    rows = mixture.read(np.arange(2 * MIXTURE_BLOCK), "0")
-    seen = Counter(map(tuple, rows.tolist()))
-    small, large = ([times for (index, _), times in seen.items() if index == which] for which in (0, 1))
-    assert len(small) == 100 and set(small) == {50}
-    assert len(large) == 10_000 and set(large) == {1, 2} and sum(large) == 15_000
-    # The epochs of a source follow each other: none of its sequences comes again before all others came.
-    own = rows[rows[:, 0] == 0][:, 1]
-    for epoch in range(50):
-        assert sorted(own[100 * epoch : 100 * epoch + 100]) == list(range(100))
 
 
 MIXTURE = [

@@ -100,15 +100,6 @@ class Recorded:
         return {"planned": self.planned}
 
 
-def test_no_more_is_made_than_the_depth_and_nothing_unasked() -> None:
-    source: Any = Recorded()
-    with closing(Prefetched(source, depth=3)) as stream:
-        for made in ([], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
-            assert source.made == made
-            next(stream)
-            wait_for(lambda: ready(stream) == 3)
-
-
 def test_an_error_is_raised_when_its_batch_is_due() -> None:
     with closing(Prefetched(Recorded(fails_at=3))) as stream:
         assert int(next(stream)[0, 0]) == 1

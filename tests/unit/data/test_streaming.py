@@ -134,17 +134,13 @@ def test_peers_of_one_swarm_train_on_different_documents(
     assert not any(is_held_out(document, 0.2) for documents in seen for document in documents)
 
 
-@pytest.mark.parametrize(("shards", "many_files"), [(1, 64), (7, 64), (7, 4)])
-def test_shards_are_disjoint_and_cover_all(
-    streamed: Any, shards: int, many_files: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("shards", [1, 7])
+def test_shards_are_disjoint_and_cover_all(streamed: Any, shards: int) -> None:
     """But the text that is held out."""
-    monkeypatch.setattr(streamed, "by_file", many_files == 4)
-    units, seen = 4 if many_files == 4 else len(ROWS), Counter[bytes]()
+    seen = Counter[bytes]()
     for shard in range(shards):
-        stripe, reader = streaming.Stripe(shard, shards), Reader(streamed)
-        for unit in range(*stripe.take(len(range(shard, units, shards)))[0]):
-            seen.update(reader.unit(unit))
+        [taken] = streaming.Stripe(shard, shards).take(len(range(shard, len(ROWS), shards)))
+        seen.update(text for unit in range(*taken) for text in Reader(streamed).unit(unit))
     assert seen == Counter(ROWS)
     stream = streamed.batches(1, shard=shards - 1, shards=shards)
     assert {*read_by(stream, 60)} <= {text for text in ROWS if not is_held_out(text, 0.2)}
@@ -203,13 +199,8 @@ def test_other_shards_go_on_about_there(large: Any, caplog: pytest.LogCaptureFix
     assert len({*before, *after}) > 0.9 * len([*before, *after])
 
 
-@pytest.mark.parametrize("state", [{}, {"kind": "memory", "taken": 3, "stride": 1, "digest": ""}, "before"])
-def test_a_position_of_another_kind_or_version_is_refused(state: Any, streamed: Any) -> None:
-    if state == "before":  # units were leased
-        state = {
-            "kind": "hub", "epoch": 1, "visit": 2, "document": 3, "documents_in_epoch": 3, "stride": 1, "shard": 5,
-            "shards": None, "file": {"examples_iterable": {}}, "waiting": [1, 2],
-        }  # fmt: skip
+@pytest.mark.parametrize("state", [{}, {"kind": "memory", "taken": 3, "stride": 1, "digest": ""}])
+def test_a_position_of_another_kind_is_refused(state: Any, streamed: Any) -> None:
     text = error_text(CheckpointError, streamed.batches(1).restore, state)
     assert text.startswith("data: the checkpoint holds no position for this data.source, or one of another version")
 

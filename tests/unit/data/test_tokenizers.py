@@ -7,18 +7,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco import data
 from diloco import model as models
 from diloco.config import ModelConfig
 from diloco.data.packing import Packer
 from diloco.data.tokenizers import HubTokenizer
 from diloco.errors import ConfigError, DataError
-from tests.support.data import config, written
+from tests.support.data import written
 from tests.support.errors import error_text
 from tests.support.models import SMALL, small_model
 
@@ -56,25 +54,6 @@ def test_every_id_of_a_vocabulary_arrives(numbers: list[int], text: str) -> None
     expected = [letters[one] for one in f"{text}cc{text}c"]
     assert tokenizer.vocab_size == max(numbers) + 1
     assert [*packer.take(len(packer)).flatten().tolist(), *packer.waiting().tolist()] == expected
-
-
-def test_the_tokens_of_a_vocabulary_with_holes_are_those_in_a_file_of_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diloco.data.tokens.FILES_FROM_BYTES", 1)
-    text = written(tmp_path / "text", {f"{number}.txt": "ab" * (9 + number) for number in range(12)})
-    values: dict[str, Any] = {"tokenizer": tokenizer_of(tmp_path / "t", {"a": 3, "b": 900}, 2), "holdout": 0.5}
-    mapped, memory = (
-        data.load(config("text", text, cache=cache, **values), seed=0) for cache in (str(tmp_path / "cache"), None)
-    )
-    for opened in (mapped, memory):
-        assert set(np.unique(opened.training.rows)) <= {2, 3, 900}  # type: ignore[attr-defined]
-        assert set(np.unique(opened.holdout(99))) <= {2, 3, 900}
-    # A file of tokens in a type that may hold less, as older versions made it, is not read.
-    [index] = (tmp_path / "cache").glob("*/index.json")
-    index.write_text(index.read_text().replace("uint16", "uint8"))
-    again = data.load(config("text", text, cache=str(tmp_path / "cache"), **values), seed=0)
-    assert np.array_equal(again.training.rows, memory.training.rows)  # type: ignore[attr-defined]
 
 
 def test_an_id_that_the_model_does_not_have_is_one_line(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ DAMAGE: tuple[Callable[[Path], object], ...] = (
     lambda entry: (file := entry / "training.bin").write_bytes(file.read_bytes() + b"x"),
     lambda entry: (entry / "index.json").write_text('{"training": 3'),
     lambda entry: (entry / "held_out.bin").unlink(),
+    lambda entry: (file := entry / "index.json").write_text(file.read_text().replace("uint8", "uint16")),
     lambda entry: [file.unlink() for file in entry.iterdir()],
 )
 

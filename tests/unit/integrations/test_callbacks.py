@@ -170,19 +170,6 @@ def test_a_callback_shares_a_stream_before_there_is_a_swarm(tmp_path: Path, caps
     refused(lambda: own.shard(NUMBERS), said)
 
 
-@pytest.mark.parametrize(("masked", "each"), [(True, 4), (False, 6)])
-def test_a_trainer_counts_tokens_without_padding(masked: bool, each: int, tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokens, own = torch.arange(6), callback(Going())
-    item = {"input_ids": tokens, "labels": tokens} | ({"attention_mask": (tokens < 4).long()} if masked else {})
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **shape))
-    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": 3}
-    trainer(tmp_path, own, model=model, data=[item] * 32, learning_rate=1e-5, **evaluating).train()
-    assert own.attachment.tokens == 4 * 3 * 2 * each
-
-
 def fit(directory: Path, own: Any, interval: str = "step", optimizers: int = 1, workers: int = 0, **told: Any) -> Any:
     """A module that was trained, and its trainer."""
     from lightning.pytorch import LightningModule, Trainer, seed_everything

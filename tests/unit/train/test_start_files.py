@@ -167,10 +167,10 @@ def test_a_wrong_file_of_a_frozen_tensor_is_refused(saved: Path, tmp_path: Path)
         models.build(other.model, 0)
     place.parent.mkdir(parents=True)
     for content, why in (
-        (models.pack("x", torch.zeros(4)), "its file holds something else"),
-        (b"nonsense", "its file holds no tensor"),
+        (models.pack("x", torch.zeros(4)), "its file holds no such tensor"),
+        (b"nonsense", "its file holds no such tensor"),
         (models.pack(BIAS, torch.zeros(5)), r"the model has no such tensor of \[5\]"),
     ):
         place.write_bytes(content)
-        with pytest.raises(ConfigError, match=rf"^model\.frozen\.{BIAS}: {why}"):
+        with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS}: {why}"):
             models.build(other.model, 0)

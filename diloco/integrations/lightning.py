@@ -62,12 +62,12 @@ class DilocoLightningCallback(Callback):
                 f"configure_optimizers gives {len(trainer.optimizers)} optimizers, and a peer counts the steps of one; "
                 "give one with several groups of parameters"
             )
+        batches = trainer.accumulate_grad_batches
         schedulers = [
-            ScheduledStep(one.scheduler, every=math.lcm(one.frequency, trainer.accumulate_grad_batches)
-                  // trainer.accumulate_grad_batches)
+            ScheduledStep(one.scheduler, every=math.lcm(one.frequency, batches) // batches)
             for one in trainer.lr_scheduler_configs
             if one.interval == "step" and not one.reduce_on_plateau
-        ]  # fmt: skip
+        ]
         saved, self._saved = self._saved, None
         model = trainer.strategy.model or pl_module
         self._steps = _steps(trainer)

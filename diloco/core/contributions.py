@@ -133,9 +133,8 @@ def captured(core: Facts, event: Captured) -> None:
 def pass_on(core: Facts, f: Fragment, author: str) -> None:
     """Contributions go to the author: this peer's at once, what others have left here after a while."""
     patience_s, way = core.patience_s(f), core.way(author)
-    pause = core.settings.barrier and any(one.pauses(core.now) for one in core.members.all())
     for item in f.bag.values():
-        if pause and item.got is not None:
+        if item.got is not None and core.settings.barrier and core.members.any_pauses(core.now):
             item.got = core.now  # the author may wait for that peer
         known = item.got if item.to == way else None
         wait_s = 0.0 if item.line.peer == core.me or core.leaving else core.settings.refresh_s

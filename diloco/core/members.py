@@ -133,10 +133,9 @@ class Members:
         member = self._members[peer]
         before = member.status
         member.hear(status, now)
-        changed = (status.authors, status.trains, status.waits) != (before.authors, before.trains, before.waits)
+        changed = (status.authors, status.trains) != (before.authors, before.trains)
         if status.authors != before.authors or status.hears or status.deaf or status.whole:
             self._able = self._authors = None
-            changed = True
         return changed
 
     def remove(self, peer: str) -> Member | None:
@@ -148,6 +147,10 @@ class Members:
         """Members that have said nothing for longer than their own heartbeat allows."""
         return [one.peer for one in self.all() if now - one.heard > one.silence_s(floor_s, beats)]
 
+    def any_pauses(self, now: float) -> bool:
+        """Whether a member evaluates or saves, and not for too long."""
+        return any(one.status.pauses and one.pauses(now) for one in self.all())
+
     def any_author(self) -> bool:
         """Whether another member may be an author."""
         return bool(self.authors())
@@ -156,10 +159,8 @@ class Members:
         """Peers that may be an author: members, those whom a member hears, and this peer if it says so."""
         if self._able is None or self._able[0] != myself:
             able = dict.fromkeys(sorted(self.authors())) | ({self._me: None} if myself else {})
-            known = {self._me, *self._members}
-            for member in self.all():
-                if self._is_author(member.peer):
-                    able |= dict.fromkeys(sorted(member.hears - known))
+            heard = set[str]().union(*(one.hears for one in self.all() if self._is_author(one.peer)))
+            able |= dict.fromkeys(sorted(heard - self._members.keys() - {self._me}))
             self._able = (myself, able)
         return self._able[1]
 

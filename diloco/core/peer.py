@@ -50,6 +50,7 @@ from diloco.messages.heads import Line
 
 __all__ = ["Peer"]
 
+HEARS_S = 0.5  # between two statuses that say only which authors a peer hears
 LOOK_S = 1.0  # between two looks for silent members
 FASTEST = 4.0
 MAX_RAISE = 1000  # times what was typed here
@@ -463,13 +464,16 @@ class Peer:
             core.planned,
         )
         beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
-        if flags != self._said_flags or core.untold or core.untold_data or hears != self._said_hears or beats:
+        hears_other = hears != self._said_hears and core.now >= self._told_at + HEARS_S  # few need it, and rarely
+        if flags != self._said_flags or core.untold or core.untold_data or hears_other or beats:
             core.broadcast(self._status(figures=self.figures if beats else None))
             if core.untold and core.made_step:
                 core.moved, core.made_step = core.now, False  # it got the first head after a step
             self._told_at, self._said_flags, self._said_hears = core.now, flags, hears
             core.untold.clear()
             core.untold_data = False
+        elif hears != self._said_hears:
+            core.wake(self._told_at + HEARS_S)
 
     def hello(self) -> Hello:
         """First message to a peer that is called; the owner adds `seal` and `instance`."""

@@ -69,7 +69,9 @@ MUTANTS: dict[str, Mutant] = {
     "3: a sleeper does not notice": [
         ("core.peer", "if core.now - self._looked_at > core.settings.silence_s:", "if False:")
     ],
-    "3: only one's own ears count": [("core.members", "able |= dict.fromkeys(sorted(member.hears - known))", "pass")],
+    "3: only one's own ears count": [
+        ("core.members", "able |= dict.fromkeys(sorted(heard - self._members.keys() - {self._me}))", "pass")
+    ],
     "3: who leaves stays author": [
         ("core.facts", "or (self.hands_over() and not self.making())", ""),
         ("core.author", " or core.hands_over():", ":"),

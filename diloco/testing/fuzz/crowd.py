@@ -251,12 +251,14 @@ class Crowd:
         self, life: Life, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]
     ) -> LifeCheckpoint:
         """What a trainer does at an outer step: it evaluates, and writes a checkpoint."""
+        flips = life.flips
         with sync.checkpointing() as live:
             if life.member.boundary_s:
                 begun = [digest_of(anchor) for anchor in live.anchors]
                 lockstep.call(asyncio.sleep(life.member.boundary_s))
             written = self._checkpoint(sync, live, optimizer)
-        if life.member.boundary_s and begun != [digest_of(anchor) for anchor in written.saved.anchors]:
+        unhurt = life.member.boundary_s and life.flips == flips
+        if unhurt and begun != [digest_of(anchor) for anchor in written.saved.anchors]:
             self.failures.append(f"the checkpoint of {life.name} moved while it was written")
         return written
 

@@ -60,6 +60,7 @@ class Life:
     ended: str = ""
     hangs: bool = False  # its training loop does
     at_rest: bool = False  # its training loop has stopped, because all rest
+    flips: int = 0  # of its anchors, by faults
     fresh: bool = True  # no life before this one trained, so its counters are all that the peer ever did
 
     @property

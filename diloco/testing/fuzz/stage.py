@@ -246,6 +246,7 @@ class _Stage:
             f = node.core.facts.fragments[fault.who % len(node.replica.anchors)]
             if not f.moving:  # else it is looked at, and moves all the same
                 node.replica.anchors[f.index][0] += DAMAGE
+                life.flips += 1
                 self.watch.damaged(life, f.index)
             return
 

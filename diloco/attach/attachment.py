@@ -161,7 +161,7 @@ class Attachment:
                 self._link.call(lambda node: node.leave(finished))
             if finished:
                 self._phase = Phase.FINISHED
-                self._link.move(lambda node: node.load_anchors())
+                self._link.run_with_parameters(lambda node: node.load_anchors())
                 if self.node is not None:
                     self.version, self.applied_tokens = self.node.clock()
                     self.discarded_tokens = self.node.core.discarded()
@@ -173,7 +173,7 @@ class Attachment:
         """All ranks: connect to the swarm."""
         fragments = partition(self.parameters.numels, self.outer.fragments, self.outer.pattern)
         self._link.share(self.parameters, fragments)
-        with self._link.handing():
+        with self._link.serve_parameters():
             if self._options is not None:
                 options, self._options = self._options, None  # its `saved` is as large as the model
                 self._open(options, fragments)

@@ -115,8 +115,8 @@ class Position(NamedTuple):
 class NodeLink:
     """The one node of a peer: rank 0 has it, and all ranks learn what came of each call.
 
-    All ranks call `begin`, `adopt`, `move` and `show_anchors` at the same point of their training; those without a node
-    hand over and take rows of the parameters meanwhile. The other methods do nothing there.
+    All ranks call `begin`, `adopt`, `run_with_parameters` and `show_anchors` at the same point of their training; those
+    without a node hand over and take rows of the parameters meanwhile. The other methods do nothing there.
     """
 
     def __init__(self, ranks: RankGroup, runtime: Runtime, phases: PhaseTimer) -> None:
@@ -173,19 +173,19 @@ class NodeLink:
         if self.node is not None:
             self.runtime.call(work(self.node))
 
-    def move(self, work: Callable[[Node], Coroutine[Any, Any, T]]) -> T | None:
+    def run_with_parameters(self, work: Callable[[Node], Coroutine[Any, Any, T]]) -> T | None:
         """All ranks: have rank 0 do something with the node that reads or writes parameters."""
-        with self.handing():
+        with self.serve_parameters():
             return None if self.node is None else self.runtime.call(work(self.node))
 
     def show_anchors(self) -> None:
         """All ranks: as `NodeHandle.show_anchors`."""
-        with self.handing():
+        with self.serve_parameters():
             if self.view is not None:
                 self.view.show_anchors()
 
     @contextmanager
-    def handing(self) -> Iterator[None]:
+    def serve_parameters(self) -> Iterator[None]:
         """While rank 0 is inside, the other ranks do as it says. Parameters are copied in this thread's stream."""
         for device in {parameter.device for parameter in self._parameters.values()}:
             train_on_current_stream(device)
@@ -214,11 +214,11 @@ class NodeLink:
 
     def begin(self, cycle: int, cold: bool = False, fetched: bool = False) -> Position:
         """Wait for the swarm, and go on from its anchor, which rank 0 loads into its parameters."""
-        return self._after(self.move(lambda node: node.begin(cycle, cold)), cold, fetched)
+        return self._after(self.run_with_parameters(lambda node: node.begin(cycle, cold)), cold, fetched)
 
     def adopt(self, work: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]) -> Position:
         """Have rank 0 exchange: what is due is sent, and updates are loaded into its parameters."""
-        outcome = self.move(work)
+        outcome = self.run_with_parameters(work)
         if self.node is not None:
             trim_heap()
         return self._after(outcome)

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from diloco.attach.inner_optimizer import kind_of
 from diloco.attach.sharded import has_row_layout, is_sharded, local_tensor
-from diloco.attach.unwrap import named, plain_name
+from diloco.attach.unwrap import named, unwrapped_name
 from diloco.errors import ConfigError
 from diloco.outer.digest import fragment_digest, part_digest, part_ranges
 from diloco.outer.fragments import gather_, partition
@@ -173,8 +173,8 @@ def frozen_digest(model: nn.Module) -> str | None:
 
 def buffer_digests(model: nn.Module) -> dict[str, str | None]:
     """Of the buffers of a model's state dict."""
-    kept = {plain_name(model, name) for name in model.state_dict()}
-    named = ((plain_name(model, name), one) for name, one in model.named_buffers())
+    kept = {unwrapped_name(model, name) for name in model.state_dict()}
+    named = ((unwrapped_name(model, name), one) for name, one in model.named_buffers())
     return {name: values_digest({name: one}) for name, one in named if name in kept}
 
 

@@ -41,7 +41,7 @@ from diloco.attach.ranks import RankGroup
 from diloco.attach.saved import LoopCheckpoints, PeerState
 from diloco.attach.schedulers import Schedulers, is_attached, swarm_steps
 from diloco.attach.signals import watch
-from diloco.attach.unwrap import class_name, paced, plain_model, plain_optimizer
+from diloco.attach.unwrap import class_name, scheduled_step, unwrap_model, unwrap_optimizer
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.config.manifest import planned
 from diloco.errors import CheckpointError, ConfigError
@@ -253,7 +253,7 @@ class Swarm:
             phases: where wall time is accounted.
         """
         self.take_over()
-        model, optimizer = plain_model(model), plain_optimizer(optimizer)
+        model, optimizer = unwrap_model(model), unwrap_optimizer(optimizer)
         if self._checkpoints is not None:
             self._checkpoints.close()
         if is_attached(optimizer):
@@ -266,7 +266,7 @@ class Swarm:
         self.outer = self._resolved_outer.of(sum(parameters.numels.values()))
         device = next((one.device for one in parameters.values()), torch.device("cpu"))
         ranks = ranks or RankGroup.from_process_group(device)
-        paced_schedulers = Schedulers(paced(one, ranks.size) for one in schedulers)
+        paced_schedulers = Schedulers(scheduled_step(one, ranks.size) for one in schedulers)
         with ExitStack() as stack:
             if checkpoints is not None:
                 self._checkpoints = LoopCheckpoints(Path(checkpoints), model, optimizer, ranks)

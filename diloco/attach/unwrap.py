@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.attach.hidden_copies import refuse_hidden_copies
 from diloco.attach.inner_optimizer import CombinedOptimizer
-from diloco.attach.rehearsal import refuse_undoing
 from diloco.attach.schedulers import ScheduledStep
 from diloco.errors import ConfigError
 
@@ -19,10 +19,10 @@ LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 TORCHRUN = "share the model among processes with DistributedDataParallel (torchrun), or with FSDP2 (fully_shard)"
 
 
-def plain_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+def unwrap_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """The model inside what is around it; of several, a list of them. Raises `ConfigError` for FSDP1 and DeepSpeed."""
     if isinstance(model, list | tuple):
-        return plain_model(model[0]) if len(model) == 1 else nn.ModuleList(map(plain_model, model))
+        return unwrap_model(model[0]) if len(model) == 1 else nn.ModuleList(map(unwrap_model, model))
     while True:
         name = type(model).__name__
         if not isinstance(model, nn.Module):
@@ -47,7 +47,7 @@ def _inside(module: Any) -> str | None:
     return next((at for at in INSIDE if at in getattr(module, "_modules", ())), None)
 
 
-def plain_name(model: nn.Module, name: str) -> str:
+def unwrapped_name(model: nn.Module, name: str) -> str:
     """The name of a parameter or buffer as if nothing in the model were wrapped."""
     at: Any = model
     parts = []
@@ -60,7 +60,7 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a model, by names that do not depend on wrappers."""
-    return ((plain_name(model, name), parameter) for name, parameter in model.named_parameters())
+    return ((unwrapped_name(model, name), parameter) for name, parameter in model.named_parameters())
 
 
 def class_name(model: nn.Module) -> str:
@@ -72,13 +72,13 @@ def class_name(model: nn.Module) -> str:
     return next(kind.__name__ for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed"))
 
 
-def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose `step()` trains, inside what Accelerate and Lightning put around it; several as one.
 
     Raises `ConfigError` for DeepSpeed's, those with masters, what is none of torch, and what undoes exchanges.
     """
     if isinstance(optimizer, list | tuple):
-        parts = [plain_optimizer(one) for one in optimizer]
+        parts = [unwrap_optimizer(one) for one in optimizer]
         return parts[0] if len(parts) == 1 else CombinedOptimizer(*parts)
     while True:
         name, library = type(optimizer).__name__, type(optimizer).__module__
@@ -88,11 +88,11 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         if not isinstance(inside, torch.optim.Optimizer):
             break
         if library.partition(".")[0] not in LIBRARIES:
-            refuse_undoing(optimizer)
+            refuse_hidden_copies(optimizer)
             if "_optimizer_step_post_hooks" in vars(optimizer):  # it says itself when a step is over
                 break
         optimizer = inside
-    refuse_undoing(optimizer)
+    refuse_hidden_copies(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer={name} is no torch.optim.Optimizer; attach one of those, after the model is made")
     if getattr(optimizer, "master_weights", False):  # of Apex and Transformer Engine
@@ -100,7 +100,7 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def paced(scheduler: Any, ranks: int) -> ScheduledStep:
+def scheduled_step(scheduler: Any, ranks: int) -> ScheduledStep:
     """A scheduler and its pace. One of Accelerate steps that inside it once for each rank, unless batches are split."""
     inside = getattr(scheduler, "scheduler", None)
     if isinstance(scheduler, ScheduledStep) or inside is None:

@@ -212,7 +212,7 @@ def test_the_node_is_told_the_stream_before_each_exchange(monkeypatch: pytest.Mo
     monkeypatch.setattr("diloco.attach.node_link.train_on_current_stream", told.append)
     link = NodeLink(RankGroup(torch.device("cpu")), NodeThread(), PhaseTimer())
     link.share({"w": torch.zeros(2, device="meta"), "v": torch.zeros(3, device="meta")}, ())
-    assert link.move(lambda node: node.load_anchors()) is None and told == [torch.device("meta")]
+    assert link.run_with_parameters(lambda node: node.load_anchors()) is None and told == [torch.device("meta")]
     link.show_anchors()
     assert len(told) == 2
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diloco.attach.parameters import TrainedParams, buffer_digests, frozen_digest, values_digest
 from diloco.attach.swarm import Swarm
-from diloco.attach.unwrap import class_name, named, plain_model
+from diloco.attach.unwrap import class_name, named, unwrap_model
 from diloco.config import OuterConfig
 from diloco.errors import ConfigError
 from diloco.outer.codecs import codec
@@ -152,14 +152,14 @@ def test_wrappers_change_no_name(wraps: Sequence[Callable[[nn.Module], nn.Module
     wrapped: nn.Module = model
     for wrap in wraps:
         wrapped = wrap(wrapped)
-    one, other = (plain_model(net) for net in (plain, wrapped))
+    one, other = (unwrap_model(net) for net in (plain, wrapped))
     specs = [
         swarm().options(TrainedParams(net), None, model=(class_name(net), frozen_digest(net))).run
         for net in (one, other)
     ]
     assert specs[0] == specs[1]
     assert buffer_digests(one) == buffer_digests(other)
-    names = [name for name, _ in named(plain_model([wrapped, nn.Linear(1, 1)]))]
+    names = [name for name, _ in named(unwrap_model([wrapped, nn.Linear(1, 1)]))]
     assert names[-3:] == ["0.head.bias", "1.weight", "1.bias"]
 
 
@@ -168,7 +168,7 @@ def test_adapters_have_the_names_of_injected_ones() -> None:
 
     settings = LoraConfig(target_modules=["head"])
     injected = inject_adapter_in_model(settings, Net())
-    around = plain_model(nn.DataParallel(get_peft_model(Net(), settings)))  # type: ignore[arg-type]
+    around = unwrap_model(nn.DataParallel(get_peft_model(Net(), settings)))  # type: ignore[arg-type]
     assert list(TrainedParams(around)) == list(TrainedParams(injected)) and class_name(around) == "Net"
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import diloco
-from diloco.attach.unwrap import paced, plain_model, plain_optimizer
+from diloco.attach.unwrap import scheduled_step, unwrap_model, unwrap_optimizer
 from diloco.errors import ConfigError, DilocoError, JoinError
 from diloco.integrations.membership import FOLDER
 from diloco.rundir.files import exclusive
@@ -248,24 +248,27 @@ def test_what_libraries_wrap_is_found() -> None:
     """A model has the parameters of the plain one, and the pace of Accelerate's schedules is known."""
     layer, compiled = nn.Linear(2, 1), nn.Module()
     compiled._orig_mod = nn.DataParallel(layer)  # what torch.compile returns, without the seconds that its import takes
-    assert plain_model(nn.DataParallel(layer)) is plain_model(compiled) is plain_model(layer) is layer
+    assert unwrap_model(nn.DataParallel(layer)) is unwrap_model(compiled) is unwrap_model(layer) is layer
 
     class Accelerated:
         def __init__(self, split_batches: bool) -> None:
             self.scheduler, self.split_batches, self.step_with_optimizer = "inside", split_batches, True
 
-    assert paced(Accelerated(False), 4) == ("inside", 4, 1)
-    assert paced(Accelerated(True), 4) == ("inside", 1, 1)
-    assert paced("plain", 4) == ("plain", 1, 1)
+    assert scheduled_step(Accelerated(False), 4) == ("inside", 4, 1)
+    assert scheduled_step(Accelerated(True), 4) == ("inside", 1, 1)
+    assert scheduled_step("plain", 4) == ("plain", 1, 1)
 
 
 @pytest.mark.parametrize(
     ("work", "said"),
     [
-        (lambda: plain_model(FullyShardedDataParallel()), "model=FullyShardedDataParallel: FSDP1 makes flat parameter"),
-        (lambda: plain_optimizer(ZeroOptimizer()), "optimizer=ZeroOptimizer: DeepSpeed trains flat copies"),
         (
-            lambda: plain_optimizer(Mastered([nn.Parameter(torch.zeros(1))])),
+            lambda: unwrap_model(FullyShardedDataParallel()),
+            "model=FullyShardedDataParallel: FSDP1 makes flat parameter",
+        ),
+        (lambda: unwrap_optimizer(ZeroOptimizer()), "optimizer=ZeroOptimizer: DeepSpeed trains flat copies"),
+        (
+            lambda: unwrap_optimizer(Mastered([nn.Parameter(torch.zeros(1))])),
             "optimizer=Mastered trains copies of its own; drop",
         ),
     ],

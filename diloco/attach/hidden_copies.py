@@ -25,7 +25,7 @@ STAYS = 0.75  # of the change, at least
 KNOWN = ("torch.optim", "diloco.attach.muon")
 
 
-def refuse_undoing(optimizer: Any) -> None:
+def refuse_hidden_copies(optimizer: Any) -> None:
     """Raise `ConfigError` for an optimizer that undoes changes of its parameters; what cannot be tried is believed."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith(KNOWN):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.unwrap import plain_optimizer
+from diloco.attach.unwrap import unwrap_optimizer
 from diloco.errors import ConfigError
 
 Params = list[nn.Parameter]
@@ -81,7 +81,7 @@ def test_what_returns_to_a_copy_is_refused(made: Callable[[Params], Any], dtype:
     with pytest.raises(
         ConfigError, match=r"^optimizer=\w+ returns to a copy of the parameters .* [0-9]+% of a change"
     ) as one:
-        plain_optimizer(made(params(dtype)))
+        unwrap_optimizer(made(params(dtype)))
     assert "\n" not in str(one.value)
 
 
@@ -89,7 +89,7 @@ def test_two_sequences_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^optimizer=Switched has two sequences .* its train\(\) and eval\(\) exchange"
     ):
-        plain_optimizer(Switched(params(torch.float32)))
+        unwrap_optimizer(Switched(params(torch.float32)))
 
 
 class Honest(torch.optim.AdamW):
@@ -134,6 +134,6 @@ def test_others_are_attached_as_they_are(made: Callable[[Params], torch.optim.Op
         return [one.clone() for one in (*own, *state, torch.get_rng_state())]
 
     before = everything()
-    assert plain_optimizer(optimizer) is optimizer
+    assert unwrap_optimizer(optimizer) is optimizer
     assert all(torch.equal(one, other) for one, other in zip(before, everything(), strict=True))
     assert all(one.grad is None for one in own)

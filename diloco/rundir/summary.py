@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class PhaseTimer:
         clock: Callable[[], float] = time.perf_counter,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        self._done = start or PhaseSeconds()
+        self._done = PhaseSeconds(*(max(0.0, value) for value in astuple(start or PhaseSeconds())))
         self._clock = clock
         self._settle = settle
         self._phase: Phase | None = None
@@ -55,8 +55,12 @@ class PhaseTimer:
         return previous
 
     def move(self, source: Phase, target: Phase, seconds: float) -> None:
-        """Moves seconds from one phase to another, because only afterwards is it known what the thread waited for."""
+        """Moves seconds from one phase to another, because only afterwards is it known what the thread waited for.
+
+        No more than the phase has: a second counts once, and none is negative.
+        """
         done = self.seconds()
+        seconds = min(seconds, getattr(done, source))
         self._done = replace(done, **{source: getattr(done, source) - seconds, target: getattr(done, target) + seconds})
         self._since = self._clock()
 

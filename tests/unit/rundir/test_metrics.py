@@ -157,6 +157,8 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
     clock.now = 99
     assert phases.seconds() == PhaseSeconds(compute=4, wait=4, comm=3, outer=1)
     assert (phases.seconds().total, phases.seconds().utilization) == (12, 4 / 12)
+    phases.move("comm", "wait", 5)
+    assert phases.seconds() == PhaseSeconds(compute=4, wait=7, comm=0, outer=1), "no more than there is"
 
 
 def test_a_phase_has_what_a_device_was_given_and_ends_with_it() -> None:

@@ -295,10 +295,12 @@ class _Stage:
             if fault.kind != "hold":
                 crowd.network.reset(one, other)
         alone = self.begun if checked and not self.pending else -1
+        nodes = [(life, life.node.core.facts) for life in crowd.members() if life.node is not None]
+        authors, parted = [life.name for life, facts in nodes if facts.identity.may_author], {*map(frozenset, cut)}
         before = [
             (life, life.work)
-            for life in crowd.members()
-            if life.node is not None and life.node.core.facts.trains_now and not life.hangs
+            for life, facts in nodes
+            if facts.trains_now and not life.hangs and any(frozenset((life.name, one)) not in parted for one in authors)
         ]
 
         def heal() -> None:

@@ -263,7 +263,7 @@ class Attachment:
         return self._counted_tokens > 0
 
     def report(self, loss: float) -> None:
-        """Tell the mean loss of the last inner steps (nats per token), for watchers of the swarm."""
+        """The mean loss of the last inner steps (nats per token), for watchers of the swarm."""
         self._progress.loss = loss
         if self.node is not None:
             figures = self._progress.figures(self.tokens, self.discarded_tokens, self.node.traffic)
@@ -347,7 +347,6 @@ class Attachment:
         self.inner_step, self.target_steps = position.inner_step, position.target_steps
 
     def anchor_digest(self) -> str:
-        """As `NodeHandle.anchor_digest`."""
         assert self.view is not None
         return self.view.anchor_digest()
 

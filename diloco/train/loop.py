@@ -78,8 +78,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         # In data parallel only rank 0 is told to lead, and all evaluate with it.
-        [lead] = self.ranks.broadcast_floats([self.config.run.lead])
-        self.lead = bool(lead)
+        self.lead = bool(self.ranks.broadcast_floats([self.config.run.lead])[0])
         keys = ("eval.prompts", "eval.prompt_tokens")
         for prompt in self.config.eval.prompts if self.ranks.is_rank0 else ():  # is there room for it?
             prompt_tokens(self.model, self.tokenizer, prompt, self.config.eval.prompt_tokens, keys)
@@ -205,7 +204,7 @@ class Trainer:
         return loss.detach()
 
     def _check_losses(self) -> None:
-        """Once in a while, and before every exchange: end the run at a loss that is not finite, before it spreads."""
+        """Before every exchange, at least: end the run at a loss that is not finite, before it spreads."""
         [total] = self.ranks.sum(float(torch.stack(self._losses).mean()))
         self._loss = total / self.ranks.size
         self._losses.clear()
@@ -220,7 +219,7 @@ class Trainer:
     # -- after an exchange --------------------------------------------------------------------------------------------
 
     def _boundary(self) -> None:
-        """Account for an exchange, and once in a while evaluate the anchor and write a checkpoint."""
+        """Account for an exchange; once in a while evaluate the anchor, and write a checkpoint."""
         self._follow_plan()
         config, sync = self.config, self.sync
         if self.ranks.is_rank0:
@@ -242,7 +241,6 @@ class Trainer:
         return every > 0 and self.sync.version // every > since // every  # without a barrier, some are skipped
 
     def _account(self) -> None:
-        """One line per outer step: seconds and bytes so far, the anchors, who is there and who contributed."""
         figures: dict[str, Any] = {"bytes_sent": self.traffic()[0]}
         if self.sync.view is not None:
             anchors = self.sync.view.anchors()  # only those that moved since the line before: lines must stay short
@@ -268,9 +266,11 @@ class Trainer:
             if len(self.holdout):
                 self.eval_loss = evaluate(self.model, self.holdout, rows, self.ranks.device, ranks=self.ranks).loss
             written = self._write()
-        if self.ranks.is_rank0 and len(self.holdout):
+        if not self.ranks.is_rank0:
+            return
+        if len(self.holdout):
             self._log(eval_loss=self.eval_loss)
-        if self.ranks.is_rank0 and written:
+        if written:
             self._show(written)
 
     def _write(self) -> list[tuple[str, str]]:
@@ -282,7 +282,6 @@ class Trainer:
             return [(prompt, write(prompt)) for prompt in prompts]
 
     def _show(self, written: list[tuple[str, str]]) -> None:
-        """All of it goes into the log and to watchers of the swarm, a line to whoever started this peer."""
         version, view = self.sync.version, self.sync.view
         self.log.samples(version, written)
         shown = (written[0][0][-24:] + written[0][1])[:64]
@@ -332,10 +331,8 @@ class Trainer:
             if self.pusher is not None:
                 self.pusher.begin(self.sync.version, state, final)
 
-    # -- what others see ----------------------------------------------------------------------------------------------
-
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received by this peer, over all its sessions."""
+        """Bytes sent and received by this peer, before it went on from a checkpoint as well."""
         sent, received = self.checkpoints.traffic
         if self.sync.view is None:
             return sent, received
@@ -359,7 +356,6 @@ class Trainer:
             self.tell(self.status("training"))
 
     def status(self, state: str) -> Status:
-        """This peer's state and figures, for its supervisor or a live table."""
         sync, (sent, received) = self.sync, self.traffic()
         shared = ("version", "inner_step", "target_steps", "exchanged", "tokens")
         return Status(

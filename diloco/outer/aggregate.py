@@ -18,7 +18,6 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -77,9 +76,14 @@ class Aggregate:
     """
 
     def __init__(
-        self, fragment: Fragment, anchor: Tensor, settings: OuterConfig, rng: random.Random,
-        shapes: Mapping[str, Sequence[int]] = MappingProxyType({}), master: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        fragment: Fragment,
+        anchor: Tensor,
+        settings: OuterConfig,
+        rng: random.Random,
+        shapes: Mapping[str, Sequence[int]],
+        master: Tensor | None = None,
+    ) -> None:
         self.fragment, self.anchor, self.settings = fragment, anchor, settings
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
         self.optimizer = OPTIMIZERS[settings.optimizer](settings)
@@ -111,10 +115,9 @@ class Aggregate:
         update = empty_payload(self._updates.nbytes)
         self._step_(counted, step, state, update)
         pairs = alike(found.cosines, found.numel)
-        return Merged(
-            update, step, tuple(peers[i] for i in judged.left_out), tuple(peers[i] for i in judged.clipped),
-            tuple((peers[one], peers[other], cosine) for one, other, cosine in pairs),
-        )  # fmt: skip
+        left_out, clipped = (tuple(peers[i] for i in those) for those in (judged.left_out, judged.clipped))
+        named = tuple((peers[one], peers[other], cosine) for one, other, cosine in pairs)
+        return Merged(update, step, left_out, clipped, named)
 
     def _judge(
         self, found: Comparison, contributions: Sequence[Weighted], state: OuterState, own: int | None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diloco.outer.fragments import Fragment, Slice, gather_, gathered, read_, scatter_
 from diloco.outer.payloads import buffer
-from diloco.outer.staging import Event, Staging, staging_of
+from diloco.outer.staging import Staging, staging_of
 
 __all__ = ["Local", "Source"]
 
@@ -30,7 +30,7 @@ class Local:
     is_whole = True  # whether nobody else is needed to read them
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], staging_of: StagingOf = staging_of, ready: Event | None = None
+        self, tensors: Mapping[str, Tensor], staging_of: StagingOf = staging_of, ready: torch.Event | None = None
     ) -> None:
         self.tensors = dict(tensors)
         self._staging_of = staging_of

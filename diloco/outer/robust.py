@@ -1,8 +1,6 @@
 """The math of judging: how much each contribution counts, so that one bad contribution cannot spoil a version.
 
-`clip` scales norms above factor x the median down to that, and leaves out what points against the others. It needs only
-the norms and the Gram matrix of the contributions. The order of arrival changes nothing: contributions are taken in the
-order of their peers' names.
+`clip` scales norms above factor x the median down to that, and leaves out what points against the others.
 
 Limits. There is no defence against a majority that colludes, nor against one person with many identities. A lie that
 stays within the norm and the angle allowed here moves the model, as a back door may. Clipping alone bounds the *length*
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from diloco.outer.payloads import Codec, Layout, norm_of
 
-__all__ = ["MEMORY", "MIN_JUDGED", "SKETCH", "Comparison", "Judgement", "alike", "clip", "clip_few", "opposed", "usual"]
+__all__ = ["MEMORY", "MIN_JUDGED", "Comparison", "Judgement", "alike", "clip", "clip_few", "usual"]
 
 MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, have no majority.
 OPPOSED_COSINE = -0.1
@@ -63,11 +61,8 @@ def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor:
     Honest contributions come out with scale 1, so that the mean is the plain one, bit for bit.
 
     Args:
-        norms: L2 norms of n contributions, at least `MIN_JUDGED`.
-        gram: (n, n) float64, cosines of the contributions with each other.
-        weights: what they count in the mean; finite, positive.
-        factor: how many times the median norm is allowed.
-        numel: how many values of each contribution the cosines compare.
+        norms: L2 norms of n contributions, at least `MIN_JUDGED`. weights: what they count in the mean; positive.
+        gram: (n, n) float64, cosines of the contributions with each other, of `numel` values each.
     """
     limit = factor * statistics.median_low(norms)
     clipped = tuple(i for i, norm in enumerate(norms) if norm > limit)
@@ -77,9 +72,14 @@ def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor:
 
 
 def clip_few(
-    norms: Sequence[float], weights: Sequence[float], expected: float, references: Sequence[Tensor], numel: int,
-    factor: float, own: int | None,
-) -> Judgement:  # fmt: skip
+    norms: Sequence[float],
+    weights: Sequence[float],
+    expected: float,
+    references: Sequence[Tensor],
+    numel: int,
+    factor: float,
+    own: int | None,
+) -> Judgement:
     """As `clip`, for fewer than `MIN_JUDGED` contributions: they are compared with what came before, and with the own.
 
     A contribution is left out if it opposes every reference. Without an own contribution those are a minority at most,
@@ -111,7 +111,6 @@ def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
     """Indices of contributions that point against the mean direction of the others; none if they are not a minority.
 
     The worst one goes first, and the rest are compared again without it: two liars would make an honest one look bad.
-    The arguments are those of `clip`.
     """
     limit = _least_cosine(numel)
     left, out = list(range(gram.shape[0])), list[int]()
@@ -128,7 +127,7 @@ def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
 
 
 def alike(gram: Tensor, numel: int) -> list[tuple[int, int, float]]:
-    """Indices of two contributions that are nearly parallel, and their cosine; the arguments are those of `clip`."""
+    """Indices of two contributions that are nearly parallel, and their cosine."""
     if numel < ALIKE_VALUES:
         return []
     pairs = (gram.triu(1) > ALIKE_COSINE).nonzero().tolist()
@@ -136,10 +135,9 @@ def alike(gram: Tensor, numel: int) -> list[tuple[int, int, float]]:
 
 
 def usual(norms: Sequence[float], momentum: Tensor | None) -> float:
-    """The norm that a contribution may be expected to have; 0 if nothing says it.
+    """The norm that a contribution may be expected to have: the median of those before; 0 if nothing says it.
 
-    It is the median of those before. A new author knows none, so until it knows `MIN_JUDGED`, the norm of the momentum
-    takes its place, which is longer where it sums means.
+    Until an author knows `MIN_JUDGED`, the norm of the momentum takes its place, which is longer where it sums means.
     """
     if len(norms) >= MIN_JUDGED:
         return statistics.median_low(norms)

@@ -23,37 +23,59 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.outer.fragments import CHUNK
 
-__all__ = ["Event", "Staging", "Stream", "staging_of", "train_on_current_stream"]
+__all__ = ["AtOnce", "Staging", "Stream", "staging_of", "train_on_current_stream"]
 
 _STREAMS = ("cuda", "xpu")  # devices that have streams
 IN_TURN = 2  # buffers: one is copied while the other is filled or read
 
 
-class Event(Protocol):
-    """A place in a stream."""
+class Stream:
+    """Work for an accelerator, done in order, some time after it was put here; `stream` is asked at each use."""
 
-    def synchronize(self) -> None:
-        """Wait until the stream has got there."""
+    def __init__(self, device: torch.device, stream: Callable[[], torch.Stream]) -> None:
+        self._device, self._stream = device, stream
+        self._entering = threading.Lock()  # what was current before is kept in the stream's object, for one thread only
 
-
-class Stream(Protocol):
-    """Work for a device, which it does in order, some time after it was put here."""
-
-    def copy_(self, to: Tensor, source: Tensor) -> object:
+    def copy_(self, to: Tensor, source: Tensor) -> None:
         """Put a copy here, between any devices and dtypes; neither tensor may change until it is done."""
+        with self._entering, self._stream():
+            to.copy_(source, non_blocking=True)
 
-    def record(self) -> Event:
-        """The place after all that is here now."""
+    def record(self) -> torch.Event:
+        """The place after all that is here now; to `synchronize` with it waits until the stream has got there."""
+        event = torch.Event(self._device, blocking=True)  # sleeps while it waits, as the training loop needs the core
+        event.record(self._stream())
+        return event
+
+    def wait(self, event: torch.Event) -> None:
+        """What is put here from now on comes after that place of another stream."""
+        self._stream().wait_event(event)
+
+
+class AtOnce(Stream):
+    """The only stream of a device (MPS): a copy is done when it returns."""
+
+    def __init__(self) -> None:
+        pass
+
+    def copy_(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source)
+
+    def record(self) -> Any:
+        return self
 
     def wait(self, event: Any) -> None:
-        """What is put here from now on comes after that place of another stream."""
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
 
 class Staging:
@@ -73,11 +95,11 @@ class Staging:
         self.training, self.side = training, side
         self.empty = empty
         self._pinned = pinned
-        self._free: deque[tuple[Tensor, Event | None]] = deque()  # each with the copy that still reads it, if any
+        self._free: deque[tuple[Tensor, torch.Event | None]] = deque()  # each with the copy that still reads it, if any
         self._lock = threading.Lock()
 
     def read(
-        self, ranges: Sequence[tuple[int, int]], gather: Callable[[Tensor, int], object], after: Event
+        self, ranges: Sequence[tuple[int, int]], gather: Callable[[Tensor, int], object], after: torch.Event
     ) -> Iterator[Tensor]:
         """Yield a buffer for each range [start, stop) of at most CHUNK elements, in which its values are.
 
@@ -95,7 +117,9 @@ class Staging:
             self._give(buffer)
             read = following
 
-    def _begin(self, start: int, stop: int, gather: Callable[[Tensor, int], object]) -> tuple[Tensor, Tensor, Event]:
+    def _begin(
+        self, start: int, stop: int, gather: Callable[[Tensor, int], object]
+    ) -> tuple[Tensor, Tensor, torch.Event]:
         buffer = self._take()
         out = buffer[: stop - start]
         gather(out, start)
@@ -126,45 +150,9 @@ class Staging:
             done.synchronize()
         return buffer
 
-    def _give(self, buffer: Tensor, done: Event | None = None) -> None:
+    def _give(self, buffer: Tensor, done: torch.Event | None = None) -> None:
         with self._lock:
             self._free.append((buffer, done))
-
-
-class _DeviceStream:
-    """A stream of an accelerator; `stream` is asked for it at each use."""
-
-    def __init__(self, device: torch.device, stream: Callable[[], torch.Stream]) -> None:
-        self._device, self._stream = device, stream
-        self._entering = threading.Lock()  # what was current before is kept in the stream's object, for one thread only
-
-    def copy_(self, to: Tensor, source: Tensor) -> object:
-        with self._entering, self._stream():
-            return to.copy_(source, non_blocking=True)
-
-    def record(self) -> Event:
-        event = torch.Event(self._device, blocking=True)  # sleeps while it waits, as the training loop needs the core
-        event.record(self._stream())
-        return event
-
-    def wait(self, event: Any) -> None:
-        self._stream().wait_event(event)
-
-
-class _AtOnce:
-    """A stream where the device has one (MPS): a copy is done when it returns."""
-
-    def copy_(self, to: Tensor, source: Tensor) -> object:
-        return to.copy_(source)
-
-    def record(self) -> Event:
-        return self
-
-    def wait(self, event: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 _training: dict[torch.device, torch.Stream] = {}
@@ -184,14 +172,14 @@ def train_on_current_stream(device: torch.device) -> None:
 def staging_of(device: torch.device) -> Staging | None:
     """The staging of a device; None where tensors lie in main memory, or have no values."""
     if device.type == "mps":
-        at_once = _AtOnce()
+        at_once = AtOnce()
         return Staging(at_once, at_once, _empty_on(device), lambda: _buffer(pinned=False))
     if device.type not in _STREAMS:
         return None
     side = torch.Stream(device)
     return Staging(
-        _DeviceStream(device, lambda: _training.get(device) or torch.accelerator.current_stream(device)),
-        _DeviceStream(device, lambda: side),
+        Stream(device, lambda: _training.get(device) or torch.accelerator.current_stream(device)),
+        Stream(device, lambda: side),
         _empty_on(device),
         lambda: _buffer(pinned=True),
     )

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from diloco.outer.fragments import CHUNK
 from diloco.outer.local import Local
-from diloco.outer.staging import Staging, _AtOnce
+from diloco.outer.staging import AtOnce, Staging
 
 __all__ = ["LazyDevice", "LazyStream", "at_once"]
 
 
 def at_once() -> Staging:
     """The staging of a device in main memory that has done each copy when it returns."""
-    stream = _AtOnce()
+    stream = AtOnce()
     return Staging(stream, stream, lambda numel, dtype: torch.empty(numel, dtype=dtype), lambda: torch.empty(CHUNK))
 
 

@@ -61,7 +61,7 @@ class Merged:
     alike: tuple[tuple[str, str, float], ...] = ()
 
 
-_Counted = tuple[Sequence[Tensor], float, float]  # the chunks of a payload, weight and scale
+_Counted = tuple[Sequence[tuple[Tensor, object]], float, float]  # the chunks of a payload, weight and scale
 
 
 class Aggregate:
@@ -143,9 +143,7 @@ class Aggregate:
     def _step_(self, counted: Sequence[_Counted], step: OuterStep, state: OuterState, update: Tensor) -> None:
         """Move the master by the average of what counts, and encode what it is ahead of the anchor, chunk by chunk."""
         transition, flattened = self.optimizer.transition(step), self._flattened(counted) if self._matrices else None
-        for chunk, (payload, (start, stop)) in enumerate(
-            zip(self._updates.split(update), self._updates.ranges, strict=True)
-        ):
+        for chunk, (payload, (start, stop)) in enumerate(self._updates.split(update)):
             if flattened is None:
                 mean = buffer("merged", torch.float32, stop - start)
                 self._average(mean, chunk, counted)
@@ -156,7 +154,7 @@ class Aggregate:
             self.down.encode_update(master, self.anchor[start:stop], payload)
 
     def _average(self, out: Tensor, chunk: int, counted: Sequence[_Counted]) -> None:
-        parts = [Part(payloads[chunk], weight, scale) for payloads, weight, scale in counted]
+        parts = [Part(chunks[chunk][0], weight, scale) for chunks, weight, scale in counted]
         AVERAGES[self.settings.merge](out, self.up, parts, self._pieces[chunk])
 
     def _flattened(self, counted: Sequence[_Counted]) -> Tensor:

@@ -103,11 +103,6 @@ class _Stat2(_LossyCodec):
         for rows, levels, packed in self._read(payload, out):
             torch.gather(levels, 1, _unpack(packed, rows.shape[1]).long(), out=rows)
 
-    def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
-        values = buffer("values", torch.float32, acc.numel())
-        self.decode(payload, values)
-        acc.add_(values, alpha=weight)
-
 
 class _TopK(_LossyCodec):
     name = "topk"

@@ -85,9 +85,11 @@ class Codec(ABC):
         """L2 norm of the decoded values."""
         return norm_of(self.values(payload, numel))
 
-    @abstractmethod
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         """acc += weight * decoded, for a finite weight. With weight 1 the sum is the only rounding."""
+        values = buffer("values", torch.float32, acc.numel())
+        self.decode(payload, values)
+        acc.add_(values, alpha=weight)
 
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
         """Write to `out` the update that moves `anchor` to `master`, as far as the codec can express it."""
@@ -122,16 +124,14 @@ class Layout:
 
     def __init__(self, one: Codec, numel: int) -> None:
         self.ranges = tuple(chunks(numel))
-        lengths = [stop - start for start, stop in self.ranges]
-        nbytes = {length: one.nbytes(length) for length in set(lengths)}
-        self._sizes = [nbytes[length] for length in lengths]
+        self._sizes = [one.nbytes(stop - start) for start, stop in self.ranges]
         self.nbytes = sum(self._sizes)
 
-    def split(self, payload: Tensor) -> Sequence[Tensor]:
-        """Views of the chunks of a whole payload. PayloadError if its length is wrong."""
+    def split(self, payload: Tensor) -> list[tuple[Tensor, tuple[int, int]]]:
+        """Views of the chunks of a whole payload, each with its range. PayloadError if the length is wrong."""
         if payload.numel() != self.nbytes:
             raise PayloadError(f"{self.nbytes} bytes of a fragment are expected, these are {payload.numel()}")
-        return payload.split_with_sizes(self._sizes)
+        return list(zip(payload.split_with_sizes(self._sizes), self.ranges, strict=True))
 
 
 def empty_payload(nbytes: int) -> Tensor:

@@ -30,7 +30,7 @@ from diloco.config import OuterConfig
 from diloco.outer.aggregate import Aggregate
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of, part_ranges
-from diloco.outer.fragments import Fragment, as_loaded, chunks
+from diloco.outer.fragments import Fragment, as_loaded
 from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import Layout, buffer, empty_payload, norm_of
@@ -61,7 +61,6 @@ class Replica:
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
         self.optimizer = OPTIMIZERS[settings.optimizer](settings)
         self.rng: random.Random = random.SystemRandom()
-        self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.anchors = [torch.empty(fragment.numel, dtype=torch.float32) for fragment in self.fragments]
         self.aggregates: dict[int, Aggregate] = {}
         self.states: dict[int, OuterState] = {}
@@ -70,8 +69,8 @@ class Replica:
         self.updates = [Layout(self.down, fragment.numel) for fragment in self.fragments]
         self._bases: dict[int, Tensor] = {}  # what local parameters started from, where it is not the anchor
         self._copies: dict[int, Source] = {}  # of local parameters as they are to be captured
-        for fragment, anchor, ranges in zip(self.fragments, self.anchors, self.chunks, strict=True):
-            for start, stop in ranges:
+        for fragment, anchor, layout in zip(self.fragments, self.anchors, self.payloads, strict=True):
+            for start, stop in layout.ranges:
                 self.local.gather_(anchor[start:stop], fragment, start)
 
     # -- what this peer sends -----------------------------------------------------------------------------------------
@@ -108,9 +107,9 @@ class Replica:
         payload = empty_payload(self.payloads[fragment].nbytes)
         if beta and residual is None:
             residual = self.residuals[fragment] = torch.zeros_like(self.anchors[fragment])
-        pieces, ranges = self.payloads[fragment].split(payload), self.chunks[fragment]
+        pieces = self.payloads[fragment].split(payload)
         try:
-            for delta, piece, (start, stop) in zip(self._deltas(fragment), pieces, ranges, strict=True):
+            for delta, (piece, (start, stop)) in zip(self._deltas(fragment), pieces, strict=True):
                 if residual is not None:
                     delta.add_(residual[start:stop], alpha=beta)
                 self.up.encode(delta, piece)
@@ -124,7 +123,8 @@ class Replica:
     def _deltas(self, index: int) -> Iterator[Tensor]:
         """The pseudo-gradient, chunk by chunk, fp32, in this thread's buffer."""
         local, fragment = self._copies.get(index) or Source(self.local, self.fragments[index])
-        for (start, stop), own in zip(self.chunks[index], local.read(fragment, self.chunks[index]), strict=True):
+        ranges = self.payloads[index].ranges
+        for (start, stop), own in zip(ranges, local.read(fragment, ranges), strict=True):
             delta, rounded = (buffer(name, torch.float32, stop - start) for name in ("chunk", "base"))
             base = self._bases.get(index, self.anchors[index])[start:stop]  # it may move between two chunks
             torch.sub(as_loaded(rounded, base, fragment, start, local.tensors), own, out=delta)
@@ -137,7 +137,7 @@ class Replica:
 
     def payload_norm(self, fragment: int, payload: Tensor) -> float:
         """L2 norm of a whole contribution (uint8). `PayloadError` if it is invalid."""
-        parts = zip(self.payloads[fragment].split(payload), self.chunks[fragment], strict=True)
+        parts = self.payloads[fragment].split(payload)
         return math.hypot(*(self.up.norm(part, stop - start) for part, (start, stop) in parts))
 
     # -- what this peer adopts ----------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Replica:
         """
         anchor, norms, parts, hasher = self.anchors[fragment], [], [], blake3()
         ends = {stop for _, stop in part_ranges(anchor.numel())}
-        for piece, (start, stop) in zip(self.updates[fragment].split(update), self.chunks[fragment], strict=True):
+        for piece, (start, stop) in self.updates[fragment].split(update):
             after = self.down.updated(anchor[start:stop], piece)
             moved = torch.sub(after, anchor[start:stop], out=buffer("moved", torch.float32, stop - start))
             norms.append(norm_of(moved))
@@ -165,7 +165,7 @@ class Replica:
         `PayloadError` before anything is changed when the length is wrong. An update that is invalid inside leaves an
         anchor that the caller repairs by fetching the fragment's state.
         """
-        parts = zip(self.updates[fragment].split(update), self.chunks[fragment], strict=True)
+        parts = self.updates[fragment].split(update)
         anchor, state = self.anchors[fragment], self.states.get(fragment)
         if state is not None:
             state.apply_(step, self.optimizer.transition(step), self.down, anchor, parts)
@@ -186,15 +186,15 @@ class Replica:
             if not mixing:
                 self.show_anchor_(index)
                 continue
-            owns = self.local.read(self.fragments[index], self.chunks[index])
-            for (start, stop), own in zip(self.chunks[index], owns, strict=True):
+            ranges = self.payloads[index].ranges
+            for (start, stop), own in zip(ranges, self.local.read(self.fragments[index], ranges), strict=True):
                 mixed = buffer("chunk", torch.float32, stop - start)
                 torch.lerp(self.anchors[index][start:stop], own, mixing, out=mixed)
                 self.local.scatter_(self.fragments[index], start, mixed)
 
     def show_anchor_(self, fragment: int) -> None:
         """Local parameters become the anchor for a while; the base of the next pseudo-gradient stays."""
-        for start, stop in self.chunks[fragment]:
+        for start, stop in self.payloads[fragment].ranges:
             self.local.scatter_(self.fragments[fragment], start, self.anchors[fragment][start:stop])
 
     def digest(self, fragment: int) -> str:

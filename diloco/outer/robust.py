@@ -169,10 +169,11 @@ class Comparison:
         parts = [layout.split(payload) for payload in payloads]
         self.numel = sum(len(range(taken.start, taken.stop, taken.step)) for taken in self._taken)
         self._sketches, end = torch.empty(len(parts), self.numel, dtype=torch.float32), 0
-        for chunk, ((start, stop), taken) in enumerate(zip(layout.ranges, self._taken, strict=True)):
-            begin, end = end, end + len(range(taken.start, stop, taken.step))
+        for chunk, taken in enumerate(self._taken):
+            begin, end = end, end + len(range(taken.start, taken.stop, taken.step))
             for one, whole in enumerate(parts):
-                sketch = up.values(whole[chunk], stop - start)[taken.start - start :: taken.step]
+                payload, (start, stop) = whole[chunk]
+                sketch = up.values(payload, stop - start)[taken.start - start :: taken.step]
                 torch.mul(sketch, math.sqrt(taken.step), out=self._sketches[one, begin:end])  # as long as the chunk
         self._sketches /= self._sketches.abs().amax(1, keepdim=True).clamp_min(1e-30)  # keeps squares finite
         gram = (self._sketches @ self._sketches.T).double()

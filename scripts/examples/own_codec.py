@@ -50,11 +50,6 @@ class Sign1(Codec):
         scales = magnitudes.repeat_interleave(BLOCK)[: out.numel()]
         out.copy_(torch.where(positive, scales, -scales))
 
-    def accumulate_(self, acc, payload, weight):
-        values = torch.empty_like(acc)
-        self.decode(payload, values)
-        acc.add_(values, alpha=weight)
-
 
 torch.manual_seed(0)
 teacher = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).requires_grad_(False)

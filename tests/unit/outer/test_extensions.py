@@ -19,7 +19,7 @@ from diloco.errors import ConfigError
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
-from diloco.outer.payloads import LIMIT, buffer, refuse_diverged
+from diloco.outer.payloads import LIMIT, refuse_diverged
 from tests.support.extensions import MISSING, installed
 from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of
 
@@ -68,11 +68,6 @@ class Thirds(Codec):
         self.pieces(payload, out.numel())
         out.zero_()
         out.view(-1, 1).view(torch.uint8)[:, 1:].copy_(payload.view(-1, 3))
-
-    def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
-        values = buffer("values", torch.float32, acc.numel())
-        self.decode(payload, values)
-        acc.add_(values, alpha=weight)
 
 
 @contextmanager

@@ -16,8 +16,6 @@ from diloco.core.units import NONE, overlaps, union
 from diloco.messages.fields import MAX_LINES, MAX_TOKENS, at_most
 from diloco.messages.heads import Head, Line
 
-__all__ = ["close", "merged", "weights"]
-
 HEAVIEST = 2.0  # times the median weight
 LOOK_S = 1.0  # between two looks whether a pause has ended
 WAITING_S = 5.0  # with a quorum: who has waited longer for another fragment may wait for ever
@@ -29,26 +27,26 @@ def close(core: Facts, f: Fragment) -> None:
         return
     if core.now < f.again:
         return core.wake(f.again)
-    here = {peer: item for peer, item in sorted(f.bag.items()) if not f.tip.objection(item.line)}
+    here = {peer: item for peer, item in sorted(f.pool.items()) if not f.tip.objection(item.line)}
     whole = _without_collisions(here, f.tip.head.id)
-    since = f.came.get(f.tip.head.id, core.now)
+    since = f.adopted_at.get(f.tip.head.id, core.now)
     f.patience.forgive([one.peer for one in core.members.all() if one.resumed_at > since], core.now)
     missing = _missing(core, f, here)
     total, settings = len(whole) + len(missing), core.settings
     need = -(-total // 2) if settings.quorum is None else min(settings.quorum, total)
     if not whole or len(whole) < need:
         return
-    f.enough = core.now if f.enough is None else f.enough
+    f.quorum_at = core.now if f.quorum_at is None else f.quorum_at
     myself = core.me in missing and core.pauses and core.now - core.moved < PAUSE_LIMIT_S
-    if settings.barrier and (f.patience.pauses(missing, core.now - f.enough, core.now) or myself):
-        f.enough = core.now  # the wait begins when the pause has ended
+    if settings.barrier and (f.patience.pauses(missing, core.now - f.quorum_at, core.now) or myself):
+        f.quorum_at = core.now  # the wait begins when the pause has ended
         return core.wake(core.now + LOOK_S)
     rounds_s = {peer: _round_s(core, f, item) for peer, item in whole.items()}
     wait_s = f.patience.wait_s(list(rounds_s.values())) if settings.barrier else _grace_s(core, whole)
-    ends_at = f.enough + wait_s
+    ends_at = f.quorum_at + wait_s
     if missing and core.now < ends_at:
         return core.wake(ends_at)
-    since_base_s = {peer: item.since - f.came.get(item.line.base, -inf) for peer, item in whole.items()}
+    since_base_s = {peer: item.since - f.adopted_at.get(item.line.base, -inf) for peer, item in whole.items()}
     f.patience.closed(since_base_s, missing)
     f.patience.slow |= {one.peer for one in _stalled(core) if one.peer not in here}
     if missing:
@@ -95,23 +93,22 @@ def _stalled(core: Facts) -> list[Member]:
 def _round_s(core: Facts, f: Fragment, item: Item) -> float:
     """Seconds from the base, or from when the peer began its round, until its contribution was here."""
     member = core.members.get(item.line.peer)
-    began = f.came.get(item.line.base, item.since)
+    began = f.adopted_at.get(item.line.base, item.since)
     return item.since - (max(began, member.began_at) if member and member.began_at <= item.since else began)
 
 
 def _grace_s(core: Facts, whole: Mapping[str, Item]) -> float:
     """With a quorum: a fixed time, or a part of what the overlap hides, so that no inner step waits.
 
-    That is gamma (tau xi_step - (xi_quorum + xi_sync)) of Decoupled DiLoCo (arXiv 2604.21428), for the contributor
-    with the least time: it needs the update tau inner steps of its own after it took its pseudo-gradient, xi_quorum
-    have passed since then, and the update will be there xi_sync after the decision to close.
+    That is gamma (tau xi_step - xi_quorum) of Decoupled DiLoCo (arXiv 2604.21428), for the contributor with the least
+    time: it needs the update tau inner steps of its own after it took its pseudo-gradient, xi_quorum ago.
     """
     settings = core.settings
     if not settings.grace_slack:
         return settings.grace_s
     paces = {peer: core.pace_of(peer) for peer in whole}
     due_at = [whole[peer].taken + settings.overlap / pace for peer, pace in paces.items() if pace > 0]
-    return max(0.0, settings.grace_slack * (min(due_at, default=core.now) - core.now - core.sync_s))
+    return max(0.0, settings.grace_slack * (min(due_at, default=core.now) - core.now))
 
 
 def _merge(core: Facts, f: Fragment, items: Sequence[Item]) -> None:

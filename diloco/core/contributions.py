@@ -1,17 +1,15 @@
 """Rule 4. What a peer has learned flows to the author of the next version until it is in one. Sans-IO.
 
-    inner steps -> due -> captured, signed -> offered to the author, or to a member that hears it -> in a version
-
-A contribution stays with its contributor until the tip's book has it, or objects: its stamp is not above the ledger's
-(in), its base is neither the tip nor recent (late), its sequences are merged (data).
+inner steps -> due -> captured, signed -> offered to the author, or to a member that hears it -> in a version
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 from msgspec.structs import replace
 
+from diloco.core import lifecycle
 from diloco.core.events import Capture, Captured, Delivered, Loaded, Push, Stepped
 from diloco.core.facts import CONTROL, SHUNNED, Facts, Fragment, Item
 from diloco.core.history import is_signed, sign
@@ -19,11 +17,6 @@ from diloco.core.units import difference, sound, union
 from diloco.messages.control import Answer, Offer
 from diloco.messages.fields import MAX_TOKENS, MAX_UNIT_RANGES, at_most
 from diloco.messages.heads import Line
-
-__all__ = [
-    "account", "answered", "captured", "contribute", "delivered", "discarded", "impossible", "loaded", "not_sent",
-    "offered", "own", "pass_on", "stepped", "take_turn", "wanted",
-]  # fmt: skip
 
 MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
 MOST_PER_STEP = 2**28  # tokens, where the manifest names none: larger batches are not known, and a lie ends no run
@@ -37,16 +30,16 @@ def stepped(core: Facts, event: Stepped) -> None:
     """The training loop made an inner step."""
     settings = core.settings
     core.processed, core.steps = at_most(core.processed + event.tokens, MAX_TOKENS), core.steps + 1
-    core.steps_per_s, core.pauses = event.steps_per_s, False
-    core.queue, core.untold_data = difference(core.queue, event.units), True
+    core.steps_per_s, core.pauses, core.moved, core.made_step = event.steps_per_s, False, core.now, True
+    core.queue, core.changed_data = difference(core.queue, event.units), True
     if not core.begun:
         return  # it warms up beside the swarm
     core.position += 1
     for f in core.fragments:
-        if not (f.adrift or f.loading):  # else what it learned is about to be overwritten
+        if not (f.stale or f.loading):  # else what it learned is about to be overwritten
             f.unsent, f.steps = f.unsent + event.tokens, f.steps + 1
         f.waiting = None if f.waiting is None else f.waiting - 1
-    if not (core.control.adrift or core.control.loading):
+    if not (core.control.stale or core.control.loading):
         core.control.units = union(core.control.units, event.units)
     if settings.staggered:
         turns = {-(-(turn + 1) * core.cycle // settings.fragments) for turn in range(settings.fragments)}
@@ -74,16 +67,19 @@ def _hurries(core: Facts, f: Fragment) -> bool:
 def loaded(core: Facts, event: Loaded) -> None:
     """Training goes on from an anchor."""
     f = core.fragments[event.fragment]
-    if f.adrift or f.waiting is None:  # what was learned since is overwritten
+    behind = core.begun and core.settings.lockstep and f.waiting is None
+    if f.stale or f.waiting is None:  # what was learned since is overwritten
         f.forget()
-    f.base, f.waiting, f.loading, core.untold_data = event.head, None, False, True
+    f.base, f.waiting, f.loading, core.changed_data = event.head, None, False, True
+    if behind:  # the others went on without it, and it would be late in every round
+        core.position = lifecycle.first_position(core)
 
 
 def own(core: Facts, f: Fragment) -> Line | None:
     """The newest contribution of this peer, while its fate is open in the history here."""
     if f.draft is not None:
         return f.draft
-    item = f.bag.get(core.me)
+    item = f.pool.get(core.me)
     return item.line if item and not f.tip.objection(item.line) else None
 
 
@@ -103,14 +99,12 @@ def contribute(core: Facts, f: Fragment) -> None:
     if f not in core.due or own(core, f) is not None or f.needs_load():
         return
     core.due.remove(f)
-    if not f.unsent or f.adrift:
+    if not f.unsent or f.stale:
         return
     clock_ms = core.wall_ms + int(core.now * 1000)
     core.stamp = at_most(max(clock_ms, core.stamp + 1, f.tip.book.of(core.me)[0] + 1), MAX_TOKENS)
-    units = f.units if len(f.units) <= MAX_UNIT_RANGES else f.units[:MAX_UNIT_RANGES]
-    f.draft = Line(
-        f.index, core.me, core.stamp, f.base, f.steps, f.unsent, units, 0.0, "0" * 64, core.identity.name
-    )  # fmt: skip
+    said = core.stamp, f.base, f.steps, f.unsent, f.units[:MAX_UNIT_RANGES]
+    f.draft = Line(f.index, core.me, *said, 0.0, "0" * 64, core.identity.name)
     f.waiting = core.settings.overlap if f.base == f.tip.head.id else 0  # else a newer head is here already
     f.forget()
     core.next = f.index + 1
@@ -124,7 +118,7 @@ def captured(core: Facts, event: Captured) -> None:
         return
     line = sign(replace(f.draft, norm=event.norm, root=event.root), core.identity.signer, core.identity.run_id)
     f.draft = None
-    f.bag[core.me] = Item(line, event.payload, core.now, core.now)
+    f.pool[core.me] = Item(line, event.payload, core.now, core.now)
 
 
 # -- to the author ----------------------------------------------------------------------------------------------------
@@ -132,36 +126,37 @@ def captured(core: Facts, event: Captured) -> None:
 
 def pass_on(core: Facts, f: Fragment, author: str) -> None:
     """Contributions go to the author: this peer's at once, what others have left here after a while."""
-    patience_s, way = core.patience_s(f), core.way(author)
-    for item in f.bag.values():
+    patience_s, via = core.patience_s(f), core.next_hop(author)
+    for item in f.pool.values():
         if item.got is not None and core.settings.barrier and core.members.any_pauses(core.now):
             item.got = core.now  # the author may wait for that peer
-        known = item.got if item.to == way else None
+        known = item.got if item.to == via else None
         wait_s = 0.0 if item.line.peer == core.me or core.leaving else core.settings.refresh_s
         if core.now < item.since + wait_s or f.tip.objection(item.line):
             continue
         if known is not None and core.now - known > patience_s:
             core.shun(author, SHUNNED * patience_s)
             core.note("stuck", fragment=f.index, author=author, waited_s=round(core.now - known, 1))
-        elif way == author and item.line.peer == core.me and item.to == "" and item.got is None and not item.asked:
-            item.to, item.again = way, core.now + core.deadline_s(f.sizes.payload)  # it is wanted, as it is new
-            core.out.append(Push(way, item.line, item.payload, 0))
-        elif way and (item.to != way or core.now >= item.again):
-            item.to, item.again, item.got, item.asked = way, core.now + core.settings.refresh_s, known, True
-            core.send(way, Offer(item.line, min(core.now - item.taken, 1e8)))
+        elif via == author and item.line.peer == core.me and item.to == "" and item.got is None and not item.asked:
+            item.to, item.again = via, core.now + core.deadline_s(f.sizes.payload)  # it is wanted, as it is new
+            core.out.append(Push(via, item.line, item.payload, 0))
+        elif via and (item.to != via or core.now >= item.again):
+            item.to, item.again, item.got, item.asked = via, core.now + core.settings.refresh_s, known, True
+            core.send(via, Offer(item.line, min(core.now - item.taken, 1e8)))
 
 
 def offered(core: Facts, peer: str, offer: Offer) -> None:
     """A peer has a contribution for the next version."""
     line = offer.line
-    f = core.fragment(line.fragment)
-    core.send(peer, Answer(line.fragment, line.peer, line.stamp, _judged(core, f, line)))
+    core.send(peer, Answer(line.fragment, line.peer, line.stamp, judged(core, line)))
 
 
-def _judged(core: Facts, f: Fragment | None, line: Line) -> Any:
-    if f is None or impossible(core, line):
+def judged(core: Facts, line: Line) -> Literal["want", "got", "no"]:
+    """Whether the payload of a contribution is wanted here."""
+    if line.fragment >= len(core.fragments) or impossible(core, line):
         return "no"
-    known = f.bag.get(line.peer)
+    f = core.fragments[line.fragment]
+    known = f.pool.get(line.peer)
     if known and known.line == line:
         return "got"
     if f.tip.objection(line) == "in" or (known and known.line.stamp > line.stamp):
@@ -171,19 +166,13 @@ def _judged(core: Facts, f: Fragment | None, line: Line) -> Any:
     return "want" if is_signed(line, line.peer, core.identity.signer, core.identity.run_id) else "no"
 
 
-def wanted(core: Facts, line: Line) -> bool:
-    """Whether the payload of a contribution is wanted here."""
-    return bool(_judged(core, core.fragment(line.fragment), line) == "want")
-
-
 def _is_full(core: Facts, f: Fragment) -> bool:
-    room = min(core.settings.bag, core.settings.bag_bytes // f.sizes.payload)
-    return sum(1 for peer in f.bag if peer != core.me) >= room
+    return len(f.pool.keys() - {core.me}) >= core.settings.pool
 
 
 def _misfit(core: Facts, f: Fragment) -> str:
     """Whose contribution is for another tip, and makes room for one that fits this tip."""
-    return next((peer for peer, item in f.bag.items() if peer != core.me and f.tip.objection(item.line)), "")
+    return next((peer for peer, item in f.pool.items() if peer != core.me and f.tip.objection(item.line)), "")
 
 
 def impossible(core: Facts, line: Line) -> bool:
@@ -195,9 +184,11 @@ def impossible(core: Facts, line: Line) -> bool:
 
 def answered(core: Facts, peer: str, answer: Answer) -> None:
     """A peer says what it does with an offer."""
-    f = core.fragment(answer.fragment)
-    item = f.bag.get(answer.peer) if f else None
-    if f and item and item.line.stamp == answer.stamp and item.to == peer:
+    if answer.fragment >= len(core.fragments):
+        return
+    f = core.fragments[answer.fragment]
+    item = f.pool.get(answer.peer)
+    if item and item.line.stamp == answer.stamp and item.to == peer:
         wants, item.asked = answer.says == "want" and item.asked, False
         if wants:
             item.again, item.got = core.now + core.deadline_s(f.sizes.payload), None
@@ -209,22 +200,18 @@ def answered(core: Facts, peer: str, answer: Answer) -> None:
 def delivered(core: Facts, event: Delivered) -> None:
     """The payload of a contribution that was wanted is here."""
     line = event.line
-    f = core.fragment(line.fragment)
-    if f is None:
-        return
-    if _judged(core, f, line) == "want":
-        if line.peer not in f.bag and _is_full(core, f):
-            f.bag.pop(_misfit(core, f), None)
-        f.bag[line.peer] = Item(line, event.payload, core.now, core.now)
-        core.untold_data = core.untold_data or f is core.control
-    held = f.bag.get(line.peer)
-    says: Any = "got" if held and held.line == line else "no"
-    core.send(event.peer, Answer(line.fragment, line.peer, line.stamp, says))
+    if judged(core, line) == "want":
+        f = core.fragments[line.fragment]
+        if line.peer not in f.pool and _is_full(core, f):
+            f.pool.pop(_misfit(core, f), None)
+        f.pool[line.peer] = Item(line, event.payload, core.now, core.now)
+        core.changed_data = core.changed_data or f is core.control
+    offered(core, event.peer, Offer(line))
 
 
 def not_sent(core: Facts, peer: str, line: Line) -> None:
     """The stream of a payload broke."""
-    item = core.fragments[line.fragment].bag.get(line.peer)
+    item = core.fragments[line.fragment].pool.get(line.peer)
     if item and item.line == line and item.to == peer:
         item.again, item.got = core.now + LATE_RETRY_S, None
 

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 from math import inf
 
-from diloco.core.facts import CONTROL, Facts
+from diloco.core.facts import Facts
 from diloco.core.limits import MAX_PEERS
 from diloco.core.units import NONE, count, difference, first, gaps, union
 from diloco.messages.control import MAX_WANTED, Grant, Lease
 from diloco.messages.fields import MAX_RANGES, MAX_UNIT_RANGES, Units, forget_oldest
 
-__all__ = ["deal", "granted", "has", "lease", "leased", "lost"]
-
 LEAP = 2**24  # No honest peer has sequences this far past the merged ones, so one message cannot use up the list.
 
 
 def has(core: Facts) -> Units:
-    """Data that is here, and that nobody else should learn from: this peer's, and that of contributions in its bag."""
+    """Data that is here, and that nobody else should learn from: this peer's, and that of contributions in its pool."""
     f = core.control
-    draft = f.draft.units if f.draft else NONE
-    return union(core.queue, f.units, draft, f.has())
+    here = [item.line.units for item in f.pool.values() if not f.tip.objection(item.line)]
+    return union(core.queue, f.units, f.draft.units if f.draft else NONE, *here)
 
 
 def lease(core: Facts) -> None:
@@ -36,11 +34,11 @@ def lease(core: Facts) -> None:
     if not core.trains_now or not core.wanted or count(core.queue) >= core.wanted // 2:
         return
     if dealer == core.me:
-        core.queue, core.untold_data = union(core.queue, deal(core, core.me, core.wanted, has(core))), True
-    elif (way := core.way(dealer)) and core.now >= core.lease_again:
+        core.queue, core.changed_data = union(core.queue, deal(core, core.me, core.wanted, has(core))), True
+    elif (via := core.next_hop(dealer)) and core.now >= core.lease_again:
         core.lease_again = core.now + core.settings.refresh_s
-        core.lease_from = way
-        core.send(way, Lease(core.me, min(core.wanted, MAX_WANTED), has(core)[:MAX_RANGES]))
+        core.lease_from = via
+        core.send(via, Lease(core.me, min(core.wanted, MAX_WANTED), has(core)[:MAX_RANGES]))
 
 
 def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
@@ -74,7 +72,7 @@ def granted(core: Facts, peer: str, message: Grant) -> None:
     """Data for this peer, which has asked for it once, or for one that asked by way of it."""
     if message.peer == core.me and peer == core.lease_from:
         new = difference(difference(union(message.units), core.control.tip.book.merged), has(core))
-        core.queue, core.lease_from, core.untold_data = union(core.queue, first(new, core.wanted)), "", True
+        core.queue, core.lease_from, core.changed_data = union(core.queue, first(new, core.wanted)), "", True
     elif message.peer in core.members:
         core.send(message.peer, message)
 
@@ -82,5 +80,5 @@ def granted(core: Facts, peer: str, message: Grant) -> None:
 def lost(core: Facts, peer: str) -> None:
     """A peer is gone from here; others may hear it, so what it was granted is kept for a while."""
     if peer in core.granted:
-        core.granted[peer] = core.granted[peer][0], core.now + core.patience_s(core.fragments[CONTROL])
+        core.granted[peer] = core.granted[peer][0], core.now + core.patience_s(core.control)
     core.lease_again = core.now

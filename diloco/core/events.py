@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from diloco.core.history import Record
 from diloco.messages.base import Message
@@ -12,59 +13,16 @@ from diloco.messages.control import Hello
 from diloco.messages.fields import Units
 from diloco.messages.heads import Book, Head, Line
 
-__all__ = [
-    "Action", "Alone",
-    "Applied",
-    "Apply",
-    "Ask",
-    "Asked",
-    "Begun",
-    "Broadcast",
-    "Broke",
-    "Capture",
-    "Captured",
-    "Connected",
-    "Delivered",
-    "Disconnect",
-    "Discovered",
-    "Event",
-    "Exit",
-    "Gave",
-    "Heard",
-    "Leave",
-    "Load",
-    "Loaded",
-    "Lost",
-    "Merge",
-    "Merged",
-    "Note",
-    "Part",
-    "Paused",
-    "Push",
-    "Records",
-    "Replace",
-    "Reply",
-    "Send",
-    "Share",
-    "Stepped",
-    "Tick",
-    "Wake",
-    "Wanted",
-]  # fmt: skip
-
-
 # -- answers to a `Get` -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Records:
+class Records(Struct, frozen=True):
     """Heads in a row, with their updates."""
 
     records: tuple[Record, ...]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(Struct, frozen=True):
     """A part of the anchor of a head. The owner adds `values` when it sends one, and has checked its digest."""
 
     head: Head
@@ -77,37 +35,40 @@ class Part:
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Connected:
+class Event(Struct, frozen=True):
+    """Base of what happens to a core."""
+
+
+class Tick(Event, frozen=True):
+    """Time has passed."""
+
+
+class Connected(Event, frozen=True):
     """A peer said hello."""
 
     peer: str
     hello: Hello
 
 
-@dataclass(frozen=True)
-class Lost:
+class Lost(Event, frozen=True):
     """The connection to a peer is gone for good, or it left."""
 
     peer: str
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(Event, frozen=True):
     """A message of a member, on its control stream."""
 
     peer: str
     message: Message
 
 
-@dataclass(frozen=True)
-class Discovered:
+class Discovered(Event, frozen=True):
     """Every peer that could be reached has said hello; or there is none."""
 
 
-@dataclass(frozen=True)
-class Delivered:
+class Delivered(Event, frozen=True):
     """The payload of a contribution is here, whole, and has the digest of its line."""
 
     peer: str
@@ -115,16 +76,14 @@ class Delivered:
     payload: Any
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(Event, frozen=True):
     """A member asks; the core answers with one `Reply`."""
 
     peer: str
     get: Get
 
 
-@dataclass(frozen=True)
-class Gave:
+class Gave(Event, frozen=True):
     """A donor answered; None: not now."""
 
     peer: str
@@ -132,8 +91,7 @@ class Gave:
     answer: Records | Part | None
 
 
-@dataclass(frozen=True)
-class Broke:
+class Broke(Event, frozen=True):
     """The stream of a question ended without its answer, or with one that is no good (`bad`)."""
 
     peer: str
@@ -141,8 +99,7 @@ class Broke:
     bad: bool = False
 
 
-@dataclass(frozen=True)
-class Stepped:
+class Stepped(Event, frozen=True):
     """The training loop made an inner step of so many tokens, from these sequences of the run's list."""
 
     tokens: int
@@ -150,35 +107,30 @@ class Stepped:
     steps_per_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(Event, frozen=True):
     """The training loop takes so many sequences of the run's list in a cycle, which has so many inner steps."""
 
     sequences: int
     cycle: int = 0
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(Event, frozen=True):
     """The training loop is about to make inner steps in step with the others; or it is not, any more."""
 
     trains: bool = True
 
 
-@dataclass(frozen=True)
-class Alone:
+class Alone(Event, frozen=True):
     """Nobody else has to be there before this peer begins."""
 
 
-@dataclass(frozen=True)
-class Paused:
+class Paused(Event, frozen=True):
     """The training loop evaluates or saves; or it goes on."""
 
     pauses: bool = True
 
 
-@dataclass(frozen=True)
-class Captured:
+class Captured(Event, frozen=True):
     """The payload of the contribution that `Capture` asked for is made."""
 
     line: Line
@@ -187,17 +139,15 @@ class Captured:
     root: str
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(Event, frozen=True):
     """Training goes on from the anchor of that head."""
 
     fragment: int
     head: str
 
 
-@dataclass(frozen=True)
-class Merged:
-    """What `Merge` asked for is made. `left_out`: peers whose contributions were judged and left out."""
+class Merged(Event, frozen=True):
+    """The update that `Merge` asked for; without the contributions of peers that are `left_out`. None: it failed."""
 
     fragment: int
     base: str
@@ -206,12 +156,8 @@ class Merged:
     left_out: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class Applied:
-    """The anchor is moved, and its parts have these digests; else it is where it was, for the reason `why`.
-
-    `damaged`: it was not what the tip says before.
-    """
+class Applied(Event, frozen=True):
+    """The anchor is moved, and has these digests; or it is not (`why`). `damaged`: it was not what its head says."""
 
     fragment: int
     head: str
@@ -220,44 +166,29 @@ class Applied:
     damaged: bool = False
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(Event, frozen=True):
     """The training loop has ended, because the run is over (`finished`), or before."""
 
     finished: bool = False
 
 
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = (
-    Alone | Begun | Connected | Lost | Heard | Discovered | Delivered | Asked | Gave | Broke | Stepped | Wanted
-    | Paused | Captured | Loaded | Merged | Applied | Leave | Tick
-)  # fmt: skip
-
-
 # -- actions ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(Struct, frozen=True):
     """Say that to one member."""
 
     peer: str
     message: Message
 
 
-@dataclass(frozen=True)
-class Broadcast:
+class Broadcast(Struct, frozen=True):
     """Say that to every member."""
 
     message: Message
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """The answer to what `Asked` brought; None: not here, or not now."""
 
     peer: str
@@ -265,8 +196,7 @@ class Reply:
     answer: Records | Part | None
 
 
-@dataclass(frozen=True)
-class Push:
+class Push(Struct, frozen=True):
     """Send a payload on a stream of its own, from that byte on; `Broke` if that fails."""
 
     peer: str
@@ -275,31 +205,27 @@ class Push:
     at: int
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """Ask a donor; `Gave` or `Broke` tells what came of it."""
 
     peer: str
     get: Get
 
 
-@dataclass(frozen=True)
-class Capture:
+class Capture(Struct, frozen=True):
     """Take the pseudo-gradient of a fragment against the head `line.base`, and encode it: `Captured`."""
 
     line: Line
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(Struct, frozen=True):
     """Training must go on from the anchor that is here, before the next inner step: `Loaded`."""
 
     fragment: int
 
 
-@dataclass(frozen=True)
-class Share:
-    """One contribution to a version: its line, payload, weight, and the factor by which being late reduces it."""
+class Share(Struct, frozen=True):
+    """One contribution to a version, its weight, and the factor by which being late reduces that."""
 
     line: Line
     payload: Any
@@ -307,27 +233,19 @@ class Share:
     discount: float
 
 
-@dataclass(frozen=True)
-class Merge:
-    """Judge and average these contributions, take the outer step, and encode the update: `Merged`.
-
-    The step leads to version `number`, `pushes` contributions of its momentum window of `delay` came before.
-    """
+class Merge(Struct, frozen=True):
+    """Judge and average contributions, take the outer step to version `number`, and encode the update: `Merged`."""
 
     fragment: int
     base: str
     number: int
     shares: tuple[Share, ...]
-    pushes: int
-    delay: int
+    pushes: int  # contributions of the momentum window that came before
+    delay: int  # contributions in one window
 
 
-@dataclass(frozen=True)
-class Apply:
-    """Move the anchor by an update, if that is no longer than `limit` and leads to what the head says: `Applied`.
-
-    `own`: this peer is the author, and signs the head when it knows what the update leads to.
-    """
+class Apply(Struct, frozen=True):
+    """Move the anchor by an update, if that is no longer than `limit` and leads to what the head says: `Applied`."""
 
     fragment: int
     head: Head
@@ -335,11 +253,10 @@ class Apply:
     update: Any
     limit: float
     pushes: int
-    own: bool = False
+    own: bool = False  # this peer is the author, and signs the head when it knows what the update leads to
 
 
-@dataclass(frozen=True)
-class Replace:
+class Replace(Struct, frozen=True):
     """Replace the anchor by these parts: `Applied`."""
 
     fragment: int
@@ -347,30 +264,26 @@ class Replace:
     parts: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Disconnect:
+class Disconnect(Struct, frozen=True):
     """End the streams to and from a peer, which is no member any more; if it lives, it has to say hello again."""
 
     peer: str
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(Struct, frozen=True):
     """One line for the log of events."""
 
     kind: str
     fields: dict[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Wake:
+class Wake(Struct, frozen=True):
     """Bring a `Tick` at that time."""
 
     at: float
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(Struct, frozen=True):
     """This peer may go: others have what it has, or it waited long enough."""
 
 

@@ -1,149 +1,38 @@
-"""What one peer knows: of the histories, of the contributions, of the others. The rules are functions on these facts.
-
-history            one fragment's heads, lines and books                             (no facts, only what they mean)
-tips               rules 1 and 2: an anchor moves up only; who lacks a head asks for it
-members            rule 3: who is there, and who is the author
-contributions      rule 4: they flow to the author until they are in a version
-author             rule 5: when a version closes, and of what
-data               which sequences who trains on
-peer               an event changes facts, then one function looks at all of them and acts
-"""
+"""What one peer knows: of histories, contributions, and others. The rules are functions on these facts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
 from diloco.core.events import Action, Broadcast, Merge, Note, Send, Wake
-from diloco.core.history import Arithmetic, Record, Signer, Tip
+from diloco.core.history import Arithmetic, Record, Tip
 from diloco.core.members import Members
 from diloco.core.patience import Patience
-from diloco.core.units import NONE, union
+from diloco.core.settings import Identity, Settings, Sizes
+from diloco.core.units import NONE
 from diloco.messages.base import Message
 from diloco.messages.control import Planned
 from diloco.messages.fields import MAX_TOKENS, Units, forget_oldest
 from diloco.messages.heads import Book, Head, Key, Line
-
-__all__ = [
-    "CONTROL", "Facts", "Fetch", "Fragment", "Goal", "Identity", "Item", "Moving", "Settings", "Sizes", "score",
-]  # fmt: skip
 
 MOST_SHUNNED = 1024
 SHUNNED = 8  # times the patience for an author, or for what it gives: how long it is passed over
 CONTROL = 0  # the fragment whose book has the swarm clock and the data
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How histories grow: equal on all peers of a run. Times are seconds.
-
-    Attributes:
-        fragments: how many there are. sync_every: H, inner steps of a cycle.
-        staggered: fragments are sent one after another, evenly over the cycle; else all at its end.
-        overlap: inner steps from sending a pseudo-gradient until training needs the next head.
-        quorum: contributions after which a version waits for the rest only for `grace_s`; None: half of those that are
-            expected, and then two median rounds, at least `floor_s` (a barrier).
-        grace_slack: instead of `grace_s`, this part of what the overlap leaves.
-        late: versions that a contribution's base may be behind.
-        staleness_exponent: a contribution that is s versions late weighs (1 + s) ** -staleness_exponent.
-        weights: what a contribution weighs, see `author.weights`.
-        delay: contributions to a momentum step, None: as many as there are peers that train. windowed: there are any.
-        leased: training takes sequences of the run's list only, and waits for them.
-        min_peers: nobody begins alone where so many are expected.
-        heartbeat_s, silence_s, settle_s, stall_s, refresh_s, stuck_s, deadline_s, fanout: see `README.md`.
-        tick_s: statuses that come within that time are acted upon together.
-        min_bytes_per_s: a deadline grows with the size of what was asked for.
-        uplink_bytes_per_s: a record is given to `fanout` peers in the time that this takes, `refresh_s` at most.
-    """
-
-    fragments: int = 1
-    sync_every: int = 4
-    staggered: bool = False
-    overlap: int = 0
-    quorum: int | None = None
-    grace_s: float = 0.0
-    grace_slack: float = 0.0
-    late: int = 8
-    staleness_exponent: float = 0.5
-    weights: str = "tokens"
-    delay: int | None = 1
-    windowed: bool = False
-    leased: bool = True
-    min_peers: int = 1
-    heartbeat_s: float = 1.25
-    silence_s: float = 10.0
-    silence_beats: float = 8.0
-    settle_s: float = 5.0
-    stall_s: float = 20.0
-    first_step_s: float = 180.0
-    floor_s: float = 20.0
-    refresh_s: float = 5.0
-    stuck_s: float = 60.0
-    deadline_s: float = 8.0
-    tick_s: float = 0.01
-    min_bytes_per_s: float = 2.0**16
-    uplink_bytes_per_s: float = 2.5e7
-    fanout: int = 3
-    records: int = 8
-    bag: int = 256
-    bag_bytes: int = 2**62
-
-    @property
-    def barrier(self) -> bool:
-        """Whether a version waits for every peer that trains."""
-        return self.quorum is None
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all peers exchange all fragments at one barrier, and take no inner step meanwhile."""
-        return self.barrier and not self.staggered and not self.overlap
-
-
-class Sizes(NamedTuple):
-    """Bytes of a fragment, and the number of parts in which its anchor is fetched."""
-
-    payload: int
-    update: int
-    anchor: int
-    parts: int
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this peer is, and in which run.
-
-    Attributes:
-        trains: it makes inner steps. may_author: others can call it, and its owner and the run allow it.
-        tokens_per_step: of the manifest; None where a training loop counts in its own way.
-        data: names the sequences that numbers stand for here, as in `Hello`.
-        is_author: whether another peer may make versions, by its invitation.
-    """
-
-    me: str
-    name: str
-    run_id: str
-    manifest_hash: str
-    signer: Signer
-    trains: bool = True
-    may_author: bool = True
-    device: str = ""
-    data: str = ""
-    tokens_per_step: int | None = None
-    is_author: Callable[[str], bool] = lambda peer: True
-
-
 @dataclass
 class Item:
-    """A contribution that is here. `taken`: when its pseudo-gradient was taken, `since`: when it was here, whole."""
+    """A contribution that is here."""
 
     line: Line
     payload: Any
-    since: float
-    taken: float
+    since: float  # when it was here, whole
+    taken: float  # when its pseudo-gradient was taken
     to: str = ""  # whom it was offered
     asked: bool = False  # they have not answered yet
     again: float = 0.0  # when it is offered again
@@ -170,69 +59,56 @@ class Fetch:
 
 
 class Moving(NamedTuple):
-    """The anchor is being moved to that head. `own`: this peer is its author, and signs it when the bytes are there."""
+    """The head that the anchor is being moved to."""
 
     head: Head
     book: Book
     update: Any  # None: the anchor came in parts
     donor: str = ""
-    own: bool = False
+    own: bool = False  # this peer is its author, and signs it when the bytes are there
 
 
 @dataclass(eq=False)
 class Fragment:
-    """One fragment, as one peer knows it.
-
-    Attributes:
-        tip: the head whose anchor is here, with its book. came: when the newest heads came.
-        records: the newest, by the id of the head before.
-        told: who has a greater tip, and which. fetch: what is asked for. coming: records that are here and not applied.
-        moving: the head that the anchor is being moved to. merge: the next version, which is being made here.
-        torn: an update did not lead to what its head says. damaged: that was this peer's fault.
-        busy: who says, since when, that it cannot give now. noes: how often that was said, since the last head.
-        later: donors that failed, and when to ask them again. refused: heads that no honest author makes.
-        shown: a tip that is kept until then for those who fetch its parts. served: tip, how often since when.
-        bag: contributions to the next version, by contributor. enough: since when a quorum of them is here.
-        base: id of the head from which training here started. unsent: tokens since then; steps, units: the same.
-        draft: a contribution whose payload is being made.
-        waiting: it has sent; inner steps that it may make before it needs a head.
-        again: when a version is tried again whose making failed.
-        discarded: tokens that were counted as discarded.
-    """
+    """One fragment, as one peer knows it."""
 
     index: int
-    tip: Tip
+    tip: Tip  # the head whose anchor is here, with its book
     sizes: Sizes
-    came: dict[str, float]
+    adopted_at: dict[str, float]  # when the newest heads came, by id
     patience: Patience
-    base: str
-    records: dict[str, Record] = field(default_factory=dict)
-    told: dict[str, Key] = field(default_factory=dict)
+    base: str  # id of the head from which training here started
+    # of others
+    ahead: dict[str, Key] = field(default_factory=dict)  # who has a greater tip, and which
     fetch: Fetch | None = None
-    coming: list[Record] = field(default_factory=list)
+    received: list[Record] = field(default_factory=list)  # records that are here and not applied
     moving: Moving | None = None
-    merge: Merge | None = None
-    busy: dict[str, float] = field(default_factory=dict)
-    noes: int = 0
-    torn: bool = False
-    damaged: bool = False
-    later: dict[str, float] = field(default_factory=dict)
-    refused: dict[str, None] = field(default_factory=dict)
-    shown: tuple[Tip, float] | None = None
-    served: tuple[str, int, float] = ("", 0, 0.0)
-    bag: dict[str, Item] = field(default_factory=dict)
-    enough: float | None = None
-    again: float = 0.0
-    unsent: int = 0
+    mismatch: bool = False  # an update did not lead to what its head says
+    damaged: bool = False  # and that was this peer's fault
+    busy: dict[str, float] = field(default_factory=dict)  # who says, since when, that it cannot give now
+    times_busy: int = 0  # how often that was said, since the last head
+    retry_at: dict[str, float] = field(default_factory=dict)  # donors that failed, and when to ask them again
+    refused: dict[str, None] = field(default_factory=dict)  # heads that no honest author makes
+    # for others
+    records: dict[str, Record] = field(default_factory=dict)  # the newest, by the id of the head before
+    pinned: tuple[Tip, float] | None = None  # a tip that is kept until then for those who fetch its parts
+    served: tuple[str, int, float] = ("", 0, 0.0)  # the tip, how often since when
+    # the next version
+    pool: dict[str, Item] = field(default_factory=dict)  # contributions to it, by contributor
+    quorum_at: float | None = None  # since when a quorum of them is here
+    merge: Merge | None = None  # it is being made here
+    again: float = 0.0  # when that is tried again after it failed
+    # what was learned here since the base
+    unsent: int = 0  # tokens
     steps: int = 0
     units: Units = NONE
-    draft: Line | None = None
-    waiting: int | None = None
-    discarded: int = 0
+    draft: Line | None = None  # a contribution whose payload is being made
+    waiting: int | None = None  # it has sent; inner steps that it may make before it needs a head
     loading: bool = False
+    discarded: int = 0  # tokens that were counted as discarded
 
     @property
-    def adrift(self) -> bool:
+    def stale(self) -> bool:
         """Whether training here started from a head of which nothing can be merged any more."""
         return self.base not in self.tip.bases
 
@@ -241,7 +117,7 @@ class Fragment:
         if self.base == self.tip.head.id or self.draft is not None:
             return False
         waited = not self.unsent if self.waiting is None else self.waiting <= 0
-        return waited or self.adrift
+        return waited or self.stale
 
     def forget(self) -> None:
         """What was learned here since the base is lost, or sent."""
@@ -249,15 +125,11 @@ class Fragment:
 
     def greater(self) -> dict[str, Key]:
         """Who tells a greater tip that is not refused."""
-        return {peer: key for peer, key in self.told.items() if key[1] not in self.refused} if self.told else self.told
+        return {peer: key for peer, key in self.ahead.items() if key[1] not in self.refused}
 
     def behind(self) -> bool:
         """Whether a greater tip is to be had. Nobody counts who told one before and did not give it."""
-        return bool(self.told) and any(peer not in self.later for peer in self.greater())
-
-    def has(self) -> Units:
-        """Sequences of the contributions that are here."""
-        return union(*(item.line.units for item in self.bag.values() if not self.tip.objection(item.line)))
+        return bool(self.ahead) and any(peer not in self.retry_at for peer in self.greater())
 
 
 @lru_cache(1 << 16)
@@ -280,65 +152,54 @@ def in_turn(fragments: int, peers: tuple[str, ...]) -> list[str]:
 
 @dataclass(eq=False)
 class Facts:
-    """Everything that one peer knows; only the modules of this package change it.
-
-    Attributes:
-        now: monotonic seconds. wall_ms: milliseconds of the clock at `now` = 0.
-        ready: it has what the others had when it came. settled_at: until then it listens.
-        begun: its training loop is in step with the others. assembled: so did all who are here.
-        goals: what the others had when it had listened.
-        moved: when this peer made an inner step, or got the first head after one.
-        shunned: authors that are passed over, until when.
-        processed: tokens, over all lives. stamp: the newest. steps: inner steps of this life.
-        position: inner steps of this cycle. cycle: how many there are. turn: a fragment is due. due: those to send.
-        queue: sequences to train on. lease_from: who was asked for more.
-        heals: anchors that were damaged, and fetched. takeovers: versions of this peer for which another one was named.
-        granted: by peer, what this author dealt, and until when it is kept.
-        out: actions for the owner.
-    """
+    """Everything that one peer knows; only the modules of this package change it."""
 
     identity: Identity
     settings: Settings
     arithmetic: Arithmetic
-    now: float
-    wall_ms: int
+    now: float  # monotonic seconds
+    wall_ms: int  # milliseconds of the clock at `now` = 0
     members: Members
     fragments: list[Fragment]
-    processed: int = 0
-    stamp: int = 0
-    steps: int = 0
-    position: int = 0
-    cycle: int = 0
+    processed: int = 0  # tokens, over all lives
+    stamp: int = 0  # the newest
+    planned: Planned = (0, 0, 0)
+    out: list[Action] = field(default_factory=list)  # for the owner
+    # the training loop
+    steps: int = 0  # inner steps of this life
+    position: int = 0  # inner steps of this cycle
+    cycle: int = 0  # how many there are in one
     steps_per_s: float = 0.0
-    turn: bool = False
-    next: int = 0
-    due: list[Fragment] = field(default_factory=list)
-    pauses: bool = False
-    ready: bool = False
-    begun: bool = True
-    assembled: bool = False
-    min_peers: int = 1
-    settled_at: float = 0.0
-    goals: list[Key] = field(default_factory=list)
-    moved: float = 0.0
+    moved: float = 0.0  # when it made an inner step, or got the first head after one
     made_step: bool = True
+    begun: bool = True  # it is in step with the others
+    assembled: bool = False  # so were all who are here
+    min_peers: int = 1
+    pauses: bool = False
+    # fragments to send
+    turn: bool = False  # one is due
+    next: int = 0  # from this one on
+    due: list[Fragment] = field(default_factory=list)
+    # coming and leaving
+    ready: bool = False  # it has what the others had when it came
+    settled_at: float = 0.0  # until then it listens
+    goals: list[Key] = field(default_factory=list)  # what the others had when it had listened
     leaving: bool = False
     finished: bool = False
     leave_by: float = 0.0
     exited: bool = False
-    shunned: dict[str, float] = field(default_factory=dict)
-    queue: Units = NONE
+    # data
+    queue: Units = NONE  # sequences to train on
     wanted: int = 0
     lease_again: float = 0.0
-    lease_from: str = ""
-    granted: dict[str, tuple[Units, float]] = field(default_factory=dict)
-    planned: Planned = (0, 0, 0)
-    sync_s: float = 0.0
-    heals: int = 0
-    takeovers: int = 0
-    untold: set[int] = field(default_factory=set)  # fragments whose tip changed since the last status
-    untold_data: bool = True  # what `data.has` says may have changed since then
-    out: list[Action] = field(default_factory=list)
+    lease_from: str = ""  # who was asked for more
+    granted: dict[str, tuple[Units, float]] = field(default_factory=dict)  # what was dealt, and until when it is kept
+    # others
+    shunned: dict[str, float] = field(default_factory=dict)  # authors that are passed over, until when
+    changed_tips: set[int] = field(default_factory=set)  # fragments whose tip changed since the last status
+    changed_data: bool = True  # what `data.has` says may have changed since then
+    heals: int = 0  # anchors that were damaged, and fetched
+    takeovers: int = 0  # versions of this peer for which another one was named
     _wakes: set[float] = field(default_factory=set)
 
     @property
@@ -351,15 +212,9 @@ class Facts:
         """The fragment whose book has the swarm clock and the data."""
         return self.fragments[CONTROL]
 
-    def fragment(self, index: int) -> Fragment | None:
-        """The fragment of that number; None for one that the run does not have."""
-        return self.fragments[index] if index < len(self.fragments) else None
-
     def over(self, tip: Tip) -> bool:
-        """Whether the run ends with that head: as it is planned, or because nothing is greater.
-
-        Tokens count in its own history, and in that of the swarm clock if it has reached the same version: the
-        fragments of a round close one after another, and all of them end with that round.
+        """Whether the run ends with that head, as it is planned, or because nothing is greater. A round in which the
+        swarm clock passes the end is the last one of all fragments.
         """
         steps, tokens, _ = self.planned
         tokens, head, clock = tokens or MAX_TOKENS, tip.head, self.control.tip.head
@@ -373,15 +228,11 @@ class Facts:
 
     @property
     def waits(self) -> bool:
-        """Whether the training loop waits, for a head or for what has to be sent or loaded before it. Of a run that is
-        over no head comes any more.
-        """
-        if all(self.over(f.tip) for f in self.fragments):
+        """Whether the training loop waits, for a head or for what has to be sent or loaded before it."""
+        if all(self.over(f.tip) for f in self.fragments):  # no head comes any more
             return any(f.loading for f in self.fragments)
-        return self.turn or bool(self.due) or any(
-            f.loading or f.adrift or (f.waiting is not None and f.waiting <= 0 and not self.over(f.tip))
-            for f in self.fragments
-        )  # fmt: skip
+        late = (f.waiting is not None and f.waiting <= 0 and not self.over(f.tip) for f in self.fragments)
+        return self.turn or bool(self.due) or any(f.loading or f.stale for f in self.fragments) or any(late)
 
     @property
     def says_waits(self) -> bool:
@@ -436,7 +287,7 @@ class Facts:
 
     def rounds_s(self, f: Fragment) -> float:
         """How long the newest rounds of a fragment took, on average."""
-        times = sorted(f.came.values())
+        times = sorted(f.adopted_at.values())
         return (times[-1] - times[0]) / max(1, len(times) - 1)
 
     def patience_s(self, f: Fragment) -> float:
@@ -446,16 +297,14 @@ class Facts:
     # -- rule 3 -------------------------------------------------------------------------------------------------------
 
     def is_author(self) -> bool:
-        """Whether this peer may be an author: not before it has what others had when it came, nor when it leaves and
-        what it was making is made.
-        """
+        """Whether this peer may be an author: not before it has what others had, nor once it leaves and is done."""
         if not self.identity.may_author or (self.hands_over() and not self.making()):
             return False
-        return self.ready or not any(f.told and f.greater() for f in self.fragments)
+        return self.ready or not any(f.ahead and f.greater() for f in self.fragments)
 
     def hands_over(self) -> bool:
         """Whether this peer makes no further versions, because it leaves and others may make them."""
-        return self.leaving and self.members.any_author()
+        return self.leaving and bool(self.members.authors())
 
     def making(self) -> bool:
         """Whether this peer is making a version, of which nobody has heard."""
@@ -463,7 +312,7 @@ class Facts:
 
     def author(self, f: Fragment, named: str = "") -> str:
         """Who makes the next version: whom the tip names, or who is in turn; of those whom somebody hears."""
-        able: Mapping[str, object] | Sequence[str] = self.members.able(self.is_author())
+        able: Collection[str] = self.members.able(self.is_author())
         if self.shunned:
             able = [peer for peer in able if self.shunned.get(peer, 0.0) <= self.now]
         return named if named in able else self._in_turn(f, able)
@@ -482,9 +331,7 @@ class Facts:
         return in_turn(len(self.fragments), peers)[f.index] if peers else ""
 
     def heir(self, f: Fragment) -> str:
-        """Whom the head that this peer makes names: itself, for what the encoding lost is here; another one if it may
-        make no more, or has more fragments than its share.
-        """
+        """Whom a head of this peer names: itself, for its master is here, unless it leaves or has too many."""
         able = [peer for peer in self.members.authors() if self.shunned.get(peer, 0.0) <= self.now]
         able += [self.me] * self.is_author()
         if self.me not in able:
@@ -493,11 +340,10 @@ class Facts:
         share = -(-len(self.fragments) // len(able))
         if held[self.me] <= share:
             return self.me
-        return min(
-            (peer for peer in able if held[peer] < share), key=lambda peer: score(f.index, peer), default=self.me
-        )
+        others = [peer for peer in able if held[peer] < share]
+        return min(others, key=lambda peer: score(f.index, peer), default=self.me)
 
-    def way(self, peer: str) -> str:
+    def next_hop(self, peer: str) -> str:
         """Who is told what is for a peer: itself, or somebody who hears it."""
         if peer in self.members:
             return peer

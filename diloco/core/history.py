@@ -19,13 +19,9 @@ from diloco.core.units import count, overlaps, sound, union
 from diloco.messages.fields import MAX_LENGTH, MAX_RANGES, MAX_TOKENS, Units, at_most
 from diloco.messages.heads import MAX_LEDGER, Book, Entry, Head, Key, Line, digest
 
-__all__ = [
-    "OTHERS", "Arithmetic", "Record", "Signer", "Tip", "blank", "follow", "genesis", "is_signed", "sign", "state_of",
-    "wrong", "wrong_state",
-]  # fmt: skip
-
 Reach = tuple[float, float, float]
 OTHERS = ""  # stands in a ledger for the peers that were absent longest and are named no more
+EMPTY = Book({OTHERS: Entry(0, 0)})
 
 
 class Signer(Protocol):
@@ -35,20 +31,18 @@ class Signer(Protocol):
     def verify(self, peer: str, content: bytes, signature: bytes) -> bool: ...
 
 
-class Arithmetic(Protocol):
-    """What a history needs to know of the outer optimizer."""
-
-    def bounds(self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: Reach) -> Bounds:
-        """How far the step to version `number` moves an anchor, if it merges so many contributions, none longer than
-        `longest`, and momentum and window are no longer than `reach`. Equal on all machines.
-        """
-
-
 class Bounds(NamedTuple):
-    """`update`: an honest update is no longer than that; `reach`: momentum and window are not, afterwards."""
+    """An honest update is no longer than `update`; momentum and window are not longer than `reach` after it."""
 
     update: float
     reach: Reach
+
+
+class Arithmetic(Protocol):
+    """What a history needs to know of the outer optimizer; equal on all machines."""
+
+    def bounds(self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: Reach) -> Bounds:
+        """Of the step to version `number` from contributions no longer than `longest`, and the `reach` before it."""
 
 
 class Record(NamedTuple):
@@ -60,11 +54,11 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Tip:
-    """A head with what is in its anchor. `parts` are the digests of the parts of the anchor, if they are known."""
+    """A head with what is in its anchor."""
 
     head: Head
     book: Book
-    parts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()  # digests of the parts of the anchor, if they are known
 
     @cached_property
     def bases(self) -> frozenset[str]:
@@ -87,14 +81,12 @@ class Tip:
 
 def blank(fragment: int) -> Tip:
     """What a peer has that waits for the initial weights: less than anybody else."""
-    return Tip(Head(fragment, 0, "", "", "", (), 1, 0, "", "0" * 64), Book({OTHERS: Entry(0, 0)}))
+    return Tip(Head(fragment, 0, "", "", "", (), 1, 0, "", "0" * 64), EMPTY)
 
 
 def genesis(fragment: int, run_id: str, parts: Sequence[str]) -> Tip:
     """The tip of a run that begins, with the digests of the parts of its initial anchor. Nobody signs it."""
-    book = Book({OTHERS: Entry(0, 0)})
-    head = Head(fragment, 0, run_id, "", "", (), 1, 0, "", state_of(book, parts))
-    return Tip(head, book, tuple(parts))
+    return Tip(Head(fragment, 0, run_id, "", "", (), 1, 0, "", state_of(EMPTY, parts)), EMPTY, tuple(parts))
 
 
 def state_of(book: Book, parts: Sequence[str]) -> str:
@@ -124,7 +116,7 @@ def wrong(tip: Tip, head: Head, signer: Signer, run_id: str) -> str:
     if len({line.peer for line, _ in head.lines}) < len(head.lines):
         return "it has two contributions of one peer"
     for line, _ in head.lines:
-        if line.fragment != head.fragment or not sound(line.units) or (line.units and head.fragment):
+        if line.fragment != head.fragment:
             return f"a line of {line.peer} is of another fragment"
         if objection := tip.objection(line):
             return f"a contribution of {line.peer} cannot be in it ({objection})"
@@ -151,9 +143,9 @@ def follow(tip: Tip, head: Head, late: int, arithmetic: Arithmetic) -> tuple[Boo
     ledger = dict(before.ledger)
     for line, weight in head.lines:
         known = before.ledger.get(line.peer, Entry(0, 0, 0, head.number))
-        tokens = at_most(known.tokens + line.tokens, MAX_TOKENS) if weight else known.tokens
-        contributions, last = (known.contributions + 1, head.number) if weight else (known.contributions, known.last)
-        ledger[line.peer] = Entry(line.stamp, tokens, contributions, known.first, last, line.name)
+        tokens = at_most(known.tokens + line.tokens * bool(weight), MAX_TOKENS)
+        last = head.number if weight else known.last
+        ledger[line.peer] = Entry(line.stamp, tokens, known.contributions + bool(weight), known.first, last, line.name)
     while len(ledger) > MAX_LEDGER:
         _sum_up_the_oldest(ledger)
     recent = (*before.recent, tip.head.id)[-late:]

@@ -1,32 +1,24 @@
-"""How much one peer may ask of another: the numbers of all limits, and what counts along with them. Sans-IO.
+"""How much one peer may ask of another, and what happens to one that misbehaves. Sans-IO; seconds of a monotonic clock.
 
-    what a peer asks -> bucket, limiter, or list of the newest -> granted, refused, or later
+    what a peer asks for -> bucket, limiter, or list of the newest -> granted, refused, or later
+    an offence           -> refused for 10 s -> the next one: 20 s -> 40 s -> ... one hour at most
 
-`diloco/admission/README.md` has the table. Frames grow with the number of fragments, and a closed run takes more on
-control streams, because the owner's list of revocations travels there.
-
-The limits are far above the needs of an honest peer: it has a stream for each fragment that it contributes to and a few
-for what it fetches, and opens a stream again seconds after one broke. What is over a limit is refused or waits. That is
-no offence, because streams of a peer that restarted may linger here; an honest peer treats a refusal as
-a broken stream and tries again. `penalties` says what happens to a peer that misbehaves.
-
-All times are seconds of one monotonic clock.
+The limits are far above the needs of an honest peer. What is over one is refused or waits, and is no offence: an honest
+peer treats a refusal as a broken stream and tries again. An offence is what no honest peer of this version sends,
+whatever its link: a message that fits neither its schema nor its stream nor the run, or a payload that is not what its
+contributor signed. The defence against those who return under another identity is `diloco/admission`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+from diloco.errors import PayloadError
 from diloco.messages.base import MAX_FRAME_BYTES
+from diloco.messages.codec import OtherVersion, UnknownKind
 from diloco.messages.fields import forget_oldest
-
-__all__ = [
-    "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "CONTROL_STREAMS", "FILE_BYTES", "FILE_BYTES_IN_ALL",
-    "FILE_BYTES_S", "MAX_PEERS", "MIN_BYTES_PER_S", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REQUEST_BYTES",
-    "Allowance", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams", "control_messages",
-    "frame_bytes",
-]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -54,6 +46,8 @@ CALLS_PER_MINUTE, CALL_EVERY_S = 20, 10.0
 # Lines of the event log: at once, and per second after that.
 LINES, LINES_PER_S = 40.0, 0.1
 LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
+# For how long a peer is refused, and when its offences are forgotten.
+FIRST_S, LONGEST_S, FORGET_S = 10.0, 3600.0, 86400.0
 
 CAUSED_BY_OTHERS: Mapping[str, str] = {
     "clipped": "", "contribution_broke": "author", "digest_mismatch": "", "fetch_failed": "donor",
@@ -71,54 +65,33 @@ def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:
     return min(MAX_FRAME_BYTES, HELLO_BYTES + HELLO_BYTES_PER_FRAGMENT * fragments), min(MAX_FRAME_BYTES, control)
 
 
-class Bucket:
-    """Holds `burst`, fills by `per_s` a second, and begins full."""
+class Buckets(Generic[T]):
+    """A bucket by key, which holds `burst`, fills by `per_s` a second, and begins full.
+
+    Memory is bounded: full buckets are forgotten, and when none is full, the oldest ones.
+    """
 
     def __init__(self, per_s: float, burst: float) -> None:
         self.per_s, self.burst = per_s, burst
-        self._left, self._filled_at = burst, float("-inf")
+        self._filled: dict[T, tuple[float, float]] = {}  # how much is in it, and when that was
 
-    def left(self, now: float) -> float:
+    def left(self, key: T, now: float) -> float:
         """What is in it now; below 0 after `delay_s` has lent some."""
-        if now > self._filled_at:
-            filled = self._left + (now - self._filled_at) * self.per_s if self._left < self.burst else self.burst
-            self._left, self._filled_at = min(self.burst, filled), now
-        return self._left
-
-    def take(self, now: float, amount: float = 1.0) -> bool:
-        """Take so much, if it is there; otherwise nothing changes."""
-        if self.left(now) < amount:
-            return False
-        self._left -= amount
-        return True
-
-    def delay_s(self, now: float, amount: float = 1.0) -> float:
-        """Take so much in any case, and return for how many seconds the taker has to wait until it is there."""
-        left = self.left(now) - amount
-        self._left = left
-        return max(0.0, -left / self.per_s)
-
-
-class Buckets(Generic[T]):
-    """Equal buckets by key. Memory is bounded: full buckets are forgotten, and when none is full, the oldest ones."""
-
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s, self._burst = per_s, burst
-        self._by_key: dict[T, Bucket] = {}
-
-    def of(self, key: T, now: float) -> Bucket:
-        """The bucket of this key."""
-        bucket = self._by_key.get(key)
-        if bucket is None:
-            if len(self._by_key) >= MAX_PEERS:
-                self._by_key = {k: b for k, b in self._by_key.items() if b.left(now) < self._burst}
-            forget_oldest(self._by_key, MAX_PEERS - 1)
-            bucket = self._by_key[key] = Bucket(self._per_s, self._burst)
-        return bucket
+        left, at = self._filled.get(key, (self.burst, now))
+        return min(self.burst, left + max(0.0, now - at) * self.per_s)
 
     def take(self, key: T, now: float, amount: float = 1.0) -> bool:
-        """`Bucket.take` of that key's bucket."""
-        return self.of(key, now).take(now, amount)
+        """Take so much, if it is there; otherwise nothing changes."""
+        return self.left(key, now) >= amount and self.delay_s(key, now, amount) == 0.0
+
+    def delay_s(self, key: T, now: float, amount: float = 1.0) -> float:
+        """Take so much in any case, and return for how many seconds the taker has to wait until it is there."""
+        if key not in self._filled and len(self._filled) >= MAX_PEERS:
+            self._filled = {k: one for k, one in self._filled.items() if self.left(k, now) < self.burst}
+            forget_oldest(self._filled, MAX_PEERS - 1)
+        left = self.left(key, now) - amount
+        self._filled[key] = (left, max(now, self._filled.get(key, (0.0, now))[1]))
+        return max(0.0, -left / self.per_s)
 
 
 class Allowance:
@@ -126,20 +99,16 @@ class Allowance:
 
     def __init__(self, each: float, together: float, seconds: float) -> None:
         self._each: Buckets[str] = Buckets(each / seconds, each)
-        self._together = Bucket(together / seconds, together)
+        self._together: Buckets[None] = Buckets(together / seconds, together)
 
     def take(self, peer: str, amount: int, now: float) -> bool:
         """Whether that peer may have so much; if not, nothing changes."""
-        left = self._together.left(now) >= amount
-        return left and self._each.take(peer, now, amount) and self._together.take(now, amount)
+        left = self._together.left(None, now) >= amount
+        return left and self._each.take(peer, now, amount) and self._together.take(None, now, amount)
 
 
 class Limiter:
-    """Counts the streams that each peer has open, and those that it begins.
-
-    Bytes need no counter of their own: a stream carries what its header asks for, and the length of that is known
-    beforehand. At a time a peer can thus ask for (streams x largest fragment) bytes.
-    """
+    """Counts the streams that each peer has open, and those that it begins; each has at most a fragment's bytes."""
 
     def __init__(self, most: int, per_s: float, burst: float) -> None:
         self.most, self.per_s = most, per_s
@@ -199,7 +168,7 @@ class Dials:
     """Peers that others have named, and that are to be called: so many at a time, the others later."""
 
     def __init__(self) -> None:
-        self._bucket = Bucket(DIALS_PER_S, DIALS_AT_ONCE)
+        self._bucket: Buckets[None] = Buckets(DIALS_PER_S, DIALS_AT_ONCE)
         self._waiting: dict[str, None] = {}
 
     def __len__(self) -> int:
@@ -215,7 +184,7 @@ class Dials:
     def due(self, now: float) -> list[str]:
         """Peers to call now."""
         found = []
-        while self._waiting and self._bucket.take(now):
+        while self._waiting and self._bucket.take(None, now):
             found.append(next(iter(self._waiting)))
             del self._waiting[found[-1]]
         return found
@@ -238,3 +207,40 @@ class EventLines:
             self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
             return None
         return self._suppressed.pop(kind, 0)
+
+
+class Offence(PayloadError):
+    """A message that no honest peer of this version sends, whatever its link."""
+
+
+@contextmanager
+def offences() -> Iterator[None]:
+    """A `PayloadError` that is raised inside becomes an offence, unless the sender may be honest and newer."""
+    try:
+        yield
+    except (OtherVersion, UnknownKind):
+        raise
+    except PayloadError as error:
+        raise Offence(str(error)) from None
+
+
+class Penalties:
+    """Which peers are refused until when. After a day without an offence the count begins anew."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, tuple[int, float, str]] = {}  # offences, until when, why; the newest is last
+
+    def offence(self, peer: str, reason: str, now: float) -> float:
+        """Count an offence; returns for how many seconds the peer is refused. Those meanwhile count as the same."""
+        before, until, _ = self._records.pop(peer, (0, 0.0, ""))
+        if now >= until:
+            before = 1 if now >= until + FORGET_S else before + 1
+            until = now + min(LONGEST_S, FIRST_S * 2.0 ** min(before - 1, 32))
+        self._records[peer] = (before, until, reason)
+        forget_oldest(self._records, MAX_PEERS)
+        return until - now
+
+    def refusal(self, peer: str, now: float) -> str | None:
+        """One line for a peer that is refused now, with the reason and the seconds left; None for all others."""
+        _, until, reason = self._records.get(peer, (0, now, ""))
+        return f"refused for {until - now:.0f} s more: {reason}"[:400] if now < until else None

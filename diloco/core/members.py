@@ -13,8 +13,6 @@ from diloco.messages.control import Figures, Hello, Status
 from diloco.messages.fields import Units, forget_oldest
 from diloco.messages.heads import Key
 
-__all__ = ["AddressBook", "Member", "Members"]
-
 STALL_STEPS = 10.0  # inner steps at the measured pace in whose time one must be done
 STALL_BEATS = 3.0  # Large swarms say their progress seldom; one message that is late must not look like a stall.
 PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
@@ -24,28 +22,21 @@ MAX_ADDRESSES = 4  # kept of one peer, the best first
 
 @dataclass
 class Member:
-    """Another peer, as it says.
-
-    Attributes:
-        moved: when it made an inner step, or got the first head after one.
-        paused_at: when it began to evaluate or to save; inf while it does not.
-        resumed_at: when it went on after that.
-        interval_s: between its statuses, as a moving average.
-    """
+    """Another peer, as it says."""
 
     peer: str
     hello: Hello
     status: Status
     heard: float
-    moved: float
+    moved: float  # when it made an inner step, or got the first head after one
     tips: dict[int, Key]
-    hears: set[str]
+    hears: set[str]  # members that may be an author, and are connected to it
     units: Units = NONE
     stepped: bool = True
-    interval_s: float = 0.0
-    paused_at: float = math.inf
-    began_at: float = 0.0
-    resumed_at: float = -math.inf
+    interval_s: float = 0.0  # between its statuses, as a moving average
+    began_at: float = 0.0  # a round
+    paused_at: float = math.inf  # when it began to evaluate or to save; inf while it does not
+    resumed_at: float = -math.inf  # when it went on after that
     figures: Figures = field(default_factory=Figures)
 
     @classmethod
@@ -70,17 +61,12 @@ class Member:
             self.tips, self.hears = dict(status.tips), set(status.hears)
         else:
             self.tips.update(status.tips)
-            if status.hears or status.deaf:
-                self.hears = (self.hears - set(status.deaf)) | set(status.hears)
+            self.hears = self.hears - set(status.deaf) | set(status.hears)
             if len(self.hears) > MAX_PEERS:
                 self.hears = set(status.hears)
         self.units = self.units if status.units is None else status.units
         self.figures = status.figures or self.figures
         self.status, self.heard = status, now
-
-    def silence_s(self, floor_s: float, beats: float) -> float:
-        """Seconds of silence after which it counts as gone, by its own heartbeat."""
-        return max(floor_s, beats * self.interval_s)
 
     def pauses(self, now: float) -> bool:
         """Whether it evaluates or saves, and not for too long."""
@@ -103,7 +89,7 @@ class Members:
         self._members: dict[str, Member] = {}
         self._order: list[Member] | None = None
         self._authors: frozenset[str] | None = None
-        self._able: tuple[bool, dict[str, None]] | None = None
+        self._able: tuple[bool, frozenset[str]] | None = None
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._members
@@ -145,31 +131,25 @@ class Members:
 
     def silent(self, now: float, floor_s: float, beats: float) -> list[str]:
         """Members that have said nothing for longer than their own heartbeat allows."""
-        return [one.peer for one in self.all() if now - one.heard > one.silence_s(floor_s, beats)]
+        return [one.peer for one in self.all() if now - one.heard > max(floor_s, beats * one.interval_s)]
 
     def any_pauses(self, now: float) -> bool:
         """Whether a member evaluates or saves, and not for too long."""
         return any(one.status.pauses and one.pauses(now) for one in self.all())
 
-    def any_author(self) -> bool:
-        """Whether another member may be an author."""
-        return bool(self.authors())
-
-    def able(self, myself: bool) -> Mapping[str, object]:
+    def able(self, myself: bool) -> frozenset[str]:
         """Peers that may be an author: members, those whom a member hears, and this peer if it says so."""
         if self._able is None or self._able[0] != myself:
-            able = dict.fromkeys(sorted(self.authors())) | ({self._me: None} if myself else {})
             heard = set[str]().union(*(one.hears for one in self.all() if self._is_author(one.peer)))
-            able |= dict.fromkeys(sorted(heard - self._members.keys() - {self._me}))
-            self._able = (myself, able)
+            able = self.authors() | (heard - self._members.keys() - {self._me})
+            self._able = (myself, able | {self._me} if myself else able)
         return self._able[1]
 
     def authors(self) -> frozenset[str]:
         """Members that say that they may be an author."""
         if self._authors is None:
-            self._authors = frozenset(
-                one.peer for one in self.all() if one.status.authors and self._is_author(one.peer)
-            )
+            able = (one.peer for one in self.all() if one.status.authors)
+            self._authors = frozenset(filter(self._is_author, able))
         return self._authors
 
     def beat_s(self, heartbeat_s: float) -> float:
@@ -180,10 +160,8 @@ class Members:
 class AddressBook:
     """Addresses by peer id. What a peer says of itself counts more than what others say of it.
 
-    libp2p finds a peer by its id if its routing tables have the peer. These tables leave out networks whose addresses
-    they take for neither public nor private, and peers that only one other peer has met. Hellos therefore carry
-    addresses: a newcomer can call every peer that its first contact has met. Another identity answers at a wrong
-    address, or nobody. `may_call` says which addresses are called on hearsay (see `Transport.may_call`).
+    Hellos carry addresses, because the routing tables of libp2p leave out peers that only one other peer has met.
+    `may_call` says which addresses are called on hearsay (see `Transport.may_call`).
     """
 
     def __init__(self) -> None:

@@ -16,31 +16,21 @@ from collections.abc import Collection, Mapping
 from diloco.core.limits import Buckets
 from diloco.core.members import PAUSE_LIMIT_S, Member
 
-__all__ = ["Patience"]
-
 ROUNDS = 3.0  # median rounds of the contributors for which a version waits
 PAUSE_RATE = 0.05  # of all time: what one peer may make the others wait in the long run
 
 
 class Patience:
-    """For whom the versions of one fragment wait, and for how long, as its author sees it.
-
-    An author that is new waits for everybody once more.
-
-    Attributes:
-        slow: peers for which nobody waits. Each was missing from a version, and no contribution of it was quick since.
-    """
+    """For whom the versions of one fragment wait, and for how long, as its author sees it; a new one waits for all."""
 
     def __init__(self, floor_s: float) -> None:
-        self.slow: set[str] = set()
+        self.slow: set[str] = set()  # were missing from a version, and none of their contributions was quick since
         self._paused: set[str] = set()  # while they were waited for
         self._floor_s = floor_s
         self._pauses: Buckets[str] = Buckets(PAUSE_RATE, PAUSE_LIMIT_S)  # seconds beyond the others' patience
 
     def wait_s(self, rounds_s: Collection[float]) -> float:
-        """Seconds for which the rest is waited for, once the rounds of those that came in time are known: `ROUNDS` in
-        all. (Backup workers, arXiv 1604.00981, drop the last ones at once; here they are merged later.)
-        """
+        """How long the rest is waited for, by the rounds of those that came: `ROUNDS` in all (cf. arXiv 1604.00981)."""
         return max(self._floor_s, (ROUNDS - 1) * statistics.median_low(rounds_s)) if rounds_s else self._floor_s
 
     def pauses(self, missing: Mapping[str, Member | None], seconds: float, now: float) -> bool:
@@ -57,9 +47,7 @@ class Patience:
                 self.slow.remove(peer)
 
     def closed(self, rounds_s: Mapping[str, float], missing: Collection[str]) -> None:
-        """A version is made of contributions, so long after their bases came. Who is missing then is slow, and who was
-        quick enough is not any more.
-        """
-        longest_s = statistics.median_low(rounds_s.values()) + self.wait_s(list(rounds_s.values()))
+        """A version is made. Who is missing is slow, and who was quick enough after its base came is not any more."""
+        longest_s = statistics.median_low(rounds_s.values()) + self.wait_s(rounds_s.values())
         self.slow.update(missing)
         self.slow -= {peer for peer, round_s in rounds_s.items() if round_s <= longest_s}

@@ -1,54 +1,28 @@
-"""The core of one peer, whole and sans-IO: `Peer.receive(event, now)` returns actions.
+"""The core of one peer, whole and sans-IO: `Peer.receive(event, now)` returns actions, which the owner carries out.
 
 An event only changes facts. Then one function, `_decide`, looks at all facts and acts, so no message is waited for, and
-there is no state machine. It never sleeps, opens a socket or reads a clock; the owner passes monotonic seconds and
-carries out the actions.
+there is no state machine. It never sleeps, opens a socket or reads a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median_low
+from typing import Any
 
 from diloco.config import WIRE_VERSION
-from diloco.core import author, contributions, data, tips
-from diloco.core.events import (
-    Action,
-    Alone,
-    Applied,
-    Asked,
-    Begun,
-    Broke,
-    Captured,
-    Connected,
-    Delivered,
-    Disconnect,
-    Discovered,
-    Event,
-    Exit,
-    Gave,
-    Heard,
-    Leave,
-    Loaded,
-    Lost,
-    Merged,
-    Paused,
-    Stepped,
-    Tick,
-    Wanted,
-)
-from diloco.core.facts import Facts, Fragment, Identity, Settings, Sizes, score
+from diloco.core import author, contributions, data, events, lifecycle, tips
+from diloco.core.facts import Facts, Fragment, score
 from diloco.core.history import Arithmetic, Tip
 from diloco.core.members import AddressBook, Members
 from diloco.core.patience import Patience
+from diloco.core.settings import Identity, Settings, Sizes
 from diloco.core.units import NONE
 from diloco.messages.bulk import Get
 from diloco.messages.codec import objection_to_wire
 from diloco.messages.control import Answer, Figures, Grant, Hello, Lease, Offer, Planned, Status
 from diloco.messages.fields import MAX_NAMED, MAX_RANGES, MAX_RATE, at_most, forget_oldest, within_bounds
 from diloco.messages.heads import Line
-
-__all__ = ["Peer"]
 
 HEARS_S = 0.5  # between two statuses that say only which authors a peer hears
 LOOK_S = 1.0  # between two looks for silent members
@@ -58,6 +32,11 @@ OTHER_DATA = (
     "peers share sequences out by number, and on each a number is other text, so some is trained on twice or never, "
     "and perhaps some that the other holds out; give both the same files, or set data.shard=0 data.shards=1 on each"
 )
+HANDLERS: dict[type[events.Event], Callable[[Facts, Any], None]] = {
+    events.Gave: tips.gave, events.Applied: tips.applied, events.Asked: tips.answer, events.Merged: author.merged,
+    events.Stepped: contributions.stepped, events.Captured: contributions.captured,
+    events.Delivered: contributions.delivered, events.Loaded: contributions.loaded,
+}  # fmt: skip
 
 
 def _short(data: str) -> str:
@@ -97,20 +76,19 @@ class Peer:
         self._typed = planned
         self._looked_at = self._told_at = self._listened_at = now
         self._decided_at = -settings.tick_s
-        self._event: Event = Tick()
+        self._event: events.Event = events.Tick()
         self._other_data: dict[str, None] = {}
-        self._said_hears: frozenset[str] = frozenset()
+        self._said_authors: frozenset[str] = frozenset()
         self._said_units = NONE
         self._said_flags: tuple[object, ...] = ()
 
-    def receive(self, event: Event, now: float) -> list[Action]:
+    def receive(self, event: events.Event, now: float) -> list[events.Action]:
         """Take in what happened, and say what to do about it."""
         core = self.facts
         core.out, core.now = [], now
         self._event = event
         self._wake_up()
-        decides = self._take_in(event)
-        if decides or now >= self._decided_at + core.settings.tick_s:
+        if self._take_in(event) or now >= self._decided_at + core.settings.tick_s:
             self._decided_at = now
             if not core.exited:
                 self._decide()
@@ -118,67 +96,42 @@ class Peer:
             core.wake(self._decided_at + core.settings.tick_s)
         return core.out
 
-    def _take_in(self, event: Event) -> bool:
+    def _take_in(self, event: events.Event) -> bool:
         """Change facts; whether they are looked at at once, and not together with what comes next."""
-        match event:
-            case Heard(peer, message):
-                return self._heard(peer, message)
-            case Asked():
-                tips.answer(self.facts, event)
-                return False
-            case Connected(peer, hello):
-                self._connected(peer, hello)
-            case Lost(peer, why):
-                self._lost(peer, why)
-            case Gave() | Broke() | Delivered() | Merged() | Applied():
-                self._came(event)
-            case _:
-                self._trained(event)
-        return True
-
-    def _came(self, event: Event) -> None:
-        """Something that was asked for is here, or will not come."""
         core = self.facts
         match event:
-            case Gave():
-                tips.gave(core, event)
-            case Broke(peer, Get() as get, bad):
+            case events.Heard(peer, message):
+                return self._heard(peer, message)
+            case events.Connected(peer, hello):
+                self._connected(peer, hello)
+            case events.Lost(peer, why):
+                self._lost(peer, why)
+            case events.Broke(peer, Get() as get, bad):
                 tips.broke(core, peer, get, bad)
-            case Broke(peer, Line() as line):
+            case events.Broke(peer, Line() as line):
                 contributions.not_sent(core, peer, line)
-            case Delivered():
-                contributions.delivered(core, event)
-            case Merged():
-                author.merged(core, event)
-            case Applied():
-                tips.applied(core, event)
+            case _ if type(event) in HANDLERS:
+                HANDLERS[type(event)](core, event)
+            case _:
+                self._hear_loop(event)
+        return not isinstance(event, events.Asked)
 
-    def _trained(self, event: Event) -> None:
+    def _hear_loop(self, event: events.Event) -> None:
         """The training loop says something."""
         core = self.facts
         match event:
-            case Stepped():
-                contributions.stepped(core, event)
-                core.moved, core.made_step = core.now, True
-            case Wanted(sequences, cycle):
+            case events.Wanted(sequences, cycle):
                 core.wanted, core.cycle = sequences, cycle or core.cycle
-            case Begun(trains):
+            case events.Begun(trains):
                 core.begun, core.moved = trains, core.now
-                core.position = self._first_position() if trains and core.ready else core.position
-            case Paused(pauses):
+                core.position = lifecycle.first_position(core) if trains and core.ready else core.position
+            case events.Paused(pauses):
                 core.pauses, core.moved = pauses, core.now
-            case Captured():
-                contributions.captured(core, event)
-            case Loaded(fragment):
-                behind = core.begun and core.settings.lockstep and core.fragments[fragment].waiting is None
-                contributions.loaded(core, event)
-                if behind:  # the others went on without it, and it would be late in every round
-                    core.position = self._first_position()
-            case Leave(finished):
+            case events.Leave(finished):
                 core.leaving, core.finished, core.leave_by = True, finished, core.now + core.settings.stuck_s
-            case Alone():
+            case events.Alone():
                 core.min_peers = 1
-            case Discovered():
+            case events.Discovered():
                 core.settled_at = min(core.settled_at, core.now)
 
     def _decide(self) -> None:
@@ -186,25 +139,25 @@ class Peer:
         core = self.facts
         self._look_for_the_silent()
         for f in core.fragments:
-            if f.told or f.fetch:
+            if f.ahead or f.fetch:
                 tips.fetch(core, f)
-        self._get_ready()
-        self._assemble()
+        lifecycle.get_ready(core)
+        lifecycle.assemble(core)
         contributions.take_turn(core)
         for f in core.fragments:
             if core.due:
                 contributions.contribute(core, f)
-            if f.bag and (name := core.author_of(f)):
-                if name == core.me:
-                    author.close(core, f)
-                else:
-                    contributions.pass_on(core, f, name)
+            name = core.author_of(f) if f.pool else ""
+            if name == core.me:
+                author.close(core, f)
+            elif name:
+                contributions.pass_on(core, f, name)
             tips.load(core, f)
-            if core.untold_data or not isinstance(self._event, Heard):
+            if core.changed_data or not isinstance(self._event, events.Heard):
                 contributions.account(core, f)
         data.lease(core)
         self._tell()
-        self._exit()
+        lifecycle.leave(core)
 
     # -- for everybody else -------------------------------------------------------------------------------------------
 
@@ -217,7 +170,7 @@ class Peer:
 
     def wants(self, line: Line) -> bool:
         """Whether the payload of a contribution is wanted here."""
-        return contributions.wanted(self.facts, line)
+        return contributions.judged(self.facts, line) == "want"
 
     def is_open(self, f: Fragment) -> bool:
         """Whether the fate of this peer's newest contribution is open."""
@@ -232,11 +185,7 @@ class Peer:
         self.figures = figures
 
     def fastest_steps_per_s(self, mine: float) -> float:
-        """The pace of the fastest peer that trains, this one included.
-
-        Nobody counts as more than `FASTEST` times as fast as the median: a peer that claims any pace must not make the
-        others take hardly any steps.
-        """
+        """The pace of the fastest peer that trains, at most `FASTEST` times the median, as anybody may claim any."""
         paces = [mine, *(one.status.steps_per_s for one in self.facts.members.all() if one.status.trains)]
         measured = [pace for pace in paces if pace > 0]
         return min(max(measured), FASTEST * median_low(measured)) if measured else 0.0
@@ -250,10 +199,6 @@ class Peer:
         """One address of each other peer that is here."""
         named = self.addresses.all(member.peer for member in self.facts.members.all())
         return [addresses[0] for addresses in named.values()]
-
-    def status(self) -> Status:
-        """All that this peer has and does."""
-        return self._status(whole=True)
 
     def objection(self, hello: Hello) -> str | None:
         """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
@@ -292,19 +237,17 @@ class Peer:
             core.ready, core.settled_at, core.queue = False, core.now + core.settings.settle_s, NONE
             for member in core.members.all():
                 member.heard = core.now
-            core.untold_data = True
+            core.changed_data = True
             core.note("slept", seconds=round(core.now - self._looked_at, 1))
         self._looked_at = core.now
 
     def _look_for_the_silent(self) -> None:
-        core = self.facts
-        settings = core.settings
-        if core.now - self._listened_at < LOOK_S:
-            return
-        self._listened_at = core.now
-        for peer in core.members.silent(core.now, settings.silence_s, settings.silence_beats):
-            core.out.append(Disconnect(peer))
-            self._lost(peer, "silent")
+        core, settings = self.facts, self.facts.settings
+        if core.now - self._listened_at >= LOOK_S:
+            self._listened_at = core.now
+            for peer in core.members.silent(core.now, settings.silence_s, settings.silence_beats):
+                core.out.append(events.Disconnect(peer))
+                self._lost(peer, "silent")
 
     def _connected(self, peer: str, hello: Hello) -> None:
         core = self.facts
@@ -316,7 +259,7 @@ class Peer:
         self._compare_data(peer, hello)
         self._hear_plan(peer, hello.status)
         self._hear_tips(peer, hello.status)
-        core.send(peer, self._status(whole=True))  # what changed since its own hello was read
+        core.send(peer, self.status())  # what changed since its own hello was read
 
     def _compare_data(self, peer: str, hello: Hello) -> None:
         """Name a peer where numbers of sequences stand for other text, once."""
@@ -334,8 +277,8 @@ class Peer:
             return
         data.lost(core, peer)
         for f in core.fragments:
-            f.told.pop(peer, None)
-            for item in f.bag.values():
+            f.ahead.pop(peer, None)
+            for item in f.pool.values():
                 if item.to == peer:
                     item.to, item.got = "", None
             if f.fetch and f.fetch.goal:
@@ -345,55 +288,12 @@ class Peer:
         kind = "leave" if member.status.leaves else "lost"
         core.note(kind, peer=peer, name=member.hello.name, why=why, live=len(core.members) + 1)
 
-    def _get_ready(self) -> None:
-        """Who comes listens first, and gets what the others have."""
-        core = self.facts
-        if core.ready or core.now < core.settled_at:
-            return
-        if core.lacks_peers():
-            return
-        core.goals = core.goals or [max([f.tip.key, *f.greater().values()]) for f in core.fragments]
-        there = all(
-            f.tip.head.prev != "" and (f.tip.key >= goal or f.greater().keys() <= core.shunned.keys())
-            for f, goal in zip(core.fragments, core.goals, strict=True)
-        )
-        late = core.now > core.settled_at + core.settings.stuck_s and all(f.tip.head.prev for f in core.fragments)
-        if there or late:
-            core.ready, core.goals, core.moved, core.min_peers = True, [], core.now, 1
-            core.position = self._first_position()
-
-    def _assemble(self) -> None:
-        """All who are here have to be about to train before anybody does; who comes late waits for nobody. Without that
-        the first ones would be rounds ahead before the last ones have loaded their anchors.
-        """
-        core, settings = self.facts, self.facts.settings
-        if core.assembled or not core.trains_now:
-            return
-        to_come = [
-            one for one in core.members.all() if one.hello.trains and not (one.status.trains or one.status.leaves)
-        ]
-        waits = any(
-            one.status.waits or not one.stalled(core.now, settings.stall_s, settings.first_step_s) for one in to_come
-        )
-        core.assembled = core.began() or not (waits or core.lacks_peers())
-
-    def _first_position(self) -> int:
-        """In step with the others, which have made steps since they said where they are."""
-        core = self.facts
-        ahead = [0]
-        for member in core.members.all():
-            status = member.status
-            if status.trains:
-                made = 0 if status.waits else (core.now - member.heard) * status.steps_per_s
-                ahead.append(status.position + int(min(made, core.cycle)))
-        return min(max(ahead), core.cycle - 1)
-
     # -- talking ------------------------------------------------------------------------------------------------------
 
     def _heard(self, peer: str, message: object) -> bool:
         core = self.facts
         if peer not in core.members:
-            core.out.append(Disconnect(peer))  # this peer gave it up, and it does not know
+            core.out.append(events.Disconnect(peer))  # this peer gave it up, and it does not know
             return False
         match message:
             case Status() if all(index < len(core.fragments) for index in message.tips):
@@ -415,18 +315,17 @@ class Peer:
         core, news = self.facts, False
         for index in range(len(core.fragments)) if status.whole else status.tips:
             f, key = core.fragments[index], status.tips.get(index, (0, ""))
-            f.told.pop(peer, None)
+            f.ahead.pop(peer, None)
             if key > f.tip.key:
-                f.told[peer] = key
+                f.ahead[peer] = key
                 news = news or (f.fetch is None and f.moving is None)
         return news
 
     def _hear_plan(self, peer: str, status: Status) -> None:
         """The run is as long as whoever may make its versions says, within reason: nobody makes it endless for all."""
         core = self.facts
-        higher = tuple(
-            max(here, there) if here else 0 for here, there in zip(core.planned, status.planned, strict=True)
-        )
+        pairs = zip(core.planned, status.planned, strict=True)
+        higher = tuple(max(here, there) if here else 0 for here, there in pairs)
         if higher == core.planned or not core.identity.is_author(peer):
             return
         if any(there > MAX_RAISE * typed for there, typed in zip(higher, self._typed, strict=True)):
@@ -435,44 +334,37 @@ class Peer:
         core.planned = (higher[0], higher[1], higher[2])
         core.note("planned", peer=peer, planned=list(higher))
 
-    def _status(self, whole: bool = False, figures: Figures | None = None) -> Status:
+    def status(self, whole: bool = True, figures: Figures | None = None) -> Status:
         """What this peer has and does: all of it, or what changed since the last status to everybody."""
         core = self.facts
-        told = range(len(core.fragments)) if whole else sorted(core.untold)
-        hears, said = core.members.authors(), self._said_hears
+        told = range(len(core.fragments)) if whole else sorted(core.changed_tips)
+        hears, said = core.members.authors(), self._said_authors
         return Status(
             whole=whole, tips={i: core.fragments[i].tip.key for i in told}, steps=at_most(core.steps),
             position=core.position, cycle=core.cycle, steps_per_s=within_bounds(core.steps_per_s, MAX_RATE),
             trains=core.trains_now, waits=core.says_waits, pauses=core.pauses, leaves=core.leaving,
             authors=core.is_author(), hears=sorted(hears if whole else hears - said),
             deaf=[] if whole else sorted(said - hears),
-            units=self._said_units if whole or core.untold_data else None, planned=core.planned, figures=figures,
+            units=self._said_units if whole or core.changed_data else None, planned=core.planned, figures=figures,
         )  # fmt: skip
 
     def _tell(self) -> None:
         """Tell everybody what changed, and that this peer lives."""
         core, hears = self.facts, self.facts.members.authors()
-        if core.untold_data:
+        if core.changed_data:
             has = data.has(core)[:MAX_RANGES]
-            core.untold_data, self._said_units = has != self._said_units, has
-        flags = (
-            core.trains_now,
-            core.says_waits,
-            core.pauses,
-            core.leaving,
-            core.is_author(),
-            core.planned,
-        )
+            core.changed_data, self._said_units = has != self._said_units, has
+        flags = (core.trains_now, core.says_waits, core.pauses, core.leaving, core.is_author(), core.planned)
         beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
-        hears_other = hears != self._said_hears and core.now >= self._told_at + HEARS_S  # few need it, and rarely
-        if flags != self._said_flags or core.untold or core.untold_data or hears_other or beats:
-            core.broadcast(self._status(figures=self.figures if beats else None))
-            if core.untold and core.made_step:
+        hears_other = hears != self._said_authors and core.now >= self._told_at + HEARS_S  # few need it, and rarely
+        if flags != self._said_flags or core.changed_tips or core.changed_data or hears_other or beats:
+            core.broadcast(self.status(whole=False, figures=self.figures if beats else None))
+            if core.changed_tips and core.made_step:
                 core.moved, core.made_step = core.now, False  # it got the first head after a step
-            self._told_at, self._said_flags, self._said_hears = core.now, flags, hears
-            core.untold.clear()
-            core.untold_data = False
-        elif hears != self._said_hears:
+            self._told_at, self._said_flags, self._said_authors = core.now, flags, hears
+            core.changed_tips.clear()
+            core.changed_data = False
+        elif hears != self._said_authors:
             core.wake(self._told_at + HEARS_S)
 
     def hello(self) -> Hello:
@@ -484,27 +376,5 @@ class Peer:
         return Hello(
             wire_version=WIRE_VERSION, run_id=me.run_id, manifest_hash=me.manifest_hash, name=me.name,
             trains=me.trains, authors=me.may_author, device=me.device, peers=peers,
-            addresses=self.addresses.all([me.me, *peers]), status=self._status(whole=True), sequences=me.data,
+            addresses=self.addresses.all([me.me, *peers]), status=self.status(), sequences=me.data,
         )  # fmt: skip
-
-    def _exit(self) -> None:
-        """Who leaves sends what it has learned, and goes when others have that, and its heads."""
-        core = self.facts
-        if not core.leaving:
-            return
-        for f in core.fragments:
-            if f.waiting is not None or f.adrift:  # nothing is loaded any more, so what came after is lost
-                f.forget()
-        core.due = [f for f in core.fragments if f.unsent and not core.finished]
-        others = core.members.all()
-        kept = any(
-            item.got is None and not f.tip.objection(item.line) and not core.over(f.tip)
-            for f in core.fragments for item in f.bag.values()
-        )  # fmt: skip
-        making = any(f.draft or f.merge or f.moving for f in core.fragments)
-        lacks = [[one for one in others if tuple(one.tips.get(f.index, (0, ""))) < f.tip.key] for f in core.fragments]
-        # When the run is over, all others want its last heads; else it is enough that somebody has them.
-        alone = bool(others) and any(missing if core.finished else len(missing) == len(others) for missing in lacks)
-        if not (core.due or kept or making or alone) or core.now > core.leave_by:
-            core.exited = True
-            core.out.append(Exit())

@@ -21,8 +21,6 @@ from diloco.messages.bulk import Get
 from diloco.messages.fields import forget_oldest
 from diloco.messages.heads import Head
 
-__all__ = ["answer", "applied", "broke", "fetch", "gave", "load"]
-
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0  # before somebody else is asked after a donor said: not now; twice that next time
 PARTS_EACH = 2  # that one donor is asked for at a time
 REFUSED = 1024  # heads that are remembered
@@ -33,16 +31,18 @@ REFUSED = 1024  # heads that are remembered
 
 def fetch(core: Facts, f: Fragment) -> None:
     """Ask for a greater tip, if there is one to be had."""
-    asked, now = f.fetch, core.now
-    if asked is not None:
-        _expire(core, f, asked)
+    now = core.now
+    if f.fetch and f.fetch.goal is None and now >= f.fetch.until:
+        _failed(core, f, f.fetch.donor)
+    for donor in {donor for donor, until in f.fetch.asked.values() if now > until} if f.fetch else ():
+        _failed(core, f, donor)
     told = f.greater()
-    if good := told.keys() - f.later.keys():  # who failed is asked only when nobody else tells one
+    if good := told.keys() - f.retry_at.keys():  # who failed is asked only when nobody else tells one
         told = {peer: told[peer] for peer in good}
-        if f.fetch and f.fetch.donor in f.later and not f.fetch.goal:
+        if f.fetch and f.fetch.donor in f.retry_at and not f.fetch.goal:
             f.fetch = None
-    told = {peer: key for peer, key in told.items() if f.later.get(peer, 0.0) <= now}
-    if f.moving or f.coming:
+    told = {peer: key for peer, key in told.items() if f.retry_at.get(peer, 0.0) <= now}
+    if f.moving or f.received:
         return
     if f.fetch and f.fetch.goal:
         _ask_parts(core, f, f.fetch, f.fetch.goal)
@@ -50,25 +50,16 @@ def fetch(core: Facts, f: Fragment) -> None:
         highest = max(told.values())
         best = [peer for peer, key in told.items() if key == highest]
         donor = min(best, key=lambda peer: (peer in f.busy, score(int(now), core.me + peer)))
-        have = (f.tip.head.work, "") if f.torn else f.tip.key
+        have = (f.tip.head.work, "") if f.mismatch else f.tip.key
         f.fetch = Fetch(donor, now + core.deadline_s(f.sizes.update))
         core.out.append(Ask(donor, Get(f.index, have)))
-
-
-def _expire(core: Facts, f: Fragment, asked: Fetch) -> None:
-    if asked.goal is None:
-        if core.now >= asked.until:
-            _failed(core, f, asked.donor)
-        return
-    for donor in {donor for donor, until in asked.asked.values() if core.now > until}:
-        _failed(core, f, donor)
 
 
 def _ask_parts(core: Facts, f: Fragment, asked: Fetch, goal: Goal) -> None:
     """Ask those who have the goal for the parts that are missing."""
     tell = [one.peer for one in core.members.all() if one.tips.get(f.index) == goal.head.key]
     donors = sorted({*tell, *([asked.donor] if asked.donor in core.members else [])})
-    donors = [donor for donor in donors if f.later.get(donor, 0.0) <= core.now]
+    donors = [donor for donor in donors if f.retry_at.get(donor, 0.0) <= core.now]
     missing = [part for part in range(f.sizes.parts) if part not in asked.parts and part not in asked.asked]
     busy = [donor for donor, _ in asked.asked.values()]
     until = core.now + core.deadline_s(f.sizes.anchor // f.sizes.parts)
@@ -87,8 +78,8 @@ def _failed(core: Facts, f: Fragment, donor: str, seconds: float = 0.0) -> None:
     """Nothing good came from a donor, which is asked again later."""
     asked = f.fetch
     if donor:  # else it was a pause
-        f.later[donor] = core.now + (seconds or core.settings.refresh_s)
-        forget_oldest(f.later, MAX_PEERS)
+        f.retry_at[donor] = core.now + (seconds or core.settings.refresh_s)
+        forget_oldest(f.retry_at, MAX_PEERS)
     if asked and asked.goal:  # others have the rest
         asked.asked = {part: one for part, one in asked.asked.items() if one[0] != donor}
     elif asked and asked.donor == donor:
@@ -100,14 +91,14 @@ def _failed(core: Facts, f: Fragment, donor: str, seconds: float = 0.0) -> None:
 
 def gave(core: Facts, event: Gave) -> None:
     """A donor answered."""
-    f, peer = core.fragments[event.get.fragment], event.peer
+    f = core.fragments[event.get.fragment]
     match event.answer:
         case Records(records):
-            _gave_records(core, f, peer, list(records))
+            _gave_records(core, f, event.peer, records)
         case Part() as part:
-            _gave_part(core, f, peer, part)
+            _gave_part(core, f, event.peer, part)
         case None:
-            broke(core, peer, event.get)
+            broke(core, event.peer, event.get)
 
 
 def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
@@ -121,38 +112,36 @@ def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
         forget_oldest(f.busy, MAX_PEERS)
         if bad or core.now - since > core.settings.stuck_s / 2:
             return _failed(core, f, peer)
-        pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(f.noes, 8))
-        f.fetch, f.noes = Fetch("", core.now + pause_s), f.noes + 1
+        pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(f.times_busy, 8))
+        f.fetch, f.times_busy = Fetch("", core.now + pause_s), f.times_busy + 1
         core.wake(core.now + pause_s)
 
 
-def _gave_records(core: Facts, f: Fragment, peer: str, records: list[Record]) -> None:
+def _gave_records(core: Facts, f: Fragment, peer: str, records: tuple[Record, ...]) -> None:
     asked = f.fetch is not None and f.fetch.goal is None and f.fetch.donor == peer
     if asked:
         f.fetch = None
-    if f.coming or f.moving:
+    if f.received or f.moving:
         return
-    here = f.tip.head.id
-    start = next((at for at, record in enumerate(records) if record.head.prev == here), None)
+    start = next((at for at, record in enumerate(records) if record.head.prev == f.tip.head.id), None)
     if start is None:
         if asked:
             _failed(core, f, peer)
         return
-    f.coming = records[start:]
+    f.received = list(records[start:])
     _move(core, f, peer)
 
 
 def _move(core: Facts, f: Fragment, peer: str = "") -> None:
     """Apply the next record that is here."""
-    if not f.coming or f.moving:
+    if not f.received or f.moving:
         return
-    record, tip = f.coming.pop(0), f.tip
+    record, tip = f.received.pop(0), f.tip
     head = record.head
     if not _is_believed(core, peer, head):
-        f.coming = []
+        f.received = []
         return _failed(core, f, peer)
-    reason = "before" if head.id in f.refused else _wrong(core, tip, head)
-    if reason:
+    if reason := "before" if head.id in f.refused else _wrong(core, tip, head):
         return _refuse(core, f, peer, reason, head)
     book, limit = follow(tip, head, core.settings.late, core.arithmetic)
     f.moving = Moving(head, book, record.update, peer)
@@ -172,7 +161,7 @@ def _wrong(core: Facts, tip: Tip, head: Head) -> str:
 
 def _refuse(core: Facts, f: Fragment, donor: str, why: str, head: Head) -> None:
     """No honest author makes that head. Whoever gave it has made it, unless its author has signed it."""
-    f.coming = []
+    f.received = []
     f.refused[head.id] = None
     forget_oldest(f.refused, REFUSED)
     signed = is_signed(head, head.author, core.identity.signer, core.identity.run_id)
@@ -192,11 +181,8 @@ def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
         foreign = f.refused.keys() & {head.id, *part.book.recent}
         good = head.fragment == f.index and head.key > f.tip.key and _is_believed(core, peer, head)
         good = good and len(part.digests) == f.sizes.parts > part.part
-        if (
-            not good
-            or foreign
-            or wrong_state(head, part.book, part.digests, core.identity.signer, core.identity.run_id)
-        ):
+        signer, run_id = core.identity.signer, core.identity.run_id
+        if not good or foreign or wrong_state(head, part.book, part.digests, signer, run_id):
             return _failed(core, f, peer)
         asked.goal = Goal(head, part.book, part.digests)
         asked.asked[part.part] = (peer, core.now)
@@ -207,7 +193,7 @@ def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
     asked.parts[part.part] = part.values
     core.settled_at = max(core.settled_at, core.now)
     if len(asked.parts) == f.sizes.parts:
-        f.later.pop(asked.donor, None)
+        f.retry_at.pop(asked.donor, None)
         f.fetch = None
         if goal.head.key > f.tip.key:
             f.moving = Moving(goal.head, goal.book, None, asked.donor)
@@ -224,10 +210,10 @@ def applied(core: Facts, event: Applied) -> None:
     moving, f.moving = f.moving, None
     assert moving is not None and moving.head.id == event.head, "the owner moved an anchor by itself"
     if event.why:
-        f.coming = []
+        f.received = []
         if event.why == "far":
             return _refuse(core, f, moving.donor, "it moves too far", moving.head)
-        f.torn, f.damaged = True, event.damaged  # the anchor here is damaged, or the author's was
+        f.mismatch, f.damaged = True, event.damaged  # the anchor here is damaged, or the author's was
         core.note("digest_mismatch", fragment=f.index, number=moving.head.number, damaged=event.damaged)
         return
     head = moving.head
@@ -237,11 +223,11 @@ def applied(core: Facts, event: Applied) -> None:
             core.note("takeover", fragment=f.index, number=head.number, instead_of=f.tip.head.next)
         state = state_of(moving.book, event.parts)
         head = sign(replace(head, state=state), core.identity.signer, core.identity.run_id)
-    if f.torn:
+    if f.mismatch:
         core.heals += 1
     record = None if moving.update is None else Record(head, moving.update)
     adopt(core, f, Tip(head, moving.book, event.parts), record)
-    f.later.pop(moving.donor, None)
+    f.retry_at.pop(moving.donor, None)
     _move(core, f, moving.donor)
 
 
@@ -249,30 +235,30 @@ def adopt(core: Facts, f: Fragment, tip: Tip, record: Record | None) -> None:
     """The only place where a tip moves."""
     assert tip.key > f.tip.key, "a tip moves up only"
     head = tip.head
-    f.tip, f.torn, f.damaged, f.enough, f.noes = tip, False, False, None, 0
-    f.came[head.id] = core.now
+    f.tip, f.mismatch, f.damaged, f.quorum_at, f.times_busy = tip, False, False, None, 0
+    f.adopted_at[head.id] = core.now
     f.busy.clear()
-    f.told = {peer: key for peer, key in f.told.items() if key > tip.key}
+    f.ahead = {peer: key for peer, key in f.ahead.items() if key > tip.key}
     if record:
         f.records[head.prev] = record
         if core.shunned.pop(head.author, None):  # who makes versions is not stuck
             core.note("not_shunned", author=head.author)
-    forget_oldest(f.came, core.settings.records)
+    forget_oldest(f.adopted_at, core.settings.records)
     forget_oldest(f.records, max(1, min(core.settings.records, (f.sizes.anchor - 1) // f.sizes.update)))
-    if f.adrift or overlaps(tip.book.merged, f.units):  # what was learned since the base is lost
+    if f.stale or overlaps(tip.book.merged, f.units):  # what was learned since the base is lost
         f.forget()
     if f is core.control:
-        core.queue = NONE if f.adrift else difference(core.queue, tip.book.merged)
+        core.queue = NONE if f.stale else difference(core.queue, tip.book.merged)
     if not f.behind():  # else what is here may be for a tip that is still to come
-        f.bag = {peer: item for peer, item in f.bag.items() if not tip.objection(item.line)}
-    core.untold.add(f.index)
-    core.untold_data = core.untold_data or f is core.control
+        f.pool = {peer: item for peer, item in f.pool.items() if not tip.objection(item.line)}
+    core.changed_tips.add(f.index)
+    core.changed_data = core.changed_data or f is core.control
     core.note("tip", fragment=f.index, number=head.number, head=head.id, work=head.work, author=head.author)
 
 
 def load(core: Facts, f: Fragment) -> None:
     """Have training go on from the new anchor; an inner step that is under way is not thrown away for it."""
-    in_step = f.waiting is None and not (f.adrift or core.waits or core.pauses)
+    in_step = f.waiting is None and not (f.stale or core.waits or core.pauses)
     if f.needs_load() and not (in_step or f.loading) and core.identity.trains:
         f.loading = True
         core.out.append(Load(f.index))
@@ -283,19 +269,19 @@ def load(core: Facts, f: Fragment) -> None:
 
 def answer(core: Facts, event: Asked) -> None:
     """A donor serves a record to few peers at a time; the others find it elsewhere by then."""
-    get = event.get
-    answer = _answer(core, core.fragments[get.fragment], get) if get.fragment < len(core.fragments) else None
-    core.out.append(Reply(event.peer, get, answer))
+    get, fragments = event.get, core.fragments
+    there = get.fragment < len(fragments)
+    core.out.append(Reply(event.peer, get, _answer(core, fragments[get.fragment], get) if there else None))
 
 
 def _answer(core: Facts, f: Fragment, get: Get) -> Records | Part | None:
     tip, now = f.tip, core.now
     if get.want:
-        shown = [one for one in (tip, f.shown[0] if f.shown else tip) if one.head.id == get.want]
+        shown = [one for one in (tip, f.pinned[0] if f.pinned else tip) if one.head.id == get.want]
         if not shown or get.part >= len(shown[0].parts):
             return None
-        if f.shown and shown[0] is f.shown[0]:
-            f.shown = (shown[0], now + 2 * core.settings.deadline_s)
+        if f.pinned and shown[0] is f.pinned[0]:
+            f.pinned = (shown[0], now + 2 * core.settings.deadline_s)
         return _part(shown[0], get.part)
     tip_id, number, since = f.served
     window_s = min(core.settings.refresh_s, core.settings.fanout * f.sizes.update / core.settings.uplink_bytes_per_s)
@@ -311,9 +297,9 @@ def _answer(core: Facts, f: Fragment, get: Get) -> Records | Part | None:
         prev = chain[-1].head.id
     if chain and prev == tip.head.id:
         return Records(tuple(chain))
-    if f.shown is None or now > f.shown[1] or f.shown[0].key <= tuple(get.have):
-        f.shown = (tip, now + 2 * core.settings.deadline_s)
-    return _part(f.shown[0], 0) if f.shown[0].parts else None
+    if f.pinned is None or now > f.pinned[1] or f.pinned[0].key <= tuple(get.have):
+        f.pinned = (tip, now + 2 * core.settings.deadline_s)
+    return _part(f.pinned[0], 0) if f.pinned[0].parts else None
 
 
 def _part(tip: Tip, part: int) -> Part:

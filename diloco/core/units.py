@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import chain
 
 from diloco.messages.fields import Units
-
-__all__ = ["NONE", "count", "difference", "first", "gaps", "intersection", "overlaps", "sound", "union"]
 
 NONE: Units = ()
 
 
 def sound(units: Units) -> bool:
     """Whether these ranges are disjoint, ascending, not empty, and no two touch."""
-    at = -1
-    for start, stop in units:
-        if not at < start < stop:
-            return False
-        at = stop
-    return True
+    return union(units) == units
 
 
 def union(*parts: Iterable[tuple[int, int]]) -> Units:
     """All sequences in any of the parts."""
     merged: list[tuple[int, int]] = []
-    for start, stop in sorted(unit for part in parts for unit in part):
+    for start, stop in sorted(chain(*parts)):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         elif start < stop:

@@ -91,7 +91,7 @@ class Status(Message, frozen=True, tag="status"):
         trains: makes inner steps, or is about to; none now, because it waits for a head (`waits`), or evaluates or
             saves (`pauses`).
         authors: may be an author now. hears, deaf: members that may, which it hears, and hears no more.
-        units: sequences that it has, its own and its bag's, and that are not in the model; None: as before.
+        units: sequences that it has, its own and its pool's, and that are not in the model; None: as before.
         planned: how long the run is, as far as it knows.
     """
 

@@ -9,9 +9,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from diloco.core.events import Action, Event, Lost
-from diloco.core.limits import CAUSED_BY_OTHERS, EventLines
+from diloco.core.limits import CAUSED_BY_OTHERS, EventLines, Penalties
 from diloco.core.peer import Peer
-from diloco.core.penalties import Penalties
 from diloco.outer.replica import Replica
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk

@@ -22,7 +22,7 @@ from diloco.attach import devices
 from diloco.attach.inner_optimizer import moment_numel
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config, ModelConfig, OuterConfig
-from diloco.core.facts import Settings
+from diloco.core.settings import Settings
 from diloco.errors import ConfigError
 from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
 from diloco.outer.codecs import codec

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from diloco.core.peer import Peer
+from diloco.core import lifecycle
+from diloco.core.facts import Facts
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.node import node
 from diloco.swarm.node.recorder import Recorder
@@ -127,15 +128,15 @@ def test_a_joiner_that_begins_behind_the_others_gets_in_step(
     fragments: int, sync_every: int, joins_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It follows the versions that the others make without it, and all that it learns from then on is merged."""
-    position = Peer._first_position
+    position = lifecycle.first_position
     asked = 0
 
-    def behind(self: Peer) -> int:
+    def behind(core: Facts) -> int:
         nonlocal asked
-        asked += self.facts.me == "p4"
-        return 0 if self.facts.me == "p4" and asked == 1 else position(self)
+        asked += core.me == "p4"
+        return 0 if core.me == "p4" and asked == 1 else position(core)
 
-    monkeypatch.setattr(Peer, "_first_position", behind)
+    monkeypatch.setattr(lifecycle, "first_position", behind)
     cycle = (f"fragments={fragments}", f"sync_every={sync_every}", "staggered=true", "overlap=2")
     joins = f"sim.events=[join:4@{joins_at}]"
     simulated(tmp_path, *(f"outer.{one}" for one in cycle), "budget.outer_steps=6", joins, "sim.latency_s=0.01")

@@ -277,8 +277,8 @@ class Sending:
 
     async def until_sent(self) -> None:
         """Until all has been sent, of parameters that were one higher before an inner step."""
-        await until(lambda: ME in self.control.bag)
-        assert self.control.bag[ME].payload.view(torch.float32).tolist() == [1.0] * 6
+        await until(lambda: ME in self.control.pool)
+        assert self.control.pool[ME].payload.view(torch.float32).tolist() == [1.0] * 6
 
     def moves(self, target: Tensor) -> Apply:
         """Another peer's version, to which the anchor is about to move."""
@@ -328,7 +328,7 @@ async def test_training_goes_on_while_the_payload_is_made(sending: Sending) -> N
     await sending.until_copied()
     await turns()
     assert sending.node.context.locks[0]._readers == 1 and sending.control.tip.head.number == 0
-    assert not sending.control.bag
+    assert not sending.control.pool
     sending.go_on.set()
     await moving
     await sending.until_sent()
@@ -343,7 +343,7 @@ async def test_a_node_that_is_closed_while_a_payload_is_made_leaves_nothing(send
     await turns()
     assert not closing.done(), "the thread still reads the copy"
     sending.go_on.set()
-    assert await closing == [] and not sending.control.bag
+    assert await closing == [] and not sending.control.pool
 
 
 @sends()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from diloco.core.events import Connected
-from diloco.core.facts import Facts, Fragment, Identity, Settings, Sizes
+from diloco.core.facts import Facts, Fragment
 from diloco.core.history import Tip, genesis
 from diloco.core.peer import Peer
+from diloco.core.settings import Identity, Settings, Sizes
 from diloco.messages.codec import WIRE_VERSION
 from diloco.messages.control import Figures, Hello, Status
 from diloco.messages.heads import Book, Entry, Head, Line

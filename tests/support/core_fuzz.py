@@ -8,8 +8,10 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace as altered
+
 from diloco.core import contributions, events
-from diloco.core.facts import Settings
+from diloco.core.settings import Settings
 from diloco.messages.heads import Line
 from tests.support.core_promises import Promises, holds
 from tests.support.fake_tensors import Saved, gradient, hexed
@@ -101,7 +103,7 @@ class World(Promises):
         """Its versions move farther than their contributions allow."""
         lie = tuple(part * 50 + 10**6 for part in event.update) if isinstance(event, events.Merged) else ()
         self.lies.add(hexed(lie))
-        return replace(event, update=lie, digest=hexed(lie)) if lie else event
+        return altered(event, update=lie, digest=hexed(lie)) if lie else event
 
     def save(self, peer: Peer, life: int) -> None:
         if peer.life == life:

@@ -35,26 +35,26 @@ MUTANTS: dict[str, Mutant] = {
             'digest("tie", self)[:8]',
         ),
     ],
-    "1: a damaged anchor stays": [("core.tips", "f.torn, f.damaged = True, event.damaged", "pass")],
+    "1: a damaged anchor stays": [("core.tips", "f.mismatch, f.damaged = True, event.damaged", "pass")],
     "1: what another history taught is sent": [
-        ("core.tips", "if f.adrift or overlaps(tip.book.merged, f.units):", "if overlaps(tip.book.merged, f.units):"),
-        ("core.contributions", "if not f.unsent or f.adrift:", "if not f.unsent:"),
-        ("core.contributions", "    if f.adrift or f.waiting is None:", "    if f.waiting is None and not f.adrift:"),
+        ("core.tips", "if f.stale or overlaps(tip.book.merged, f.units):", "if overlaps(tip.book.merged, f.units):"),
+        ("core.contributions", "if not f.unsent or f.stale:", "if not f.unsent:"),
+        ("core.contributions", "    if f.stale or f.waiting is None:", "    if f.waiting is None and not f.stale:"),
     ],
     "2: all get records from the author": [("core.tips", "number >= core.settings.fanout or ", "")],
     "2: an author does not look at greater tips": [("core.author", "or f.behind() or", "or")],
     "2: a greater tip that nobody gives counts": [
-        ("core.facts", "any(peer not in self.later for peer in self.greater())", "bool(self.greater())"),
+        ("core.facts", "any(peer not in self.retry_at for peer in self.greater())", "bool(self.greater())"),
     ],
     "2: who failed is asked like others": [
-        ("core.tips", "if good := told.keys() - f.later.keys():", "if good := set[str]():")
+        ("core.tips", "if good := told.keys() - f.retry_at.keys():", "if good := set[str]():")
     ],
     "2: who gives old parts has given": [("core.tips", "and head.key > f.tip.key and _is_b", "and _is_b")],
     "2: who gives old records has given": [
         ("core.tips", "    if start is None:\n        if asked:", "    if start is None:\n        if False:")
     ],
     "2: who is told to wait asks at once": [
-        ("core.tips", 'f.fetch, f.noes = Fetch("", core.now + pause_s)', "f.fetch, f.noes = None")
+        ("core.tips", 'f.fetch, f.times_busy = Fetch("", core.now + pause_s)', "f.fetch, f.times_busy = None")
     ],
     "2: who always says not now counts": [
         ("core.tips", "if bad or core.now - since > core.settings.stuck_s / 2:", "if bad:")
@@ -63,14 +63,14 @@ MUTANTS: dict[str, Mutant] = {
         ("core.facts", "return named if named in able else", "return named or"),
     ],
     "3: the silent stay members": [
-        ("core.members", "if now - one.heard > one.silence_s(floor_s, beats)]", "if False]")
+        ("core.members", "if now - one.heard > max(floor_s, beats * one.interval_s)]", "if False]")
     ],
-    "3: newcomers begin at once": [("core.peer", "if there or late:", "if True:")],
+    "3: newcomers begin at once": [("core.lifecycle", "if (there or late) and", "if")],
     "3: a sleeper does not notice": [
         ("core.peer", "if core.now - self._looked_at > core.settings.silence_s:", "if False:")
     ],
     "3: only one's own ears count": [
-        ("core.members", "able |= dict.fromkeys(sorted(heard - self._members.keys() - {self._me}))", "pass")
+        ("core.members", "able = self.authors() | (heard - ", "able = self.authors() | (heard - heard - ")
     ],
     "3: who leaves stays author": [
         ("core.facts", "or (self.hands_over() and not self.making())", ""),
@@ -82,8 +82,8 @@ MUTANTS: dict[str, Mutant] = {
     "4: a contribution is offered once": [
         (
             "core.contributions",
-            "elif way and (item.to != way or core.now >= item.again):",
-            "elif way and item.to != way:",
+            "elif via and (item.to != via or core.now >= item.again):",
+            "elif via and item.to != via:",
         ),
     ],
     "4: nobody passes contributions on": [
@@ -107,7 +107,7 @@ MUTANTS: dict[str, Mutant] = {
         ("core.contributions", "if f.steps >= MOST_CYCLES * core.settings.sync_every:", "if False:"),
     ],
     "4: a want is a payload": [("core.contributions", 'answer.says == "want" and item.asked', 'answer.says == "want"')],
-    "4: a full bag stays full": [("core.contributions", "(f.tip.objection(line) or not _misfit(core, f))", "True")],
+    "4: a full pool stays full": [("core.contributions", "(f.tip.objection(line) or not _misfit(core, f))", "True")],
     "5: an author waits for nobody": [("core.author", "if missing and core.now < ends_at:", "if False:")],
     "5: who hangs is waited for": [
         ("core.author", "if member.stalled(core.now, stall_s, first_step_s)]", "if False]"),
@@ -153,16 +153,16 @@ MUTANTS: dict[str, Mutant] = {
             "if head.number and not is_signed(head, head.author, signer, run_id):",
         ),
     ],
-    "leaving: at once": [("core.peer", "if not (core.due or kept or making or alone) or", "if True or")],
+    "leaving: at once": [("core.lifecycle", "if not (core.due or kept or making or alone) or", "if True or")],
     "leaving: without care for its versions": [
-        ("core.peer", "if not (core.due or kept or making or alone) or", "if not (core.due or kept or making) or"),
+        ("core.lifecycle", "if not (core.due or kept or making or alone) or", "if not (core.due or kept or making) or"),
     ],
     "accounts: what is not sent yet is discarded": [("core.contributions", "[1] - f.unsent - (open_", "[1] - (open_")],
     "accounts: the checkpoint knows best": [("core.contributions", "if lost < 0:", "if False:")],
     "status: a hello is not answered": [
         (
             "core.peer",
-            "        core.send(peer, self._status(whole=True))  # what changed since its own hello was read\n",
+            "        core.send(peer, self.status())  # what changed since its own hello was read\n",
             "",
         ),
     ],
@@ -170,8 +170,8 @@ MUTANTS: dict[str, Mutant] = {
         ("core.data", "new = first(gaps(taken), want)", "new = first(gaps(taken)[-1:], want)")
     ],
     "data: dealers do not listen": [("core.data", "for one in (its, *said, *dealt)", "for one in (its, *dealt)")],
-    "data: of a bag, is not told": [
-        ("core.data", "return union(core.queue, f.units, draft, f.has())", "return union(core.queue, f.units, draft)")
+    "data: of a pool, is not told": [
+        ("core.data", "f.draft.units if f.draft else NONE, *here)", "f.draft.units if f.draft else NONE)")
     ],
     "data: a sleeper keeps it": [
         (

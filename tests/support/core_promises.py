@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from diloco.core import contributions, data
-from diloco.core.facts import Fragment, Settings
+from diloco.core.facts import Fragment
+from diloco.core.settings import Settings
 from diloco.core.units import count, difference, union
 from diloco.messages.fields import Units
 from diloco.messages.heads import Head
@@ -66,7 +67,7 @@ class Promises(Swarm):
                 lied = head.update in self.lies and peer.name != self.liar and any(peer.anchors.momenta[f.index])
                 holds(not lied, peer.name, "adopts what moves too far")
             self.bases[peer.name, f.index] = f.base
-            item = f.bag.get(peer.name)
+            item = f.pool.get(peer.name)
             if item and item.line.stamp in self.learned[peer.name] and not f.tip.objection(item.line):
                 self.learned[peer.name].discard(item.line.stamp)
                 learned = peer.facts.processed - self.since[peer.name, f.index]

@@ -64,7 +64,7 @@ class Anchors:
     def __init__(self, facts: Facts, anchors: tuple[Tensor, ...]) -> None:
         self.facts, self.learn = facts, gradient
         self.now, self.momenta = list(anchors), [ZERO] * len(anchors)
-        self.shown: list[dict[str, Tensor]] = [{} for _ in anchors]
+        self.pinned: list[dict[str, Tensor]] = [{} for _ in anchors]
 
     def done(self, action: Any) -> events.Event:
         """Do what one action asks for."""
@@ -108,14 +108,14 @@ class Anchors:
     def moved(self, index: int, head: str, anchor: Tensor, momentum: Tensor) -> events.Applied:
         """Move an anchor. The one before is kept while others fetch its parts."""
         f = self.facts.fragments[index]
-        kept = {**self.shown[index], f.tip.head.id: self.now[index]}
-        self.shown[index] = {id_: one for id_, one in kept.items() if f.shown and id_ == f.shown[0].head.id}
+        kept = {**self.pinned[index], f.tip.head.id: self.now[index]}
+        self.pinned[index] = {id_: one for id_, one in kept.items() if f.pinned and id_ == f.pinned[0].head.id}
         self.now[index], self.momenta[index] = anchor, momentum
         return events.Applied(index, head, tuple(map(hexed, anchor)))
 
     def filled(self, index: int, part: events.Part) -> events.Part:
         """With its values."""
         here = part.head.id == self.facts.fragments[index].tip.head.id
-        anchor = self.now[index] if here else self.shown[index][part.head.id]
+        anchor = self.now[index] if here else self.pinned[index][part.head.id]
         digests = tuple(map(hexed, anchor))
         return events.Part(part.head, part.book, digests, part.part, anchor[part.part])

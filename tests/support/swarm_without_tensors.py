@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.core import events
-from diloco.core.facts import Identity, Settings, Sizes
 from diloco.core.history import Tip, genesis
 from diloco.core.peer import Peer as Core
+from diloco.core.settings import Identity, Settings, Sizes
 from diloco.core.units import count, first
 from diloco.messages.bulk import PartHeader, RecordHeader
 from diloco.messages.codec import decode, encode
@@ -198,3 +198,13 @@ class Swarm(Links):
                 answer = peer.anchors.filled(head.fragment, answer)
                 decode(encode(PartHeader(head, answer.book, answer.digests)))
         return answer
+
+
+def begun(**settings: Any) -> tuple[Swarm, Peer, Peer]:
+    """Two peers in the middle of a round, the author first."""
+    swarm = Swarm(Settings(sync_every=10, **settings))
+    peers = [swarm.add(name) for name in "ab"]
+    swarm.until(60.0)
+    swarm.until(100.0, lambda: swarm.now > swarm.made[-1][0] + 5.0)
+    author = swarm.peers[peers[0].facts.author_of(peers[0].facts.control)]
+    return swarm, author, next(peer for peer in peers if peer is not author)

@@ -68,7 +68,7 @@ class Anchors:
     async def load(self, fragment: int) -> None:
         """The local parameters of a fragment become its anchor, or are mixed with it where training went on."""
         f = self._core.facts.fragments[fragment]
-        mixing = 0.0 if f.waiting is None or f.adrift else self._replica.settings.mixing
+        mixing = 0.0 if f.waiting is None or f.stale else self._replica.settings.mixing
         async with self._context.locks[fragment].reading():
             await in_thread(self._replica.load_local_, [fragment], mixing)
             self.loaded[fragment] = (f.tip.head.number, f.tip.head.work)
@@ -154,7 +154,7 @@ class Anchors:
         """Keep what others read of this anchor, and the base of what is being learned from it."""
         core = self._core.facts
         f, copy = core.fragments[fragment], self._copies.get(fragment)
-        kept = f.shown[0].head.id if f.shown and self._context.now() < f.shown[1] else ""
+        kept = f.pinned[0].head.id if f.pinned and self._context.now() < f.pinned[1] else ""
         if kept == f.tip.head.id:
             self._copies[fragment] = (kept, await in_thread(self._replica.anchors[fragment].clone))
         elif copy and copy[0] != kept:

@@ -14,8 +14,16 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from diloco.core.events import Connected, Heard, Lost
-from diloco.core.limits import CONTROL_STREAMS, MAX_PEERS, Dials, Limiter, control_messages, frame_bytes
-from diloco.core.penalties import Offence, offences
+from diloco.core.limits import (
+    CONTROL_STREAMS,
+    MAX_PEERS,
+    Dials,
+    Limiter,
+    Offence,
+    control_messages,
+    frame_bytes,
+    offences,
+)
 from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.messages.base import Message, Place, Refusal
 from diloco.messages.codec import UnknownKind, expect
@@ -284,7 +292,7 @@ class ControlMesh:
                     context.gate.hear(message)
                 else:
                     context.do(Heard(peer, message))
-                delay_s = self._messages.of(peer, context.now()).delay_s(context.now())
+                delay_s = self._messages.delay_s(peer, context.now())
                 if delay_s:  # it says more than any honest peer, so it is read more slowly
                     await asyncio.sleep(delay_s)
         except PayloadError as error:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from diloco.config import OuterConfig, SwarmConfig, flatten
 from diloco.config.manifest import RISING
-from diloco.core.facts import Identity, Settings, Sizes
 from diloco.core.history import Bounds, Reach, Tip, blank, genesis
 from diloco.core.limits import MIN_BYTES_PER_S
 from diloco.core.peer import Peer
+from diloco.core.settings import Identity, Settings, Sizes
 from diloco.errors import PayloadError
 from diloco.messages.fields import MAX_LENGTH
 from diloco.outer.digest import part_digests, part_ranges

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 from msgspec.structs import replace as with_fields
 
 from diloco.core import events
 from diloco.core.events import Connected, Event, Part, Records
-from diloco.core.facts import Facts, Settings, Sizes
+from diloco.core.facts import Facts
 from diloco.core.history import Bounds, Tip
+from diloco.core.settings import Settings, Sizes
 from diloco.messages.codec import KINDS
 from diloco.messages.control import Planned
 from diloco.messages.heads import Line
@@ -52,8 +54,7 @@ class Start:
         return cls(identity, core.settings, tips, sizes, wall_ms, core.processed, core.stamp, core.planned)
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(msgspec.Struct, frozen=True):
     """What the signer or the arithmetic returned for the event before."""
 
     signature: bytes = b""
@@ -105,7 +106,7 @@ class Recording:
             self._write(Connected(member.peer, with_fields(member.hello, status=status)), core.now)
 
     def _write(self, event: Any, now: float) -> None:
-        values = [getattr(event, one.name) for one in fields(event)]
+        values = astuple(event)
         typed = [(type(one).__name__, msgspec.msgpack.encode(one, enc_hook=lambda tensor: b"")) for one in values]
         self._frame(msgspec.msgpack.encode((now, type(event).__name__, typed)))
 

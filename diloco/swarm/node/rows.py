@@ -85,7 +85,7 @@ def fragment_row(facts: Facts, f: Fragment) -> schema.FragmentRow:
     state: Literal["following", "collecting", "fetching", "settling", "alone"]
     state = "collecting" if author == facts.me else "following" if author else "alone"
     state = "fetching" if f.behind() else state if facts.ready else "settling"
-    here = sum(not f.tip.objection(item.line) for item in f.bag.values())
+    here = sum(not f.tip.objection(item.line) for item in f.pool.values())
     return schema.FragmentRow(
         f.index, head.number, head.work, head.id[:ID_DIGITS], head.next, author or None, here, state
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.events import Push as PushAction
-from diloco.core.penalties import offences
+from diloco.core.limits import offences
 from diloco.errors import PayloadError
 from diloco.messages.bulk import Got, Push
 from diloco.messages.codec import expect

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from diloco.core.limits import REQUEST_BYTES, bulk_streams
-from diloco.core.penalties import Offence, offences
+from diloco.core.limits import REQUEST_BYTES, Offence, bulk_streams, offences
 from diloco.errors import PayloadError
 from diloco.messages.base import Message, Place, Refusal
 from diloco.swarm.context import Context

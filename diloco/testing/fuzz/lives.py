@@ -89,5 +89,5 @@ class Life:
         if self.node is None or not self.ready:
             return "not in the swarm"
         facts = self.node.core.facts
-        seen = [(f.tip.head.number, facts.author_of(f), "".join(f.bag)) for f in self.fragments]
+        seen = [(f.tip.head.number, facts.author_of(f), "".join(f.pool)) for f in self.fragments]
         return {"ready": facts.ready, "runs": self.node.core.runs, "number, author and bag": seen}

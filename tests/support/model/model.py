@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from diloco.core import contributions, data, events, facts, history
 from diloco.core.peer import Peer as Core
+from diloco.core.settings import Identity, Settings, Sizes
 from diloco.messages import bulk, control
 from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Signer, Tensor, gradient, hexed
 
@@ -24,9 +25,9 @@ Saved = namedtuple("Saved", "tips processed stamp")
 Held = namedtuple("Held", "line")  # a contribution in a bag
 
 
-def translated(settings: w.Settings) -> facts.Settings:
+def translated(settings: w.Settings) -> Settings:
     """The model's settings by the core's names."""
-    return facts.Settings(
+    return Settings(
         fragments=settings.fragments, sync_every=settings.every, staggered=settings.staggered,
         overlap=settings.overlap, quorum=settings.need, grace_s=settings.wait or 0.0, late=settings.late,
         delay=settings.window, windowed=True, heartbeat_s=settings.heartbeat, silence_s=settings.silence,
@@ -61,7 +62,7 @@ class Fragment:
 
     @property
     def bag(self) -> dict[str, Held]:
-        return {peer: Held(w.Line.of(item.line)) for peer, item in self.core.bag.items()}
+        return {peer: Held(w.Line.of(item.line)) for peer, item in self.core.pool.items()}
 
     @property
     def records(self) -> dict[str, w.Record]:
@@ -82,8 +83,8 @@ class Peer:
             anchors = [tip.anchor for tip in saved.tips]
             tips = [history.Tip(t.head.now, t.book.core, tuple(map(hexed, t.anchor))) for t in saved.tips]
         self.core = Core(
-            facts.Identity(me, me, RUN, "0" * 64, Signer(me), trains, may_author), translated(settings),
-            Arithmetic(), tips, [facts.Sizes(1, 1, 1000, PARTS) for _ in anchors], now, wall,
+            Identity(me, me, RUN, "0" * 64, Signer(me), trains, may_author), translated(settings),
+            Arithmetic(), tips, [Sizes(1, 1, 1000, PARTS) for _ in anchors], now, wall,
             *(saved[1:] if saved else ()),
         )  # fmt: skip
         self.facts = self.core.facts

@@ -9,27 +9,16 @@ import pytest
 from msgspec.structs import replace as altered
 
 from diloco.core import data, events
-from diloco.core.facts import Settings
 from diloco.core.history import sign, state_of
 from diloco.messages.bulk import Get
 from diloco.messages.control import Answer, Grant, Lease, Offer, Status
 from diloco.messages.fields import MAX_COUNT, MAX_FRAGMENTS, MAX_TOKENS
 from diloco.messages.heads import Entry, Head, Line
 from tests.support.fake_tensors import RUN, Signer, gradient, hexed
-from tests.support.swarm_without_tensors import Peer, Swarm
+from tests.support.swarm_without_tensors import Peer, begun
 
 MANY = MAX_FRAGMENTS - 1
 DIGEST = "0" * 64
-
-
-def begun(**settings: Any) -> tuple[Swarm, Peer, Peer]:
-    """Two peers in the middle of a round, the author first."""
-    swarm = Swarm(Settings(sync_every=10, **settings))
-    peers = [swarm.add(name) for name in "ab"]
-    swarm.until(60.0)
-    swarm.until(100.0, lambda: swarm.now > swarm.made[-1][0] + 5.0)
-    author = swarm.peers[peers[0].facts.author_of(peers[0].facts.control)]
-    return swarm, author, next(peer for peer in peers if peer is not author)
 
 
 def line_of(peer: str, base: str, **fields: Any) -> Line:
@@ -84,15 +73,15 @@ def test_lines_that_no_honest_peer_makes_are_not_wanted(fields: dict[str, Any]) 
     told = author.core.receive(events.Heard(other.name, Offer(line)), 100.0)
     assert [answer.says for answer in said(told, Answer)] == ["no"]
     author.core.receive(events.Delivered(other.name, line, gradient(line)), 100.0)
-    assert "x" not in author.facts.control.bag
+    assert "x" not in author.facts.control.pool
 
 
-def test_a_bag_full_of_contributions_to_other_tips_makes_room() -> None:
-    swarm, author, other = begun(bag=3)
+def test_a_pool_full_of_contributions_to_other_tips_makes_room() -> None:
+    swarm, author, other = begun(pool=3)
     for number in range(20):
         line = line_of(f"x{number}", hexed(number))
         swarm.tell(author, events.Delivered(other.name, line, gradient(line)))
-    assert len(author.facts.control.bag) <= 4
+    assert len(author.facts.control.pool) <= 4
     number = len(swarm.made)
     swarm.until(swarm.now + 30.0, lambda: len(swarm.made) > number)
     assert {line.peer for line, _ in swarm.made[-1][1].lines} == {author.name, other.name}
@@ -101,10 +90,10 @@ def test_a_bag_full_of_contributions_to_other_tips_makes_room() -> None:
 def test_a_payload_is_sent_once_per_offer() -> None:
     """Else a few bytes of answers would cost a stream each."""
     swarm, author, other = begun()
-    core, bag = other.core, other.facts.control.bag
-    swarm.until(swarm.now + 20.0, lambda: other.name in bag)
+    core, pool = other.core, other.facts.control.pool
+    swarm.until(swarm.now + 20.0, lambda: other.name in pool)
     assert core
-    line, now = bag[other.name].line, swarm.now
+    line, now = pool[other.name].line, swarm.now
 
     def pushes() -> int:
         want = events.Heard(author.name, Answer(0, other.name, line.stamp, "want"))
@@ -148,7 +137,7 @@ def test_who_forges_a_head_is_not_asked_again_and_its_alleged_author_stays() -> 
     swarm, author, other = begun()
     swarm.tell(other, record(author, "x"))
     assert author.name not in other.facts.shunned
-    assert other.facts.control.later["x"] > swarm.now + 100.0
+    assert other.facts.control.retry_at["x"] > swarm.now + 100.0
     assert "refused_head" in [kind for _, kind, _ in other.notes]
 
 
@@ -178,7 +167,7 @@ def test_parts_that_do_not_exist_are_refused(part: int, digests: int) -> None:
     head = altered(tip.head, work=tip.head.work + 5)
     answer = events.Part(head, tip.book, (DIGEST,) * digests, part, 0)
     swarm.tell(other, events.Gave(author.name, Get(0, f.tip.key), answer))
-    assert author.name in f.later and f.fetch is None
+    assert author.name in f.retry_at and f.fetch is None
 
 
 def test_a_history_without_a_beginning_is_no_state() -> None:
@@ -189,7 +178,7 @@ def test_a_history_without_a_beginning_is_no_state() -> None:
     book = altered(tip.book, ledger={"": Entry(0, 10**9)})
     head = Head(0, 0, RUN, "", "", (), 1, 10**9, "", state_of(book, [DIGEST] * 3))
     swarm.tell(other, events.Gave(author.name, Get(0, f.tip.key), events.Part(head, book, (DIGEST,) * 3, 0, 0)))
-    assert author.name in f.later and f.tip.head.work < 10**9
+    assert author.name in f.retry_at and f.tip.head.work < 10**9
 
 
 def test_the_work_of_a_history_has_a_bound_at_which_it_ends() -> None:

@@ -9,14 +9,13 @@ from msgspec.structs import replace as altered
 
 from diloco.core import data, events
 from diloco.core.contributions import discarded
-from diloco.core.facts import Settings
 from diloco.core.history import follow, genesis, sign
 from diloco.core.units import overlaps
 from diloco.messages.control import Lease, Status
 from diloco.messages.heads import MAX_LEDGER, Entry, Head, Line
 from tests.support.core import ME, advance, core
 from tests.support.fake_tensors import RUN, Arithmetic, Signer, gradient
-from tests.support.swarm_without_tensors import Peer, Swarm
+from tests.support.swarm_without_tensors import begun
 
 DIGEST = "0" * 64
 TIP = genesis(0, RUN, [DIGEST])
@@ -30,16 +29,6 @@ def line_of(peer: str, **fields: Any) -> Line:
 
 def head_of(*lines: tuple[Line, float]) -> Head:
     return Head(0, 1, TIP.head.id, "a", "a", lines, 1, sum(line.tokens for line, _ in lines), "", DIGEST)
-
-
-def begun() -> tuple[Swarm, Peer, Peer]:
-    """Two peers in the middle of a round, the author first."""
-    swarm = Swarm(Settings(sync_every=10))
-    peers = [swarm.add(name) for name in "ab"]
-    swarm.until(60.0)
-    swarm.until(100.0, lambda: swarm.now > swarm.made[-1][0] + 5.0)
-    author = swarm.peers[peers[0].facts.author_of(peers[0].facts.control)]
-    return swarm, author, next(peer for peer in peers if peer is not author)
 
 
 def test_a_contribution_counts_once_from_a_recent_head_and_with_new_data() -> None:

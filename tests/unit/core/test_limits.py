@@ -1,4 +1,4 @@
-"""How much one peer may ask of another: buckets, lists of the newest, and the sizes of frames."""
+"""How much one peer may ask of another, and for how long one that misbehaves is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from diloco.core import limits
 from diloco.core.events import Connected
-from diloco.core.limits import Bucket, Buckets, Dials, EventLines, Newest, bulk_streams, frame_bytes
+from diloco.core.limits import FIRST_S, FORGET_S, LONGEST_S, Buckets, Dials, EventLines, Newest, Penalties
 from diloco.messages.base import MAX_FRAME_BYTES
 from diloco.messages.codec import encode
 from diloco.messages.control import Status
@@ -22,19 +22,19 @@ NOW = 1000.0
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.1, 5)), max_size=12))
 def test_no_more_is_taken_out_of_a_bucket_than_flowed_in(steps: list[tuple[float, float]]) -> None:
-    bucket, now, taken = Bucket(per_s=2.0, burst=5.0), NOW, 0.0
+    buckets, now, taken = Buckets[str](per_s=2.0, burst=5.0), NOW, 0.0
     for gap_s, amount in steps:
         now += gap_s
-        taken += amount if bucket.take(now, amount) else 0.0
+        taken += amount if buckets.take("a", now, amount) else 0.0
         assert taken <= 5.0 + 2.0 * (now - NOW) + 1e-6
 
 
 def test_buckets_take_bounded_memory_and_full_ones_go_first() -> None:
     buckets: Buckets[str] = Buckets(per_s=0.001, burst=1.0)
-    assert buckets.take("greedy", NOW)
-    for number in range(2 * limits.MAX_PEERS):
-        buckets.of(str(number), NOW)
-    assert len(buckets._by_key) <= limits.MAX_PEERS and not buckets.take("greedy", NOW)
+    for number in range(2 * limits.MAX_PEERS - 1):
+        buckets.take(str(number), NOW - 2000.0)
+    assert buckets.take("greedy", NOW) and buckets.take("late", NOW)
+    assert len(buckets._filled) <= limits.MAX_PEERS and not buckets.take("greedy", NOW)
 
 
 def test_an_older_stream_of_a_stranger_makes_room() -> None:
@@ -68,7 +68,7 @@ def test_lines_of_one_peer_hide_none_of_another() -> None:
 
 
 def test_too_many_streams_at_a_time_or_in_a_second_are_refused() -> None:
-    limiter, greedy = bulk_streams(fragments=2), bulk_streams(fragments=2)
+    limiter, greedy = limits.bulk_streams(fragments=2), limits.bulk_streams(fragments=2)
     for _ in range(limiter.most):
         assert limiter.opened("a", 0.0) is None
     assert "20 streams of this peer are open; at most 20 may be" in str(limiter.opened("a", 0.0))
@@ -86,7 +86,7 @@ def test_too_many_streams_at_a_time_or_in_a_second_are_refused() -> None:
 
 @pytest.mark.parametrize(("fragments", "closed"), [(1, False), (1024, True)])
 def test_honest_messages_of_large_swarms_fit_their_frames(fragments: int, closed: bool) -> None:
-    hello_bytes, control_bytes = frame_bytes(fragments, closed)
+    hello_bytes, control_bytes = limits.frame_bytes(fragments, closed)
     peers = [f"12D3KooW{number:044d}" for number in range(MAX_NAMED)]
     units = tuple((MAX_TOKENS - 2 * at - 1, MAX_TOKENS - 2 * at) for at in range(64))
     said = Status(
@@ -109,3 +109,22 @@ def test_peers_of_a_large_swarm_name_different_others() -> None:
         assert len(peer.hello().peers) == MAX_NAMED
         named |= set(peer.hello().peers)
     assert len(named) > MAX_NAMED + 180
+
+
+def test_each_offence_doubles_the_time_and_a_day_forgets_it() -> None:
+    penalties, now = Penalties(), 100.0
+    for expected in (FIRST_S, 2 * FIRST_S, 4 * FIRST_S):
+        assert penalties.offence("a", "sent nonsense", now) == expected
+        assert penalties.refusal("a", now + expected - 1) == "refused for 1 s more: sent nonsense"
+        assert penalties.refusal("b", now) is None
+        now += expected
+        assert penalties.refusal("a", now) is None
+    for _ in range(30):
+        now += penalties.offence("a", "sent nonsense", now)
+    assert penalties.offence("a", "sent nonsense", now) == LONGEST_S
+    assert penalties.offence("a", "sent nonsense", now + LONGEST_S + FORGET_S) == FIRST_S
+
+
+def test_offences_on_streams_that_were_open_already_count_once() -> None:
+    penalties = Penalties()
+    assert [penalties.offence("a", "x", now) for now in (0.0, 4.0, FIRST_S)] == [FIRST_S, FIRST_S - 4, 2 * FIRST_S]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.facts import Settings
+from diloco.core.settings import Settings
 from tests.support.swarm_without_tensors import Swarm
 
 MODES = {

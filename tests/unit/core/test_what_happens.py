@@ -13,7 +13,8 @@ import pytest
 from msgspec.structs import replace as replace_field
 
 from diloco.core import events
-from diloco.core.facts import Settings, score
+from diloco.core.facts import score
+from diloco.core.settings import Settings
 from diloco.messages.control import Status
 from diloco.messages.heads import Head
 from tests.support.fake_tensors import hexed
@@ -92,7 +93,7 @@ def test_healthy() -> None:
 def test_killed_contributor(sent: bool) -> None:
     swarm = Scene(after=5.0)
     victim, author = swarm.contributor(), swarm.author()
-    swarm.until(swarm.now + 20.0, lambda: not sent or victim.name in author.facts.control.bag)
+    swarm.until(swarm.now + 20.0, lambda: not sent or victim.name in author.facts.control.pool)
     swarm.die(victim)
     assert (victim.name in [line.peer for line, _ in swarm.next_version().lines]) == sent
     swarm.goes_on()
@@ -305,7 +306,7 @@ def test_bad_donor(what: str) -> None:
                     tip = peer.tip()
                     part = peer.anchors.filled(0, events.Part(tip.head, tip.book, tip.parts, 0))
                     old = events.Records((next(iter(peer.facts.control.records.values())),))
-                    answer = {"lies": replace(part, values=7), "repeats itself": old}.get(what)
+                    answer = {"lies": replace_field(part, values=7), "repeats itself": old}.get(what)
                     self.carry(peer.name, to, events.Gave(peer.name, get, answer), bulk=True)
                 case events.Reply():
                     pass
@@ -366,7 +367,7 @@ def test_liar() -> None:
     def lies(action: Any) -> events.Event:
         event = done(action)
         far = tuple(10**6 for _ in event.update) if isinstance(event, events.Merged) else ()
-        return replace(event, update=far, digest=hexed(far)) if isinstance(event, events.Merged) else event
+        return replace_field(event, update=far, digest=hexed(far)) if isinstance(event, events.Merged) else event
 
     liar.anchors.done = lies  # type: ignore[method-assign]
     swarm.until(swarm.now + 60.0)

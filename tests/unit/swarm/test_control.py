@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from diloco.core.penalties import Penalties
+from diloco.core.limits import Penalties
 from diloco.messages.bulk import Got, Push
 from diloco.messages.codec import Message, Refusal
 from diloco.messages.control import Answer, Offer, Revocations, Welcome

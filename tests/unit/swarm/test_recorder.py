@@ -66,7 +66,7 @@ def test_a_fragment_says_who_is_author_and_what_this_peer_does() -> None:
     advance(facts, facts.control, OTHER)
     line = Line(0, OTHER, 99, facts.control.tip.head.id, 1, 10, (), 1.0, D)
     peer.receive(Delivered(OTHER, line, b""), 1.0)
-    facts.fragments[1].told[OTHER] = (5, D)
+    facts.fragments[1].ahead[OTHER] = (5, D)
     one, two = seen(recorder, 2.0).fragments
     head = facts.control.tip.head
     assert (one.version, one.work, one.id, one.next, one.here) == (1, 10, head.id[:16], ME, 1)

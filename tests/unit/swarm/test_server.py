@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.core.penalties import FIRST_S
+from diloco.core.limits import FIRST_S
 from diloco.messages.bulk import Got, Push
 from diloco.messages.codec import Refusal
 from diloco.messages.heads import Line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from diloco.config import OuterConfig
 from diloco.core.history import Signer
@@ -45,7 +45,8 @@ class Settings:
     records: int = 8  # kept of a fragment
     pool: int = 256  # contributions of others that are kept
 
-    barrier, lockstep = OuterConfig.barrier, OuterConfig.lockstep
+    barrier: ClassVar[Any] = OuterConfig.barrier  # these follow from the fields above
+    lockstep: ClassVar[Any] = OuterConfig.lockstep
 
 
 class Sizes(NamedTuple):

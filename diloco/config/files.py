@@ -81,9 +81,7 @@ def choices(start: Start | None = None) -> dict[str, tuple[str, ...]]:
     found = {}
     places = search_path(start or Start())
     for group in (*GROUPS, "experiment"):
-        files = ((file, place / group) for place in places for file in (place / group).rglob("*.yaml"))
-        names = {str(file.relative_to(folder).with_suffix("")) for file, folder in files}
-        if names:
+        if names := {file.stem for place in places for file in (place / group).glob("*.yaml")}:
             found[group] = tuple(sorted(names))
     return found
 

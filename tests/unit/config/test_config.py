@@ -237,7 +237,9 @@ def test_saved_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
 
     assert message(base=tmp_path / "missing") == f"{tmp_path / 'missing'} cannot be read: No such file or directory"
     assert message(base=tmp_path).startswith(f"{tmp_path} cannot be read: ")
-    assert said("a: b: c").startswith("FILE is not YAML: ")
+    assert said("outer:\n  lr: [\n").startswith("FILE is not YAML: line 3: ")
+    defaults = "FILE has a defaults list; make it DIR/experiment/file, of --config-dir DIR"
+    assert said("defaults: [config]\nouter: {lr: 1}\n") == defaults
     assert said("just text") == "FILE is not a configuration; expected the config.yaml of a run directory"
     newer = "f another diloco wrote FILE, use that one, or delete the key from the file"
     saved = DEFAULT.to_yaml()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import Config, Start, choices, compose
+from diloco.config import Start, compose
 from diloco.config.files import search_path
 from diloco.errors import ConfigError
 from diloco.train.__main__ import _start
@@ -123,12 +123,6 @@ def test_a_choice_that_is_not_there_says_where_it_was_looked_for(here: Path) -> 
     assert complaint(start=Start(folder=Path("nowhere"))) == nowhere
 
 
-def test_choices_may_lie_below_a_group(own: Path) -> None:
-    write("configs/experiment/north/one.yaml", "# @package _global_\nrun:\n  name: one\n")
-    assert "north/one" in choices()["experiment"]
-    assert compose(["experiment=north/one"]).run.name == "one"
-
-
 def test_a_change_of_a_file_is_seen(own: Path) -> None:
     assert compose(["train=h100"]).train.threads == 3
     write("configs/train/h100.yaml", "log_every: 12\n")
@@ -153,16 +147,6 @@ def test_an_experiment_lies_over_a_run_and_brings_its_groups(tmp_path: Path) -> 
     config = compose(["experiment=[smoke,night]"], base=run)
     assert (config.model.name, config.data.tokenizer, config.eval.every) == ("smoke", "bytes", 7)
     assert (config.outer.codec_up, config.run.dir) == ("stat2", Path("r")) and "head_dim" not in config.model.config
-
-
-def test_files_that_cannot_be_taken_with_config_say_why(tmp_path: Path) -> None:
-    file = write(f"{tmp_path}/lists/mine.yaml", "defaults: [config]\nouter: {lr: 1}\n")
-    instead = "make it DIR/experiment/mine.yaml, of --config-dir DIR"
-    assert complaint(start=Start(base=file)) == f"{file} has a defaults list; {instead}"
-    part = write(f"{tmp_path}/part.yaml", "outer: {lr: '${oc.env:HOME}'}")
-    assert "holds ${...}" in complaint(start=Start(base=part))
-    file = write(f"{tmp_path}/broken.yaml", "outer:\n  lr: [\n")
-    assert complaint(start=Start(base=file)).startswith(f"{file} is not YAML: line 3: ")
 
 
 # --- Files that are wrong ---------------------------------------------------------------------------------------------
@@ -199,11 +183,3 @@ def test_a_hydra_application_around_us_is_left_alone(tmp_path: Path) -> None:
         assert compose().run.dir == Path("runs/diloco")
         assert GlobalHydra.instance().is_initialized()
         assert hydra.compose("mine") == {"a": 1}
-
-
-def test_every_section_but_the_run_is_a_group_with_a_default(own: Path) -> None:
-    sections = set(Config.model_fields) - {"run", "model", "data", "inner", "outer"}
-    assert all("default" in choices()[section] for section in sections)
-    for section in sections:
-        write(f"configs/{section}/mine.yaml", (PACKAGE / section / "default.yaml").read_text())
-    assert compose([f"{section}=mine" for section in sections]) == compose()

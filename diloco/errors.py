@@ -98,10 +98,8 @@ _DIRECTORY_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.E
 def guard(function: Callable[[], int | None]) -> int:
     """Runs `function` and returns the exit code of the process; the one place where errors become text.
 
-    `DilocoError` and unusable directories (no space, no permission) print `diloco: error: <one line>` on stderr.
-    An unhandled Ctrl+C ends with 5, like any interruption with unsaved work. Any other exception is a bug: its
-    traceback is printed, and the code is 1. `diloco` and `python -m diloco.train` both go through here; therefore this
-    module imports neither click nor torch.
+    `DilocoError` and unusable directories (no space, no permission) print `diloco: error: <one line>` on stderr. A
+    Ctrl+C that nobody handled ends with 5. Any other exception is a bug: its traceback is printed, and the code is 1.
     """
     speak_plainly()
     try:
@@ -129,19 +127,15 @@ def guard(function: Callable[[], int | None]) -> int:
 
 
 def in_utf8() -> None:
-    """Start this process anew where the locale knows ASCII only, in Python's UTF-8 mode: otherwise no other file name
-    can be opened. What it prints stays ASCII.
-    """
+    """Starts this process anew in Python's UTF-8 mode where the locale knows ASCII only, for names of files."""
     if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
         os.environ |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING", "ascii")}
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process with an exit code.
-
-    A rank of a torchrun job ends at once: nothing is left to do, and the usual end of a process now and then aborts a
-    rank, or waits for one that is gone, because a thread of torch's process group outlives what it belongs to.
+    """Ends this process with an exit code; a rank of torchrun at once: a thread of torch's process group may outlive
+    what it belongs to, and abort the usual end or hang it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(code)

@@ -26,10 +26,8 @@ TOKENIZER_FILES = (
 def check_reachable(key: str, kind: str, name: str, revision: str | None = None) -> None:
     """Asks the hub once whether it has the `kind` ('dataset' or 'model') called `name`, the value of the setting `key`.
 
-    This comes before the hub's own client, which retries for 20 to 50 s without a network. Does not ask in offline mode
-    (HF_HUB_OFFLINE): there the client answers at once, from its cache.
-
-    Raises DataError: no network, no such name or commit, or no permission.
+    The hub's own client would retry for 20 to 50 s without a network. In offline mode (HF_HUB_OFFLINE) it answers at
+    once, from its cache. Raises DataError: no network, no such name or commit, or no permission.
     """
     if not _offline():
         _info(key, kind, name, revision)
@@ -47,8 +45,7 @@ def files_at(key: str, name: str, revision: str, files: Sequence[str], most_byte
     """The directory with the files of a model repository at a commit whose names match, fetched if they are not here.
 
     The name is one on the hub, also where a directory is called so. Raises DataError if the hub does not have them, if
-    they are more than `most_bytes`, or if this machine has no space for them. What was fetched before an error stays
-    in the cache of the hub's client, which goes on from there.
+    they are more than `most_bytes`, or if this machine has no space for them.
     """
     import huggingface_hub
 
@@ -59,10 +56,9 @@ def files_at(key: str, name: str, revision: str, files: Sequence[str], most_byte
         return Path(huggingface_hub.snapshot_download(name, **options))
     except Exception as error:
         if _offline():
-            raise DataError(
-                f"{key}: {name} at {revision[:12]} is not in the cache, and HF_HUB_OFFLINE is set; fetch it once "
-                "without that, or set HF_HOME to a directory that has it"
-            ) from error
+            missing = f"{key}: {name} at {revision[:12]} is not in the cache, and HF_HUB_OFFLINE is set"
+            remedy = "fetch it once without that, or set HF_HOME to a directory that has it"
+            raise DataError(f"{missing}; {remedy}") from error
         raise _refusal(key, "model", name, revision, error) from error
 
 
@@ -102,14 +98,11 @@ def push(key: str, name: str, directory: Path, private: bool, message: str) -> s
     try:
         address = hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=directory, commit_message=message)
-    except HfHubHTTPError as error:
-        raise DataError(
-            f"{key}={name}: the Hugging Face hub refuses it ({one_line(error)}); give USER/NAME, where you may write"
-        ) from error
     except Exception as error:
-        raise DataError(
-            f"{key}={name}: the Hugging Face hub is not reachable ({one_line(error)}); check the network"
-        ) from error
+        refused = isinstance(error, HfHubHTTPError)
+        why = f"the Hugging Face hub {'refuses it' if refused else 'is not reachable'} ({one_line(error)})"
+        remedy = "give USER/NAME, where you may write" if refused else "check the network"
+        raise DataError(f"{key}={name}: {why}; {remedy}") from error
     return str(address)
 
 

@@ -13,7 +13,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 from diloco.config import SwarmConfig
-from diloco.config.address import problem
+from diloco.config.address import address_error
 from diloco.config.manifest import hash_of
 from diloco.errors import SwarmError
 from diloco.swarm.client.ask import inspect_swarm
@@ -60,7 +60,7 @@ def known_by(identity: Path, run: str) -> tuple[list[str], list[str]]:
     """Addresses of the peer with this key, and of others, when it was in that run last."""
     try:
         found = json.loads(_file(identity).read_text())
-        own, others = ([one for one in found[key] if problem(one) is None] for key in ("own", "others"))
+        own, others = ([one for one in found[key] if address_error(one) is None] for key in ("own", "others"))
         return (own, others) if found["run"] == run else ([], [])
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or half of one
         return [], []

@@ -234,7 +234,7 @@ class Doctor:
         return "ok", text
 
     def _port(self) -> tuple[str, ...]:
-        from diloco.config.address import scope
+        from diloco.config.address import reachability
         from diloco.swarm.client.ask import try_to_listen
 
         swarm, seeds = self.config.swarm, self._seeds() if self._found is not None else ()
@@ -242,7 +242,7 @@ class Doctor:
         addresses, reachable, advice = try_to_listen(seeds, swarm.listen, swarm.announce, gate, identity)
         best = addresses[0].rpartition("/p2p/")[0]
         if not seeds:
-            return "ok", f"{', '.join(swarm.listen)} can be listened on, for example as {best} ({scope(best)})"
+            return "ok", f"{', '.join(swarm.listen)} can be listened on, for example as {best} ({reachability(best)})"
         if reachable:
             return "ok", f"a peer called back {best}; no relay is needed"
         text = "others cannot call this peer: it trains over its own connections and holds no fragments"

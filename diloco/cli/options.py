@@ -18,7 +18,7 @@ import click
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.config import Config, Start
+    from diloco.config import Config, ConfigSource
     from diloco.config.address import Address
 
 __all__ = ["PATH", "Command", "Function", "Options", "configured", "guest", "keys", "split_address"]
@@ -34,10 +34,10 @@ class Command(click.Command):
         super().format_epilog(ctx, formatter)
         if not any(parameter.name == "overrides" for parameter in self.params):
             return
-        from diloco.config import Start, choices
+        from diloco.config import ConfigSource, choices
 
         with formatter.section("Groups (GROUP=CHOICE)"):
-            groups = choices(Start(folder=ctx.params.get("folder")))
+            groups = choices(ConfigSource(folder=ctx.params.get("folder")))
             formatter.write_dl([(group, " ".join(names)) for group, names in groups.items()])
         with formatter.section("Settings (KEY=VALUE)"):
             formatter.write_text(f"{ctx.command_path} --cfg help lists them with meaning, range and default")
@@ -54,11 +54,11 @@ class Options:
     package: str | None = None
 
     @property
-    def start(self) -> Start:
+    def start(self) -> ConfigSource:
         """What `compose` starts from."""
-        from diloco.config import Start
+        from diloco.config import ConfigSource
 
-        return Start(self.base, self.folder)
+        return ConfigSource(self.base, self.folder)
 
     def compose(self, given: Sequence[str] = (), starts: bool = False) -> Config:
         """The configuration of the user's overrides and of those that the command adds.
@@ -162,11 +162,11 @@ def guest(address: str, options: Options, allowed: Sequence[str] = ()) -> tuple[
     """
     from diloco.config import Manifest
     from diloco.config.address import Address
-    from diloco.config.explain import leaves
+    from diloco.config.explain import setting_fields
     from diloco.config.overrides import key_of, quoted
 
     found = Address.read(address)
-    owned = [key for key, _ in leaves(Manifest)]
+    owned = [key for key, _ in setting_fields(Manifest)]
     for key in map(key_of, options.overrides):
         chosen = key in ("budget", "model", "data", "inner", "outer", "experiment")
         if key not in allowed and (chosen or any(f"{key}.".startswith(f"{one}.") for one in owned)):

@@ -163,12 +163,12 @@ def dashboard(address: str | None, host: str, port: int) -> int:
 
 
 async def _serve(page: Dashboard, place: Address, host: str) -> None:
-    from diloco.config.address import scope
+    from diloco.config.address import reachability
     from diloco.swarm.client.watch import SwarmWatcher
 
     async with SwarmWatcher(place.peers, place.token) as visitor:
         snapshot = await visitor.ask()  # a wrong address is an error before the page is served
-        if scope(f"/ip/{host}") != "loopback":
+        if reachability(f"/ip/{host}") != "loopback":
             click.echo(f"diloco: warning: --host={host} shows the swarm to everyone who reaches this machine", err=True)
         shown = f"[{host}]" if ":" in host else host
         click.echo(f"http://{shown}:{page.server_address[1]}  shows {snapshot.run.run_id}; Ctrl+C ends it")

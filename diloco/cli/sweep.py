@@ -25,7 +25,7 @@ from diloco.cli.options import PATH, Command, Function, Options, configured
 from diloco.errors import ConfigError, DilocoError, DivergedError, on_signals
 
 if TYPE_CHECKING:
-    from diloco.config import Config, Start
+    from diloco.config import Config, ConfigSource
 
 __all__ = ["run", "sweep", "sweepable"]
 
@@ -75,7 +75,12 @@ def sweepable(function: Function) -> Function:
 
 
 def run(
-    command: str, overrides: Sequence[str], start: Start, jobs: int = 1, place: Path | None = None, dry: bool = False
+    command: str,
+    overrides: Sequence[str],
+    start: ConfigSource,
+    jobs: int = 1,
+    place: Path | None = None,
+    dry: bool = False,
 ) -> int:
     """Checks, runs and compares the members; returns the exit code, which is 0 even when some diverged.
 
@@ -148,7 +153,7 @@ class Member:
 
 
 def _members(
-    command: str, overrides: Sequence[str], start: Start, jobs: int, directory: Path | None
+    command: str, overrides: Sequence[str], start: ConfigSource, jobs: int, directory: Path | None
 ) -> tuple[Path, list[Member]]:
     """Their directory, and all members. Raises ConfigError if one has no valid settings."""
     from diloco.config import compose
@@ -183,7 +188,7 @@ def _members(
     return place.absolute(), members
 
 
-def _values(argument: str, start: Start) -> list[str]:
+def _values(argument: str, start: ConfigSource) -> list[str]:
     """The overrides that an argument stands for: itself, unless it has several values."""
     from hydra.core.override_parser.types import Glob
     from hydra.errors import HydraException

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config import Config, Manifest
-from diloco.config.address import scope
+from diloco.config.address import reachability
 from diloco.errors import ConfigError
 from diloco.rundir.files import data_home, exclusive, write_atomic
 from diloco.swarm.wire.identity import own_id
@@ -93,7 +93,7 @@ def volunteer_config(
     data.path here.
     """
     joined = config.adopt(manifest)
-    elsewhere = any(scope(seed) != "loopback" for seed in seeds)
+    elsewhere = any(reachability(seed) != "loopback" for seed in seeds)
     chosen = {
         "run.dir": directory.path / "runs" / manifest.run.id,
         "run.name": directory.name,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from diloco.config.compose import compose, help_text
 from diloco.config.data import MIXTURE_BLOCK, DataConfig, MixedSource
-from diloco.config.files import Start, choices
+from diloco.config.files import ConfigSource, choices
 from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
 from diloco.config.model import ModelConfig, ModelRecipe
 from diloco.config.run_settings import BudgetConfig, InnerConfig, OuterConfig, SwarmConfig
@@ -15,7 +15,7 @@ from diloco.config.schema import Config
 from diloco.config.types import PeerLocal, RunOwned
 
 __all__ = [
-    "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "DataConfig", "InnerConfig", "Manifest", "MixedSource",
-    "ModelConfig", "ModelRecipe", "OuterConfig", "PeerLocal", "RunOwned", "Start", "SwarmConfig", "choices", "compose",
-    "flatten", "help_text",
+    "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "ConfigSource", "DataConfig", "InnerConfig", "Manifest",
+    "MixedSource", "ModelConfig", "ModelRecipe", "OuterConfig", "PeerLocal", "RunOwned", "SwarmConfig", "choices",
+    "compose", "flatten", "help_text",
 ]  # fmt: skip

@@ -60,7 +60,7 @@ class Address:
                     raise ConfigError(f"ADDRESS={place}: its token is damaged or missing; copy the whole link again")
             peers += ["/" + peer.lstrip("/") if link else peer for peer in body.rstrip(",;").split(",")]
         for peer in peers:
-            wrong = None if peer.startswith("@") and len(peer) > 1 and len(peers) == 1 else problem(peer)
+            wrong = None if peer.startswith("@") and len(peer) > 1 and len(peers) == 1 else address_error(peer)
             if wrong is not None:
                 raise ConfigError(f"ADDRESS={show(shown or text, 160)} cannot be used: {wrong}")
         return cls(tuple(peers), token)
@@ -123,7 +123,7 @@ def unquoted(text: str) -> str:
     return re.sub(rf"^[\s{_AROUND}]+|[\s{_AROUND}]+$", "", text)
 
 
-def problem(address: str) -> str | None:
+def address_error(address: str) -> str | None:
     """What is wrong with the address of a peer, as a clause with its remedy; None when nothing is."""
     if "/" not in address and masked(address) != address:
         return "it may be a token; that goes into a file, and an address is needed besides: ADDRESS swarm.token=@FILE"
@@ -133,7 +133,7 @@ def problem(address: str) -> str | None:
         return f"it is HOST:PORT; write {_family(found[1])}/tcp/{found[2]}/p2p/PEER_ID, as the peer prints it"
     shape = _SHAPE.fullmatch(address)
     wrong = _wrong(*shape.groups()) if shape else f"it is damaged; one looks like {EXAMPLE}"
-    if wrong is not None and address and address[-1] in _PASTED and problem(address.rstrip(_PASTED)) is None:
+    if wrong is not None and address and address[-1] in _PASTED and address_error(address.rstrip(_PASTED)) is None:
         return f"it ends in {address[-1]!r}, pasted along; drop it"
     return wrong
 
@@ -163,7 +163,7 @@ def host_of(address: str) -> str:
     return [*address.split("/"), "", ""][2]
 
 
-def scope(address: str) -> str:
+def reachability(address: str) -> str:
     """From where a multiaddr can be reached: `loopback`, `LAN` or `public` (host names count as public)."""
     try:
         found = ipaddress.ip_address(host_of(address))

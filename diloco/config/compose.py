@@ -19,16 +19,16 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 import diloco.config.sizes  # noqa: F401 (files of configs/ name what it registers)
-from diloco.config.explain import accepts, expected, explain, leaves, show, unknown_key
-from diloco.config.files import Request, Start, choices, compose_files, no_choice, read_saved, search_path
+from diloco.config.explain import describe_type, description, explain, is_known_key, setting_fields, show, unknown_key
+from diloco.config.files import ComposeRequest, ConfigSource, choices, compose_files, no_choice, read_saved, search_path
 from diloco.config.hub_names import with_commits
 from diloco.config.manifest import Manifest, flatten
-from diloco.config.overrides import Typed, first_line, key_of, parse
+from diloco.config.overrides import Override, first_line, key_of, parse
 from diloco.config.run_settings import KEYLESS
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-KEYS = dict(leaves(Config))
+KEYS = dict(setting_fields(Config))
 
 
 class Composed(NamedTuple):
@@ -36,24 +36,24 @@ class Composed(NamedTuple):
 
     tree: DictConfig
     typed: dict[str, str]  # settings and their values, as typed
-    request: Request
-    start: Start
+    request: ComposeRequest
+    start: ConfigSource
 
 
-def compose(overrides: Sequence[str] = (), start: Start | None = None, *, base: Path | None = None) -> Config:
+def compose(overrides: Sequence[str] = (), start: ConfigSource | None = None, *, base: Path | None = None) -> Config:
     """Builds the configuration for arguments such as `["experiment=quickstart", "outer.lr=0.5"]`; the last one wins.
 
-    `base` is short for `Start(base=...)`: the `config.yaml` of a run directory to start from in place of `configs/`, or
-    a file with some settings over those of `configs/`. A choice in `overrides` replaces what it says of that group.
+    `base` is short for `ConfigSource(base=...)`: the `config.yaml` of a run directory in place of `configs/`, or a
+    file with some settings over those of `configs/`. A choice in `overrides` replaces what it says of that group.
     Raises ConfigError, with one line, for anything that is not a valid configuration.
     """
-    return validated(compose_tree(overrides, start or Start(base=base)))
+    return validated(compose_tree(overrides, start or ConfigSource(base=base)))
 
 
-def compose_tree(overrides: Sequence[str], start: Start) -> Composed:
+def compose_tree(overrides: Sequence[str], start: ConfigSource) -> Composed:
     """Everything but resolving and validating. Raises ConfigError for arguments and files that cannot be composed."""
     groups, experiments = choices(start), list[str]()
-    chosen, settings = dict[str, str](), list[tuple[Typed, Any]]()
+    chosen, settings = dict[str, str](), list[tuple[Override, Any]]()
     for argument in overrides:
         check_key(key_of(argument), groups)  # before Hydra is imported
         typed, override = parse(argument)
@@ -69,7 +69,7 @@ def compose_tree(overrides: Sequence[str], start: Start) -> Composed:
         for name in names:
             _check_choice(typed.key, str(name), groups[typed.key], search_path(start))
     saved = None if start.base is None else read_saved(start.base)
-    request = Request(search_path(start), tuple(chosen.values()), tuple(experiments), saved)
+    request = ComposeRequest(search_path(start), tuple(chosen.values()), tuple(experiments), saved)
     tree = copy.deepcopy(compose_files(request))
     OmegaConf.set_struct(tree, False)  # keys of an open mapping, such as model.config, are new
     for typed, value in settings:
@@ -84,7 +84,7 @@ def check_key(key: str, groups: Mapping[str, Sequence[str]]) -> None:
     """Raises ConfigError for what is neither a setting nor a group."""
     if key.startswith(("hydra.", "hydra/")):
         raise ConfigError(f"{show(key)} has no effect; drop it (diloco sweep tries every combination)")
-    if key not in groups and not accepts(KEYS, key):
+    if key not in groups and not is_known_key(KEYS, key):
         raise ConfigError(unknown_key(key, [*KEYS, *groups]))
 
 
@@ -145,7 +145,7 @@ def outer_preset(name: str) -> dict[str, Any]:
     there = [one for one in choices()["outer"] if one != "data_parallel"]  # it makes no outer steps
     if name not in there:
         raise ConfigError(no_choice("preset", str(name), there))
-    values = OmegaConf.to_container(compose_tree([f"outer={name}"], Start()).tree.outer, resolve=False)
+    values = OmegaConf.to_container(compose_tree([f"outer={name}"], ConfigSource()).tree.outer, resolve=False)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -160,9 +160,9 @@ def cfg_text(config: Config, package: str | None) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(part)) if isinstance(part, dict | list) else f"{show(part)}\n"
 
 
-def help_text(start: Start | None = None) -> str:
+def help_text(start: ConfigSource | None = None) -> str:
     """Every group with its choices and every setting with meaning, expected value, default and owner, as plain text."""
-    run_owned = dict(leaves(Manifest))
+    run_owned = dict(setting_fields(Manifest))
     values = dict(flatten(compose().model_dump(mode="json")))
     lines = ["Groups (GROUP=CHOICE):"]
     lines += [f"  {group}: {' '.join(names)}" for group, names in choices(start).items()]
@@ -170,9 +170,9 @@ def help_text(start: Start | None = None) -> str:
         "",
         "Settings (KEY=VALUE), with their defaults; those marked * define the run and are equal on all its peers:",
     ]
-    for key, field in leaves(Config):
+    for key, field in setting_fields(Config):
         unsaid = "see --cfg job" if field.is_required() or field.default_factory else show(field.default)
         default = show(values[key]) if key in values else unsaid
         lines.append(f"  {key}={default}{' *' if key in run_owned else ''}")
-        lines.append(f"      {field.description} Expects {expected(field)}.")
+        lines.append(f"      {description(Config, key)} Expects {describe_type(field)}.")
     return "\n".join(lines)

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from diloco.config.explain import Expected
-from diloco.config.peer_settings import DataPlace
+from diloco.config.explain import TypeHint
+from diloco.config.peer_settings import PeerDataConfig
 from diloco.config.types import Digest, Name, Revision, RunOwned, Tuple
 
 FILES = "files"  # in place of a directory, in the manifest: the files themselves are named by their digests
@@ -52,7 +52,7 @@ class DataRecipe(RunOwned):
     mixture: Annotated[
         tuple[MixedSource, ...],
         Tuple,
-        Expected("a list, each {name: NAME, source: stdlib, text, json or parquet, weight: A NUMBER, field: COLUMN}"),
+        TypeHint("a list, each {name: NAME, source: stdlib, text, json or parquet, weight: A NUMBER, field: COLUMN}"),
     ] = ()
     """Sources and how much of each: weights of sequences, of any sum (mixture). Their files are in data.paths."""
 
@@ -81,7 +81,7 @@ class DataRecipe(RunOwned):
         return self
 
 
-class DataConfig(DataPlace, DataRecipe):
+class DataConfig(PeerDataConfig, DataRecipe):
     """Which text is trained on, and where this peer finds its part."""
 
     @property

@@ -5,10 +5,12 @@ typed, the value, what is expected instead. Nothing here knows a particular sett
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import getsource
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -21,29 +23,43 @@ _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true 
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class TypeHint:
     """What a value must be, in words, where the type alone does not say it; for errors and `--cfg help`."""
 
     text: str
 
 
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def setting_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yields (dotted key, field) of every setting below `model`, in the order of the schema."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from leaves(field.annotation, f"{prefix}{name}.")
+            yield from setting_fields(field.annotation, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
 
 
-def accepts(keys: Mapping[str, FieldInfo], key: str) -> bool:
+def description(model: type[BaseModel], key: str) -> str:
+    """What a setting below `model` means: its description, or the text under it in the source.
+
+    Pydantic could read these texts, but every command would wait for what only `--cfg help` shows.
+    """
+    *groups, name = key.split(".")
+    kind: Any = model
+    for group in groups:
+        kind = kind.model_fields[group].annotation
+    owner = next(cls for cls in kind.__mro__ if name in vars(cls).get("__annotations__", ()))
+    below = re.search(rf'\n    {name}: .*?\n    """(.*?)"""', getsource(owner), re.DOTALL)
+    return kind.model_fields[name].description or (below[1] if below else "")
+
+
+def is_known_key(keys: Mapping[str, FieldInfo], key: str) -> bool:
     """Whether `key` is a setting, or lies below one that is an open mapping (`model.config.hidden_size`)."""
     return key in keys or any(
         get_origin(field.annotation) is dict and key.startswith(f"{known}.") for known, field in keys.items()
     )
 
 
-def expected(field: FieldInfo) -> str:
+def describe_type(field: FieldInfo) -> str:
     """What a value of the field must be, such as `a whole number >= 1, or null`."""
     return _expected(field.annotation, field.metadata)
 
@@ -53,7 +69,7 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
         annotation, *inner = get_args(annotation)
         return _expected(annotation, [*inner, *metadata])
     metadata = [part for item in metadata for part in getattr(item, "metadata", [item])]  # Field(ge=0) wraps Ge(0)
-    spoken = next((item.text for item in metadata if isinstance(item, Expected)), None)
+    spoken = next((item.text for item in metadata if isinstance(item, TypeHint)), None)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return f"{_expected(next(part for part in arguments if part is not type(None)), metadata)}, or null"
@@ -99,11 +115,11 @@ def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, 
     `typed` maps keys to values as the user wrote them, where that is known.
     """
     first, *others = error.errors(include_url=False)
-    kind, keys = first["type"], dict(leaves(model))
+    kind, keys = first["type"], dict(setting_fields(model))
     key = ".".join(part for part in first["loc"] if isinstance(part, str))  # without the index into a list
     # A setting that is a list or a mapping, in which the mistake is, or itself.
     field = next((field for known, field in keys.items() if f"{key}.".startswith(f"{known}.")), None)
-    wanted = "a group of settings" if field is None else expected(field)
+    wanted = "a group of settings" if field is None else describe_type(field)
     setting = f"{show(key)}={(typed or {}).get(key) or show(first['input'])}"
     if kind == "extra_forbidden" and field is None:
         text = unknown_key(key, keys)

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 from yaml.error import MarkedYAMLError
 
-from diloco.config.explain import leaves, nearest, show
+from diloco.config.explain import nearest, setting_fields, show
 from diloco.config.overrides import first_line
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -33,7 +33,7 @@ BEGIN, SCHEMA, NOTHING, SAVED = "diloco_begin", "diloco_schema", "diloco_nothing
 
 
 @dataclass(frozen=True)
-class Start:
+class ConfigSource:
     """What a configuration starts from, before its overrides."""
 
     base: Path | None = None  # --config: a file over the defaults, or the config.yaml of a run instead of them
@@ -45,23 +45,23 @@ class Start:
         return [part for key, value in given.items() if value is not None for part in (key, str(value))]
 
 
-class Saved(NamedTuple):
+class SavedConfig(NamedTuple):
     """The settings of a file of `--config`: the config.yaml of a run, or some settings of somebody's own."""
 
     text: str  # as JSON, which can be compared
     whole: bool  # every setting without a default is there, so the file needs nothing else
 
 
-class Request(NamedTuple):
+class ComposeRequest(NamedTuple):
     """What to compose."""
 
     places: tuple[Path, ...]  # folders, the first one first
     chosen: tuple[str, ...]  # GROUP=CHOICE, in Hydra's words
     experiments: tuple[str, ...]
-    saved: Saved | None
+    saved: SavedConfig | None
 
 
-def search_path(start: Start) -> tuple[Path, ...]:
+def search_path(start: ConfigSource) -> tuple[Path, ...]:
     """The folders in which files are looked for, the first one first.
 
     Raises ConfigError if `--config-dir` is not there, or the package is damaged.
@@ -76,17 +76,17 @@ def search_path(start: Start) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(place.resolve() for place in places if place is not None and place.is_dir()))
 
 
-def choices(start: Start | None = None) -> dict[str, tuple[str, ...]]:
+def choices(start: ConfigSource | None = None) -> dict[str, tuple[str, ...]]:
     """The groups and the names that can be chosen in each, sorted."""
     found = {}
-    places = search_path(start or Start())
+    places = search_path(start or ConfigSource())
     for group in (*GROUPS, "experiment"):
         if names := {file.stem for place in places for file in (place / group).glob("*.yaml")}:
             found[group] = tuple(sorted(names))
     return found
 
 
-def compose_files(request: Request) -> DictConfig:
+def compose_files(request: ComposeRequest) -> DictConfig:
     """The tree without the node `hydra`; do not change it. Raises ConfigError with one line.
 
     It is remembered where it is from the package alone, whose files stay as they are.
@@ -94,13 +94,13 @@ def compose_files(request: Request) -> DictConfig:
     return (_remembered if len(request.places) == 1 else _composed)(request)
 
 
-def sweep_params(request: Request) -> dict[str, str]:
+def sweep_params(request: ComposeRequest) -> dict[str, str]:
     """What varies in a sweep, by key, as files have it in `hydra.sweeper.params`."""
     found = OmegaConf.select(_composed(request, with_hydra=True), "hydra.sweeper.params")
     return {str(key): str(value) for key, value in (found or {}).items()}
 
 
-def _composed(request: Request, with_hydra: bool = False) -> DictConfig:
+def _composed(request: ComposeRequest, with_hydra: bool = False) -> DictConfig:
     import hydra
     from hydra.errors import HydraException
 
@@ -129,7 +129,7 @@ def _hydra_for(places: tuple[Path, ...]) -> Iterator[None]:
         GlobalHydra.instance().hydra = application
 
 
-def _hydra_overrides(request: Request) -> list[str]:
+def _hydra_overrides(request: ComposeRequest) -> list[str]:
     """The request as overrides of Hydra, inside `_hydra_for`; Hydra is told the defaults of the schema.
 
     The file of `--config` is the first experiment, so that it lies between groups and experiments. What is chosen of a
@@ -162,7 +162,7 @@ def _hydra_overrides(request: Request) -> list[str]:
 def _schema_defaults() -> dict[str, Any]:
     """The settings that have a default, as nested mappings."""
     tree: dict[str, Any] = {section: {} for section in SECTIONS}
-    for key, field in leaves(Config):
+    for key, field in setting_fields(Config):
         if not field.is_required():
             group, _, name = key.rpartition(".")
             value = field.get_default(call_default_factory=True)
@@ -171,7 +171,7 @@ def _schema_defaults() -> dict[str, Any]:
     return tree
 
 
-def read_saved(file: Path) -> Saved:
+def read_saved(file: Path) -> SavedConfig:
     """Reads and checks a file. Raises ConfigError if it is not readable, no YAML or no settings, or holds ${...}."""
     try:
         saved = OmegaConf.load(file)
@@ -190,8 +190,8 @@ def read_saved(file: Path) -> Saved:
         raise ConfigError(f"{file} is not a configuration; expected the config.yaml of a run directory")
     if "defaults" in saved:
         raise ConfigError(f"{file} has a defaults list; make it DIR/experiment/{file.name}, of --config-dir DIR")
-    required = (key for key, field in leaves(Config) if field.is_required())
-    return Saved(text, all(OmegaConf.select(saved, key, default=None) is not None for key in required))
+    required = (key for key, field in setting_fields(Config) if field.is_required())
+    return SavedConfig(text, all(OmegaConf.select(saved, key, default=None) is not None for key in required))
 
 
 def no_choice(group: str, name: str, there: Sequence[str]) -> str:

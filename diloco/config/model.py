@@ -16,7 +16,7 @@ from diloco.config.types import Digest, Name, PeerLocal, Revision, RunOwned
 MAX_FROZEN = 256  # digests of tensors that a manifest has room for
 
 
-class ModelPlace(PeerLocal):
+class PeerModelConfig(PeerLocal):
     directory: str | None = Field(None, min_length=1)
     """Where this peer has the files of a model that the run starts from; filled in from model.path."""
 
@@ -70,5 +70,5 @@ class ModelRecipe(RunOwned):
         return self
 
 
-class ModelConfig(ModelPlace, ModelRecipe):
+class ModelConfig(PeerModelConfig, ModelRecipe):
     """What is trained, and where this peer has its files."""

@@ -14,16 +14,16 @@ from diloco.config.explain import show
 from diloco.errors import ConfigError
 
 
-class Typed(NamedTuple):
+class Override(NamedTuple):
     """An argument as somebody typed it."""
 
     key: str
     text: str  # the value as typed
 
 
-def _split(argument: str) -> Typed:
+def _split(argument: str) -> Override:
     key, _, text = argument.lstrip("+").partition("=")
-    return Typed("inner.schedule" if key == "schedule" else key, text)
+    return Override("inner.schedule" if key == "schedule" else key, text)
 
 
 def key_of(argument: str) -> str:
@@ -31,7 +31,7 @@ def key_of(argument: str) -> str:
     return _split(argument).key
 
 
-def parse(argument: str, swept: bool = False) -> tuple[Typed, Any]:
+def parse(argument: str, swept: bool = False) -> tuple[Override, Any]:
     """The parts of an argument, and it as Hydra's parser reads it: its `input_line` is what Hydra can read again.
 
     Raises ConfigError for what is no override, and for several values unless they may be `swept`.

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_serializer, model_validator
 
-from diloco.config.explain import Expected
+from diloco.config.explain import TypeHint
 from diloco.config.types import Bare, Directory, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
 
 
@@ -22,18 +22,18 @@ def _without_secret(url: str) -> str:
 
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 TokenText = Annotated[
-    str, Bare, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), Expected("the token of an invitation, or @FILE with it")
+    str, Bare, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), TypeHint("the token of an invitation, or @FILE with it")
 ]
 Device = Annotated[
-    str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d{1,3})?)$"), Expected("auto, cpu, cuda[:N], xpu[:N] or mps")
+    str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d{1,3})?)$"), TypeHint("auto, cpu, cuda[:N], xpu[:N] or mps")
 ]
 PushPlace = Annotated[str, Field(min_length=1), AfterValidator(_without_secret)]
 SimEvent = Annotated[
-    str, Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"), Expected("crash:PEER@SECOND, leave:... or join:...")
+    str, Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"), TypeHint("crash:PEER@SECOND, leave:... or join:...")
 ]
 
 
-class RunPlace(PeerLocal):
+class PeerRunConfig(PeerLocal):
     dir: Directory = Field(description="Run directory; a run found there is resumed.")
     name: Name | None = Field(None, description="Display name of this peer; null derives one from its identity.")
     lead: bool = True
@@ -42,7 +42,7 @@ class RunPlace(PeerLocal):
     record: bool = Field(False, description="Keep the last events in recording.bin, which scripts/replay plays again.")
 
 
-class DataPlace(PeerLocal):
+class PeerDataConfig(PeerLocal):
     path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple] | None = None
     """File, directory or list of them with this peer's data (text, json, parquet), also compressed (.gz, .zst, ...)."""
     paths: dict[str, Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple]] = Field(default_factory=dict)
@@ -55,7 +55,7 @@ class DataPlace(PeerLocal):
     shards: int | None = Field(None, ge=1, description="Parts that the data is cut into; null derives it.")
 
     @model_validator(mode="after")
-    def _shard_exists(self) -> DataPlace:
+    def _shard_exists(self) -> PeerDataConfig:
         if (self.shard is None) != (self.shards is None):
             raise ValueError("data.shard and data.shards belong together; set both or neither")
         if self.shard is not None and self.shards is not None and self.shard >= self.shards:
@@ -98,7 +98,7 @@ class SimConfig(PeerLocal):
     """What happens when, such as crash:3@120, leave:1@90, join:4@60 (peer @ virtual second)."""
 
 
-class SwarmPlace(PeerLocal):
+class PeerSwarmConfig(PeerLocal):
     """How this peer finds the others and is found."""
 
     initial_peers: Annotated[tuple[PeerAddress, ...], Tuple] = ()
@@ -161,7 +161,7 @@ class CheckpointConfig(PeerLocal):
 class EvalConfig(PeerLocal):
     every: int = Field(1, ge=0, description="Outer steps between evaluations on held-out text; 0 is only at the end.")
     sequences: int = Field(64, ge=1, description="Held-out sequences of one evaluation.")
-    prompts: Annotated[tuple[str, ...], Tuple, Field(max_length=16), Expected("a list of texts, at most 16")] = ()
+    prompts: Annotated[tuple[str, ...], Tuple, Field(max_length=16), TypeHint("a list of texts, at most 16")] = ()
     """After each of these the model writes its likeliest tokens at an evaluation (events `sample`, page, wandb)."""
     prompt_tokens: int = Field(64, ge=1, le=1024, description="Most tokens that it writes after each of eval.prompts.")
 

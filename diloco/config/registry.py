@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from diloco.config.explain import Expected, nearest
+from diloco.config.explain import TypeHint, nearest
 
 GROUP = "diloco.extensions"
 
@@ -62,8 +62,8 @@ def _wrong(why: str) -> PydanticCustomError:
     return PydanticCustomError("name", "{why}", {"why": why})
 
 
-def _one_of(names: Iterable[str]) -> Expected:
-    return Expected(f"one of {', '.join(names)}, or the name of an installed one")
+def _one_of(names: Iterable[str]) -> TypeHint:
+    return TypeHint(f"one of {', '.join(names)}, or the name of an installed one")
 
 
 OptimizerName = Annotated[str, _known(OPTIMIZERS), _one_of(OPTIMIZERS)]

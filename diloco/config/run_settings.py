@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PlainSerializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from diloco.config.explain import Expected
-from diloco.config.peer_settings import RunPlace, SwarmPlace
+from diloco.config.explain import TypeHint
+from diloco.config.peer_settings import PeerRunConfig, PeerSwarmConfig
 from diloco.config.registry import OPTIMIZERS, CodecDown, CodecUp, OptimizerName
 from diloco.config.types import Name, RunOwned, Tuple
 
@@ -32,10 +32,10 @@ StepsOrPart = Annotated[
     float,
     AfterValidator(_steps_or_part),
     PlainSerializer(lambda value: value),  # a serializer of floats would write 25 as 25.0
-    Expected("a whole number of steps, or a part below 1"),
+    TypeHint("a whole number of steps, or a part below 1"),
 ]
 RunKeyText = Annotated[
-    str, Field(pattern=r"^[0-9a-f]{64}$"), Expected("64 hexadecimal digits, as diloco keygen prints them")
+    str, Field(pattern=r"^[0-9a-f]{64}$"), TypeHint("64 hexadecimal digits, as diloco keygen prints them")
 ]
 
 
@@ -57,11 +57,11 @@ class SwarmRules(RunOwned):
     """Who may contribute to a run with a key; anyone: whoever reaches a peer, and invited peers make the versions."""
 
 
-class SwarmConfig(SwarmPlace, SwarmRules):
+class SwarmConfig(PeerSwarmConfig, SwarmRules):
     """How this peer finds the others and is found, and whom the run admits."""
 
 
-class RunConfig(RunPlace, RunIdentity):
+class RunConfig(PeerRunConfig, RunIdentity):
     """What is trained, and where this peer keeps it."""
 
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
 from diloco.config import peer_settings, run_settings
-from diloco.config.address import scope
+from diloco.config.address import reachability
 from diloco.config.data import FILES, DataConfig
 from diloco.config.explain import explain
 from diloco.config.manifest import Manifest, check_foreign, check_model_fits_data, check_warmup_ends
@@ -45,7 +45,7 @@ class Config(Settings):
     @property
     def only_here(self) -> bool:
         """Whether nobody on another machine can connect to this peer."""
-        return all(scope(address) == "loopback" for address in self.swarm.listen)
+        return all(reachability(address) == "loopback" for address in self.swarm.listen)
 
     @property
     def joining_command(self) -> str:

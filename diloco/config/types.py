@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import SerializerFunctionWrapHandler
 
 from diloco.config.address import unquoted
-from diloco.config.explain import Expected, explain
+from diloco.config.explain import TypeHint, explain
 from diloco.errors import ConfigError
 
 _Settings = TypeVar("_Settings", bound="Settings")
@@ -26,7 +26,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(),
-        use_attribute_docstrings=True,  # the text below a setting is its description
+        defer_build=True,
     )  # fmt: skip
 
     @classmethod
@@ -83,7 +83,7 @@ def _is_filled(value: tuple[Any, ...]) -> tuple[Any, ...]:
 
 _PART = "/[A-Za-z0-9._:%-]+"
 
-Directory = Annotated[Path, BeforeValidator(_to_path), Expected("a directory")]
+Directory = Annotated[Path, BeforeValidator(_to_path), TypeHint("a directory")]
 Bare = BeforeValidator(lambda value: unquoted(value) if isinstance(value, str) else value)  # as it was pasted
 Tuple = BeforeValidator(_to_tuple)
 NotEmpty = AfterValidator(_is_filled)
@@ -92,18 +92,18 @@ Name = Annotated[
     str,
     BeforeValidator(_to_text),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
-    Expected("1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"),
+    TypeHint("1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"),
 ]
 Revision = Annotated[
-    str, Field(pattern=r"^[0-9a-f]{40}$"), Expected("a commit of a hub repository, 40 hexadecimal digits")
+    str, Field(pattern=r"^[0-9a-f]{40}$"), TypeHint("a commit of a hub repository, 40 hexadecimal digits")
 ]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), Expected("a digest, 64 hexadecimal digits")]
-Multiaddr = Annotated[str, Field(pattern=f"^({_PART})+$"), Expected("a multiaddr such as /ip4/0.0.0.0/tcp/4100")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), TypeHint("a digest, 64 hexadecimal digits")]
+Multiaddr = Annotated[str, Field(pattern=f"^({_PART})+$"), TypeHint("a multiaddr such as /ip4/0.0.0.0/tcp/4100")]
 PeerAddress = Annotated[
     str,
     Bare,
     Field(pattern=f"^(@.+|({_PART})*/p2p({_PART})+)$"),  # @FILE: into which a peer writes its address
-    Expected(
+    TypeHint(
         "an address with a peer id, such as /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., as a peer prints it, or @FILE"
     ),
 ]

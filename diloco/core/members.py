@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from diloco.config.address import problem
+from diloco.config.address import address_error
 from diloco.core.limits import MAX_PEERS
 from diloco.core.units import NONE
 from diloco.messages.control import Figures, Hello, Status
@@ -174,7 +174,7 @@ class AddressBook:
         for other, addresses in said.items():
             itself = other == peer
             known = self._said if itself else self._hearsay
-            found = [one for one in addresses if one.endswith(f"/p2p/{other}") and problem(one) is None]
+            found = [one for one in addresses if one.endswith(f"/p2p/{other}") and address_error(one) is None]
             found = found if itself else [one for one in found if self.may_call(one)]
             known[other] = tuple(found[:MAX_ADDRESSES])
             forget_oldest(known, MAX_PEERS)

@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diloco.config import Config
-from diloco.config.address import scope
+from diloco.config.address import reachability
 from diloco.messages.snapshot import Snapshot
 from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count, plain
@@ -82,8 +82,8 @@ class Ready(Message, frozen=True, tag="ready"):
             return ["nobody can join through this peer, which listens nowhere"]
         best, *others = addresses
         what = "others join with this" if command == "diloco join" else "this makes a link by which one volunteer joins"
-        lines = [f"{what} ({scope(best)}: {_FROM[scope(best)]}):", f"{command} {best}"]
-        return lines + [f"or, {scope(other)}: {command} {other}" for other in others[:4]]
+        lines = [f"{what} ({reachability(best)}: {_FROM[reachability(best)]}):", f"{command} {best}"]
+        return lines + [f"or, {reachability(other)}: {command} {other}" for other in others[:4]]
 
 
 class Notice(Message, frozen=True, tag="notice"):

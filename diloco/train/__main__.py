@@ -10,7 +10,7 @@ import threading
 from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 
-from diloco.config import Start, compose
+from diloco.config import ConfigSource, compose
 from diloco.errors import ConfigError, end_process, guard, in_utf8
 
 
@@ -36,7 +36,7 @@ def peer(arguments: list[str]) -> int:
     return run(config, json_lines if config.run.report else log_lines(config)).exit
 
 
-def _start(arguments: list[str]) -> tuple[Start, list[str]]:
+def _start(arguments: list[str]) -> tuple[ConfigSource, list[str]]:
     """The options that say where settings come from, as `diloco train` has them, and the other arguments."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
@@ -45,7 +45,7 @@ def _start(arguments: list[str]) -> tuple[Start, list[str]]:
         found, others = parser.parse_known_args(arguments)
     except ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}") from None
-    return Start(found.config, found.config_dir), others
+    return ConfigSource(found.config, found.config_dir), others
 
 
 def _leave_with_supervisor() -> None:

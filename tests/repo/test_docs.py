@@ -13,7 +13,7 @@ import pytest
 
 import diloco
 from diloco.cli.main import cli
-from diloco.config.explain import leaves
+from diloco.config.explain import setting_fields
 from diloco.config.schema import Config
 from diloco.testing.bench import rows_of
 from tests.support.command_line import exit_code
@@ -23,7 +23,7 @@ from tests.support.places import ROOT
 
 def test_the_site_has_a_line_for_every_setting_and_a_heading_for_every_command() -> None:
     settings, commands = docs.settings(), docs.commands()
-    assert [key for key, _ in leaves(Config) if f"\n- `{key}=" not in settings] == []
+    assert [key for key, _ in setting_fields(Config) if f"\n- `{key}=" not in settings] == []
     assert [name for name in cli.commands if f"\n## diloco {name}\n" not in commands] == []
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from diloco.config.address import problem
+from diloco.config.address import address_error
 from diloco.errors import PayloadError, SwarmError
 from diloco.messages.snapshot import Snapshot
 from diloco.swarm.rpc.watch import request_snapshot
@@ -117,4 +117,4 @@ class SwarmWatcher:
 def _places(snapshot: Snapshot) -> dict[str, list[str]]:
     """Where the peers of a snapshot are, the one that answered first. A peer may name anything as an address."""
     rows = sorted(snapshot.peers, key=lambda row: row.peer_id != snapshot.run.answered_by)[:MAX_KNOWN]
-    return {row.peer_id: [one for one in row.addresses if problem(one) is None] for row in rows}
+    return {row.peer_id: [one for one in row.addresses if address_error(one) is None] for row in rows}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from diloco.config import WIRE_VERSION
-from diloco.config.address import host_of, problem
+from diloco.config.address import address_error, host_of
 from diloco.core.limits import CALL_EVERY_S, CALLS_PER_MINUTE, PROBE_BYTES, PROBE_BYTES_IN_ALL, Allowance
 from diloco.core.peer import Peer
 from diloco.errors import PayloadError
@@ -158,4 +158,4 @@ def _callable(addresses: list[str], observed: str) -> list[str]:
 
 def _is_place(address: str) -> bool:
     """Whether a multiaddr is valid except that it names no peer id."""
-    return (problem(address) or "").startswith("/p2p/PEER_ID is missing")
+    return (address_error(address) or "").startswith("/p2p/PEER_ID is missing")

@@ -20,7 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
-from diloco.config.address import host_of, scope
+from diloco.config.address import host_of, reachability
 
 __all__ = ["LOCAL", "best_first", "call_each", "client_daemon", "start_daemon"]
 
@@ -140,7 +140,11 @@ def best_first(addresses: Sequence[str]) -> list[str]:
     way_out = _way_out()
 
     def rank(address: str) -> tuple[int, bool, bool]:
-        return ("public", "LAN", "loopback").index(scope(address)), host_of(address) != way_out, "/tcp/" not in address
+        return (
+            ("public", "LAN", "loopback").index(reachability(address)),
+            host_of(address) != way_out,
+            "/tcp/" not in address,
+        )
 
     return sorted(addresses, key=rank)
 

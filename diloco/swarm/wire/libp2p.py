@@ -22,7 +22,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.config import SwarmConfig
-from diloco.config.address import addresses_in, problem, same_subnet, scope
+from diloco.config.address import address_error, addresses_in, reachability, same_subnet
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.swarm.wire.dialing import LOCAL, best_first, call_each, client_daemon, start_daemon
 from diloco.swarm.wire.gate import GREETING, IN_USE, Gate
@@ -49,7 +49,7 @@ Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
 
 def peer_id_of(address: str) -> str:
     """The peer id at the end of a multiaddr; `ConfigError` says what a correct address looks like."""
-    wrong = problem(address)
+    wrong = address_error(address)
     if wrong is not None:
         raise ConfigError(f"swarm.initial_peers: {address!r} is not a peer address: {wrong}")
     return address.rsplit("/", 1)[1]
@@ -170,7 +170,7 @@ class Libp2p:
                 self.addresses = best_first([str(one) for one in await self._p2p.get_visible_maddrs()])
             self.reachable = bool(self.addresses)
             # Within one machine nobody doubts that others can call this peer, unless it names an address.
-            in_doubt = seeds and (network.announce or any(scope(seed) != "loopback" for seed in seeds))
+            in_doubt = seeds and (network.announce or any(reachability(seed) != "loopback" for seed in seeds))
             if ask is not None and network.reachable == "auto" and in_doubt:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
@@ -221,7 +221,7 @@ class Libp2p:
         self.seeds = list(dict.fromkeys(peer_id_of(address) for address in outcome if address not in self.silent))
         if outcome and not self.seeds:
             raise SwarmError(named + _nobody(outcome))
-        self._scopes |= {scope(address) for address in outcome}
+        self._scopes |= {reachability(address) for address in outcome}
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
         answers = await asyncio.gather(*(self.greet(seed, False) for seed in self.seeds), return_exceptions=True)
         for answer in answers:
@@ -304,7 +304,7 @@ class Libp2p:
 
     def may_call(self, address: str) -> bool:
         """As in `Transport`. Without a seed in a LAN, this is the subnet of an address of this peer itself."""
-        return scope(address) in self._scopes or any(same_subnet(address, own) for own in self.addresses)
+        return reachability(address) in self._scopes or any(same_subnet(address, own) for own in self.addresses)
 
     async def failed(self) -> None:
         """As in `Transport`. Without its daemon a peer would train on alone and not know it."""

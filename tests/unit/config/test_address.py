@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from diloco.admission import RunKey, Token
 from diloco.config import SwarmConfig, compose
-from diloco.config.address import Address, host_of, problem, scope
+from diloco.config.address import Address, address_error, host_of, reachability
 from diloco.errors import ConfigError
 from tests.support.errors import error_text
 
@@ -28,7 +28,7 @@ OTHER = f"/ip6/2001:db8::7/udp/4100/quic/p2p/{RSA}"
 def test_an_address_as_peers_print_it_is_taken() -> None:
     dns, relay = f"/dns/peer.example.org/tcp/1/p2p/{RSA}", f"/ip4/203.0.113.7/tcp/4100/p2p/{RSA}/p2p-circuit"
     for address in (GOOD, OTHER, dns, f"/dns4/localhost/tcp/65535/p2p/{ED25519}", f"{relay}/p2p/{ED25519}"):
-        assert problem(address) is None
+        assert address_error(address) is None
         assert Address.parse(f"  {address}\n") == Address((address,))
 
 
@@ -127,5 +127,5 @@ def test_the_host_of_an_address_and_from_where_it_is_reached() -> None:
         ("LAN", "/ip4/192.168.1.7/tcp/1 /ip4/100.64.0.3/tcp/1"),
         ("public", "/ip4/8.8.8.8/tcp/1 /dns/example.org/tcp/1"),
     ):
-        assert {scope(address) for address in addresses.split()} == {where}
+        assert {reachability(address) for address in addresses.split()} == {where}
     assert (host_of(GOOD), host_of("nothing")) == ("203.0.113.7", "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import Start, compose
+from diloco.config import ConfigSource, compose
 from diloco.config.files import search_path
 from diloco.errors import ConfigError
 from diloco.train.__main__ import _start
@@ -74,7 +74,7 @@ def own(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def complaint(*overrides: str, start: Start | None = None) -> str:
+def complaint(*overrides: str, start: ConfigSource | None = None) -> str:
     return error_text(ConfigError, compose, overrides, start)
 
 
@@ -101,7 +101,7 @@ def test_the_readme_has_every_command() -> None:
 
 def test_torchrun_takes_the_same_options() -> None:
     start, others = _start(["experiment=smoke", "-cd", "shared", "outer.lr=1", "--config", "mine.yaml"])
-    assert (start, others) == (Start(Path("mine.yaml"), Path("shared")), ["experiment=smoke", "outer.lr=1"])
+    assert (start, others) == (ConfigSource(Path("mine.yaml"), Path("shared")), ["experiment=smoke", "outer.lr=1"])
     with pytest.raises(ConfigError, match=r"^--config: expected one argument$"):
         _start(["--config"])
 
@@ -110,7 +110,7 @@ def test_torchrun_takes_the_same_options() -> None:
 def test_a_folder_that_is_named_comes_before_the_package_and_the_working_directory_last(own: Path) -> None:
     write("configs/outer/diloco.yaml", "method: diloco\nsync_every: 11\n")
     write("shared/outer/diloco.yaml", "method: diloco\nsync_every: 12\n")
-    named = Start(folder=Path("shared"))
+    named = ConfigSource(folder=Path("shared"))
     assert search_path(named) == (own / "shared", PACKAGE, own / "configs")
     assert (compose([], named).outer.sync_every, compose().outer.sync_every) == (12, 100)
 
@@ -120,7 +120,7 @@ def test_a_choice_that_is_not_there_says_where_it_was_looked_for(here: Path) -> 
     assert complaint("wandb=team") == f"wandb=team is not a choice; expected one of default, offline, online; {looked}"
     assert complaint("experiment=./mine.yaml").endswith("or give --config ./mine.yaml")
     nowhere = "--config-dir=nowhere is no directory; make it, or drop the option"
-    assert complaint(start=Start(folder=Path("nowhere"))) == nowhere
+    assert complaint(start=ConfigSource(folder=Path("nowhere"))) == nowhere
 
 
 def test_a_change_of_a_file_is_seen(own: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from diloco.cli.status import dashboard
-from diloco.config.address import scope
+from diloco.config.address import reachability
 from diloco.dashboard.server import HEADERS, PAGE, Dashboard, exposition
 from diloco.errors import ConfigError
 from diloco.messages.snapshot import Snapshot
@@ -134,4 +134,4 @@ def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int) ->
 
 def test_only_loopback_counts_as_unseen() -> None:
     hosts = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "box")
-    assert [scope(f"/ip/{host}") == "loopback" for host in hosts] == [True, True, True, False, False]
+    assert [reachability(f"/ip/{host}") == "loopback" for host in hosts] == [True, True, True, False, False]

@@ -98,11 +98,12 @@ def push(key: str, name: str, directory: Path, private: bool, message: str) -> s
     try:
         address = hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=directory, commit_message=message)
+    except HfHubHTTPError as error:
+        remedy = "give USER/NAME, where you may write"
+        raise DataError(f"{key}={name}: the Hugging Face hub refuses it ({one_line(error)}); {remedy}") from error
     except Exception as error:
-        refused = isinstance(error, HfHubHTTPError)
-        why = f"the Hugging Face hub {'refuses it' if refused else 'is not reachable'} ({one_line(error)})"
-        remedy = "give USER/NAME, where you may write" if refused else "check the network"
-        raise DataError(f"{key}={name}: {why}; {remedy}") from error
+        text = f"{key}={name}: the Hugging Face hub is not reachable ({one_line(error)}); check the network"
+        raise DataError(text) from error
     return str(address)
 
 

@@ -27,19 +27,13 @@ _REVOKED = "the owner of the run has revoked the invitation of this peer; ask fo
 class Memory:
     """Whom a peer refuses, kept over restarts in a file for each peer and run; without one, as long as the process.
 
-    Attributes:
-        revoked: the newest list of the run's owner.
-        users: the first peer that used a token, by the token's id.
-        seal: the run key's signature of the manifest (see `RunKey.seal`); "" while nobody has shown it.
-
-    A file that cannot be written is a warning in the log, and the run goes on. Then the next start forgets the change.
+    `revoked` is the newest list of the run's owner, `users` the first peer that used a token, by the token's id, `seal`
+    that of the manifest, "" while nobody has shown it. A damaged file is a ConfigError; one that cannot be written is a
+    warning, and the run goes on.
     """
 
     def __init__(self, path: Path | None = None, scope: str = "") -> None:
-        """`scope`: run id, and its key or the hash of its manifest; a file of another one counts as none.
-
-        Raises ConfigError if the file is damaged.
-        """
+        """`scope`: run id, and its key or the hash of its manifest; a file of another one counts as none."""
         self.revoked, self.users, self.seal = Revoked(), dict[str, str](), ""
         self._path, self._scope = path, scope
         if path is None or not path.exists():

@@ -65,15 +65,12 @@ class Grant:
         return head + _short(self.run_id) + _short(self.peer)
 
     def to_bytes(self) -> bytes:
-        """Canonical bytes, signature included."""
+        """With the signature."""
         return self._body() + self.signature
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> tuple[Grant, bytes]:
-        """Reads untrusted bytes; returns the grant, its signature not yet verified, and the bytes that follow it.
-
-        Raises PayloadError: the bytes are no grant, or a grant of another version.
-        """
+        """The grant that untrusted bytes begin with, its signature not yet verified, and the bytes that follow it."""
         if len(raw) < _HEAD.size or raw[0] != VERSION:
             raise PayloadError(f"it has version {raw[0]}, this diloco reads {VERSION}" if raw else "it is empty")
         _, run_key, invitation_key, role, expires_at = _HEAD.unpack_from(raw)
@@ -128,7 +125,7 @@ class Token:
         return _to_text(self.grant.to_bytes() + self._seed)
 
     def credential(self, peer: str, role: Role | None = None) -> str:
-        """Text that proves to others that this peer was invited, in the token's role or in a less powerful one."""
+        """Text of a `Credential`, in the token's role or in a less powerful one."""
         role = role or self.grant.role
         return Credential(self.grant, role, _key(self._seed).sign(_proof_of(role, peer))).to_text()
 

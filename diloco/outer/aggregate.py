@@ -49,9 +49,8 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True)
 class Merged:
-    """The update (uint8) that makes a version, its step, and the peers whose contributions it leaves out, or scales
-    down; those left out are not in the step. `alike` are pairs of peers whose contributions are nearly parallel, and
-    the cosine.
+    """The update (uint8) that makes a version, its step, and the peers whose contributions it leaves out of that, or
+    scales down. `alike` are pairs of peers whose contributions are nearly parallel, and the cosine.
     """
 
     update: Tensor

@@ -11,9 +11,8 @@ magnitudes above or below their mean, and bit 1 is the sign. Levels are bfloat16
 many bytes, and no pseudo-gradient is too small for it. A byte holds four 2-bit codes, one from each quarter of the
 block. Two 12-bit indices take three bytes.
 
-A payload that is invalid (length, levels, order of indices) raises PayloadError before anything is changed. These
-codecs cannot publish updates: the anchors would lack what an update lost until later rounds. All else is as in
-`codecs.py`.
+These codecs cannot publish updates: the anchors would lack what an update lost until later rounds. All else is as in
+`codecs`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ _ELEMENTS_PER_KEPT = 64
 
 
 class _LossyCodec(Codec):
-    """A codec for contributions only; the settings refuse it for updates."""
-
     num_levels: ClassVar[int]  # of a block
     lowest_level: ClassVar[float]
 

@@ -18,11 +18,6 @@ from torch import Tensor
 from diloco.errors import DivergedError, PayloadError
 from diloco.outer.fragments import BLOCK, CHUNK, chunks
 
-__all__ = [
-    "LIMIT", "Codec", "Integers", "Layout", "assert_chunk", "blockwise", "buffer", "empty_payload", "exponents_of",
-    "is_aligned", "is_within", "magnitude_of", "norm_of", "power_of_two", "refuse_diverged",
-]  # fmt: skip
-
 assert sys.byteorder == "little", "payloads are views of tensors, so the machine must be little-endian"
 
 LIMIT = 2.0**64
@@ -177,8 +172,8 @@ def refuse_diverged(x: Tensor, name: str, largest: float) -> None:
 def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
     """Exponents (r,) of the largest magnitudes of rows (r, n): 2**exponent <= magnitude < 2**(exponent + 1).
 
-    From a mantissa of `round_up_from` on, a multiple of 2**-23 in (1, 2], it is one more; with 2 it never is. A row of
-    zeros or subnormals gives -127. Raises DivergedError if a value is not finite or too large.
+    From a mantissa of `round_up_from` on, a multiple of 2**-23 in (1, 2], it is one more. A row of zeros or subnormals
+    gives -127. Raises DivergedError if a value is not finite or too large.
     """
     magnitudes = np.maximum(rows.amax(1).numpy(), -rows.amin(1).numpy())  # quicker than abs and one maximum
     refuse_diverged(torch.from_numpy(magnitudes), name, LIMIT)
@@ -189,7 +184,7 @@ def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
 def blockwise(x: Tensor, parts: Sequence[Tensor], widths: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
     """Yield `x` and vectors that belong to it as rows, one per block: all full blocks, then the rest.
 
-    `widths` are the elements of each vector that belong to a full block. The rest has what remains.
+    `widths` are the elements of each vector that belong to a full block.
     """
     full, rest = divmod(x.numel(), BLOCK)
     columns = list(zip([x, *parts], [BLOCK, *widths], strict=True))

@@ -22,8 +22,7 @@ from diloco.outer.fragments import Fragment
 
 __all__ = ["Matrix", "flatten_", "matrices"]
 
-_SMALLEST = 1e-6
-"""Singular values below this part of the largest one are raised no more than that one: they are rounding errors."""
+_SMALLEST = 1e-6  # Singular values below this part of the largest one are rounding errors, and raised no more than it.
 
 
 class Matrix(NamedTuple):

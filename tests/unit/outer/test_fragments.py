@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError, PayloadError
 from diloco.outer.digest import PART, anchor_digest, fragment_digest, part_digest, part_digests, part_ranges
-from diloco.outer.fragments import BLOCK, Fragment, gather_, gathered, partition, scatter_
+from diloco.outer.fragments import BLOCK, Fragment, gather_, partition, scatter_
 
 LAYOUTS = ("contiguous", "transposed", "channels_last", "every_other", "reversed_dims")
 
@@ -169,18 +169,6 @@ def test_scatter_changes_the_live_parameters_of_a_module() -> None:
     out = torch.empty(8)
     gather_(out, fragment, 0, parameters)
     assert not out.requires_grad
-
-
-def test_a_range_of_one_plain_parameter_is_read_in_place() -> None:
-    values = torch.arange(12.0)
-    parameters = {"plain": torch.nn.Parameter(values[:6].clone()), "half": values[6:8].half(), "turned": torch.eye(2).T}
-    (fragment,) = partition({name: value.numel() for name, value in parameters.items()}, 1)
-    buffer = torch.empty(12)
-    view = gathered(buffer[:4], fragment, 1, parameters)
-    assert view.tolist() == [1, 2, 3, 4] and view.data_ptr() == parameters["plain"].data_ptr() + 4
-    for start, stop, expected in ((4, 8, [4, 5, 6, 7]), (6, 8, [6, 7]), (8, 12, [1, 0, 0, 1])):
-        out = gathered(buffer[: stop - start], fragment, start, parameters)
-        assert out.tolist() == expected and out.data_ptr() == buffer.data_ptr()
 
 
 def digest(data: bytes) -> str:

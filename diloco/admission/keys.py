@@ -22,8 +22,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from diloco.atomic import replace_file
 from diloco.errors import ConfigError
 
-__all__ = ["Revoked", "RunKey", "check_private", "is_sealed", "new_key", "verify", "write_private"]
-
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32

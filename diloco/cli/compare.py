@@ -19,8 +19,6 @@ from diloco.text import human_bytes, human_count, human_seconds
 if TYPE_CHECKING:
     from diloco.rundir.compare import Arm, Comparison
 
-__all__ = ["compare", "run"]
-
 
 @click.command(cls=Command)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from diloco.swarm.client.ask import SwarmInfo
     from diloco.swarm.wire.gate import Gate
 
-__all__ = ["Check", "Doctor", "doctor", "run"]
-
 PROBE_BYTES = 2**20
 CHECKPOINT_BYTES = 20  # per parameter: anchor, AdamW's two moments, master and momentum
 THIN_BITS_PER_S = 10e6

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from diloco.rundir.reporting import Listener
     from diloco.swarm.client.ask import SwarmInfo
 
-__all__ = ["join"]
-
 
 @click.command(cls=Command)
 @click.argument("address", required=False)

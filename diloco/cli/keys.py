@@ -16,8 +16,6 @@ from diloco.text import counted
 if TYPE_CHECKING:
     from diloco.admission import Role
 
-__all__ = ["invite", "keygen", "revoke"]
-
 UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 LONGEST_S = 10 * 366 * 86400
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from diloco.rundir.reporting import Message
     from diloco.rundir.summary import Summary
 
-__all__ = ["local", "run"]
-
 LINGERING_S = 5.0
 
 

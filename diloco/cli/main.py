@@ -22,8 +22,6 @@ from diloco import __version__
 from diloco.cli import compare, doctor, join, keys, local, model, plan, status, sweep, train
 from diloco.errors import ConfigError, end_process, guard, in_utf8
 
-__all__ = ["cli", "main"]
-
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Train": (local.local, train.train, join.join, train.host),
     "Look at a swarm": (status.status, status.dashboard, doctor.doctor),

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from diloco.config import Config
     from diloco.rundir.checkpoint import Checkpoint
 
-__all__ = ["evaluate", "export", "generate"]
-
 
 @click.command(name="eval", cls=Command)
 @click.argument("model", metavar="MODEL_DIR", type=PATH)

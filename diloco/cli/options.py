@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from diloco.config import Config, ConfigSource
     from diloco.config.address import Address
 
-__all__ = ["PATH", "Command", "Function", "Options", "configured", "guest", "keys", "split_address"]
-
 PATH = click.Path(path_type=Path)
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -13,8 +13,6 @@ from diloco.cli.table import STATE_STYLES
 from diloco.messages.snapshot import PHASES, SHORT, Contributor, FragmentRow, PeerRow, Round, Snapshot
 from diloco.text import counted, human_bytes, human_count, human_seconds, sparkline
 
-__all__ = ["render"]
-
 ROUNDS = 6
 EVENTS = 6
 LATE_S = 5.0  # since the last message of a peer

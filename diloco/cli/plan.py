@@ -14,8 +14,6 @@ from diloco.cli.options import Command, Options, configured
 if TYPE_CHECKING:
     from diloco.cli.exchange_cost import ExchangeSize, NetworkLink
 
-__all__ = ["plan"]
-
 GIB = 2**30
 
 

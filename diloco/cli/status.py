@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from diloco.messages.snapshot import Snapshot
     from diloco.swarm.client.watch import SwarmWatcher
 
-__all__ = ["dashboard", "status"]
-
 EVERY_S = 1.0
 AROUND = 26  # lines of `render` beside the rows of peers, fragments and contributions
 

@@ -27,8 +27,6 @@ from diloco.errors import ConfigError, DilocoError, DivergedError, on_signals
 if TYPE_CHECKING:
     from diloco.config import Config, ConfigSource
 
-__all__ = ["run", "sweep", "sweepable"]
-
 PROGRAM = (sys.executable, "-m", "diloco")
 
 

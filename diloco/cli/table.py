@@ -20,8 +20,6 @@ from diloco.config import Config
 from diloco.rundir.reporting import Lines, Message, Ready, Status, who_can_join
 from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
-__all__ = ["STATE_STYLES", "LiveView", "hear_warnings", "say_who_can_join"]
-
 STATE_STYLES = {"starting": "dim", "left": "dim", "training": "green", "exchanging": "cyan", "evaluating": "magenta"}
 STATE_STYLES |= {"waiting": "yellow", "leaving": "yellow", "done": "bold green", "failed": "bold red"}
 STATE_STYLES |= {"killed": "bold red"}

@@ -8,8 +8,6 @@ from diloco.cli.options import Command, Options, configured, guest, split_addres
 from diloco.cli.sweep import sweepable
 from diloco.errors import ConfigError
 
-__all__ = ["host", "simulate", "train"]
-
 
 @click.command(cls=Command)
 @configured

@@ -26,17 +26,6 @@ from diloco.swarm.wire.libp2p import peer_id_of
 from diloco.train.checkpoint import checkpoints_name
 from diloco.train.memory import Machine, MemoryNeed, fit_micro_batch, memory_need
 
-__all__ = [
-    "PeerDirectory",
-    "fit_to_machine",
-    "known_addresses",
-    "lock_peer_directory",
-    "move_aside",
-    "remember_addresses",
-    "volunteer_config",
-    "with_settings",
-]
-
 PEERS_PER_MACHINE = 64
 KNOWN_RUNS, KNOWN_ADDRESSES = 64, 16
 

@@ -24,8 +24,6 @@ from diloco.errors import DilocoError
 from diloco.messages.snapshot import Snapshot
 from diloco.swarm.client.watch import SwarmWatcher
 
-__all__ = ["Dashboard", "exposition"]
-
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0

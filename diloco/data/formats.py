@@ -33,8 +33,6 @@ from diloco.data.packing import with_plain_line_ends
 from diloco.errors import DataError
 from diloco.text import counted
 
-__all__ = ["SUFFIXES", "NoFieldError", "documents_of", "format_of", "is_hidden", "num_rows", "omit", "pieces", "texts"]
-
 logger = logging.getLogger(__name__)
 
 SUFFIXES = {

@@ -17,8 +17,6 @@ from diloco.data.tokenizers import Tokenizer
 from diloco.data.tokens import OnProgress, TokenList, tokens_of
 from diloco.errors import DataError
 
-__all__ = ["LocalDataset"]
-
 
 class LocalDataset:
     """All sequences of local sources, which have numbers.

@@ -20,8 +20,6 @@ from diloco.config import MIXTURE_BLOCK
 from diloco.data.numbered import EndlessList
 from diloco.data.packing import permuted
 
-__all__ = ["Mixture", "counts_of", "places"]
-
 
 class Mixture:
     """Sources with counts (sequences in a block), as one `EndlessList`. All have sequences of the same length."""

@@ -19,8 +19,6 @@ from torch import Tensor
 from diloco.data.packing import permuted
 from diloco.errors import CheckpointError
 
-__all__ = ["EndlessList", "Leases", "NumberedStream", "Ranges", "Rows", "no_position"]
-
 Ranges = Sequence[tuple[int, int]]
 """Ranges (start, stop) of sequences of the run's list."""
 

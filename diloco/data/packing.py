@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from diloco.data.tokenizers import Tokenizer, Tokens, token_dtype
 
-__all__ = ["Packer", "is_held_out", "number_of", "permuted", "with_plain_line_ends"]
-
 _FEISTEL_ROUNDS = 6
 
 

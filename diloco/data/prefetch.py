@@ -19,8 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AHEAD", "Planned", "Prefetched", "Stream"]
-
 AHEAD = 8  # batches
 END_S = 1.0  # A worker that waits for the network longer than that is left to the end of the process.
 

@@ -23,8 +23,6 @@ from diloco.errors import DataError, DilocoError
 from diloco.hub import check_reachable, commit_of, opened
 from diloco.text import counted
 
-__all__ = ["documents", "files_of", "hub_files", "reading"]
-
 # Generated tables and machine-specific constants, tests, and packages that are not part of the library.
 _STDLIB_SKIPPED = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}

@@ -43,8 +43,6 @@ from diloco.data.tokenizers import Tokenizer, Tokens
 from diloco.errors import DataError, DilocoError
 from diloco.text import one_line
 
-__all__ = ["HubDataset", "HubStream"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -18,8 +18,6 @@ from diloco.errors import DataError, DilocoError
 from diloco.hub import TOKENIZER_FILES, check_reachable, files_at
 from diloco.text import one_line
 
-__all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "is_bytes", "load_tokenizer", "token_dtype"]
-
 Tokens = NDArray[Any]  # (N,) uint8, uint16 or int32, the smallest that holds the vocabulary
 
 MAX_IDS = 2**24  # of a vocabulary; no model has more

@@ -38,8 +38,6 @@ from diloco.data.sources import documents, files_of, reading
 from diloco.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from diloco.errors import DataError
 
-__all__ = ["OnProgress", "TokenList", "tokenised", "tokens_of"]
-
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]

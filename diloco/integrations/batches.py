@@ -16,8 +16,6 @@ from torch.utils.data import RandomSampler
 
 from diloco.errors import DataError
 
-__all__ = ["check_has_batches", "order_by_", "remedy", "tokens_of"]
-
 IGNORED = -100  # of labels, where there is nothing to learn
 
 

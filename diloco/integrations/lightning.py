@@ -18,8 +18,6 @@ from diloco.errors import ConfigError
 from diloco.integrations.membership import Membership, peer_state
 from diloco.rundir.checkpoint import copied
 
-__all__ = ["DilocoLightningCallback"]
-
 KEY = "diloco"  # of what a checkpoint of Lightning holds for this callback
 
 

@@ -26,8 +26,6 @@ from diloco.integrations.batches import order_by_, remedy, tokens_of
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
 
-__all__ = ["Membership", "load_beside", "peer_state", "save_beside"]
-
 KEY = "output directory"
 FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
 

@@ -20,8 +20,6 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.integrations.batches import check_has_batches
 from diloco.integrations.membership import Membership, load_beside, save_beside
 
-__all__ = ["DilocoCallback"]
-
 logger = logging.getLogger(__name__)
 
 FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")

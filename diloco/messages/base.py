@@ -10,8 +10,6 @@ from msgspec import Meta, Struct
 from diloco.admission.invitation import Role
 from diloco.messages.fields import printable
 
-__all__ = ["EVERYBODY", "MAX_FRAME_BYTES", "MEMBERS", "WORKERS", "Message", "Place", "Refusal"]
-
 MAX_FRAME_BYTES = 1 << 21  # the largest honest frame has a head of 256 lines, a book of 2048 peers, and 8192 digests
 EVERYBODY: frozenset[Role] = frozenset(get_args(Role))
 MEMBERS: frozenset[Role] = frozenset({"worker", "host", "contributor"})

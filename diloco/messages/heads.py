@@ -35,8 +35,6 @@ from diloco.messages.fields import (
     Weight,
 )
 
-__all__ = ["MAX_LATE", "MAX_LEDGER", "Book", "Entry", "Head", "Key", "Line", "digest"]
-
 MAX_LEDGER = 2048  # peers named in a book; they fit into a frame
 MAX_LATE = 64  # versions that a contribution's base may be behind
 TIE_DIGITS = 8

@@ -9,8 +9,6 @@ from msgspec import Meta, field
 from diloco.messages.base import EVERYBODY, Message, Place
 from diloco.messages.fields import MAX_COUNT, Addresses, Count, Name, Seal, printable
 
-__all__ = ["MAX_PIECE_BYTES", "MAX_PROBE_BYTES", "Ask", "Piece", "Probe", "ProbeReply"]
-
 MAX_PIECE_BYTES = 2**19  # the longest manifest is one piece
 MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
 

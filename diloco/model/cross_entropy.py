@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["computes_loss", "cross_entropy", "evaluating", "loss", "prepare_head_"]
-
 IGNORED = -100  # in place of a target: this position predicts nothing
 # fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which each chunk is added.
 CHUNK_BYTES, CPU_CHUNK_BYTES = 2**28, 2**26

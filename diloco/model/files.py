@@ -16,8 +16,6 @@ from torch import nn
 from diloco.errors import CheckpointError, ConfigError
 from diloco.text import one_line
 
-__all__ = ["Vocabulary", "check_directory", "load", "save", "transformers"]
-
 
 class Vocabulary(Protocol):
     """The part of a tokenizer that `save` and `check_fit` use."""

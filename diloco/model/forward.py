@@ -17,8 +17,6 @@ from diloco.model.cross_entropy import computes_loss
 from diloco.model.files import transformers
 from diloco.text import one_line
 
-__all__ = ["choose_attention_", "compile_layers_", "layers_of", "never_wait_for_masks", "recompute_layers_"]
-
 FLASH = {"flash_attention_2": "flash_attn"}  # packages that transformers does not bring
 
 

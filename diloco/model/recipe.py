@@ -19,8 +19,6 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.model.files import transformers
 from diloco.text import one_line
 
-__all__ = ["allowed_names", "fill_frozen_", "frozen_of", "is_extra", "pack", "recipe_of", "set_generation_"]
-
 # Every config with rotary embeddings reads these names, although they are not fields of the dataclass.
 _ROTARY_NAMES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 # What a saved config says of itself, names of classes, and code of somebody else: a model from here reads none of it.

@@ -23,8 +23,6 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
 
-__all__ = ["PART", "anchor_digest", "digest_of", "fragment_digest", "part_digest", "part_digests", "part_ranges"]
-
 assert sys.byteorder == "little", "digests are defined over little-endian fp32"
 
 PART = 4 * CHUNK  # elements under one part digest, a whole number of chunks: 4 MiB of fp32

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 
-__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "gathered", "partition", "scatter_"]
-
 BLOCK = 4096  # elements that share one scale in the block codecs
 CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from diloco.outer.fragments import Fragment
 from diloco.outer.payloads import Codec, buffer
 
-__all__ = ["AVERAGES", "Part", "directional_pieces", "mean", "radial_directional"]
-
 SMALLEST_NORM = 2.0**-126
 """Smaller norms are subnormal in fp32; hardware that flushes them to zero would divide by zero."""
 CANCELLED = 2.0**-20  # A sum of directions that is shorter than this part of its weight consists of rounding errors.

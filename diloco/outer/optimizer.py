@@ -30,8 +30,6 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.outer.payloads import Codec, buffer
 
-__all__ = ["OPTIMIZERS", "Linear", "OuterOptimizer", "OuterState", "OuterStep", "Reach", "Transition"]
-
 Value = TypeVar("Value", float, Tensor)
 YOUTH = 16  # versions after which the momentum of a run without a plan has half of its rise behind it
 

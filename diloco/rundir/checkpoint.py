@@ -33,8 +33,6 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError
 
-__all__ = ["FORMAT", "BackgroundWriter", "Checkpoint", "CheckpointStore", "copied"]
-
 Groups = Mapping[str, Mapping[str, Tensor]]
 
 FORMAT = 3

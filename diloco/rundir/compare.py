@@ -24,8 +24,6 @@ from diloco.errors import ConfigError
 from diloco.rundir.files import number, prepare_run_directory, read_json_lines, write_atomic
 from diloco.rundir.plot import picture
 
-__all__ = ["Arm", "Comparison", "Gap", "Point", "Run", "compare", "gap_of", "read_json", "read_run"]
-
 NOT_A_DIFFERENCE = (
     "run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard", "eval.prompt",
 )  # fmt: skip

@@ -22,21 +22,6 @@ from diloco.config import Config, Manifest
 from diloco.config.manifest import planned, raised
 from diloco.errors import CheckpointError, ConfigError
 
-__all__ = [
-    "JsonLines",
-    "check_same_run",
-    "data_home",
-    "exclusive",
-    "files_of",
-    "finite",
-    "in_use",
-    "number",
-    "origin_of",
-    "prepare_run_directory",
-    "read_json_lines",
-    "write_atomic",
-]
-
 logger = logging.getLogger(__name__)
 
 

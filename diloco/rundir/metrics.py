@@ -15,8 +15,6 @@ from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.rundir.files import JsonLines
 
-__all__ = ["AGGREGATE_EVERY_S", "RunLog", "WandbLog"]
-
 logger = logging.getLogger(__name__)
 
 AGGREGATE_EVERY_S = 30.0

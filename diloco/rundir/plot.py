@@ -16,8 +16,6 @@ from diloco.rundir.files import number, read_json_lines, write_atomic
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Curve", "picture", "plot_losses", "read_curves"]
-
 LEGEND_PEERS = 8  # with more peers, one line of the legend stands for all
 SMOOTHED_SHARE = 40  # curves are smoothed by a running mean over 1/40 of their length
 

@@ -26,8 +26,6 @@ from fsspec.implementations.local import LocalFileSystem
 from diloco.errors import ConfigError
 from diloco.text import one_line
 
-__all__ = ["COMPLETE", "Pusher"]
-
 COMPLETE = "complete.json"
 PATIENCE_S = 600.0
 

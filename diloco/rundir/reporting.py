@@ -23,11 +23,6 @@ from diloco.messages.snapshot import Snapshot
 from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count, plain
 
-__all__ = [
-    "Finished", "Lines", "Listener", "Message", "Notice", "Ready", "Stage", "Status", "WarningLines", "json_lines",
-    "log_lines", "read_message", "swarm_figures", "who_can_join",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0  # between lines of a peer whose outer step does not change

@@ -18,17 +18,6 @@ from msgspec import Struct, to_builtins
 from diloco.messages.snapshot import Contributor, Phase, PhaseSeconds
 from diloco.rundir.files import finite, write_atomic
 
-__all__ = [
-    "Evaluation",
-    "PeerSummary",
-    "PhaseTimer",
-    "Summary",
-    "Tokens",
-    "merge_peer_summaries",
-    "write_contributions",
-    "write_summary",
-]
-
 
 class PhaseTimer:
     """Counts every second of one thread in exactly one phase, on from the `start` of a resumed run; `settle` waits for

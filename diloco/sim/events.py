@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from diloco.errors import ConfigError
 
-__all__ = ["SimEvent", "parse", "starters"]
-
 
 @dataclass(frozen=True)
 class SimEvent:

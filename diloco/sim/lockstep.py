@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Killed", "Lockstep"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

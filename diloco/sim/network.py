@@ -21,8 +21,6 @@ from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.streams import CONTROL
 from diloco.swarm.wire.transport import Handler, Reader, Writer
 
-__all__ = ["Network", "PeerLink", "SimTransport"]
-
 PIECE_BYTES = 64 * 1024
 BACKLOG_BYTES = 256 * 1024  # what a stream holds before its writer has to wait
 UNANSWERED_S = 30.0  # how long a call across a cut lasts

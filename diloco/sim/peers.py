@@ -24,8 +24,6 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.gate import Gate
 from diloco.train.loop import Trainer
 
-__all__ = ["PacedStream", "SimRuntime", "SimTrainer"]
-
 T = TypeVar("T")
 
 

@@ -39,8 +39,6 @@ from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.checkpoint import RunCheckpoints
 
-__all__ = ["Simulated", "Simulation", "simulate"]
-
 LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "contributions.csv", "loss.png")
 PATIENCE_S = 3600.0  # virtual; with nothing learnt for that long (and some steps and transfers), it hangs
 

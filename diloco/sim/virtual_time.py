@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["DeadlockError", "VirtualLoop", "virtual_time"]
-
 T = TypeVar("T")
 RESOLUTION_S = 1e-7  # of timers; floats of 20 years of seconds are finer, else a timer would never be due
 NAMED = 5  # tasks that the report of a deadlock names

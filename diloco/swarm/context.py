@@ -18,8 +18,6 @@ from diloco.swarm.wire.tasks import FragmentLock, Tasks
 from diloco.swarm.wire.transport import Transport
 from diloco.text import plain
 
-__all__ = ["Context", "OnEvent"]
-
 logger = logging.getLogger(__name__)
 
 OnEvent = Callable[[str, dict[str, object]], None]

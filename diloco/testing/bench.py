@@ -14,8 +14,6 @@ import torch
 from diloco.attach import devices
 from diloco.rundir.compare import gap_of
 
-__all__ = ["cpu_seconds", "describe", "gap", "place", "put", "rows_of", "spread"]
-
 PAGES = tuple(Path(__file__).parents[2] / "scripts" / name for name in ("README.md", "TABLES.md"))
 
 

@@ -22,8 +22,6 @@ from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
 
-__all__ = ["SwarmInfo", "check_clock", "fetch_files", "inspect_swarm", "parse_manifest", "revoke", "try_to_listen"]
-
 CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
 PATIENCE_S = 15.0  # for each of the peers that are asked at once

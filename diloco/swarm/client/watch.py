@@ -16,8 +16,6 @@ from diloco.swarm.rpc.watch import request_snapshot
 from diloco.swarm.wire.streams import BROKEN
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["SwarmWatcher", "stub_hivemind_packages"]
-
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0

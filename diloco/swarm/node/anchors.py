@@ -27,8 +27,6 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc.state import payload_digest
 from diloco.swarm.wire.tasks import in_thread
 
-__all__ = ["Anchors"]
-
 MOST_SAME = 64  # pairs of peers with the same data that are named
 
 

@@ -7,8 +7,6 @@ import threading
 from diloco.core.units import NONE, count, difference, first, union
 from diloco.messages.fields import Units
 
-__all__ = ["LeasedData"]
-
 ROUNDS_AHEAD = 2  # the data must last until an heir answers when an author dies
 
 

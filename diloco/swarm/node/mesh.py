@@ -36,8 +36,6 @@ from diloco.swarm.wire.gate import IN_USE
 from diloco.swarm.wire.streams import BROKEN, CONTROL, Outgoing, Stream
 from diloco.swarm.wire.transport import Reader, Refused, Writer
 
-__all__ = ["ControlMesh"]
-
 logger = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 10.0

@@ -30,8 +30,6 @@ from diloco.swarm.wire.tasks import in_thread
 from diloco.swarm.wire.transport import Transport
 from diloco.text import plain
 
-__all__ = ["NodeOptions", "RunSpec", "core_settings", "make_context"]
-
 VALUE_CHARS = 40  # of a value of a manifest, in an error
 MODEL_KEYS = ("model.name", "frozen_parameters")
 LATE, LATE_AT_ONCE = 8, 64  # versions that a base may be behind; where each contribution is a version

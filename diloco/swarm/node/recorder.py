@@ -21,8 +21,6 @@ from diloco.messages.fields import forget_oldest
 from diloco.messages.snapshot import PhaseSeconds
 from diloco.swarm.node.rows import fragment_row, ledger_totals, peer_row, phase_seconds, run_info
 
-__all__ = ["Recorder"]
-
 FRESH_S = 0.5  # a younger snapshot answers the next request too, so the number of watchers costs nothing
 LOOK_EVERY_S = 1.0
 

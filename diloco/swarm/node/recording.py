@@ -25,8 +25,6 @@ from diloco.messages.codec import KINDS
 from diloco.messages.control import Planned
 from diloco.messages.heads import Line
 
-__all__ = ["NAME", "Recording", "Said", "Start", "read"]
-
 NAME = "recording.bin"
 IDENTITY = ("me", "name", "run_id", "manifest_hash", "trains", "may_author", "tokens_per_step")
 MOST_BYTES = 64 << 20  # of both files: the newer one begins anew when it has half of them

@@ -14,8 +14,6 @@ from diloco.messages.control import Figures
 from diloco.messages.fields import MAX_BYTES, MAX_SECONDS, MAX_TOKENS, at_most, within_bounds
 from diloco.messages.snapshot import PHASES, PhaseSeconds
 
-__all__ = ["fragment_row", "ledger_totals", "peer_row", "phase_seconds", "run_info"]
-
 ID_DIGITS = 16
 State = Literal["starting", "ready", "training", "exchanging", "evaluating", "leaving"]
 

@@ -19,8 +19,6 @@ from diloco.swarm.rpc.probe import ask_to_be_called
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["NodeThread", "Runtime", "connect"]
-
 T = TypeVar("T")
 JOIN_S = 10.0
 CLOSE_S = 5.0

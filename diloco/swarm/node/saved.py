@@ -12,8 +12,6 @@ from diloco.core.history import Tip
 from diloco.outer.optimizer import OuterState
 from diloco.outer.replica import Replica
 
-__all__ = ["Saved"]
-
 
 @dataclass(frozen=True)
 class Saved:

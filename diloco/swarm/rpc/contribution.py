@@ -23,8 +23,6 @@ from diloco.swarm.rpc.state import payload_digest
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.tasks import in_thread
 
-__all__ = ["Received", "receive", "send"]
-
 PIECE = 1 << 20  # bytes sent at a time
 NORM_ERROR = 1e-3  # relative: of a norm that the contributor measured on other hardware
 MOST_PARTIAL = 64  # payloads that are kept half

@@ -28,8 +28,6 @@ from diloco.swarm.context import Context
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.tasks import in_thread
 
-__all__ = ["InnerState", "InnerStateServer", "Layout", "TakeSnapshot", "fetch_inner", "receive_inner"]
-
 DONORS = 3  # asked at most; a joiner should train rather than ask everybody
 SQUARES = "_sq"  # the end of the names of second moments in all of torch's optimizers
 

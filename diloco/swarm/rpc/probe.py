@@ -24,8 +24,6 @@ from diloco.messages.watching import Probe, ProbeReply
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["ProbeResult", "ProbeServer", "ask_to_be_called", "probe"]
-
 logger = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 4  # addresses of one request

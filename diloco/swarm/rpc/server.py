@@ -15,8 +15,6 @@ from diloco.swarm.context import Context
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.transport import Reader, Writer
 
-__all__ = ["RequestHandler", "Server"]
-
 logger = logging.getLogger(__name__)
 
 RequestHandler = Callable[[Stream, Any], Awaitable[None]]

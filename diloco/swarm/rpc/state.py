@@ -28,8 +28,6 @@ from diloco.swarm.context import Context
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.tasks import in_thread
 
-__all__ = ["ask", "fetch", "payload_digest", "serve"]
-
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 16  # elements of an anchor sent at a time: small, so that a shared link stays fair

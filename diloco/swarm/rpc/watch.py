@@ -21,8 +21,6 @@ from diloco.swarm.wire.transport import Transport
 if TYPE_CHECKING:  # a process that only watches does not load torch
     from diloco.swarm.context import Context
 
-__all__ = ["InfoServer", "request_file", "request_manifest", "request_snapshot"]
-
 
 async def request_manifest(transport: Transport, peer: str) -> tuple[str, str]:
     """The manifest of a peer's run as untrusted JSON text, and its seal; `PayloadError` when the peer refuses."""

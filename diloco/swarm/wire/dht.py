@@ -29,8 +29,6 @@ from diloco.messages.base import MEMBERS
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.identity import Identity, verify
 
-__all__ = ["AddressRecords", "BoundedStorage", "GuardedP2P"]
-
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
 MAX_ADDRESSES, MAX_RECORD_BYTES = 4, 4096
 ASKED_IN = 8  # at a time; a peer that nobody can call never comes in

@@ -22,8 +22,6 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.config.address import host_of, reachability
 
-__all__ = ["LOCAL", "best_first", "call_each", "client_daemon", "start_daemon"]
-
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0

@@ -11,8 +11,6 @@ from typing import cast
 
 from diloco.swarm.wire.transport import Reader, Writer
 
-__all__ = ["Filling"]
-
 
 class Filling(asyncio.BufferedProtocol):
     """Takes bytes of a stream into `out`; `filled` says how many are there. While it waits the socket writes into `out`

@@ -30,8 +30,6 @@ from diloco.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Reader, Refused, Untrusted, Writer
 
-__all__ = ["GREETING", "IN_USE", "Gate", "gate_for", "message_of", "observer_gate"]
-
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
 OWN_LIFE_S = 366 * 86400  # life of the invitation that the run's owner gives itself at each start

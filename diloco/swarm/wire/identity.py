@@ -23,8 +23,6 @@ from hivemind.proto import crypto_pb2
 from diloco.admission.keys import check_private
 from diloco.errors import ConfigError
 
-__all__ = ["Identity", "identity_number", "own_id", "verify"]
-
 MAX_KEY_BYTES = 1024
 
 

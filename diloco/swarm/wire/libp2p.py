@@ -34,8 +34,6 @@ from diloco.text import one_line
 if TYPE_CHECKING:
     from diloco.swarm.wire.dht import AddressRecords
 
-__all__ = ["Ask", "Libp2p", "check_free", "peer_id_of", "read_addresses"]
-
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["trim_heap"]
-
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
 

@@ -17,8 +17,6 @@ from diloco.swarm.wire.transport import Reader, Transport, Writer
 if TYPE_CHECKING:  # a process that only watches has no tensors, and does not load torch
     from torch import Tensor
 
-__all__ = ["BROKEN", "BULK", "CONTROL", "FLUSH_BYTES", "Outgoing", "Stream", "Traffic", "open_bulk"]
-
 CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0

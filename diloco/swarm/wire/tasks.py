@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-__all__ = ["FragmentLock", "Tasks", "in_thread"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

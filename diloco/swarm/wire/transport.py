@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Handler", "Reader", "Refused", "Transport", "Untrusted", "Writer"]
-
 
 class Refused(ConnectionError):
     """A peer answers, but does not admit this one; the text says why."""

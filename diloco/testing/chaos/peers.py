@@ -22,8 +22,6 @@ from typing import Any
 from diloco.testing.chaos.schedule import ScheduledFault
 from diloco.testing.links.links import Loopback
 
-__all__ = ["ChaosError", "Happened", "PeerProcess", "RealSwarm", "marked"]
-
 MARK = "DILOCO_CHAOS"
 START_S = 180.0  # imports of several processes on a busy machine
 END_S = 180.0

@@ -19,8 +19,6 @@ from diloco.testing.chaos.peers import Happened, PeerProcess, RealSwarm
 from diloco.testing.chaos.schedule import ScheduledFault
 from diloco.testing.links.pipe import WORSE
 
-__all__ = ["Account", "Log", "Stay", "judge", "lines_of", "read", "report"]
-
 WINDOW_S = 20.0  # what a fault causes shows within this time, and before the next trouble
 UNDOING = ("join", "restart", "heal", "cont", "fast")  # they end a trouble, or cause none
 LAST_WORDS_S = 10.0

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from diloco.testing.links.pipe import WORSE
 
-__all__ = ["LINK_KINDS", "ScheduleError", "ScheduledFault", "parse"]
-
 LINK_KINDS = ("partition", "heal", "fast", *WORSE)
 KINDS = ("kill", "stop", "cont", "term", "join", "restart", *LINK_KINDS)
 # What follows a kind: a pattern, and an example. It is one peer where nothing is said.

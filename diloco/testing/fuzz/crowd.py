@@ -45,8 +45,6 @@ from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.testing.fuzz.lives import Life, LifeCheckpoint, PeerSpec, Violation
 
-__all__ = ["Crowd", "lying", "small_pieces"]
-
 RATES = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}  # of the outer steps, where a schedule says no others
 TOKENS_PER_STEP = 8
 SEQUENCES_PER_STEP = 2

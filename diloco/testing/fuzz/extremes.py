@@ -18,8 +18,6 @@ import msgspec
 from diloco.messages.base import Message
 from diloco.messages.codec import KINDS
 
-__all__ = ["NUM_VALUES", "Target", "changed", "targets"]
-
 Schema = dict[str, Any]
 NUM_VALUES = 8
 ITEM = "*"  # in a path: each item of a list or a map

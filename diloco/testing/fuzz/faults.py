@@ -21,8 +21,6 @@ from typing import Any
 
 from diloco.testing.fuzz.lives import PeerSpec
 
-__all__ = ["FLAP_S", "SPLIT_PROGRESS_S", "TEARING", "Fault", "Scenario", "pairs", "scenario", "split_scenario"]
-
 KINDS = "crash restart leave join host freeze suspend reset stall split hold garble hang slow flip stuck".split()
 SHAPES = ("lone", "halves", "thirds", "one_way", "flap", "election")
 # Peers lose each other, and live; or the history of one goes another way.

@@ -44,8 +44,6 @@ from diloco.testing.fuzz.crowd import Crowd
 from diloco.testing.fuzz.lineage import Lineage
 from diloco.testing.fuzz.lives import Life, Violation
 
-__all__ = ["SETTLE_S", "Watch"]
-
 SETTLE_S = 5.0  # after the last fault or life ended
 RESTS_S, STAYS_S = 150.0, 15.0  # in which all agree once nobody trains, and after which they still do
 FINISH_S = 100.0  # in which everybody is done

@@ -48,8 +48,6 @@ from diloco.testing.fuzz.faults import scenario
 from diloco.testing.fuzz.lives import Life, PeerSpec, Violation
 from diloco.testing.fuzz.stage import PROGRESS_S, Outcome, quiet_process
 
-__all__ = ["Lie", "lie_of", "num_lies", "play_lie"]
-
 LIAR = "liar"
 SAID_BY_AUTHORS = ("answer", "grant", "part", "record")
 MEETS_S, NEWCOMER_S, LEAVES_S, ENDS_S = 8.0, 18.0, 26.0, 38.0  # when the liar comes, one joins, one leaves, it dies

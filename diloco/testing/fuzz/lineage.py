@@ -8,8 +8,6 @@ from diloco.core.history import Tip
 from diloco.core.units import count, union
 from diloco.messages.heads import Head
 
-__all__ = ["Lineage", "Made"]
-
 
 class Made(NamedTuple):
     """One version: its head, and the digests of what is in its anchor and its book."""

@@ -12,8 +12,6 @@ from diloco.core.facts import Fragment
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.saved import Saved
 
-__all__ = ["Life", "LifeCheckpoint", "PeerSpec", "Violation"]
-
 
 class Violation(Exception):
     """An invariant does not hold."""

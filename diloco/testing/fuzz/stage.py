@@ -25,8 +25,6 @@ from diloco.testing.fuzz.faults import FLAP_S, SPLIT_PROGRESS_S, TEARING, Fault,
 from diloco.testing.fuzz.invariants import SETTLE_S, Watch
 from diloco.testing.fuzz.lives import Life, Violation
 
-__all__ = ["PROGRESS_S", "Outcome", "play", "quiet_process", "shrink"]
-
 PROGRESS_S = 150.0  # in which every peer makes progress once everything is healed: penalties and lost calls have to end
 ROUNDS = 2  # which everybody makes once everything is healed
 DAMAGE = 0.01  # of an element; it must be less than what an honest version moves, else it is taken for a lie

@@ -23,8 +23,6 @@ from typing import Any
 
 from diloco.testing.links.pipe import Pipe, Shape
 
-__all__ = ["MTU", "tun"]
-
 MTU = 65000  # few packets, because each costs an interpreter some 20 microseconds
 SET_INTERFACE, TUN_NO_INFO = 0x400454CA, 0x1001
 BATCH = 64  # packets from one device before the others have their turn

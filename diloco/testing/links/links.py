@@ -23,8 +23,6 @@ from typing import Any
 from diloco.testing.links.emulator import MTU, tun
 from diloco.testing.links.pipe import WORSE, Shape
 
-__all__ = ["Links", "Loopback", "networks", "unavailable"]
-
 PREFIX = "chs"
 MOST = 250  # addresses of one /24, and interface names of at most 15 characters
 

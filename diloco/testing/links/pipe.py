@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["WORSE", "Pipe", "Shape", "delay_s", "rate_bytes", "share"]
-
 PATIENCE_S = 0.4  # a queue of that length in front of the rate, then packets are dropped
 FEWEST_BYTES = 256 * 1024  # but some packets of 64 KiB wait in any case, or a slow link would carry none
 RATES = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

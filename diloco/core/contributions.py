@@ -77,10 +77,8 @@ def loaded(core: Facts, event: Loaded) -> None:
 
 def own(core: Facts, f: Fragment) -> Line | None:
     """The newest contribution of this peer, while its fate is open in the history here."""
-    if f.draft is not None:
-        return f.draft
     item = f.pool.get(core.me)
-    return item.line if item and not f.tip.objection(item.line) else None
+    return f.draft or (item.line if item and not f.tip.objection(item.line) else None)
 
 
 def take_turn(core: Facts) -> None:

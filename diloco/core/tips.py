@@ -269,20 +269,21 @@ def load(core: Facts, f: Fragment) -> None:
 
 def answer(core: Facts, event: Asked) -> None:
     """A donor serves a record to few peers at a time; the others find it elsewhere by then."""
-    get, fragments = event.get, core.fragments
-    there = get.fragment < len(fragments)
-    core.out.append(Reply(event.peer, get, _answer(core, fragments[get.fragment], get) if there else None))
+    core.out.append(Reply(event.peer, event.get, _answer(core, event.get)))
 
 
-def _answer(core: Facts, f: Fragment, get: Get) -> Records | Part | None:
-    tip, now = f.tip, core.now
+def _answer(core: Facts, get: Get) -> Records | Part | None:
+    if get.fragment >= len(core.fragments):
+        return None
+    f, now = core.fragments[get.fragment], core.now
+    tip = f.tip
     if get.want:
         shown = [one for one in (tip, f.pinned[0] if f.pinned else tip) if one.head.id == get.want]
         if not shown or get.part >= len(shown[0].parts):
             return None
         if f.pinned and shown[0] is f.pinned[0]:
             f.pinned = (shown[0], now + 2 * core.settings.deadline_s)
-        return _part(shown[0], get.part)
+        return Part(shown[0].head, shown[0].book, shown[0].parts, get.part)
     tip_id, number, since = f.served
     window_s = min(core.settings.refresh_s, core.settings.fanout * f.sizes.update / core.settings.uplink_bytes_per_s)
     if tip_id != tip.head.id or now - since >= window_s:
@@ -299,8 +300,5 @@ def _answer(core: Facts, f: Fragment, get: Get) -> Records | Part | None:
         return Records(tuple(chain))
     if f.pinned is None or now > f.pinned[1] or f.pinned[0].key <= tuple(get.have):
         f.pinned = (tip, now + 2 * core.settings.deadline_s)
-    return _part(f.pinned[0], 0) if f.pinned[0].parts else None
-
-
-def _part(tip: Tip, part: int) -> Part:
-    return Part(tip.head, tip.book, tip.parts, part)
+    tip = f.pinned[0]
+    return Part(tip.head, tip.book, tip.parts, 0) if tip.parts else None

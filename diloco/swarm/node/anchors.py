@@ -90,8 +90,11 @@ class Anchors:
             ]
             made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me)
             digest = await in_thread(payload_digest, made.update)
-        self._note_merged(action, made)
-        self._context.do(Merged(fragment, action.base, made.update, digest, frozenset(made.left_out)))
+            self._note_merged(action, made)
+            self._context.do(Merged(fragment, action.base, made.update, digest, frozenset(made.left_out)))
+            moving = self._core.facts.fragments[fragment].moving
+            if not (moving and moving.own):  # the core dropped it, and the next version must not hold it, too
+                await in_thread(aggregate.restart)
 
     def _note_merged(self, action: Merge, made: Made) -> None:
         said = {"fragment": action.fragment, "version": action.number}

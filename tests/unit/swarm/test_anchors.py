@@ -6,7 +6,7 @@ import asyncio
 
 import torch
 
-from diloco.core.events import Apply
+from diloco.core.events import Apply, Merge
 from diloco.core.history import state_of
 from diloco.messages.heads import Book, Head
 from diloco.outer.digest import part_digests
@@ -74,6 +74,23 @@ def test_a_checkpoint_of_copies_holds_up_nobody() -> None:
         await node.learn()
         assert node.clock() == (2, 20) and saved.steps == 1
         assert torch.equal(saved.anchors[0], torch.arange(6.0) - 1.0)
+
+    alone(scene)
+
+
+def test_a_version_that_the_core_drops_is_not_in_the_next_one() -> None:
+    async def scene(node: Alone) -> None:
+        merge, facts = node.anchors.merge, node.core.facts
+
+        async def dropped(action: Merge) -> None:
+            facts.control.merge = None  # as if another peer were the author by then
+            node.anchors.merge = merge  # type: ignore[method-assign]
+            await merge(action)
+
+        node.anchors.merge = dropped  # type: ignore[method-assign]
+        await node.learn()
+        assert facts.control.tip.head.number == 1
+        assert torch.equal(node.replica.anchors[0], torch.arange(6.0) - 1.0)
 
     alone(scene)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -36,7 +37,9 @@ class Command(click.Command):
 
         with formatter.section("Groups (GROUP=CHOICE)"):
             groups = choices(ConfigSource(folder=ctx.params.get("folder")))
-            formatter.write_dl([(group, " ".join(names)) for group, names in groups.items()])
+            lines = {name: wrap(" ".join(found), 64, break_on_hyphens=False) for name, found in groups.items()}
+            # click leaves the lines of a paragraph that begins like this.
+            formatter.write_dl([(name, "\n".join(("\b", *each))) for name, each in lines.items()])
         with formatter.section("Settings (KEY=VALUE)"):
             formatter.write_text(f"{ctx.command_path} --cfg help lists them with meaning, range and default")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from diloco.core import contributions
 from diloco.core.events import Captured, Exit, Leave, Merge, Stepped, Tick
 from diloco.core.peer import Peer
 from diloco.messages.fields import MAX_TOKENS
-from diloco.messages.heads import Entry
+from diloco.messages.heads import Book, Entry
 from diloco.testing.fuzz.faults import scenario, split_scenario
 from diloco.testing.fuzz.stage import play
 from tests.support import core as support
@@ -120,7 +121,8 @@ def test_who_slept_waits_for_no_others_to_begin() -> None:
 
 def test_a_stamp_fits_its_bounds_whatever_a_book_says() -> None:
     peer = core(sync_every=1)
-    peer.facts.fragments[0].tip.book.ledger[support.ME] = Entry(MAX_TOKENS, 0)
+    f = peer.facts.fragments[0]
+    f.tip = replace(f.tip, book=Book({**f.tip.book.ledger, support.ME: Entry(MAX_TOKENS, 0)}))
     peer.receive(Stepped(8), 2.0)
     assert peer.facts.stamp == MAX_TOKENS
 

@@ -141,6 +141,7 @@ def another_shape(payload: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bent", [no_number, another_shape])
 def test_bytes_that_are_no_payload_are_refused(bent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calm()  # before streams are bent
     with swarm_of(outer={"codec_up": "fp32"}) as swarm:
         send = Stream.send_payload
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core.events import Broadcast, Stepped, Tick
+from diloco.core.lifecycle import first_position
 from diloco.core.peer import FASTEST, Peer
 from diloco.messages.codec import decode, encode
 from diloco.messages.control import Figures, Status
@@ -59,7 +60,7 @@ def test_no_pace_that_a_peer_claims_costs_the_others_their_steps() -> None:
     join(two, "liar", **EXTREME)
     assert two.fastest_steps_per_s(1.5) == FASTEST * 1.5
     two.facts.now = 1e9
-    assert two._first_position() == two.facts.cycle - 1, "a newcomer begins within the cycle"
+    assert first_position(two.facts) == two.facts.cycle - 1, "a newcomer begins within the cycle"
 
 
 def said(peer: Peer) -> Status:

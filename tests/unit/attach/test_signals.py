@@ -21,11 +21,13 @@ from tests.support.loops import Direct, LastFlight
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.signal(signal.SIGTERM, signal.SIG_DFL), *map(signal.getsignal, numbers[1:])]
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]  # nohup ignores one of them
+    interrupt = signal.getsignal(signal.SIGINT)
     yield
-    assert list(map(signal.getsignal, numbers[1:])) == before[1:] and not signals._watchers
-    signal.signal(signal.SIGTERM, before[0])
+    assert signal.getsignal(signal.SIGINT) == interrupt and not signals._watchers
+    left = [signal.signal(number, handler) for number, handler in zip(numbers, before, strict=True)]
+    assert left[1:] == [signal.SIG_DFL] * 2
 
 
 @pytest.fixture

@@ -11,17 +11,15 @@ from tests.support.places import PACKAGE, ROOT
 
 CEILINGS = {
     "lines of code of the longest function": 50,
-    "lines of the longest module": 608,
-    "modules of more than 400 lines": 9,
-    "modules of the largest room": 24,
-    "comments that switch the formatter off": 172,
+    "lines of the longest module": 528,
+    "modules of more than 400 lines": 1,
+    "modules of the largest room": 21,
+    "comments that switch the formatter off": 92,
 }
 # In two modules, which is one too many; the aim is no name.
-TWICE = {
-    "Ask", "Asked", "Comparison", "Event", "Fragment", "Grant", "Identity", "Layout", "Member", "Members", "Merged",
-    "Message", "Part", "Push", "Reader", "Rows", "Saved", "Settings", "Source", "Start", "Status", "Stream", "_Part",
-    "_Row",
-}  # fmt: skip
+TWICE = set(
+    "Ask Comparison Event Fragment Grant Identity Layout Member Merged Message Part Push Reader Settings".split()
+) | {"Status", "Stream"}
 
 TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(PACKAGE.rglob("*.py"))}
 

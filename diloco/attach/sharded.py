@@ -12,14 +12,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from diloco.attach.ranks import RankGroup
-from diloco.outer.fragments import Fragment, read_, write_
+from diloco.outer.fragments import Fragment, Slice, read_, write_
 from diloco.outer.local import Local
 
 RELEASE, GATHER, SCATTER = range(3)
@@ -99,19 +99,6 @@ def restored_after(parameters: Mapping[str, Tensor]) -> Iterator[None]:
             local_tensor(parameters[name].detach()).copy_(values)
 
 
-class _Part(NamedTuple):
-    """A range of a parameter, and where it lies in a vector that is handed around."""
-
-    at: int
-    name: str
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
 class ShardedParams(Local):
     """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters."""
 
@@ -139,14 +126,14 @@ class ShardedParams(Local):
         with self._lock:
             if any(parts[1:]):
                 self._say(GATHER, fragment.index, start, stop)
-            for part in parts[0]:
-                self._read(part, out[part.at : part.at + part.numel])
+            for at, own in parts[0]:
+                self._read(own, out[at : at + own.numel])
             for rank, theirs in enumerate(parts[1:], 1):
                 if theirs:
                     values, pieces = self._empty(theirs)
                     dist.recv(values, src=rank, group=self._values)
-                    for part, piece in zip(theirs, pieces, strict=True):
-                        out[part.at : part.at + part.numel].copy_(piece)
+                    for (at, part), piece in zip(theirs, pieces, strict=True):
+                        out[at : at + part.numel].copy_(piece)
 
     def gathered(self, buffer: Tensor, fragment: Fragment, start: int) -> Tensor:
         self.gather_(buffer, fragment, start)
@@ -189,34 +176,37 @@ class ShardedParams(Local):
             mine = self._senders(self._fragments[index], start, stop)[self._ranks.rank]
             if mine:
                 values, pieces = self._empty(mine)
-                for part, piece in zip(mine, pieces, strict=True):
+                for (_, part), piece in zip(mine, pieces, strict=True):
                     self._read(part, piece)
                 dist.send(values, dst=0, group=self._values)
 
     # -- who has what -------------------------------------------------------------------------------------------------
 
-    def _senders(self, fragment: Fragment, start: int, stop: int) -> list[list[_Part]]:
-        """Of each rank, what it gives of [start, stop): every element comes from the first rank that has it."""
-        found: list[list[_Part]] = [[] for _ in self._rows]
+    def _senders(self, fragment: Fragment, start: int, stop: int) -> list[list[tuple[int, Slice]]]:
+        """Of each rank, what it gives of [start, stop), as `Fragment.locate` does: every element comes from the first
+        rank that has it.
+        """
+        found: list[list[tuple[int, Slice]]] = [[] for _ in self._rows]
         for offset, piece in fragment.locate(start, stop):
             at = piece.start
             for rank, rows in enumerate(self._rows):
                 begin, end = rows[piece.name]
                 if begin <= at < min(end, piece.stop):
-                    found[rank].append(_Part(offset + at - piece.start, piece.name, at, min(end, piece.stop)))
-                    at = min(end, piece.stop)
+                    part = Slice(piece.name, at, min(end, piece.stop))
+                    found[rank].append((offset + at - piece.start, part))
+                    at = part.stop
             assert at == piece.stop, f"no rank has {piece.name} from element {at} on"
         return found
 
-    def _empty(self, parts: Sequence[_Part]) -> tuple[Tensor, Sequence[Tensor]]:
+    def _empty(self, parts: Sequence[tuple[int, Slice]]) -> tuple[Tensor, Sequence[Tensor]]:
         """Memory for these parts, one behind the other, and its pieces."""
-        numels = [part.numel for part in parts]
+        numels = [part.numel for _, part in parts]
         values = torch.empty(sum(numels), dtype=torch.float32, device=self._ranks.device)
         return values, torch.split(values, numels)
 
     # -- this rank's rows ---------------------------------------------------------------------------------------------
 
-    def _read(self, part: _Part, into: Tensor) -> None:
+    def _read(self, part: Slice, into: Tensor) -> None:
         begin, _ = self._own[part.name]
         read_(into, self.of_process(part.name), part.start - begin)
 

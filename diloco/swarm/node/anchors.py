@@ -94,7 +94,7 @@ class Anchors:
             self._context.do(Merged(fragment, action.base, made.update, digest, frozenset(made.left_out)))
             moving = self._core.facts.fragments[fragment].moving
             if not (moving and moving.own):  # the core dropped it, and the next version must not hold it, too
-                await in_thread(aggregate.restart)
+                await self._restart(fragment)
 
     def _note_merged(self, action: Merge, made: Made) -> None:
         said = {"fragment": action.fragment, "version": action.number}

@@ -1,7 +1,7 @@
 """The local parameters of a peer, as a replica reads and writes them: by ranges of fragments.
 
 `Local` has whole tensors of this process. A peer whose processes have rows each gives a replica another one with
-the same methods (`train.rows`).
+the same methods (`attach.sharded`).
 
 Where parameters lie on an accelerator, values go through staging buffers (see `staging`). `Local.copied` lets training
 go on before they were read. On the CPU they are read and written where they are.

@@ -1,6 +1,6 @@
-"""Push: the payload of a contribution that the other side wants.
+"""Push: the payload of a contribution that is new, or that the other side wants.
 
-1. Sender: `Push`, and the payload from the byte on that was asked for. Receiver: `Got` when it is whole.
+1. Sender: `Push`, and the payload whole or from the byte on that was asked for. Receiver: `Got` when it is whole.
 2. The receiver keeps what came of a payload whose stream broke, and asks for the rest.
 """
 

@@ -5,7 +5,7 @@
 3. The joiner refuses values that no optimizer has, and asks the next donor.
 
 No digest says that the moments are right, as those of no two peers are equal. So donors are drawn at random, and who
-takes a state over bounds its first moments by its second ones (`train.inner`).
+takes a state over bounds its first moments by its second ones (`attach.inner_optimizer`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Serverless DiLoCo: peers anywhere train one model and synchronise it without a server.
 
-`Swarm` attaches the algorithm to any PyTorch training loop; the `diloco` command uses the same class. The callbacks
-attach it to the trainers of other libraries. Importing this package imports none of them, nor torch, nor hivemind.
+`Swarm` attaches the algorithm to any PyTorch training loop; the `diloco` command uses the same
+class. The callbacks attach it to the trainers of other libraries. Importing this package imports
+none of them, nor torch, nor hivemind.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ __all__ = [
     "__version__",
     "compare",
     "register",
-]  # fmt: skip
+]
 
 __version__ = "0.1.0"
 
-# Where each name is, and for those that need a library which a plain installation lacks, the library and the extra.
+# Where each name is, and for those that need a library which a plain installation lacks, the
+# library and the extra.
 _PLACES = {
     "Codec": ("diloco.outer.payloads", "", ""),
     "DilocoCallback": ("diloco.integrations.trainer", "accelerate", "hf"),
@@ -51,10 +53,14 @@ def __getattr__(name: str) -> Any:
     if name == "Island":
         raise ImportError("diloco.Island is diloco.RankGroup now")
     if name == "AccelerateSwarm":
-        raise AttributeError("diloco.AccelerateSwarm is gone; use diloco.Swarm (diloco/integrations/README.md)")
+        raise AttributeError(
+            "diloco.AccelerateSwarm is gone; use diloco.Swarm (diloco/integrations/README.md)"
+        )
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, library, extra = _PLACES[name]
     if library and find_spec(library) is None:
-        raise ImportError(f"{name} needs {library}, which is not installed: pip install 'diloco[{extra}]'")
+        raise ImportError(
+            f"{name} needs {library}, which is not installed: pip install 'diloco[{extra}]'"
+        )
     return getattr(import_module(module), name)

@@ -8,11 +8,13 @@
     │   └── JoinError      3   the same in somebody's own program
     ├── DivergedError      4   training produced non-finite or absurd values
     ├── UnsavedError       5   interrupted with work that is in no checkpoint
-    └── PayloadError       1   something from the network is invalid; the code that receives it catches this error,
-                               refuses and counts, and a user sees it only if that catch is missing
+    └── PayloadError       1   something from the network is invalid; the code that receives it
+                               catches this error, refuses and counts, and a user sees it only if
+                               that catch is missing
 
-Every text is one line: the key as typed, the value, the remedy. Any other exception that escapes is a bug of ours
-(exit code 1, with its traceback). Exit code 0 means that the run is done or that the peer left cleanly.
+Every text is one line: the key as typed, the value, the remedy. Any other exception that escapes is
+a bug of ours (exit code 1, with its traceback). Exit code 0 means that the run is done or that the
+peer left cleanly.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from diloco.text import masked, plain, speak_plainly
 
 
 class DilocoError(Exception):
-    """A problem that the user can mend; `str(error)` is one line for the user, without secrets that were typed."""
+    """A problem that the user can mend; `str(error)` is one line for the user, without secrets that
+    were typed."""
 
     exit_code = 1
 
@@ -92,14 +95,18 @@ def _show(kind: type[BaseException], error: BaseException, at: TracebackType | N
 sys.excepthook = _show
 
 # The machine refused, which is no bug: the user frees space or chooses another directory.
-_DIRECTORY_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
+_DIRECTORY_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+)
 
 
 def guard(function: Callable[[], int | None]) -> int:
-    """Runs `function` and returns the exit code of the process; the one place where errors become text.
+    """Runs `function` and returns the exit code of the process; the one place where errors become
+    text.
 
-    `DilocoError` and unusable directories (no space, no permission) print `diloco: error: <one line>` on stderr. A
-    Ctrl+C that nobody handled ends with 5. Any other exception is a bug: its traceback is printed, and the code is 1.
+    `DilocoError` and unusable directories (no space, no permission) print `diloco: error: <one
+    line>` on stderr. A Ctrl+C that nobody handled ends with 5. Any other exception is a bug: its
+    traceback is printed, and the code is 1.
     """
     speak_plainly()
     try:
@@ -127,15 +134,19 @@ def guard(function: Callable[[], int | None]) -> int:
 
 
 def in_utf8() -> None:
-    """Starts this process anew in Python's UTF-8 mode where the locale knows ASCII only, for names of files."""
+    """Starts this process anew in Python's UTF-8 mode where the locale knows ASCII only, for names
+    of files."""
     if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
-        os.environ |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING", "ascii")}
+        os.environ |= {
+            "PYTHONUTF8": "1",
+            "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING", "ascii"),
+        }
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process with an exit code; a rank of torchrun at once: a thread of torch's process group may outlive
-    what it belongs to, and abort the usual end or hang it.
+    """Ends this process with an exit code; a rank of torchrun at once: a thread of torch's process
+    group may outlive what it belongs to, and abort the usual end or hang it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(code)
@@ -145,7 +156,8 @@ def end_process(code: int) -> NoReturn:
 
 
 def _nobody_reads() -> bool:
-    """Whether the reader of the output, such as `head`, has ended. If so, nothing that is written later fails."""
+    """Whether the reader of the output, such as `head`, has ended. If so, nothing that is written
+    later fails."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -155,17 +167,23 @@ def _nobody_reads() -> bool:
 
 
 def _complain(text: str) -> None:
-    sys.stderr.write(f"diloco: error: {' '.join(plain(text).split())}\n")  # a part of it may be a peer's
+    # a part of it may be a peer's
+    sys.stderr.write(f"diloco: error: {' '.join(plain(text).split())}\n")
     sys.stderr.flush()
 
 
 @contextmanager
 def on_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Calls `handler` for Ctrl+C, SIGTERM and SIGUSR1 inside the block; it may be used in the main thread only.
+    """Calls `handler` for Ctrl+C, SIGTERM and SIGUSR1 inside the block; it may be used in the main
+    thread only.
 
     SLURM announces with SIGUSR1 that a job will be ended, if it is asked to (--signal=USR1@120).
     """
-    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]
+    numbers = [
+        signal.SIGINT,
+        signal.SIGTERM,
+        *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []),
+    ]
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -10,9 +10,10 @@
             momentum = beta * momentum + delta
             return theta - lr * momentum, momentum, window
 
-The manifest names it, so all peers of a run need it: a loop imports the module, and an installed package has an entry
-point of that name, `heavy_ball = "its.module"` in the group `diloco.extensions`, by which `diloco join` finds it too.
-All peers must compute alike, so another step or another encoding takes another name.
+The manifest names it, so all peers of a run need it: a loop imports the module, and an installed
+package has an entry point of that name, `heavy_ball = "its.module"` in the group
+`diloco.extensions`, by which `diloco join` finds it too. All peers must compute alike, so another
+step or another encoding takes another name.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ _OURS = {*OPTIMIZERS, *CODECS, *LOSSY}
 def register(cls: _Extension) -> _Extension:
     """Make an `OuterOptimizer` or a `Codec` known by its `name`; a class decorator.
 
-    Raises `ConfigError` for a name that is one of ours, and for a class that breaks what other modules rely on: a
-    `push` that is not linear, or a codec that adds another thing than it decodes, or takes NaN. Nothing is registered
-    then. A class of the same name takes the place of the one before, so a notebook's cell may run twice.
+    Raises `ConfigError` for a name that is one of ours, and for a class that breaks what other
+    modules rely on: a `push` that is not linear, or a codec that adds another thing than it
+    decodes, or takes NaN. Nothing is registered then. A class of the same name takes the place of
+    the one before, so a notebook's cell may run twice.
     """
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise ConfigError(f"{cls.__name__}.name={name!r} is no name; use up to 64 letters, digits, '.', '_' and '-'")
+        raise ConfigError(
+            f"{cls.__name__}.name={name!r} is no name; use up to 64 letters, digits, '.', '_'"
+            " and '-'"
+        )
     if name in _OURS:
         raise ConfigError(f"{cls.__name__}.name={name} is one of diloco's own; choose another")
     if inspect.isabstract(cls):
@@ -71,7 +76,8 @@ def register(cls: _Extension) -> _Extension:
 
 
 def _wrong_push(cls: type[OuterOptimizer]) -> str | None:
-    """Why the coefficients of `Linear` do not say what a push does; None if they do, or if it has a transition."""
+    """Why the coefficients of `Linear` do not say what a push does; None if they do, or if it has a
+    transition."""
     if cls.transition is not OuterOptimizer.transition:
         return None
     one = cls(OuterConfig(method="diloco", sync_every=1))
@@ -97,7 +103,10 @@ def _wrong_codec(one: Codec) -> str | None:
     """What of the contract of codecs it breaks, with the remedy; None if nothing."""
     numel = 2 * BLOCK + 7
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    payload, decoded = torch.empty(one.nbytes(numel), dtype=torch.uint8), torch.empty(numel, dtype=torch.float32)
+    payload, decoded = (
+        torch.empty(one.nbytes(numel), dtype=torch.uint8),
+        torch.empty(numel, dtype=torch.float32),
+    )
     one.encode(values, payload)
     one.decode(payload, decoded)
     total = torch.ones(numel, dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""The Hugging Face hub: whether a name is there, how large its files are, the files at one commit, and an upload."""
+"""The Hugging Face hub: whether a name is there, how large its files are, the files at one commit,
+and an upload."""
 
 from __future__ import annotations
 
@@ -18,59 +19,84 @@ WEIGHTS = "*.safetensors"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 MODEL_FILES = ("config.json", "generation_config.json", WEIGHTS, "*.safetensors.index.json")
 TOKENIZER_FILES = (
-    "added_tokens.json", "chat_template.jinja", "config.json", "diloco.json", "merges.txt", "special_tokens_map.json",
-    "spiece.model", "tokenizer*.json", "tokenizer.model", "vocab.*",
-)  # fmt: skip
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config.json",
+    "diloco.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "vocab.*",
+)
 
 
 def check_reachable(key: str, kind: str, name: str, revision: str | None = None) -> None:
-    """Asks the hub once whether it has the `kind` ('dataset' or 'model') called `name`, the value of the setting `key`.
+    """Asks the hub once whether it has the `kind` ('dataset' or 'model') called `name`, the value
+    of the setting `key`.
 
-    The hub's own client would retry for 20 to 50 s without a network. In offline mode (HF_HUB_OFFLINE) it answers at
-    once, from its cache. Raises DataError: no network, no such name or commit, or no permission.
+    The hub's own client would retry for 20 to 50 s without a network. In offline mode
+    (HF_HUB_OFFLINE) it answers at once, from its cache. Raises DataError: no network, no such name
+    or commit, or no permission.
     """
     if not _offline():
         _info(key, kind, name, revision)
 
 
 def commit_of(kind: str, name: str, revision: str | None = None) -> str | None:
-    """The commit that a branch or a tag (by default the main branch) stands for now; None if the hub does not say."""
+    """The commit that a branch or a tag (by default the main branch) stands for now; None if the
+    hub does not say."""
     with contextlib.suppress(Exception):  # whatever it is, a commit has to be typed
         commit: str | None = None if _offline() else _ask(kind, name, revision).sha
         return commit
     return None
 
 
-def files_at(key: str, name: str, revision: str, files: Sequence[str], most_bytes: float = math.inf) -> Path:
-    """The directory with the files of a model repository at a commit whose names match, fetched if they are not here.
+def files_at(
+    key: str, name: str, revision: str, files: Sequence[str], most_bytes: float = math.inf
+) -> Path:
+    """The directory with the files of a model repository at a commit whose names match, fetched if
+    they are not here.
 
-    The name is one on the hub, also where a directory is called so. Raises DataError if the hub does not have them, if
-    they are more than `most_bytes`, or if this machine has no space for them.
+    The name is one on the hub, also where a directory is called so. Raises DataError if the hub
+    does not have them, if they are more than `most_bytes`, or if this machine has no space for
+    them.
     """
     import huggingface_hub
 
     if not _offline():
-        _check_size(key, name, files, _info(key, "model", name, revision, sizes=True).siblings, most_bytes)
-    options: dict[str, Any] = {"revision": revision, "allow_patterns": list(files), "local_files_only": _offline()}
+        _check_size(
+            key, name, files, _info(key, "model", name, revision, sizes=True).siblings, most_bytes
+        )
+    options: dict[str, Any] = {
+        "revision": revision,
+        "allow_patterns": list(files),
+        "local_files_only": _offline(),
+    }
     try:
         return Path(huggingface_hub.snapshot_download(name, **options))
     except Exception as error:
         if _offline():
-            missing = f"{key}: {name} at {revision[:12]} is not in the cache, and HF_HUB_OFFLINE is set"
+            missing = (
+                f"{key}: {name} at {revision[:12]} is not in the cache, and HF_HUB_OFFLINE is set"
+            )
             remedy = "fetch it once without that, or set HF_HOME to a directory that has it"
             raise DataError(f"{missing}; {remedy}") from error
         raise _refusal(key, "model", name, revision, error) from error
 
 
 def opened(path: str, mode: str) -> Any:
-    """A file on the hub as a seekable one; `path` is datasets/OWNER/NAME@COMMIT/FILE, with or without hf://."""
+    """A file on the hub as a seekable one; `path` is datasets/OWNER/NAME@COMMIT/FILE, with or
+    without hf://."""
     import huggingface_hub
 
     return huggingface_hub.HfFileSystem().open(path, mode)
 
 
 def check_push(key: str, name: str) -> None:
-    """Raises DataError if `push` would fail before it asks the hub: nobody is logged in, or the name is not valid."""
+    """Raises DataError if `push` would fail before it asks the hub: nobody is logged in, or the
+    name is not valid."""
     import huggingface_hub
     from huggingface_hub import utils
     from huggingface_hub.errors import HFValidationError
@@ -79,17 +105,23 @@ def check_push(key: str, name: str) -> None:
     try:
         checks.validate_repo_id(name)
     except HFValidationError as error:
-        raise DataError(f"{key}={name} is no name on the hub ({one_line(error)}); give USER/NAME") from error
+        raise DataError(
+            f"{key}={name} is no name on the hub ({one_line(error)}); give USER/NAME"
+        ) from error
     if _offline():
         raise DataError(f"{key}={name}: the hub is switched off by HF_HUB_OFFLINE; unset it")
     if huggingface_hub.get_token() is None:
-        raise DataError(f"{key}={name}: nobody is logged in to the Hugging Face hub; run `hf auth login`")
+        raise DataError(
+            f"{key}={name}: nobody is logged in to the Hugging Face hub; run `hf auth login`"
+        )
 
 
 def push(key: str, name: str, directory: Path, private: bool, message: str) -> str:
-    """Uploads a directory as the model repository `name`, which is made if it is missing; returns its address.
+    """Uploads a directory as the model repository `name`, which is made if it is missing; returns
+    its address.
 
-    The value of `key` is the name. Raises DataError: the hub cannot be reached, or does not let this user write there.
+    The value of `key` is the name. Raises DataError: the hub cannot be reached, or does not let
+    this user write there.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
@@ -100,30 +132,49 @@ def push(key: str, name: str, directory: Path, private: bool, message: str) -> s
         hub.upload_folder(repo_id=address.repo_id, folder_path=directory, commit_message=message)
     except HfHubHTTPError as error:
         remedy = "give USER/NAME, where you may write"
-        raise DataError(f"{key}={name}: the Hugging Face hub refuses it ({one_line(error)}); {remedy}") from error
+        raise DataError(
+            f"{key}={name}: the Hugging Face hub refuses it ({one_line(error)}); {remedy}"
+        ) from error
     except Exception as error:
-        text = f"{key}={name}: the Hugging Face hub is not reachable ({one_line(error)}); check the network"
+        text = (
+            f"{key}={name}: the Hugging Face hub is not reachable ({one_line(error)}); check the"
+            " network"
+        )
         raise DataError(text) from error
     return str(address)
 
 
-def _check_size(key: str, name: str, files: Sequence[str], siblings: Iterable[Any], most_bytes: float) -> None:
+def _check_size(
+    key: str, name: str, files: Sequence[str], siblings: Iterable[Any], most_bytes: float
+) -> None:
     from huggingface_hub import constants
 
     there = list(siblings)
     cache = Path(constants.HF_HUB_CACHE)
     place = next(directory for directory in (cache, *cache.parents) if directory.is_dir())
-    free, size = shutil.disk_usage(place).free, sum(file.size or 0 for file in there if _one_of(file, files))
+    free, size = (
+        shutil.disk_usage(place).free,
+        sum(file.size or 0 for file in there if _one_of(file, files)),
+    )
     if size > most_bytes:
-        raise DataError(f"{key}: {', '.join(files)} of {name} has {size} bytes, and no honest one has; use another")
+        raise DataError(
+            f"{key}: {', '.join(files)} of {name} has {size} bytes, and no honest one has; use"
+            " another"
+        )
     if size > free:
         raise DataError(
-            f"{key}: {name} has {size / 1e9:.1f} GB, and {place} has room for {free / 1e9:.1f} GB; free some space, or "
-            "set HF_HOME to a directory that has it"
+            f"{key}: {name} has {size / 1e9:.1f} GB, and {place} has room for {free / 1e9:.1f} GB;"
+            " free some space, or set HF_HOME to a directory that has it"
         )
     if WEIGHTS in files and not any(_one_of(file, [WEIGHTS]) for file in there):
-        other = next((file.rfilename for file in there if file.rfilename.endswith(OTHER_WEIGHTS)), "no weights")
-        raise DataError(f"{key}: {name} has no *.safetensors, but {other}; other formats are not read, convert them")
+        other = next(
+            (file.rfilename for file in there if file.rfilename.endswith(OTHER_WEIGHTS)),
+            "no weights",
+        )
+        raise DataError(
+            f"{key}: {name} has no *.safetensors, but {other}; other formats are not read, convert"
+            " them"
+        )
 
 
 def _offline() -> bool:
@@ -148,15 +199,20 @@ def _ask(kind: str, name: str, revision: str | None, sizes: bool = False) -> Any
 def _refusal(key: str, kind: str, name: str, revision: str | None, error: Exception) -> DataError:
     """What the hub's answer means for whoever typed the name, in one line."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RevisionNotFoundError,
+    )
 
     reason: BaseException = error
     while reason.__cause__ is not None and not isinstance(reason, HfHubHTTPError):
         reason = reason.__cause__  # of a download, the reason is inside what the client makes of it
     if isinstance(reason, GatedRepoError):
         return DataError(
-            f"{key}: {name!r} is shown only to those who accept its terms; accept them at {constants.ENDPOINT}/{name}, "
-            "and log in with `hf auth login`"
+            f"{key}: {name!r} is shown only to those who accept its terms; accept them at"
+            f" {constants.ENDPOINT}/{name}, and log in with `hf auth login`"
         )
     if isinstance(reason, RevisionNotFoundError):
         newest = commit_of(kind, name)
@@ -169,7 +225,9 @@ def _refusal(key: str, kind: str, name: str, revision: str | None, error: Except
         remedy = "check the name, or log in with `hf auth login`"
     else:  # huggingface_hub has changed its HTTP client, and so its exceptions, twice
         text = "cannot be fetched, the Hugging Face hub is not reachable"
-        remedy = "check the network, set HF_HUB_OFFLINE=1 if it was fetched before, or use local files"
+        remedy = (
+            "check the network, set HF_HUB_OFFLINE=1 if it was fetched before, or use local files"
+        )
     return DataError(f"{key}: {name!r} {text} ({one_line(reason)}); {remedy}")
 
 

@@ -1,4 +1,5 @@
-"""Formats numbers, durations and untrusted text for terminals and pages, and reads text that people wrote."""
+"""Formats numbers, durations and untrusted text for terminals and pages, and reads text that people
+wrote."""
 
 from __future__ import annotations
 
@@ -18,11 +19,15 @@ BARS = "▁▂▃▄▅▆▇█"
 _ASCII = dict(zip(BARS, "_.-~=+*#", strict=True)) | {"±": "+-"}
 # A word that may hold a secret; what stands after `token=` and is no path; a private key.
 _WORD = re.compile(r"[^\s'\"`=.,:;/@?]{20,}")
-_TOKEN = re.compile(r"(?i)(\btoken=['\"]?)(?!@|[^\s'\"]*/)[^\s'\"]{8,}|-----BEGIN.*?(?:END[ A-Z]*-----|\Z)", re.DOTALL)
+_TOKEN = re.compile(
+    r"(?i)(\btoken=['\"]?)(?!@|[^\s'\"]*/)[^\s'\"]{8,}|-----BEGIN.*?(?:END[ A-Z]*-----|\Z)",
+    re.DOTALL,
+)
 
 
 def speak_plainly() -> None:
-    """From now on what the encoding of the terminal lacks is written in plain characters, and never an error."""
+    """From now on what the encoding of the terminal lacks is written in plain characters, and never
+    an error."""
     codecs.register_error("plain", _plainly)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -33,7 +38,11 @@ def speak_plainly() -> None:
 def _plainly(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacking = unicodedata.normalize("NFKD", error.object[error.start : error.end])
-    shown = (_ASCII.get(one, one if one.isascii() else "?") for one in lacking if not unicodedata.combining(one))
+    shown = (
+        _ASCII.get(one, one if one.isascii() else "?")
+        for one in lacking
+        if not unicodedata.combining(one)
+    )
     return "".join(shown), error.end
 
 
@@ -52,24 +61,28 @@ def decoded(raw: bytes) -> str:
 
 
 def masked(text: str) -> str:
-    """The text without what may be a part of an invitation or a key, wherever somebody put it by mistake."""
+    """The text without what may be a part of an invitation or a key, wherever somebody put it by
+    mistake."""
     text = _TOKEN.sub(lambda found: f"{found[1] or ''}(hidden)", text)
     return _WORD.sub(lambda found: "(hidden)" if _is_random(found[0]) else found[0], text)
 
 
 def _is_random(word: str) -> bool:
-    """Whether it changes between capitals, small letters and digits as base64 does, and names of things do not."""
+    """Whether it changes between capitals, small letters and digits as base64 does, and names of
+    things do not."""
     if re.fullmatch(r"12D3Koo\w{,45}|Qm\w{,44}", word):  # a peer id
         return False
     kinds = [one.isupper() - one.islower() for one in word if one.isalnum()]
     pairs = list(pairwise(kinds)) or [(0, 0)]
     changes, small = sum(a != b for a, b in pairs) / len(pairs), pairs.count((-1, -1)) / len(pairs)
-    least = 0.2 if max(map(len, re.split("[-_]", word))) > 35 else 0.36  # no name is that long without a hyphen
+    # no name is that long without a hyphen
+    least = 0.2 if max(map(len, re.split("[-_]", word))) > 35 else 0.36
     return min(kinds.count(1), kinds.count(-1)) > 1 and changes > least and small < 0.8 - least
 
 
 def plain(value: object) -> str:
-    """Printable text on one line: text that a peer sent can neither move a cursor nor break a line."""
+    """Printable text on one line: text that a peer sent can neither move a cursor nor break a
+    line."""
     return "".join(character if character.isprintable() else " " for character in str(value))
 
 
@@ -80,7 +93,8 @@ def one_line(error: BaseException) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A line of at most `width` bars. Each is the mean of an equal share of `values`, scaled from lowest to highest."""
+    """A line of at most `width` bars. Each is the mean of an equal share of `values`, scaled from
+    lowest to highest."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))

@@ -32,7 +32,8 @@ settings.load_profile("diloco")
 
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's peers remember runs and identities: nothing is left in the user's home, or taken from it."""
+    """Where this test's peers remember runs and identities: nothing is left in the user's home, or
+    taken from it."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "diloco"
 
@@ -45,7 +46,13 @@ def registers() -> Iterator[None]:
     from diloco.outer.lossy import LOSSY
     from diloco.outer.optimizer import OPTIMIZERS
 
-    tables: list[dict[str, object]] = [OPTIMIZERS, CODECS, LOSSY, registry.OPTIMIZERS, registry.CODECS]  # type: ignore[list-item]
+    tables: list[dict[str, object]] = [
+        OPTIMIZERS,
+        CODECS,
+        LOSSY,
+        registry.OPTIMIZERS,
+        registry.CODECS,
+    ]  # type: ignore[list-item]
     kept = [dict(table) for table in tables]
     yield
     for table, before in zip(tables, kept, strict=True):

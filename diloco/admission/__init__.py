@@ -1,7 +1,9 @@
-"""Who may take part in a closed run. Signatures alone decide: there is no server and no list to maintain.
+"""Who may take part in a closed run. Signatures alone decide: there is no server and no list to
+maintain.
 
-Signatures cannot prevent that two machines use the same token. Both can, until a peer has seen both credentials; from
-then on it refuses the second. All peers connect to each other, which makes this time short. README.md says the rest.
+Signatures cannot prevent that two machines use the same token. Both can, until a peer has seen both
+credentials; from then on it refuses the second. All peers connect to each other, which makes this
+time short. README.md says the rest.
 """
 
 from __future__ import annotations
@@ -10,4 +12,15 @@ from diloco.admission.gatekeeper import Admission, Memory
 from diloco.admission.invitation import ROLES, Credential, Grant, Role, Token, issue
 from diloco.admission.keys import Revoked, RunKey
 
-__all__ = ["ROLES", "Admission", "Credential", "Grant", "Memory", "Revoked", "Role", "RunKey", "Token", "issue"]
+__all__ = [
+    "ROLES",
+    "Admission",
+    "Credential",
+    "Grant",
+    "Memory",
+    "Revoked",
+    "Role",
+    "RunKey",
+    "Token",
+    "issue",
+]

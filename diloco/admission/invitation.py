@@ -1,11 +1,14 @@
 """Grants, tokens and credentials: small, versioned, and each with exactly one encoding.
 
-    grant       version, run key, invitation key, role, expiry, run id, bound peer id (or none); signed by the run key
+    grant       version, run key, invitation key, role, expiry, run id, bound peer id (or none);
+                signed by the run key
     token       grant + private half of the invitation key: the text in an invitation
-    credential  grant + role + signature of the invitation key over role and peer id: a peer shows it to others
+    credential  grant + role + signature of the invitation key over role and peer id: a peer shows
+                it to others
 
-Each is urlsafe base64 without padding. A reader accepts only the exact text that a writer makes. Therefore every
-flipped bit is noticed: in the text, by the signature of the run key, or because the two halves of a key do not match.
+Each is urlsafe base64 without padding. A reader accepts only the exact text that a writer makes.
+Therefore every flipped bit is noticed: in the text, by the signature of the run key, or because the
+two halves of a key do not match.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from diloco.text import decoded
 __all__ = ["MAX_CHARACTERS", "ROLES", "Credential", "Grant", "Role", "Token", "issue"]
 
 Role = Literal["worker", "host", "observer", "contributor"]
-ROLES: tuple[Role, ...] = ("worker", "host", "observer")  # that are given, most powerful first; the wire has the index
+# that are given, most powerful first; the wire has the index
+ROLES: tuple[Role, ...] = ("worker", "host", "observer")
 
 VERSION = 1
 MAX_CHARACTERS = 1024  # the longest token or credential that is read; real ones have about 300
@@ -61,7 +65,9 @@ class Grant:
         return verify(self.run_key, _GRANT_CONTEXT + self._body(), self.signature)
 
     def _body(self) -> bytes:
-        head = _HEAD.pack(VERSION, self.run_key, self.invitation_key, ROLES.index(self.role), self.expires_at)
+        head = _HEAD.pack(
+            VERSION, self.run_key, self.invitation_key, ROLES.index(self.role), self.expires_at
+        )
         return head + _short(self.run_id) + _short(self.peer)
 
     def to_bytes(self) -> bytes:
@@ -70,9 +76,12 @@ class Grant:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> tuple[Grant, bytes]:
-        """The grant that untrusted bytes begin with, its signature not yet verified, and the bytes that follow it."""
+        """The grant that untrusted bytes begin with, its signature not yet verified, and the bytes
+        that follow it."""
         if len(raw) < _HEAD.size or raw[0] != VERSION:
-            raise PayloadError(f"it has version {raw[0]}, this diloco reads {VERSION}" if raw else "it is empty")
+            raise PayloadError(
+                f"it has version {raw[0]}, this diloco reads {VERSION}" if raw else "it is empty"
+            )
         _, run_key, invitation_key, role, expires_at = _HEAD.unpack_from(raw)
         run_id, rest = _read_short(raw[_HEAD.size :])
         peer, rest = _read_short(rest)
@@ -80,7 +89,9 @@ class Grant:
             raise PayloadError("its role, run id or peer id is impossible")
         if len(rest) < SIGNATURE_BYTES:
             raise PayloadError("it is cut short")
-        grant = cls(run_key, invitation_key, ROLES[role], expires_at, run_id, peer, rest[:SIGNATURE_BYTES])
+        grant = cls(
+            run_key, invitation_key, ROLES[role], expires_at, run_id, peer, rest[:SIGNATURE_BYTES]
+        )
         return grant, rest[SIGNATURE_BYTES:]
 
 
@@ -95,7 +106,9 @@ class Credential:
     def proves(self, peer: str) -> bool:
         """Whether both signatures are valid, and the invitation key signed this peer's id."""
         proven = verify(self.grant.invitation_key, _proof_of(self.role, peer), self.proof)
-        return proven and self.grant.signed and ROLES.index(self.role) >= ROLES.index(self.grant.role)
+        return (
+            proven and self.grant.signed and ROLES.index(self.role) >= ROLES.index(self.grant.role)
+        )
 
     def to_text(self) -> str:
         """Its text on the wire."""
@@ -112,7 +125,8 @@ class Credential:
 
 @dataclass(frozen=True)
 class Token:
-    """An invitation. Its text is a secret: keep it out of logs and, where possible, out of command lines."""
+    """An invitation. Its text is a secret: keep it out of logs and, where possible, out of command
+    lines."""
 
     grant: Grant
     _seed: bytes
@@ -131,19 +145,29 @@ class Token:
 
     @classmethod
     def from_text(cls, text: str, where: str = "") -> Token:
-        """Reads a token that a user typed; `ConfigError` says what is wrong, and where, without repeating the token."""
+        """Reads a token that a user typed; `ConfigError` says what is wrong, and where, without
+        repeating the token."""
         try:
             grant, seed = Grant.from_bytes(_from_text(text))
         except PayloadError as error:
-            raise ConfigError(f"{where}the token of the invitation cannot be read: {error}; copy all of it") from None
-        fits = len(seed) == KEY_BYTES and _key(seed).public_key().public_bytes_raw() == grant.invitation_key
+            raise ConfigError(
+                f"{where}the token of the invitation cannot be read: {error}; copy all of it"
+            ) from None
+        fits = (
+            len(seed) == KEY_BYTES
+            and _key(seed).public_key().public_bytes_raw() == grant.invitation_key
+        )
         if not fits or not grant.signed:
-            raise ConfigError(f"{where}the token of the invitation is damaged; copy all of it, or ask for a new one")
+            raise ConfigError(
+                f"{where}the token of the invitation is damaged; copy all of it, or ask for a"
+                " new one"
+            )
         return cls(grant, seed)
 
     @classmethod
     def read(cls, setting: str) -> Token:
-        """Reads the value of `swarm.token`: a token, or `@FILE`, a file with a token or a whole link."""
+        """Reads the value of `swarm.token`: a token, or `@FILE`, a file with a token or a whole
+        link."""
         if not setting.startswith("@"):
             return cls.from_text(setting)
         path = Path(setting[1:])
@@ -152,23 +176,32 @@ class Token:
                 check_private(file, path, "swarm.token")
                 text = decoded(file.read(16 * MAX_CHARACTERS))
         except OSError as error:
-            raise ConfigError(f"swarm.token={setting} cannot be read: {error.strerror}; name another file") from None
+            raise ConfigError(
+                f"swarm.token={setting} cannot be read: {error.strerror}; name another file"
+            ) from None
         found = set(_IN_FILE.findall(text)) or {text.strip()}
         if len(found) > 1:
-            raise ConfigError(f"swarm.token={setting} holds {len(found)} tokens; leave one of them there")
+            raise ConfigError(
+                f"swarm.token={setting} holds {len(found)} tokens; leave one of them there"
+            )
         return cls.from_text(found.pop(), f"swarm.token={setting}: ")
 
 
 def issue(key: RunKey, run_id: str, role: Role, expires_at: int, peer: str = "") -> Token:
     """A new invitation to a run; `ConfigError` if the run id or the peer id is not one."""
     if not _RUN_ID.fullmatch(run_id):
-        raise ConfigError(f"--run={run_id} is no run id; expected 1 to 64 letters, digits, '.', '_' or '-'")
+        raise ConfigError(
+            f"--run={run_id} is no run id; expected 1 to 64 letters, digits, '.', '_' or '-'"
+        )
     if not _PEER.fullmatch(peer):
         raise ConfigError(
-            f"--bind={peer} is no peer id; expected one such as QmXoypiz... or 12D3Koo..., as a peer prints"
+            f"--bind={peer} is no peer id; expected one such as QmXoypiz... or 12D3Koo..., as a"
+            " peer prints"
         )
     invitation = new_key()
-    unsigned = Grant(key.public, invitation.public_key().public_bytes_raw(), role, expires_at, run_id, peer, b"")
+    unsigned = Grant(
+        key.public, invitation.public_key().public_bytes_raw(), role, expires_at, run_id, peer, b""
+    )
     grant = replace(unsigned, signature=key.sign(_GRANT_CONTEXT + unsigned.to_bytes()))
     return Token(grant, invitation.private_bytes_raw())
 

@@ -1,6 +1,7 @@
 """The run key, an Ed25519 key pair, and the list of revocations that the owner signs with it.
 
-The private half signs invitations to a run, the public half verifies them. Any peer may pass the list on.
+The private half signs invitations to a run, the public half verifies them. Any peer may pass the
+list on.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _CONTEXT, _SEAL_CONTEXT = b"diloco revoked\0", b"diloco manifest\0"
 
 
 class RunKey:
-    """The private half. Anybody who has the file can invite and revoke; a run cannot change its key."""
+    """The private half. Anybody who has the file can invite and revoke; a run cannot change its
+    key."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -47,15 +49,19 @@ class RunKey:
         return self._private.sign(what)
 
     def seal(self, run_id: str, manifest_hash: str) -> str:
-        """The signature by which peers know that a manifest, named by its hash, is the owner's; hexadecimal."""
+        """The signature by which peers know that a manifest, named by its hash, is the owner's;
+        hexadecimal."""
         return self.sign(_sealed(run_id, manifest_hash)).hex()
 
     @classmethod
     def create(cls, path: Path) -> RunKey:
-        """A new key, in a new file that only its owner can read; `ConfigError` if that cannot be written."""
+        """A new key, in a new file that only its owner can read; `ConfigError` if that cannot be
+        written."""
         key = cls(new_key())
         text = key._private.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
         )
         write_private(path, text, f"FILE={path}")
         return key
@@ -66,9 +72,13 @@ class RunKey:
         try:
             with path.open("rb") as file:
                 check_private(file, path, setting)
-                private = serialization.load_pem_private_key(file.read(MAX_FILE_BYTES), password=None)
+                private = serialization.load_pem_private_key(
+                    file.read(MAX_FILE_BYTES), password=None
+                )
         except OSError as error:
-            raise ConfigError(f"{setting}={path} cannot be read: {error.strerror}; diloco keygen makes a key") from None
+            raise ConfigError(
+                f"{setting}={path} cannot be read: {error.strerror}; diloco keygen makes a key"
+            ) from None
         except (ValueError, TypeError):  # TypeError: the file has a password
             private = None
         if not isinstance(private, Ed25519PrivateKey):
@@ -77,7 +87,8 @@ class RunKey:
 
 
 def write_private(path: Path, content: bytes, what: str) -> None:
-    """Write a new file that only its owner can read. Raises ConfigError, which begins with `what`."""
+    """Write a new file that only its owner can read. Raises ConfigError, which begins with
+    `what`."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -92,8 +103,8 @@ def new_key() -> Ed25519PrivateKey:
 
 
 def check_private(file: IO[Any], path: Path, setting: str) -> None:
-    """Raises ConfigError if an open file of ours with a secret can be read by others, as ssh does. Where nobody can
-    change that, as on FAT or a drive of Windows, it is a warning.
+    """Raises ConfigError if an open file of ours with a secret can be read by others, as ssh does.
+    Where nobody can change that, as on FAT or a drive of Windows, it is a warning.
     """
     status = os.fstat(file.fileno())
     if status.st_uid != os.getuid() or not status.st_mode & 0o077:
@@ -104,12 +115,17 @@ def check_private(file: IO[Any], path: Path, setting: str) -> None:
         _warn_of(path.parent)
         return
     os.fchmod(file.fileno(), status.st_mode & 0o777)
-    raise ConfigError(f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}")
+    raise ConfigError(
+        f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600"
+        f" {path}"
+    )
 
 
 @functools.cache
 def _warn_of(directory: Path) -> None:
-    logger.warning("%s is on a file system without modes: others may read the secrets there", directory)
+    logger.warning(
+        "%s is on a file system without modes: others may read the secrets there", directory
+    )
 
 
 def is_sealed(run_key: bytes, run_id: str, manifest_hash: str, seal: str) -> bool:
@@ -125,7 +141,8 @@ def _signed(public: bytes, what: bytes, digits: str) -> bool:
 
 
 def verify(public: bytes, what: bytes, signature: bytes) -> bool:
-    """Whether `signature` is valid for `what` under this public key. All three may be arbitrary bytes."""
+    """Whether `signature` is valid for `what` under this public key. All three may be arbitrary
+    bytes."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, what)
     except (InvalidSignature, ValueError):
@@ -135,7 +152,8 @@ def verify(public: bytes, what: bytes, signature: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Revoked:
-    """A revocation list. Of two lists with valid signatures the one with the higher number replaces the other."""
+    """A revocation list. Of two lists with valid signatures the one with the higher number replaces
+    the other."""
 
     number: int = 0
     token_ids: tuple[str, ...] = ()
@@ -143,12 +161,23 @@ class Revoked:
     signature: str = ""  # hexadecimal digits
 
     @classmethod
-    def of(cls, number: int, token_ids: Iterable[str], peer_ids: Iterable[str], signature: str) -> Revoked:
+    def of(
+        cls, number: int, token_ids: Iterable[str], peer_ids: Iterable[str], signature: str
+    ) -> Revoked:
         """A list as somebody has written it."""
-        return cls(int(number), tuple(map(str, token_ids)), tuple(map(str, peer_ids)), str(signature))
+        return cls(
+            int(number), tuple(map(str, token_ids)), tuple(map(str, peer_ids)), str(signature)
+        )
 
     @classmethod
-    def sign(cls, key: RunKey, run_id: str, number: int, token_ids: Iterable[str], peer_ids: Iterable[str]) -> Revoked:
+    def sign(
+        cls,
+        key: RunKey,
+        run_id: str,
+        number: int,
+        token_ids: Iterable[str],
+        peer_ids: Iterable[str],
+    ) -> Revoked:
         """A signed list with this number; `ConfigError` if it is too long."""
         tokens, peers = tuple(sorted(set(token_ids))), tuple(sorted(set(peer_ids)))
         if max(len(tokens), len(peers)) > MAX_REVOKED:
@@ -156,32 +185,44 @@ class Revoked:
         return cls(number, tokens, peers, key.sign(_content(run_id, number, tokens, peers)).hex())
 
     def extended(
-        self, key: RunKey, run_id: str, token_ids: Iterable[str], peer_ids: Iterable[str], above: int = 0
+        self,
+        key: RunKey,
+        run_id: str,
+        token_ids: Iterable[str],
+        peer_ids: Iterable[str],
+        above: int = 0,
     ) -> Revoked:
         """The list that replaces this one, and all that have numbers up to `above`."""
         number = 1 + max(self.number, above)
-        return self.sign(key, run_id, number, {*self.token_ids, *token_ids}, {*self.peer_ids, *peer_ids})
+        return self.sign(
+            key, run_id, number, {*self.token_ids, *token_ids}, {*self.peer_ids, *peer_ids}
+        )
 
     @classmethod
     def remembered(cls, key: RunKey, key_path: Path, run_id: str) -> Revoked:
-        """The list that `remember` wrote beside the key, signed again; without one, an empty list with number 0."""
+        """The list that `remember` wrote beside the key, signed again; without one, an empty list
+        with number 0."""
         content = _remembered(key_path).get(run_id)
         return cls() if content is None else cls.sign(key, run_id, *content)
 
     def remember(self, key_path: Path, run_id: str) -> None:
-        """Write the list beside the key: the next list continues it, also when no peer of the run is left."""
+        """Write the list beside the key: the next list continues it, also when no peer of the run
+        is left."""
         lists = {**_remembered(key_path), run_id: (self.number, self.token_ids, self.peer_ids)}
         place = _place(key_path)
         try:
             replace_file(place, (json.dumps(lists, indent=2) + "\n").encode())
         except OSError as error:
             raise ConfigError(
-                f"{place} cannot be written: {error.strerror}; it keeps the revocations, make its directory writable"
+                f"{place} cannot be written: {error.strerror}; it keeps the revocations, make its"
+                " directory writable"
             ) from None
 
     def signed_by(self, run_key: bytes, run_id: str) -> bool:
         """Whether the owner of this run signed it."""
-        return _signed(run_key, _content(run_id, self.number, self.token_ids, self.peer_ids), self.signature)
+        return _signed(
+            run_key, _content(run_id, self.number, self.token_ids, self.peer_ids), self.signature
+        )
 
     def names(self, token_id: str, peer: str) -> bool:
         """Whether the list has this token or this peer."""
@@ -200,11 +241,14 @@ def _remembered(key_path: Path) -> dict[str, tuple[int, list[str], list[str]]]:
     place = _place(key_path)
     try:
         lists = json.loads(place.read_text("utf-8")) if place.exists() else {}
-        return {run: (int(number), list(tokens), list(peers)) for run, (number, tokens, peers) in lists.items()}
+        return {
+            run: (int(number), list(tokens), list(peers))
+            for run, (number, tokens, peers) in lists.items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         raise ConfigError(
-            f"{place} is not what diloco revoke wrote; restore it from a copy, as without it those whom you revoked "
-            "come in again"
+            f"{place} is not what diloco revoke wrote; restore it from a copy, as without it those"
+            " whom you revoked come in again"
         ) from None
 
 

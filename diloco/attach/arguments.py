@@ -1,10 +1,11 @@
-"""What `Swarm` is given, as its caller types it: settings of the outer step, addresses, and what is said of mistakes.
+"""What `Swarm` is given, as its caller types it: settings of the outer step, addresses, and what is
+said of mistakes.
 
     preset < outer=dict(...) < keywords -> `OuterConfig`
     address < network=dict(...) < keywords -> `SwarmConfig`
 
-Some settings have other names where they come from: `swarm.initial_peers` is `address` here. So an error that names one
-is raised again in the caller's words.
+Some settings have other names where they come from: `swarm.initial_peers` is `address` here. So an
+error that names one is raised again in the caller's words.
 """
 
 from __future__ import annotations
@@ -26,25 +27,38 @@ from diloco.config.sizes import fragments_of
 from diloco.errors import ConfigError, DivergedError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec
 
-_TYPED = {"swarm.initial_peers": "address", "swarm.identity_path": "identity", "run.id": "run_id", "run.key": "key"}
+_TYPED = {
+    "swarm.initial_peers": "address",
+    "swarm.identity_path": "identity",
+    "run.id": "run_id",
+    "run.key": "key",
+}
 _NAMES = re.compile("|".join(map(re.escape, _TYPED)) + r"|\bswarm\.(?=[a-z_]+[=:])")
 _NOBODY = "; if it had made all its steps before this peer came, start it with min_peers=2"
-_OTHERWISE = {"initial_peers", "identity_path"}  # as which arguments of `Swarm` these have names of their own
+# as which arguments of `Swarm` these have names of their own
+_OTHERWISE = {"initial_peers", "identity_path"}
 
 
 class ResolvedOuter(NamedTuple):
-    """Settings of the outer step; with `by_size`, into how many fragments follows from the size of the model."""
+    """Settings of the outer step; with `by_size`, into how many fragments follows from the size of
+    the model."""
 
     outer: OuterConfig
     by_size: bool = False
 
     def of(self, numel: int) -> OuterConfig:
         """Those of a model that trains so many values."""
-        return self.outer.model_copy(update={"fragments": fragments_of(numel)}) if self.by_size else self.outer
+        return (
+            self.outer.model_copy(update={"fragments": fragments_of(numel)})
+            if self.by_size
+            else self.outer
+        )
 
 
 def outer_of(
-    preset: str | None, outer: str | Mapping[str, Any] | OuterConfig | None, keywords: Mapping[str, Any]
+    preset: str | None,
+    outer: str | Mapping[str, Any] | OuterConfig | None,
+    keywords: Mapping[str, Any],
 ) -> ResolvedOuter:
     """The settings of a file of configs/outer, with others over them; raises `ConfigError`."""
     if isinstance(outer, str):
@@ -54,7 +68,10 @@ def outer_of(
     said = {**(outer or {}), **keywords}
     _check_names(said, OuterConfig.model_fields)
     if said.get("method", "diloco") != "diloco":
-        raise ConfigError(f"method={said['method']}: a Swarm makes outer steps; diloco train has the other methods")
+        raise ConfigError(
+            f"method={said['method']}: a Swarm makes outer steps; diloco train has the other"
+            " methods"
+        )
     laid = {"method": "diloco"} if preset is None else outer_preset(preset)
     laid.pop("rounds", None)  # it follows from a budget, which a loop of one's own does not have
     by_size = "${fragments_for:" in str(laid.get("fragments")) and "fragments" not in said
@@ -64,7 +81,9 @@ def outer_of(
 
 
 def network_of(
-    address: str | Sequence[str] | None, network: Mapping[str, Any] | SwarmConfig | None, keywords: Mapping[str, Any]
+    address: str | Sequence[str] | None,
+    network: Mapping[str, Any] | SwarmConfig | None,
+    keywords: Mapping[str, Any],
 ) -> SwarmConfig:
     """The settings below `swarm.`; raises `ConfigError` with the names of `Swarm`."""
     if isinstance(network, SwarmConfig):
@@ -90,7 +109,10 @@ def network_of(
 def check_names(given: Iterable[str], swarm: Callable[..., object]) -> None:
     """Raise `ConfigError` for a name that is neither an argument of `Swarm` nor a setting."""
     arguments = list(inspect.signature(swarm).parameters)[:-1]
-    _check_names(given, [*arguments, *OuterConfig.model_fields, *(SwarmConfig.model_fields.keys() - _OTHERWISE)])
+    _check_names(
+        given,
+        [*arguments, *OuterConfig.model_fields, *(SwarmConfig.model_fields.keys() - _OTHERWISE)],
+    )
 
 
 def _check_names(given: Iterable[str], known: Iterable[str]) -> None:
@@ -98,8 +120,14 @@ def _check_names(given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             guess = " or ".join(nearest(name, known))
-            remedy = f"did you mean {guess}?" if guess else "help(diloco.Swarm) has the arguments and settings"
-            raise ConfigError(f"{name} is neither an argument of Swarm nor a setting of the outer step; {remedy}")
+            remedy = (
+                f"did you mean {guess}?"
+                if guess
+                else "help(diloco.Swarm) has the arguments and settings"
+            )
+            raise ConfigError(
+                f"{name} is neither an argument of Swarm nor a setting of the outer step; {remedy}"
+            )
 
 
 def _several(value: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -109,8 +137,11 @@ def _several(value: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def as_typed(typed: bool = True, remedy: str = "lower the optimizer's learning rate") -> Iterator[None]:
-    """Errors inside name the arguments of `Swarm`, if these were `typed`; `remedy` is for training that diverges."""
+def as_typed(
+    typed: bool = True, remedy: str = "lower the optimizer's learning rate"
+) -> Iterator[None]:
+    """Errors inside name the arguments of `Swarm`, if these were `typed`; `remedy` is for training
+    that diverges."""
     try:
         yield
     except (SwarmError, DivergedError, ConfigError) as error:
@@ -134,7 +165,8 @@ def loop_spec(
     model: str = "",
     frozen: str | None = None,
 ) -> RunSpec:
-    """The run of a loop of one's own: outer settings, class and shapes of the model, digest of what is not trained."""
+    """The run of a loop of one's own: outer settings, class and shapes of the model, digest of what
+    is not trained."""
     content = {
         "run": {"id": run_id, "key": key},
         "swarm": {"admit": admit},

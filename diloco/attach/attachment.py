@@ -63,16 +63,21 @@ class Attachment:
     """A model in step with the swarm.
 
     Attributes:
-        version: outer steps that the anchor has seen. steps: inner steps of this peer, over all its sessions.
-        applied_tokens: the swarm clock. tokens, discarded_tokens: this peer's own, over all its sessions.
-        inner_step, target_steps: of the cycle under way. unsent_tokens: of inner steps that are in no contribution yet.
+        version: outer steps that the anchor has seen. steps: inner steps of this peer, over all its
+            sessions.
+        applied_tokens: the swarm clock. tokens, discarded_tokens: this peer's own, over all its
+            sessions.
+        inner_step, target_steps: of the cycle under way. unsent_tokens: of inner steps that are in
+            no contribution yet.
         exchanged: whether the last `optimizer.step()` ended in an exchange.
-        interrupted: whether the loop has to end before the budget is used up; ended_by: the signal, or 0.
+        interrupted: whether the loop has to end before the budget is used up; ended_by: the signal,
+            or 0.
         view: what can be seen of the swarm node; None before entering, and on ranks other than 0.
 
-    If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. When the model trains
-    other parameters than it did at first, it raises `ConfigError`. `interrupt` ends any wait; the swarm then loses the
-    inner steps since the last exchange, and the checkpoint before them is good.
+    If training diverges, the exchange raises `DivergedError` before anything non-finite is sent.
+    When the model trains other parameters than it did at first, it raises `ConfigError`.
+    `interrupt` ends any wait; the swarm then loses the inner steps since the last exchange, and the
+    checkpoint before them is good.
     """
 
     def __init__(
@@ -110,19 +115,22 @@ class Attachment:
 
     @property
     def node(self) -> Node | None:
-        """The swarm node, which only its runtime may change; None before entering, and on ranks other than 0."""
+        """The swarm node, which only its runtime may change; None before entering, and on ranks
+        other than 0."""
         return self._link.node
 
-    # -- joining and leaving ------------------------------------------------------------------------------------------
+    # -- joining and leaving -----------------------------------------------------------------------
 
     def open(self) -> Attachment:
-        """As entering, without a `with` block; `close` ends it, or the program does, without a goodbye."""
+        """As entering, without a `with` block; `close` ends it, or the program does, without a
+        goodbye."""
         atexit.register(self.drop_out)
         self._in_block = False
         return self.__enter__()
 
     def close(self, kind: type[BaseException] | None = None) -> None:
-        """Leave the swarm as at the end of a `with` block, which this kind of error has ended. Can be called twice."""
+        """Leave the swarm as at the end of a `with` block, which this kind of error has ended. Can
+        be called twice."""
         if self._phase not in RUNNING:
             return self.drop_out()
         self.__exit__(kind, None, None)
@@ -146,7 +154,12 @@ class Attachment:
         return self
 
     @usual
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._phase not in RUNNING:  # closed already
             return
         self._hook.remove()
@@ -157,7 +170,8 @@ class Attachment:
             self.phases.switch(None)
             finished = finished and not self.interrupted
             self._callbacks.on_leave(kind)
-            with suppress(DivergedError) if kind else nullcontext():  # the loop may have said so already
+            # the loop may have said so already
+            with suppress(DivergedError) if kind else nullcontext():
                 self._link.call(lambda node: node.leave(finished))
             if finished:
                 self._phase = Phase.FINISHED
@@ -179,11 +193,14 @@ class Attachment:
                 self._open(options, fragments)
 
     def _open(self, options: NodeOptions, fragments: Sequence[Fragment]) -> None:
-        if not (options.saved and self._inner_state.has_state):  # a checkpoint may be older than the first step
+        # a checkpoint may be older than the first step
+        if not (options.saved and self._inner_state.has_state):
             self._inner_state.source = options.network.inner_state
         replica = Replica(self._link.rows or self.parameters, fragments, self.outer)
         # For a joiner, called in other threads; before the first step there is none.
-        options = replace(options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None)
+        options = replace(
+            options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None
+        )
         self.view = view = self._link.open(
             options, replica, self._callbacks.on_event, self.patience_s, self._is_asked_to_stop
         )
@@ -193,10 +210,13 @@ class Attachment:
         self._callbacks.on_ready(view.address)
 
     def _begin(self) -> bool:
-        """All ranks: wait for the swarm and adopt its anchor; whether the first cycle is left out."""
+        """All ranks: wait for the swarm and adopt its anchor; whether the first cycle is left
+        out."""
         state, cold = None, False
         if self.node is not None:
-            state, cold = self._inner_state.fetch(self.node, self._link.runtime, self._is_asked_to_stop)
+            state, cold = self._inner_state.fetch(
+                self.node, self._link.runtime, self._is_asked_to_stop
+            )
         begun = self._link.begin(self.outer.sync_every, cold, fetched=state is not None)
         self._go_to(begun)
         if begun.cold:
@@ -223,7 +243,8 @@ class Attachment:
 
     @usual
     def finish(self) -> None:
-        """Wait for the updates that are under way, for which the other peers wait, too. No inner step may follow."""
+        """Wait for the updates that are under way, for which the other peers wait, too. No inner
+        step may follow."""
         with self._callbacks.exchanging(), self.phases.during("comm"):
             self._link.call(lambda node: node.finish())
 
@@ -236,25 +257,31 @@ class Attachment:
         self._link.close()
 
     def interrupt(self, number: int = 0) -> None:
-        """Stop waiting for the swarm; may be called from the handler of a signal, with its number."""
+        """Stop waiting for the swarm; may be called from the handler of a signal, with its
+        number."""
         self.stop_asked = number
-        self.interrupted = self.ranks.size == 1  # several ranks agree on the step after which they stop
+        # several ranks agree on the step after which they stop
+        self.interrupted = self.ranks.size == 1
         self.ended_by = number if self.interrupted else 0
         self._link.call_soon(lambda node: node.interrupt)
 
-    # -- training -----------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def lease_units(self, sequences_per_round: int, batches_ahead: int = 0) -> RankLeases:
-        """Take part in the run's common list of sequences, so many in a round; call it before entering.
+        """Take part in the run's common list of sequences, so many in a round; call it before
+        entering.
 
-        Every sequence is leased to one peer at a time; those of a peer that dies, and of a contribution that is
-        discarded, are leased again.
+        Every sequence is leased to one peer at a time; those of a peer that dies, and of a
+        contribution that is discarded, are leased again.
         """
         self._sequences_per_round = sequences_per_round
-        return RankLeases(self.ranks, lambda: None if self.node is None else self.node.leased, batches_ahead)
+        return RankLeases(
+            self.ranks, lambda: None if self.node is None else self.node.leased, batches_ahead
+        )
 
     def count(self, tokens: int) -> None:
-        """How many tokens the coming inner step is made of, of all ranks: its weight. Without a call it is 1."""
+        """How many tokens the coming inner step is made of, of all ranks: its weight. Without a
+        call it is 1."""
         self._counted_tokens += tokens
 
     @property
@@ -295,7 +322,8 @@ class Attachment:
             self._exchange(lambda node: node.begin(self.outer.sync_every))
 
     def _next_action(self, tokens: int) -> Action:
-        """All ranks: what comes after an inner step, as rank 0 says: a signal may have reached only some of them."""
+        """All ranks: what comes after an inner step, as rank 0 says: a signal may have reached only
+        some of them."""
         waits, position = self._link.stepped(tokens, self._progress.steps_per_s)
         asked = -1 if self.stop_asked is None else self.stop_asked
         stop, due, *there = map(int, self.ranks.broadcast_floats([asked, waits, *position]))
@@ -308,7 +336,9 @@ class Attachment:
         self._move_on(Position(*there))
         return Action.EXCHANGE if due else Action.TRAIN
 
-    def _exchange(self, exchange: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]) -> None:
+    def _exchange(
+        self, exchange: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]
+    ) -> None:
         """Send what is due, and go on from what is new."""
         self._hook.free_gradients()  # their memory is what the exchange needs at its peak
         with self.phases.during("comm"):
@@ -316,7 +346,9 @@ class Attachment:
             self._adopt(exchange)
         self._progress.restart(self.steps)
 
-    def _adopt(self, exchange: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]) -> None:
+    def _adopt(
+        self, exchange: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]
+    ) -> None:
         """Let rank 0 exchange, and have all ranks go on from the anchor that it has then."""
         with self.parameters.exchanging():
             position = self._link.adopt(exchange)
@@ -343,18 +375,22 @@ class Attachment:
             return
         # All are less than before when another history won.
         self.version, self.applied_tokens = position.version, position.applied_tokens
-        self.discarded_tokens, self.unsent_tokens = position.discarded_tokens, position.unsent_tokens
+        self.discarded_tokens, self.unsent_tokens = (
+            position.discarded_tokens,
+            position.unsent_tokens,
+        )
         self.inner_step, self.target_steps = position.inner_step, position.target_steps
 
     def anchor_digest(self) -> str:
         assert self.view is not None
         return self.view.anchor_digest()
 
-    # -- pauses: it evaluates, or writes a checkpoint, and the others wait --------------------------------------------
+    # -- pauses: it evaluates, or writes a checkpoint, and the others wait -------------------------
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """All ranks: the parameters are the anchor inside; what is trained comes back afterwards."""
+        """All ranks: the parameters are the anchor inside; what is trained comes back
+        afterwards."""
         if self._phase in (Phase.NEW, Phase.FINISHED):
             yield
             return
@@ -368,8 +404,8 @@ class Attachment:
 
     @contextmanager
     def checkpointing(self) -> Iterator[Saved]:
-        """Rank 0: the state at the last exchange; at a barrier the tensors are the live ones, which stay as they are
-        inside.
+        """Rank 0: the state at the last exchange; at a barrier the tensors are the live ones, which
+        stay as they are inside.
         """
         with self._paused():
             assert self._link.node is not None
@@ -377,7 +413,8 @@ class Attachment:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """The peer takes no inner steps inside, and is not taken for stalled. Afterwards it trains on."""
+        """The peer takes no inner steps inside, and is not taken for stalled. Afterwards it trains
+        on."""
         before = self._phase
         if before is Phase.PAUSED or (self.view is not None and self.view.closed):
             yield
@@ -390,9 +427,16 @@ class Attachment:
             if self._phase is Phase.PAUSED:
                 self._phase = before
             self._link.call(lambda node: node.resume())
-            # The swarm may have gone on in the pause. Several ranks hear of it after their next step.
+            # The swarm may have gone on in the pause. Several ranks hear of it after their next
+            # step.
             node = self.node
-            if before is Phase.TRAINING and self.ranks.size == 1 and not self.interrupted and node and node.waits:
+            if (
+                before is Phase.TRAINING
+                and self.ranks.size == 1
+                and not self.interrupted
+                and node
+                and node.waits
+            ):
                 with self.phases.during("comm"):
                     self._adopt(lambda node: node.exchange())
             self._progress.restart(self.steps)

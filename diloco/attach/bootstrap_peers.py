@@ -1,4 +1,5 @@
-"""A peer that comes back to a run, in the same process or another: its key, whom it calls, and where it listens."""
+"""A peer that comes back to a run, in the same process or another: its key, whom it calls, and
+where it listens."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.libp2p import check_free
 
 NAMED = 16  # addresses of other peers that are remembered
-_free: defaultdict[str, list[Path]] = defaultdict(list)  # directories with keys that nobody uses, by run
+# directories with keys that nobody uses, by run
+_free: defaultdict[str, list[Path]] = defaultdict(list)
 
 
 class PeerKey:
-    """The file with a peer's private key. Without a `path` it stays as long as the process, for the run's next peer."""
+    """The file with a peer's private key. Without a `path` it stays as long as the process, for the
+    run's next peer."""
 
     def __init__(self, path: Path | None, run_id: str, simulated: bool) -> None:
         self.path = path
@@ -43,7 +46,8 @@ class PeerKey:
         if self.path is not None:
             return self.path
         if self._directory is None:
-            if not self._free or own_id(self._free[-1] / "identity.key") in "".join(addresses):  # it cannot join itself
+            # it cannot join itself
+            if not self._free or own_id(self._free[-1] / "identity.key") in "".join(addresses):
                 self._free.append(Path(mkdtemp(prefix="diloco-")))
                 atexit.register(rmtree, self._free[-1], ignore_errors=True)
             self._directory = self._free.pop()
@@ -60,7 +64,9 @@ def known_by(identity: Path, run: str) -> tuple[list[str], list[str]]:
     """Addresses of the peer with this key, and of others, when it was in that run last."""
     try:
         found = json.loads(_file(identity).read_text())
-        own, others = ([one for one in found[key] if address_error(one) is None] for key in ("own", "others"))
+        own, others = (
+            [one for one in found[key] if address_error(one) is None] for key in ("own", "others")
+        )
         return (own, others) if found["run"] == run else ([], [])
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or half of one
         return [], []
@@ -80,10 +86,11 @@ def _file(identity: Path) -> Path:
 def called_again(
     network: SwarmConfig, identity: Path, run_id: str, manifest_hash: str, saved: Sequence[str]
 ) -> tuple[SwarmConfig, list[str]]:
-    """The settings with addresses of last time, and those of others that were known: beside the key, or `saved`.
+    """The settings with addresses of last time, and those of others that were known: beside the
+    key, or `saved`.
 
-    Who founded the run joins at the known peers that answer. If nobody does, or they train another run, it goes on
-    alone.
+    Who founded the run joins at the known peers that answer. If nobody does, or they train another
+    run, it goes on alone.
     """
     own, others = known_by(identity, manifest_hash)
     known = list(dict.fromkeys((*others, *saved)))

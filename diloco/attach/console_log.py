@@ -1,4 +1,5 @@
-"""What a peer says on stderr, to whoever started it: the log of most programs shows warnings only."""
+"""What a peer says on stderr, to whoever started it: the log of most programs shows warnings
+only."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Who hears of an attached peer, and the contexts in which it joins and exchanges; `on_end`: whether it has
-    finished.
+    """Who hears of an attached peer, and the contexts in which it joins and exchanges; `on_end`:
+    whether it has finished.
     """
 
     on_event: OnEvent
@@ -70,13 +71,19 @@ class ConsoleLog:
             self._count(fields.get("live", 1))
 
     def ended(self, finished: bool, steps: int, version: int, sent: int, founder: bool) -> None:
-        """This peer has left. A founder that has met nobody is told how not to end before others come."""
+        """This peer has left. A founder that has met nobody is told how not to end before others
+        come."""
         done = "done" if finished else "dropped out"
-        self.say(f"{done} after {steps} inner steps, at outer step {version}; {human_bytes(sent)} sent")
+        self.say(
+            f"{done} after {steps} inner steps, at outer step {version}; {human_bytes(sent)} sent"
+        )
         if finished and not steps:
             self.say("it made no inner step; was there any data?")
         if founder and finished and not self._met:
-            self.say("no other peer came; with min_peers=2 the first peer waits for a second one before it trains")
+            self.say(
+                "no other peer came; with min_peers=2 the first peer waits for a second one before"
+                " it trains"
+            )
 
 
 def _name(fields: Mapping[str, Any]) -> str:
@@ -90,17 +97,23 @@ def _now(fields: Mapping[str, Any]) -> str:
 
 
 def _same_data(fields: Mapping[str, Any]) -> str:
-    both = (_name({"name": name, "peer": peer}) for name, peer in zip(fields["names"], fields["peers"], strict=True))
+    both = (
+        _name({"name": name, "peer": peer})
+        for name, peer in zip(fields["names"], fields["peers"], strict=True)
+    )
     return (
-        f"{' and '.join(both)} train on the same data (cosine of what they contribute {fields['cosine']:.4f}), so "
-        "together they learn what one learns; give each peer other data: swarm.shard(dataset), or a seed of its own "
-        "(swarm.seed)"
+        f"{' and '.join(both)} train on the same data (cosine of what they contribute"
+        f" {fields['cosine']:.4f}), so together they learn what one learns; give each peer other"
+        " data: swarm.shard(dataset), or a seed of its own (swarm.seed)"
     )
 
 
 def _alone_again(fields: Mapping[str, Any]) -> str:
     wait = f" in {fields['wait_s']:.0f} s, unless somebody comes" if fields["wait_s"] else ""
-    return f"nobody whom this peer knew answers; it goes on alone from outer step {fields['version']}{wait}"
+    return (
+        "nobody whom this peer knew answers; it goes on alone from outer step"
+        f" {fields['version']}{wait}"
+    )
 
 
 _LINES: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -108,12 +121,18 @@ _LINES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "leave": lambda of: f"{_name(of)} left, {_now(of)}",
     "lost": lambda of: f"{_name(of)} vanished ({plain(of.get('why', ''))}), {_now(of)}",
     "same_data": _same_data,
-    "untrained": lambda of: f"{of['parameters']} of {of['of']} trained parameters {of['why']}: {of['names']}",
-    "alone_again": _alone_again,
-    "calls_again": lambda of: f"nobody answers yet; this peer calls its swarm for {of['patience_s']:.0f} s",
-    "rounds_over": lambda of: (
-        f"rounds={of['rounds']} are over, and training goes on with the last outer momentum; plan as many as there are "
-        "exchanges: rounds=max_steps / sync_every"
+    "untrained": lambda of: (
+        f"{of['parameters']} of {of['of']} trained parameters {of['why']}: {of['names']}"
     ),
-    "unreachable": lambda of: f"others cannot call this peer; it trains all the same ({plain(of.get('advice', ''))})",
+    "alone_again": _alone_again,
+    "calls_again": lambda of: (
+        f"nobody answers yet; this peer calls its swarm for {of['patience_s']:.0f} s"
+    ),
+    "rounds_over": lambda of: (
+        f"rounds={of['rounds']} are over, and training goes on with the last outer momentum; plan"
+        " as many as there are exchanges: rounds=max_steps / sync_every"
+    ),
+    "unreachable": lambda of: (
+        f"others cannot call this peer; it trains all the same ({plain(of.get('advice', ''))})"
+    ),
 }

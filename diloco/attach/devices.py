@@ -1,4 +1,5 @@
-"""Accelerators of this machine: `cuda` (also AMD's), `xpu` (Intel's) and `mps` (Apple's). A torch knows one."""
+"""Accelerators of this machine: `cuda` (also AMD's), `xpu` (Intel's) and `mps` (Apple's). A torch
+knows one."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ from diloco.errors import ConfigError
 Precision = Literal["fp32", "bf16", "fp16"]
 
 KINDS = ("cuda", "xpu", "mps")
-# From data sheets: 10^12 operations per second in bf16 (T4, V100: fp16), added up in fp32, without sparsity. The first
-# pattern that is in a device's name counts; of GeForce cards others have longer names.
+# From data sheets: 10^12 operations per second in bf16 (T4, V100: fp16), added up in fp32, without
+# sparsity. The first pattern that is in a device's name counts; of GeForce cards others have longer
+# names.
 PEAKS = """
-GB200: 2500, B200: 2250, G?H200: 989, H100 NVL: 835, H100 PCIe: 756, H100: 989, A100: 312, A40: 149.7, A30: 165,
-A10: 125, L40S: 362, L40: 181, L4: 121, V100-SXM2: 125, T4: 65, RTX A6000: 154.8, RTX 5090$: 209.5, RTX 4090$: 165.2,
-RTX 3090$: 71, MI300X: 1307.4, MI325X: 1307.4
+GB200: 2500, B200: 2250, G?H200: 989, H100 NVL: 835, H100 PCIe: 756, H100: 989, A100: 312, A40:
+149.7, A30: 165, A10: 125, L40S: 362, L40: 181, L4: 121, V100-SXM2: 125, T4: 65, RTX A6000: 154.8,
+RTX 5090$: 209.5, RTX 4090$: 165.2, RTX 3090$: 71, MI300X: 1307.4, MI325X: 1307.4
 """
 REFUSED_S = 30.0  # rank 0 says why, and torchrun then ends the others
 
@@ -37,7 +39,8 @@ def _usual() -> Iterator[None]:
 
 
 usual = _usual()
-"""Decorates what a training loop calls: the modes and the default device of its thread mean nothing inside."""
+"""Decorates what a training loop calls: the modes and the default device of its thread mean nothing
+inside."""
 
 
 def place(kind: str, index: int) -> str:
@@ -46,7 +49,8 @@ def place(kind: str, index: int) -> str:
 
 
 def count_devices() -> tuple[str, int]:
-    """The kind of the accelerators that are here, and how many there are; `("cpu", 0)` without any."""
+    """The kind of the accelerators that are here, and how many there are; `("cpu", 0)` without
+    any."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type not in KINDS:
         return "cpu", 0
@@ -54,9 +58,11 @@ def count_devices() -> tuple[str, int]:
 
 
 def choose(setting: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """The device that train.device means for a process alone, or for a rank, one of `local_size` on this machine.
+    """The device that train.device means for a process alone, or for a rank, one of `local_size` on
+    this machine.
 
-    Without a number a rank takes the one of its own number. Raises `ConfigError` if that is not there.
+    Without a number a rank takes the one of its own number. Raises `ConfigError` if that is not
+    there.
     """
     if setting == "cpu":
         return torch.device("cpu")
@@ -68,23 +74,26 @@ def choose(setting: str, local_rank: int = 0, local_size: int = 1) -> torch.devi
         wanted = kind
     if wanted != kind or (number and int(number) >= count):
         raise ConfigError(
-            f"train.device={setting} is not there: this machine has {_words(kind, count)}; use auto or cpu"
+            f"train.device={setting} is not there: this machine has {_words(kind, count)}; use auto"
+            " or cpu"
         )
     if number:
         return torch.device(place(kind, int(number)))
     if local_size > count:
         raise ConfigError(
-            f"train.device={setting}: {local_size} processes on this machine, which has {_words(kind, count)}; start "
-            f"{count}, or use train.device=cpu"
+            f"train.device={setting}: {local_size} processes on this machine, which has"
+            f" {_words(kind, count)}; start {count}, or use train.device=cpu"
         )
     return torch.device(place(kind, local_rank))
 
 
 def pick_device(setting: str) -> torch.device:
-    """The device of this process, by torchrun's environment where there is one; it becomes the current one.
+    """The device of this process, by torchrun's environment where there is one; it becomes the
+    current one.
 
-    With LOCAL_RANK alone a process is one of several peers, which take the devices in turn. Where the device is not
-    there, one rank raises `ConfigError`, and the others wait: torchrun ends all as soon as one has ended.
+    With LOCAL_RANK alone a process is one of several peers, which take the devices in turn. Where
+    the device is not there, one rank raises `ConfigError`, and the others wait: torchrun ends all
+    as soon as one has ended.
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -100,7 +109,8 @@ def pick_device(setting: str) -> torch.device:
         time.sleep(REFUSED_S)
         raise SystemExit(ConfigError.exit_code) from None
     if device.index is not None:
-        torch.accelerator.set_device_index(device.index)  # or libraries would take memory of the first one
+        # or libraries would take memory of the first one
+        torch.accelerator.set_device_index(device.index)
     return device
 
 
@@ -112,8 +122,10 @@ def _words(kind: str, count: int) -> str:
 
 
 def backend_of(device: torch.device, shared: bool = False) -> str:
-    """The backend of torch.distributed for tensors of a device; `shared` says that several ranks may use that one."""
-    if device.type == "cuda" and not shared and dist.is_nccl_available():  # NCCL refuses two ranks of one device
+    """The backend of torch.distributed for tensors of a device; `shared` says that several ranks
+    may use that one."""
+    # NCCL refuses two ranks of one device
+    if device.type == "cuda" and not shared and dist.is_nccl_available():
         return "nccl"
     if device.type == "xpu" and not shared and dist.is_xccl_available():
         return "xccl"
@@ -128,7 +140,11 @@ def shares_device(setting: str) -> bool:
 def name_of(device: torch.device) -> str:
     """The hardware in a few words."""
     module: Any = torch.get_device_module(device)
-    return str(module.get_device_name(device)) if device.type in ("cuda", "xpu") else device.type.upper()
+    return (
+        str(module.get_device_name(device))
+        if device.type in ("cuda", "xpu")
+        else device.type.upper()
+    )
 
 
 def free_bytes(device: torch.device) -> float:
@@ -139,7 +155,8 @@ def free_bytes(device: torch.device) -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Most bytes in use at a time: of this process, and of its tensors where the accelerator counts them."""
+    """Most bytes in use at a time: of this process, and of its tensors where the accelerator counts
+    them."""
     unit = 1 if sys.platform == "darwin" else 1024
     found = {"peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type in ("cuda", "xpu"):
@@ -148,7 +165,8 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations per second of dense 16-bit matrix products, as its maker says; None for what is not in the table."""
+    """Operations per second of dense 16-bit matrix products, as its maker says; None for what is
+    not in the table."""
     for pattern, peak in re.findall(r"([^:,\n]+): ([\d.]+)", PEAKS):
         if re.search(rf"\b{pattern.strip()}(?!\w)(?!.* MIG )", name_of(device)):
             return 1e12 * float(peak)
@@ -175,11 +193,12 @@ def empty_cache(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
-# -- random numbers ---------------------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 
 def forked_random(device: torch.device) -> AbstractContextManager[None]:
-    """A context after which the generators of the CPU and of the device go on as if nothing had been drawn inside."""
+    """A context after which the generators of the CPU and of the device go on as if nothing had
+    been drawn inside."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
@@ -194,7 +213,8 @@ def seed_random(device: torch.device, seed: int) -> None:
 
 
 def random_states() -> dict[str, Tensor]:
-    """States of the generators of all accelerators by name, such as `cuda.0`; none before one is in use."""
+    """States of the generators of all accelerators by name, such as `cuda.0`; none before one is in
+    use."""
     kind, count = count_devices()
     module: Any = torch.get_device_module(kind) if count else None
     if kind == "mps":

@@ -1,8 +1,9 @@
-"""The inner optimizer, and the state with which it starts in a peer that joins late: a donor's, or none.
+"""The inner optimizer, and the state with which it starts in a peer that joins late: a donor's, or
+none.
 
 1. The peer asks others for their inner state, where its optimizer is AdamW, Adam, Muon or SGD.
-2. When nobody has any, or the optimizer is another one, it starts cold: its first H inner steps warm the optimizer up.
-   The swarm does not wait for them, and their tokens count as discarded.
+2. When nobody has any, or the optimizer is another one, it starts cold: its first H inner steps
+   warm the optimizer up. The swarm does not wait for them, and their tokens count as discarded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.rpc.inner_state import InnerState, Layout
 
-TORN = 2.0  # A donor's moments are copied while it trains, so a first moment may be a step ahead of its second one.
+# A donor's moments are copied while it trains, so a first moment may be a step ahead of its second
+# one.
+TORN = 2.0
 MOMENTS: dict[type, tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
@@ -34,25 +37,36 @@ MOMENTS: dict[type, tuple[str, ...]] = {
 
 
 def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
-    """AdamW over what requires a gradient, or Muon on the matrices inside the model; weight decay on matrices only."""
+    """AdamW over what requires a gradient, or Muon on the matrices inside the model; weight decay
+    on matrices only."""
     hidden, others = _hidden_and_others(model, inner)
     if not hidden:
         return _adamw(others, inner)
-    return CombinedOptimizer(Muon(hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay), _adamw(others, inner))
+    return CombinedOptimizer(
+        Muon(hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay), _adamw(others, inner)
+    )
 
 
-def _hidden_and_others(model: nn.Module, inner: InnerConfig) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _hidden_and_others(
+    model: nn.Module, inner: InnerConfig
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices inside the model, if Muon is for them, and the other trained parameters."""
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, p in model.named_parameters():
         if p.requires_grad:
-            inside = inner.optimizer == "muon" and p.ndim == 2 and "embed" not in name and "head" not in name
+            inside = (
+                inner.optimizer == "muon"
+                and p.ndim == 2
+                and "embed" not in name
+                and "head" not in name
+            )
             parts[not inside].append(p)
     return parts
 
 
 def moment_numel(model: nn.Module, inner: InnerConfig) -> int:
-    """Elements that the optimizer's state will have: two for each parameter with AdamW, one with Muon."""
+    """Elements that the optimizer's state will have: two for each parameter with AdamW, one with
+    Muon."""
     hidden, others = _hidden_and_others(model, inner)
     return sum(p.numel() for p in hidden) + 2 * sum(p.numel() for p in others)
 
@@ -62,24 +76,29 @@ def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.Ad
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": inner.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # One kernel for all of a step; the default computes each of its operations for lists of parameters.
+    # One kernel for all of a step; the default computes each of its operations for lists of
+    # parameters.
     fused = all(p.device.type == "cuda" for p in parameters) or None
     return torch.optim.AdamW(groups, lr=inner.peak_lr, betas=inner.betas, fused=fused)
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one; its step is one of each. Raises `ConfigError` for a parameter that two have."""
+    """Several optimizers as one; its step is one of each. Raises `ConfigError` for a parameter that
+    two have."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         try:
-            super().__init__([{"params": group["params"]} for part in parts for group in part.param_groups], {})
+            super().__init__(
+                [{"params": group["params"]} for part in parts for group in part.param_groups], {}
+            )
         except ValueError as error:
             raise ConfigError(f"optimizer: {error}; give each parameter to one of them") from None
         self.parts = parts
         self._share_groups()
 
     def _share_groups(self) -> None:
-        self.param_groups = [group for part in self.parts for group in part.param_groups]  # no copies
+        # no copies
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
@@ -107,11 +126,14 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 class InnerStateTransfer:
-    """The inner optimizer's state, on its way in and out; `source` is `own` where it comes from a checkpoint."""
+    """The inner optimizer's state, on its way in and out; `source` is `own` where it comes from a
+    checkpoint."""
 
     source: Literal["own", "donor", "cold"] = "own"
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ranks: RankGroup, on_event: OnEvent) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, ranks: RankGroup, on_event: OnEvent
+    ) -> None:
         self._optimizer, self._ranks, self._on_event = optimizer, ranks, on_event
 
     @property
@@ -119,8 +141,11 @@ class InnerStateTransfer:
         """Whether the optimizer has taken steps, or was restored."""
         return any(part.state for part in parts_of(self._optimizer))
 
-    def fetch(self, node: Node, runtime: Runtime, stopping: Callable[[], bool]) -> tuple[InnerState | None, bool]:
-        """A donor's state, if this peer comes late and somebody has one, and whether the peer starts cold."""
+    def fetch(
+        self, node: Node, runtime: Runtime, stopping: Callable[[], bool]
+    ) -> tuple[InnerState | None, bool]:
+        """A donor's state, if this peer comes late and somebody has one, and whether the peer
+        starts cold."""
         if self.source == "own" or not runtime.call(node.wait_until_ready()):
             return None, False
         why = "swarm.inner_state=cold"
@@ -131,7 +156,11 @@ class InnerStateTransfer:
             state = None if layout is None else runtime.call(node.fetch_inner(layout))
             if state is not None or stopping():
                 return state, False
-            why = "no donor has any" if layout else f"{kind_of(self._optimizer)} keeps what is not known here"
+            why = (
+                "no donor has any"
+                if layout
+                else f"{kind_of(self._optimizer)} keeps what is not known here"
+            )
         self._on_event("cold_start", {"why": why})
         return None, True
 
@@ -140,7 +169,11 @@ class InnerStateTransfer:
         layout = layout_of(self._optimizer)
         assert layout is not None, "ranks have different optimizers"
         if state is None:
-            state = InnerState(layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels), dtype=torch.float32))
+            state = InnerState(
+                layout,
+                (1,) * layout.num_steps,
+                torch.empty(sum(layout.numels), dtype=torch.float32),
+            )
         steps = tuple(int(step) for step in self._ranks.broadcast_floats(state.steps))
         self._ranks.broadcast_(state.values)
         bound_moments_(self._optimizer, state)
@@ -160,7 +193,9 @@ class _Slot(NamedTuple):
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
     for number, part in enumerate(parts_of(optimizer)):
-        parameters = [(group, p) for group in part.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [
+            (group, p) for group in part.param_groups for p in group["params"] if p.requires_grad
+        ]
         for index, (group, parameter) in enumerate(parameters):
             keys = () if group.get("momentum") == 0 else MOMENTS.get(type(part), ())
             if group.get("amsgrad"):
@@ -169,7 +204,8 @@ def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
 
 
 def layout_of(optimizer: torch.optim.Optimizer) -> Layout | None:
-    """The shape of its state once every parameter has had a gradient; None for classes that are not known here."""
+    """The shape of its state once every parameter has had a gradient; None for classes that are not
+    known here."""
     if not all(type(part) in MOMENTS for part in parts_of(optimizer)):
         return None
     slots = list(_slots(optimizer))
@@ -179,9 +215,14 @@ def layout_of(optimizer: torch.optim.Optimizer) -> Layout | None:
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
-    """A copy of its state, on the CPU; None while some parameter has none, and where other ranks have parts of it."""
+    """A copy of its state, on the CPU; None while some parameter has none, and where other ranks
+    have parts of it."""
     layout = layout_of(optimizer)
-    if layout is None or not layout.names or any(is_sharded(slot.parameter) for slot in _slots(optimizer)):
+    if (
+        layout is None
+        or not layout.names
+        or any(is_sharded(slot.parameter) for slot in _slots(optimizer))
+    ):
         return None
     values, at, steps = torch.empty(sum(layout.numels), dtype=torch.float32), 0, []
     for slot in _slots(optimizer):
@@ -198,7 +239,8 @@ def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
 
 @torch.no_grad()
 def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
-    """Copy a state into the optimizer, in tensors of the dtype and on the device that torch would choose."""
+    """Copy a state into the optimizer, in tensors of the dtype and on the device that torch would
+    choose."""
     assert state.layout == layout_of(optimizer), "a state of another layout"
     values, steps = iter(torch.split(state.values, list(state.layout.numels))), iter(state.steps)
     for slot in _slots(optimizer):
@@ -214,11 +256,14 @@ def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
 
 @torch.no_grad()
 def bound_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
-    """Clamp first moments that no Adam can have beside its second ones; a foreign state then moves nothing far.
+    """Clamp first moments that no Adam can have beside its second ones; a foreign state then moves
+    nothing far.
 
-    m and v are averages of g and g^2 with weights (1 - b1) b1^k and (1 - b2) b2^k, so by Cauchy and Schwarz
-    |m| <= (1 - b1) sqrt(v) / sqrt((1 - b2) (1 - b1^2 / b2)), if b1^2 < b2. Honest moments stay as they are, also where
-    a copy was torn between two steps (`TORN`). Momentum without second moments has no such bound.
+    m and v are averages of g and g^2 with weights (1 - b1) b1^k and (1 - b2) b2^k, so by Cauchy and
+    Schwarz
+    |m| <= (1 - b1) sqrt(v) / sqrt((1 - b2) (1 - b1^2 / b2)), if b1^2 < b2. Honest moments stay as
+    they are, also where a copy was torn between two steps (`TORN`). Momentum without second moments
+    has no such bound.
     """
     values = iter(torch.split(state.values, list(state.layout.numels)))
     for slot in _slots(optimizer):
@@ -227,5 +272,9 @@ def bound_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
             continue
         b1, b2 = slot.group["betas"]
         if b1**2 < b2 < 1:
-            most = kept["exp_avg_sq"].sqrt().mul_(TORN * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)))
+            most = (
+                kept["exp_avg_sq"]
+                .sqrt()
+                .mul_(TORN * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)))
+            )
             kept["exp_avg"].copy_(torch.clamp(kept["exp_avg"], -most, most))

@@ -1,7 +1,9 @@
-"""Muon: momentum whose matrices are orthogonalised (Jordan et al. 2024; arXiv 2502.16982 for the size of its steps).
+"""Muon: momentum whose matrices are orthogonalised (Jordan et al. 2024; arXiv 2502.16982 for the
+size of its steps).
 
-`torch.optim.Muon` is the same with two differences: it is in torch since 2.9 only, and it always iterates in bfloat16,
-which takes four times as long as float32 where the device has no instructions for it.
+`torch.optim.Muon` is the same with two differences: it is in torch since 2.9 only, and it always
+iterates in bfloat16, which takes four times as long as float32 where the device has no instructions
+for it.
 """
 
 from __future__ import annotations
@@ -14,24 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STEPS, A, B, C = 5, 3.4445, -4.7750, 2.0315  # steep at zero: five steps take singular values to 0.7 to 1.2
+# steep at zero: five steps take singular values to 0.7 to 1.2
+STEPS, A, B, C = 5, 3.4445, -4.7750, 2.0315
 EPS = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised, with decoupled weight decay; each step has AdamW's root mean square of 0.2.
+    """Nesterov momentum, orthogonalised, with decoupled weight decay; each step has AdamW's root
+    mean square of 0.2.
 
     Raises `ValueError` for a parameter that is no matrix.
     """
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim != 2:
-                    raise ValueError(f"Muon takes matrices, and not a parameter of shape {tuple(parameter.shape)}")
+                    raise ValueError(
+                        "Muon takes matrices, and not a parameter of shape"
+                        f" {tuple(parameter.shape)}"
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -62,7 +73,11 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
         bf16 = any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
         return torch.bfloat16 if bf16 else torch.float32
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        return (
+            torch.bfloat16
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float32
+        )
     return torch.bfloat16
 
 

@@ -1,4 +1,5 @@
-"""How a training process uses a swarm node that runs beside it: alone, or as the ranks of one peer together."""
+"""How a training process uses a swarm node that runs beside it: alone, or as the ranks of one peer
+together."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ T = TypeVar("T")
 
 
 class NodeHandle:
-    """A node that lives in a runtime, seen from the training loop's thread, also after it was closed."""
+    """A node that lives in a runtime, seen from the training loop's thread, also after it was
+    closed."""
 
     def __init__(self, node: Node, runtime: Runtime) -> None:
         self.node, self._runtime = node, runtime
@@ -73,9 +75,14 @@ class NodeHandle:
         return 1 + len(self.node.core.facts.members)
 
     def membership(self) -> dict[str, int]:
-        """Peers that are connected (`live`), that train, and that contributed to the newest version of fragment 0."""
+        """Peers that are connected (`live`), that train, and that contributed to the newest version
+        of fragment 0."""
         core = self.node.core.facts
-        return {"live": self.num_peers, "training": core.num_trainers(), "merged": len(core.control.tip.head.counted)}
+        return {
+            "live": self.num_peers,
+            "training": core.num_trainers(),
+            "merged": len(core.control.tip.head.counted),
+        }
 
     def contributions(self) -> list[Contributor]:
         """How much each peer contributed to this peer's anchor."""
@@ -90,13 +97,17 @@ class NodeHandle:
         return self.look(lambda node: anchor_digest(node.digests()))
 
     def anchors(self) -> dict[str, str]:
-        """`version:digest` (its first 16 digits) of each fragment's anchor; equal on all peers at equal version."""
-        both = self.look(lambda node: list(zip(node.core.facts.fragments, node.digests(), strict=True)))
+        """`version:digest` (its first 16 digits) of each fragment's anchor; equal on all peers at
+        equal version."""
+        both = self.look(
+            lambda node: list(zip(node.core.facts.fragments, node.digests(), strict=True))
+        )
         return {str(f.index): f"{f.tip.head.number}:{digest[:16]}" for f, digest in both}
 
 
 class Position(NamedTuple):
-    """Where all ranks are after rank 0 has talked to the node; `done` is 0 when an interrupt came first.
+    """Where all ranks are after rank 0 has talked to the node; `done` is 0 when an interrupt came
+    first.
 
     `cold`: the first cycle is left out. `fetched`: rank 0 has a donor's inner state.
     """
@@ -115,8 +126,9 @@ class Position(NamedTuple):
 class NodeLink:
     """The one node of a peer: rank 0 has it, and all ranks learn what came of each call.
 
-    All ranks call `begin`, `adopt`, `run_with_parameters` and `show_anchors` at the same point of their training; those
-    without a node hand over and take rows of the parameters meanwhile. The other methods do nothing there.
+    All ranks call `begin`, `adopt`, `run_with_parameters` and `show_anchors` at the same point of
+    their training; those without a node hand over and take rows of the parameters meanwhile. The
+    other methods do nothing there.
     """
 
     def __init__(self, ranks: RankGroup, runtime: Runtime, phases: PhaseTimer) -> None:
@@ -128,11 +140,13 @@ class NodeLink:
 
     @property
     def node(self) -> Node | None:
-        """The node, which only the runtime may change; None before `open`, and on all ranks but rank 0."""
+        """The node, which only the runtime may change; None before `open`, and on all ranks but
+        rank 0."""
         return None if self.view is None else self.view.node
 
     def share(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment]) -> None:
-        """All ranks: these parameters are meant from now on. (A process alone hands nothing around.)"""
+        """All ranks: these parameters are meant from now on. (A process alone hands nothing
+        around.)"""
         self._parameters = parameters
         if self.ranks.size > 1:
             self.rows = ShardedParams(parameters, fragments, self.ranks)
@@ -145,14 +159,19 @@ class NodeLink:
         patience_s: float,
         is_asked_to_stop: Callable[[], bool],
     ) -> NodeHandle:
-        """Rank 0: connect a node to the swarm. A peer that comes back calls for a while: others may come back, too."""
+        """Rank 0: connect a node to the swarm. A peer that comes back calls for a while: others may
+        come back, too."""
         until, told = time.monotonic() + patience_s, False
         while True:
             try:
                 self.view = NodeHandle(self.runtime.open(options, replica, on_event), self.runtime)
                 return self.view
             except SwarmError as error:
-                if time.monotonic() >= until or "cannot be reached" not in str(error) or is_asked_to_stop():
+                if (
+                    time.monotonic() >= until
+                    or "cannot be reached" not in str(error)
+                    or is_asked_to_stop()
+                ):
                     raise
             if not told:
                 on_event("calls_again", {"patience_s": patience_s})
@@ -161,7 +180,8 @@ class NodeLink:
             time.sleep(AGAIN_S)
 
     def close(self) -> None:
-        """Drop out of the swarm without a goodbye, unless that was said before. Can be called twice."""
+        """Drop out of the swarm without a goodbye, unless that was said before. Can be called
+        twice."""
         try:
             if self.view is not None:
                 self.view.close()
@@ -186,7 +206,8 @@ class NodeLink:
 
     @contextmanager
     def serve_parameters(self) -> Iterator[None]:
-        """While rank 0 is inside, the other ranks do as it says. Parameters are copied in this thread's stream."""
+        """While rank 0 is inside, the other ranks do as it says. Parameters are copied in this
+        thread's stream."""
         for device in {parameter.device for parameter in self._parameters.values()}:
             train_on_current_stream(device)
         if self.rows is None:
@@ -206,7 +227,8 @@ class NodeLink:
             self.runtime.call_soon(work(self.node), *arguments)
 
     def stepped(self, tokens: int, steps_per_s: float) -> tuple[bool, Position]:
-        """Tell the node of an inner step; whether an exchange has to come before the next one, and where rank 0 is."""
+        """Tell the node of an inner step; whether an exchange has to come before the next one, and
+        where rank 0 is."""
         if self.node is None:
             return False, Position()
         waits, *found = self.runtime.call(self.node.stepped(tokens, steps_per_s))
@@ -214,7 +236,9 @@ class NodeLink:
 
     def begin(self, cycle: int, cold: bool = False, fetched: bool = False) -> Position:
         """Wait for the swarm, and go on from its anchor, which rank 0 loads into its parameters."""
-        return self._after(self.run_with_parameters(lambda node: node.begin(cycle, cold)), cold, fetched)
+        return self._after(
+            self.run_with_parameters(lambda node: node.begin(cycle, cold)), cold, fetched
+        )
 
     def adopt(self, work: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]) -> Position:
         """Have rank 0 exchange: what is due is sent, and updates are loaded into its parameters."""
@@ -223,7 +247,9 @@ class NodeLink:
             trim_heap()
         return self._after(outcome)
 
-    def _after(self, outcome: ExchangeResult | None, cold: bool = False, fetched: bool = False) -> Position:
+    def _after(
+        self, outcome: ExchangeResult | None, cold: bool = False, fetched: bool = False
+    ) -> Position:
         found, node = Position(), self.node
         if node is not None and outcome is not None:
             self._phases.move("comm", "wait", outcome.wait_s)
@@ -234,9 +260,12 @@ class NodeLink:
 
 
 class RankLeases:
-    """The work units that the swarm leases to a peer (`data.Leases`), on all its ranks: rank 0 takes them."""
+    """The work units that the swarm leases to a peer (`data.Leases`), on all its ranks: rank 0
+    takes them."""
 
-    def __init__(self, ranks: RankGroup, leased: Callable[[], LeasedData | None], batches_ahead: int) -> None:
+    def __init__(
+        self, ranks: RankGroup, leased: Callable[[], LeasedData | None], batches_ahead: int
+    ) -> None:
         self._ranks, self._leased, self._batches_ahead = ranks, leased, batches_ahead
         self._coming: Units = ()
 

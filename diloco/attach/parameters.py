@@ -1,12 +1,13 @@
 """What of a model the swarm keeps in step, and what it leaves alone.
 
-trained parameters      synchronised. They are read where they are now, so `model.to(...)` and `p.data = ...` may
-                        move them at any time.
+trained parameters      synchronised. They are read where they are now, so `model.to(...)` and
+                        `p.data = ...` may move them at any time.
 frozen parameters       must be equal on all peers: their digest is part of the manifest
-buffers                 each peer's own, such as the running statistics of BatchNorm. A peer says which ones its
-                        training changes.
+buffers                 each peer's own, such as the running statistics of BatchNorm. A peer says
+                        which ones its training changes.
 
-Names do not depend on what libraries wrap around a model or its parts, so peers may wrap it differently.
+Names do not depend on what libraries wrap around a model or its parts, so peers may wrap it
+differently.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ SAMPLED = 64  # values of each parameter
 
 
 class TrainedParams(dict[str, Tensor]):
-    """The trained parameters of a model, by name; raises `ConfigError` for those that no outer step can carry."""
+    """The trained parameters of a model, by name; raises `ConfigError` for those that no outer step
+    can carry."""
 
     def __init__(self, model: nn.Module) -> None:
         for name, one in (*model.named_parameters(), *model.named_buffers()):
             if is_lazy(one):
-                raise ConfigError(f"{name} has no shape yet; run one batch through the model before attach")
+                raise ConfigError(
+                    f"{name} has no shape yet; run one batch through the model before attach"
+                )
         super().__init__(_trained(model))
         for name, parameter in self.items():
             _check(name, parameter)
@@ -48,7 +52,8 @@ class TrainedParams(dict[str, Tensor]):
         self._shapes = {name: parameter.shape for name, parameter in self.items()}
         self._buffers = buffer_digests(model)  # until the first round is over
         self._before: dict[str, str | None] = {}  # digests of values before the first exchange
-        self._moved: tuple[Tensor, Tensor] | None = None  # a sample of before and after the last exchange
+        # a sample of before and after the last exchange
+        self._moved: tuple[Tensor, Tensor] | None = None
         self._is_kept = False
 
     @property
@@ -57,8 +62,8 @@ class TrainedParams(dict[str, Tensor]):
         return {name: parameter.numel() for name, parameter in self.items()}
 
     def check_start(self, optimizer: torch.optim.Optimizer, on_event: OnEvent) -> None:
-        """`ConfigError` for an optimizer of other parameters, and for values that are not finite; says which it leaves
-        alone.
+        """`ConfigError` for an optimizer of other parameters, and for values that are not finite;
+        says which it leaves alone.
         """
         name, own = kind_of(optimizer), set(self._model.parameters())
         grouped = dict.fromkeys(one for group in optimizer.param_groups for one in group["params"])
@@ -66,38 +71,57 @@ class TrainedParams(dict[str, Tensor]):
         missing = [key for key, one in self.items() if one not in grouped]
         if self and len(missing) == len(self):
             raise ConfigError(
-                f"optimizer={name} has none of the model's {len(self)} trained parameters; make it of "
-                "model.parameters(), after the model is built, moved and wrapped"
+                f"optimizer={name} has none of the model's {len(self)} trained parameters; make it"
+                " of model.parameters(), after the model is built, moved and wrapped"
             )
         if strange:
             raise ConfigError(
-                f"optimizer={name} has {len(strange)} parameters that are in no attached model ({_some(strange)}); "
-                "make them part of the model, or attach both: attach([model, head], optimizer)"
+                f"optimizer={name} has {len(strange)} parameters that are in no attached model"
+                f" ({_some(strange)}); make them part of the model, or attach both: attach([model,"
+                " head], optimizer)"
             )
         for key, one in self.items():
             values = local_tensor(one.detach())
             if values.numel() and not all(math.isfinite(end) for end in values.aminmax()):
-                raise ConfigError(f"{key} has NaN or infinite values at attach; load or initialise the model again")
-        self._tell(on_event, missing, "are in no group of the optimizer, so this peer does not train them")
+                raise ConfigError(
+                    f"{key} has NaN or infinite values at attach; load or initialise the model"
+                    " again"
+                )
+        self._tell(
+            on_event, missing, "are in no group of the optimizer, so this peer does not train them"
+        )
 
     def _tell(self, on_event: OnEvent, names: Sequence[str], why: str) -> None:
         if names:
-            on_event("untrained", {"parameters": len(names), "of": len(self), "names": _some(names), "why": why})
+            on_event(
+                "untrained",
+                {"parameters": len(names), "of": len(self), "names": _some(names), "why": why},
+            )
 
     def remember(self) -> None:
         """These values are where the first round begins."""
-        self._before = {name: values_digest({name: one.detach()}) for name, one in self.items() if not is_sharded(one)}
+        self._before = {
+            name: values_digest({name: one.detach()})
+            for name, one in self.items()
+            if not is_sharded(one)
+        }
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """An exchange moves the parameters inside; it is watched until training was seen to go on from there."""
+        """An exchange moves the parameters inside; it is watched until training was seen to go on
+        from there."""
         before = None if self._is_kept else self._sample()
         yield
         self._moved = None if before is None else (before, self._sample())
 
     def _sample(self) -> Tensor:
         """A copy of a few values of each parameter."""
-        return torch.cat([local_tensor(one.detach()).reshape(-1)[:SAMPLED].float().cpu() for one in self.values()])
+        return torch.cat(
+            [
+                local_tensor(one.detach()).reshape(-1)[:SAMPLED].float().cpu()
+                for one in self.values()
+            ]
+        )
 
     def check_kept(self) -> None:
         """`ConfigError` when they went back most of the way that the last exchange moved them."""
@@ -107,32 +131,50 @@ class TrainedParams(dict[str, Tensor]):
         way = given - before
         if float((given - self._sample()) @ way) > 0.5 * float(way @ way):
             raise ConfigError(
-                "model: between two steps, something went back to the parameters of before the exchange; write no copy "
-                "or average into the model while it is attached"
+                "model: between two steps, something went back to the parameters of before the"
+                " exchange; write no copy or average into the model while it is attached"
             )
         self._is_kept = bool(way.any())
 
     def check(self, on_event: OnEvent) -> None:
-        """`ConfigError` when the model trains other parameters now; after the first round: what training does not
-        change.
+        """`ConfigError` when the model trains other parameters now; after the first round: what
+        training does not change.
         """
         buffers, self._buffers = self._buffers, {}
         digests = buffer_digests(self._model) if buffers else {}
         changed = [name for name, digest in digests.items() if digest != buffers.get(name)]
         if changed:
-            why = "training changes these buffers, and each peer keeps its own; GroupNorm or LayerNorm need none"
+            why = (
+                "training changes these buffers, and each peer keeps its own; GroupNorm or"
+                " LayerNorm need none"
+            )
             on_event("own_buffers", {"buffers": len(changed), "first": changed[0], "why": why})
         before, self._before = self._before, {}
-        still = [name for name, one in before.items() if one and one == values_digest({name: self[name].detach()})]
-        self._tell(on_event, still, "did not move before the first exchange (no gradient, or too small a rate)")
+        still = [
+            name
+            for name, one in before.items()
+            if one and one == values_digest({name: self[name].detach()})
+        ]
+        self._tell(
+            on_event,
+            still,
+            "did not move before the first exchange (no gradient, or too small a rate)",
+        )
         for name, parameter in _trained(self._model):
             if name not in self:
-                raise ConfigError(f"{name} is trained since attach, but the swarm does not know it; {AGAIN}")
+                raise ConfigError(
+                    f"{name} is trained since attach, but the swarm does not know it; {AGAIN}"
+                )
             if parameter is not self[name]:
-                raise ConfigError(f"{name} is another parameter since attach, and the swarm has the old one; {AGAIN}")
+                raise ConfigError(
+                    f"{name} is another parameter since attach, and the swarm has the old one;"
+                    f" {AGAIN}"
+                )
             if parameter.shape != self._shapes[name]:
                 now, then = list(parameter.shape), list(self._shapes[name])
-                raise ConfigError(f"{name} has shape {now}, and had {then} when it was attached; {AGAIN}")
+                raise ConfigError(
+                    f"{name} has shape {now}, and had {then} when it was attached; {AGAIN}"
+                )
             _check(name, parameter)
 
 
@@ -147,26 +189,29 @@ def _some(things: Sequence[object]) -> str:
 def _check(name: str, parameter: Tensor) -> None:
     if parameter.is_complex():
         raise ConfigError(
-            f"{name} is {str(parameter.dtype).removeprefix('torch.')}, and outer steps are of real numbers; keep its "
-            "real and imaginary parts as two parameters (torch.view_as_real), or freeze it"
+            f"{name} is {str(parameter.dtype).removeprefix('torch.')}, and outer steps are of real"
+            " numbers; keep its real and imaginary parts as two parameters (torch.view_as_real),"
+            " or freeze it"
         )
     if parameter.is_meta:
         raise ConfigError(f"{name} has no values yet (device=meta); load the model before attach")
     if not has_row_layout(parameter):
         raise ConfigError(
-            f"{name} is laid out as {list(parameter.placements)}, and outer steps know rows along the first dimension "  # type: ignore[attr-defined]
+            f"{name} is laid out as {list(parameter.placements)}, "  # type: ignore[attr-defined]
+            "and outer steps know rows along the first dimension "
             "only; shard the model with fully_shard, without tensor parallelism"
         )
     if type(parameter.data) is not Tensor and not is_sharded(parameter):
         raise ConfigError(
-            f"{name} is a {type(parameter.data).__name__}, and outer steps need whole plain tensors; share the model "
-            "among processes with DistributedDataParallel (torchrun), or freeze it"
+            f"{name} is a {type(parameter.data).__name__}, and outer steps need whole plain"
+            " tensors; share the model among processes with DistributedDataParallel (torchrun), or"
+            " freeze it"
         )
 
 
 def frozen_digest(model: nn.Module) -> str | None:
-    """Digest of the parameters that require no gradient; None where there are none. It costs about 2 s per 10^9 of
-    them.
+    """Digest of the parameters that require no gradient; None where there are none. It costs about
+    2 s per 10^9 of them.
     """
     return values_digest({name: p.detach() for name, p in named(model) if not p.requires_grad})
 
@@ -179,8 +224,11 @@ def buffer_digests(model: nn.Module) -> dict[str, str | None]:
 
 
 def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
-    """Digest (hex) of names, shapes and values (as fp32) of tensors of any dtype and layout; None without any."""
-    real = {name: torch.view_as_real(one) if one.is_complex() else one for name, one in tensors.items()}
+    """Digest (hex) of names, shapes and values (as fp32) of tensors of any dtype and layout; None
+    without any."""
+    real = {
+        name: torch.view_as_real(one) if one.is_complex() else one for name, one in tensors.items()
+    }
     numels = {name: one.numel() for name, one in real.items()}
     if not sum(numels.values()):
         return None

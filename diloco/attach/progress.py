@@ -18,12 +18,14 @@ DYLU_FLOOR = 5  # inner steps (arXiv 2401.09135, the authors' code)
 class Progress:
     """The figures that a peer tells the swarm about its training.
 
-    `steps_per_s` are inner steps per second without exchanges, since the last one; other peers plan with it.
+    `steps_per_s` are inner steps per second without exchanges, since the last one; other peers plan
+    with it.
     """
 
     def __init__(self, phases: PhaseTimer, clock: Callable[[], float]) -> None:
         self.steps_per_s = self.loss = 0.0
-        self._rounds, self._seconds = 0, list[float]()  # of the last round, by phase in the order of `PHASES`
+        # of the last round, by phase in the order of `PHASES`
+        self._rounds, self._seconds = 0, list[float]()
         self._phases, self._clock = phases, clock
         self._began = (0, 0.0)  # inner steps and the time when the parameters were loaded last
         self._round_began = PhaseSeconds()
@@ -58,15 +60,24 @@ class Progress:
         tokens, discarded = at_most(tokens, MAX_TOKENS), at_most(discarded, MAX_TOKENS)
         seconds = [within_bounds(spent, MAX_SECONDS) for spent in self._seconds]
         loss = within_bounds(self.loss, MAX_LOSS)
-        return Figures(tokens, discarded, loss, traffic.bytes_sent, traffic.bytes_received, self._rounds, seconds)
+        return Figures(
+            tokens,
+            discarded,
+            loss,
+            traffic.bytes_sent,
+            traffic.bytes_received,
+            self._rounds,
+            seconds,
+        )
 
 
 def dylu_steps(mine: float, fastest: float, sync_every: int, floor: int = DYLU_FLOOR) -> int:
-    """Inner steps of a peer that makes `mine` steps a second, if it should finish when the fastest finishes
-    `sync_every`.
+    """Inner steps of a peer that makes `mine` steps a second, if it should finish when the fastest
+    finishes `sync_every`.
 
-    Dynamic local updates of Asynchronous Local-SGD (arXiv 2401.09135, Algorithm 2): floor(mine / fastest * H), at
-    least `floor` and at most H. A peer takes H if it is the fastest, or if a speed is not known yet (0).
+    Dynamic local updates of Asynchronous Local-SGD (arXiv 2401.09135, Algorithm 2): floor(mine /
+    fastest * H), at least `floor` and at most H. A peer takes H if it is the fastest, or if a speed
+    is not known yet (0).
     """
     if not 0 < mine < fastest:
         return sync_every

@@ -1,8 +1,9 @@
 """The processes of one torchrun job, which are one peer of the swarm together.
 
-They average gradients in every inner step: each has the whole model (DistributedDataParallel), or rows of every
-parameter (FSDP2, `fully_shard`). Only rank 0 talks to the swarm. Its decisions, and the swarm's answers, reach the
-others by broadcast, so ranks cannot differ; `sharded` moves parameters. One process alone broadcasts nothing.
+They average gradients in every inner step: each has the whole model (DistributedDataParallel), or
+rows of every parameter (FSDP2, `fully_shard`). Only rank 0 talks to the swarm. Its decisions, and
+the swarm's answers, reach the others by broadcast, so ranks cannot differ; `sharded` moves
+parameters. One process alone broadcasts nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +25,23 @@ from diloco.errors import CheckpointError, ConfigError, DilocoError, UnsavedErro
 from diloco.model.forward import layers_of
 
 # What gloo and NCCL say when another rank has ended.
-BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+BROKEN = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+)
 LOST_S = 2.0  # after which a rank that has not said that it ends is lost
-# Other ranks wait for a word of rank 0 while it waits for the swarm, which has deadlines of its own.
+# Other ranks wait for a word of rank 0 while it waits for the swarm, which has deadlines of its
+# own.
 WORD_TIMEOUT = timedelta(hours=12)
 
 T = TypeVar("T")
 
 
 class RankGroup:
-    """Rank, size and device of this process, and the collectives that keep ranks alike; `broken` once one is lost."""
+    """Rank, size and device of this process, and the collectives that keep ranks alike; `broken`
+    once one is lost."""
 
     def __init__(
         self,
@@ -52,7 +60,8 @@ class RankGroup:
 
     @classmethod
     def from_process_group(cls, device: torch.device) -> RankGroup:
-        """The ranks of the process group that somebody has made, who also ends it; without one, this process alone."""
+        """The ranks of the process group that somebody has made, who also ends it; without one,
+        this process alone."""
         rank, size = cls.rank_and_size()
         return cls(device) if size == 1 else cls(device, rank, size, backend=dist.get_backend())
 
@@ -63,7 +72,8 @@ class RankGroup:
 
     @classmethod
     def from_environment(cls, device: str = "auto", parallel: str = "ddp") -> RankGroup:
-        """The ranks that torchrun's environment describes; with `parallel` fsdp each has rows of every parameter.
+        """The ranks that torchrun's environment describes; with `parallel` fsdp each has rows of
+        every parameter.
 
         Raises `ConfigError` if `device` (train.device) is not there.
         """
@@ -79,7 +89,8 @@ class RankGroup:
         return cls(chosen, rank, size, parallel == "fsdp", backend, store)
 
     def new_group(self, backend: str) -> Any:
-        """A process group of all ranks, for collectives of a thread or a kind of their own. All ranks call it."""
+        """A process group of all ranks, for collectives of a thread or a kind of their own. All
+        ranks call it."""
         return dist.new_group(backend=backend, timeout=WORD_TIMEOUT)
 
     @property
@@ -93,7 +104,8 @@ class RankGroup:
         return name if self.size == 1 else f"{self.size} x {name}"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model whose backward pass averages gradients over the ranks; FSDP2 cuts `model` itself into rows."""
+        """The model whose backward pass averages gradients over the ranks; FSDP2 cuts `model`
+        itself into rows."""
         if self.size == 1:
             return model
         if not self.sharded:
@@ -102,30 +114,38 @@ class RankGroup:
 
         for layer in layers_of(model):
             fully_shard(layer)
-        # After a forward pass without a backward pass nothing stays whole: an exchange would find another layout.
+        # After a forward pass without a backward pass nothing stays whole: an exchange would find
+        # another layout.
         fully_shard(model, reshard_after_forward=True)
         return model
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Backward passes inside add to this rank's gradients; the first one after it averages all of that."""
+        """Backward passes inside add to this rank's gradients; the first one after it averages all
+        of that."""
         if isinstance(wrapped, DistributedDataParallel):
             return wrapped.no_sync()
-        return _without_reduction(wrapped) if hasattr(wrapped, "set_requires_gradient_sync") else nullcontext()
+        return (
+            _without_reduction(wrapped)
+            if hasattr(wrapped, "set_requires_gradient_sync")
+            else nullcontext()
+        )
 
     @property
     def batch_slice(self) -> tuple[int, int]:
-        """Which sequences of the peer's batch (B, T) are this rank's: batch[rank::size], as (rank, size)."""
+        """Which sequences of the peer's batch (B, T) are this rank's: batch[rank::size], as (rank,
+        size)."""
         return self.rank, self.size
 
-    # -- checks -------------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def check_newest(self, step: int, place: str) -> None:
-        """All ranks: raise `CheckpointError` where a rank finds another newest checkpoint than rank 0 in a place."""
+        """All ranks: raise `CheckpointError` where a rank finds another newest checkpoint than rank
+        0 in a place."""
         (newest,) = self.broadcast_floats([step])
         if newest != step:
             raise CheckpointError(
-                f"{place} holds outer step {newest:.0f} for rank 0 and {step} for rank {self.rank}; put it where all "
-                "ranks see the same files"
+                f"{place} holds outer step {newest:.0f} for rank 0 and {step} for rank {self.rank};"
+                " put it where all ranks see the same files"
             )
 
     def raise_first_error(self, error: str) -> None:
@@ -137,9 +157,12 @@ class RankGroup:
         """Raise `ConfigError` on rank 0 unless all ranks were started with the same settings."""
         first, *others = self._gather({key: str(value) for key, value in settings.items()})
         for rank, there in enumerate(others, 1):
-            for key in sorted(key for key in first.keys() | there.keys() if first.get(key) != there.get(key)):
+            for key in sorted(
+                key for key in first.keys() | there.keys() if first.get(key) != there.get(key)
+            ):
                 self.refuse(
-                    f"{key}={there.get(key)} on rank {rank}, and {first.get(key)} on rank 0; start all ranks alike"
+                    f"{key}={there.get(key)} on rank {rank}, and {first.get(key)} on rank 0; start"
+                    " all ranks alike"
                 )
 
     def _gather(self, value: T) -> list[T]:
@@ -149,19 +172,22 @@ class RankGroup:
         return found
 
     def refuse(self, why: str) -> NoReturn:
-        """`ConfigError` on rank 0. The others wait for its end, because torchrun ends it as soon as one has ended."""
+        """`ConfigError` on rank 0. The others wait for its end, because torchrun ends it as soon as
+        one has ended."""
         if not self.is_rank0:
             self.broadcast_floats([0])  # which never comes
         raise ConfigError(why)
 
     @contextmanager
     def report_lost_rank(self) -> Iterator[None]:
-        """When connections between ranks break, rank 0 says who was lost, and the others end in silence.
+        """When connections between ranks break, rank 0 says who was lost, and the others end in
+        silence.
 
-        1. A rank dies, or ends with an error. One that can writes into torchrun's store first that it has ended.
+        1. A rank dies, or ends with an error. One that can writes into torchrun's store first that
+           it has ended.
         2. The collectives of the others fail. They write that they have ended, too.
-        3. Rank 0 reads who has written nothing, and raises `UnsavedError`. If all have written, one of them has said
-           what its error was. If rank 0 itself was lost, torchrun says so.
+        3. Rank 0 reads who has written nothing, and raises `UnsavedError`. If all have written, one
+           of them has said what its error was. If rank 0 itself was lost, torchrun says so.
         """
         try:
             yield
@@ -170,7 +196,9 @@ class RankGroup:
                 raise
             with suppress(RuntimeError):  # the store may have ended, too
                 self._store.set(f"ended {self.rank}", "")
-            torn = isinstance(error, RuntimeError) and any(broken in str(error) for broken in BROKEN)
+            torn = isinstance(error, RuntimeError) and any(
+                broken in str(error) for broken in BROKEN
+            )
             if not torn or self.broken:
                 raise
             self.broken = True
@@ -179,8 +207,8 @@ class RankGroup:
                 raise SystemExit(DilocoError.exit_code) from None
             who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
             raise UnsavedError(
-                f"{who} of {self.size} ended without a word; the last checkpoint is good, and torchrun "
-                "--max-restarts=9 goes on from it by itself"
+                f"{who} of {self.size} ended without a word; the last checkpoint is good, and"
+                " torchrun --max-restarts=9 goes on from it by itself"
             ) from None
 
     def _lost(self) -> list[int]:
@@ -192,7 +220,7 @@ class RankGroup:
                 time.sleep(0.02)
         return sorted(silent)
 
-    # -- collectives --------------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def broadcast_floats(self, values: Sequence[float]) -> list[float]:
         """Rank 0's numbers, on every rank."""
@@ -243,7 +271,8 @@ def said_by_rank_0(text: str | None) -> str:
 
 
 def _store(*rank_and_size: int) -> Any:
-    """What torchrun's processes share. It is one for all restarts, and the ranks that have ended are still in it."""
+    """What torchrun's processes share. It is one for all restarts, and the ranks that have ended
+    are still in it."""
     names: Any = dist  # whose names of stores have no types
     store = next(iter(names.rendezvous("env://", *rank_and_size)))[0]
     return names.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

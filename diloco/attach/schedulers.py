@@ -1,8 +1,9 @@
 """Learning rate schedules that follow the swarm clock, whoever made them and whoever steps them.
 
-A schedule counts its own steps. In a peer that joins late, that was away, or that goes on from a checkpoint it would be
-at another place than in the others. So before each step of the optimizer, every schedule is brought to the inner step
-that the swarm is at; where the loop has stepped it once per step of the optimizer, it is there already.
+A schedule counts its own steps. In a peer that joins late, that was away, or that goes on from a
+checkpoint it would be at another place than in the others. So before each step of the optimizer,
+every schedule is brought to the inner step that the swarm is at; where the loop has stepped it once
+per step of the optimizer, it is there already.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from diloco.errors import ConfigError
 MOVED = ("lr", "momentum", "betas")  # what torch's schedulers move in the groups of an optimizer
 MOST_ALONE = 100  # steps that an optimizer takes while another one takes none
 MOST_TOO_FAR = 8  # steps of the optimizer in a row before which a schedule was too far
-_STEP = torch.optim.Optimizer.profile_hook_step(print).__code__  # of the function that calls the hooks
+# of the function that calls the hooks
+_STEP = torch.optim.Optimizer.profile_hook_step(print).__code__
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
@@ -44,13 +46,16 @@ class ScheduledStep(NamedTuple):
 class Schedulers:
     """Learning rate schedulers of torch, brought to the swarm's inner step.
 
-    A schedule goes back by starting again from its state at step 0, which is kept with the checkpoints (`state`). Where
-    nobody has that state, one that is too far stays there. Raises `ConfigError` for what follows a metric, for a
-    schedule that is shorter than the run, and for one that is stepped more than once per step of the optimizer.
+    A schedule goes back by starting again from its state at step 0, which is kept with the
+    checkpoints (`state`). Where nobody has that state, one that is too far stays there. Raises
+    `ConfigError` for what follows a metric, for a schedule that is shorter than the run, and for
+    one that is stepped more than once per step of the optimizer.
     """
 
     def __init__(self, schedulers: Iterable[Any]) -> None:
-        self._paced = [one if isinstance(one, ScheduledStep) else ScheduledStep(one) for one in schedulers]
+        self._paced = [
+            one if isinstance(one, ScheduledStep) else ScheduledStep(one) for one in schedulers
+        ]
         self._fresh = [_fresh(one.scheduler) for one in self._paced]
         self._too_far = 0
 
@@ -66,8 +71,9 @@ class Schedulers:
         self._too_far = self._too_far + 1 if behind else 0
         if self._too_far > MOST_TOO_FAR:
             raise ConfigError(
-                f"schedulers: before {self._too_far} steps of the optimizer in a row, one was further than the swarm; "
-                "step it once after each optimizer.step(), or not at all: attach does"
+                f"schedulers: before {self._too_far} steps of the optimizer in a row, one was"
+                " further than the swarm; step it once after each optimizer.step(), or not at all:"
+                " attach does"
             )
 
     def start_again_(self) -> None:
@@ -77,11 +83,13 @@ class Schedulers:
                 _start_again_(paced.scheduler, fresh)
 
     def state(self) -> list[Any]:
-        """The states at step 0 as JSON; None for those that are not known, or that hold more than JSON can."""
+        """The states at step 0 as JSON; None for those that are not known, or that hold more than
+        JSON can."""
         return [_written(fresh) for fresh in self._fresh]
 
     def restore(self, state: Sequence[Any]) -> None:
-        """What `state` gave before a restart, for schedulers that come from a checkpoint and are not at step 0."""
+        """What `state` gave before a restart, for schedulers that come from a checkpoint and are
+        not at step 0."""
         if len(state) == len(self._fresh):
             read = [None if one is None else from_json(one, {}) for one in state]
             self._fresh = [here or there for here, there in zip(self._fresh, read, strict=True)]
@@ -97,22 +105,29 @@ def _written(fresh: Mapping[str, Any] | None) -> Any:
 
 
 def _fresh(scheduler: Any) -> dict[str, Any] | None:
-    """State of a schedule at step 0, with what it moves in the optimizer; None for one that is further. Raises
-    `ConfigError` for what is no schedule of steps.
+    """State of a schedule at step 0, with what it moves in the optimizer; None for one that is
+    further. Raises `ConfigError` for what is no schedule of steps.
     """
     name = type(scheduler).__name__
     if name in ("ReduceLROnPlateau", "GreedyLR"):
         raise ConfigError(
-            f"schedulers: {name} follows a metric of this peer, and no step of the swarm; leave it out: each peer has "
-            "its own then"
+            f"schedulers: {name} follows a metric of this peer, and no step of the swarm; leave it"
+            " out: each peer has its own then"
         )
-    if not all(hasattr(scheduler, part) for part in ("step", "state_dict", "load_state_dict")) or _place(scheduler) < 0:
+    if (
+        not all(hasattr(scheduler, part) for part in ("step", "state_dict", "load_state_dict"))
+        or _place(scheduler) < 0
+    ):
         raise ConfigError(
-            f"schedulers: {name} is no learning rate scheduler; name those of torch.optim.lr_scheduler in a list"
+            f"schedulers: {name} is no learning rate scheduler; name those of"
+            " torch.optim.lr_scheduler in a list"
         )
     if _place(scheduler) != 0:
         return None
-    groups = [{key: group[key] for key in MOVED if key in group} for group in _optimizer(scheduler).param_groups]
+    groups = [
+        {key: group[key] for key in MOVED if key in group}
+        for group in _optimizer(scheduler).param_groups
+    ]
     try:
         return copy.deepcopy({"scheduler": scheduler.state_dict(), "groups": groups})
     except (TypeError, AttributeError):  # it holds what cannot be copied
@@ -120,7 +135,8 @@ def _fresh(scheduler: Any) -> dict[str, Any] | None:
 
 
 def _place(scheduler: Any) -> int:
-    """How many steps it has taken; -1 for what does not say it. Several in a chain step together."""
+    """How many steps it has taken; -1 for what does not say it. Several in a chain step
+    together."""
     if hasattr(scheduler, "last_epoch"):
         return int(scheduler.last_epoch)
     chain = getattr(scheduler, "_schedulers", None)
@@ -128,7 +144,11 @@ def _place(scheduler: Any) -> int:
 
 
 def _optimizer(scheduler: Any) -> Any:
-    return scheduler.optimizer if hasattr(scheduler, "optimizer") else _optimizer(scheduler._schedulers[0])
+    return (
+        scheduler.optimizer
+        if hasattr(scheduler, "optimizer")
+        else _optimizer(scheduler._schedulers[0])
+    )
 
 
 def _start_again_(scheduler: Any, fresh: Mapping[str, Any]) -> None:
@@ -150,27 +170,38 @@ def _forward_(scheduler: Any, place: int) -> None:
                 scheduler.step()
             except ValueError as error:  # of those with a fixed length
                 raise ConfigError(
-                    f"schedulers: {type(scheduler).__name__} is over after {here} steps, and the swarm is at {place}; "
-                    "make it as long as the run"
+                    f"schedulers: {type(scheduler).__name__} is over after {here} steps, and the"
+                    f" swarm is at {place}; make it as long as the run"
                 ) from error
 
 
 class StepHooks:
-    """Calls before and after each step of an optimizer that is none of those which a GradScaler skips.
+    """Calls before and after each step of an optimizer that is none of those which a GradScaler
+    skips.
 
-    Of several optimizers a step begins with the first, and ends when each has taken one; `ConfigError` where one takes
-    none for long. Optimizers with fused kernels are called with `found_inf` when gradients overflow, and do nothing.
+    Of several optimizers a step begins with the first, and ends when each has taken one;
+    `ConfigError` where one takes none for long. Optimizers with fused kernels are called with
+    `found_inf` when gradients overflow, and do nothing.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
         before()
         self._parts, self._before, self._after = parts_of(optimizer), before, after
         self._steps = dict.fromkeys(self._parts, 0)  # since the last step of all
-        self._used: dict[torch.optim.Optimizer, tuple[Tensor | None, int]] = {}  # a gradient of the last step of each
+        # a gradient of the last step of each
+        self._used: dict[torch.optim.Optimizer, tuple[Tensor | None, int]] = {}
         self._hooks = []
         for part in self._parts:
             _attached.add(part)
-            self._hooks += [part.register_step_pre_hook(self._begin), part.register_step_post_hook(self._end)]
+            self._hooks += [
+                part.register_step_pre_hook(self._begin),
+                part.register_step_post_hook(self._end),
+            ]
 
     def _begin(self, part: torch.optim.Optimizer, *_: object) -> None:
         if not any(self._steps.values()) and not _within(part):
@@ -189,8 +220,9 @@ class StepHooks:
         elif self._steps[part] > MOST_ALONE:
             idle = next(place for place, steps in enumerate(self._steps.values()) if not steps)
             raise ConfigError(
-                f"optimizer[{idle}]={type(self._parts[idle]).__name__} has taken no step in {self._steps[part]} of "
-                "another; a step of the swarm is one of each, so attach those that take steps"
+                f"optimizer[{idle}]={type(self._parts[idle]).__name__} has taken no step in"
+                f" {self._steps[part]} of another; a step of the swarm is one of each, so attach"
+                " those that take steps"
             )
 
     def free_gradients(self) -> None:
@@ -213,13 +245,22 @@ def is_attached(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _within(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step that calls this is part of another of the same optimizer, as in a class that calls `super()`."""
+    """Whether the step that calls this is part of another of the same optimizer, as in a class that
+    calls `super()`."""
     frames = (frame for frame, _ in walk_stack(None))
-    return sum(frame.f_code is _STEP and frame.f_locals.get("self") is optimizer for frame in frames) > 1
+    return (
+        sum(frame.f_code is _STEP and frame.f_locals.get("self") is optimizer for frame in frames)
+        > 1
+    )
 
 
 def _gradient(optimizer: torch.optim.Optimizer) -> tuple[Tensor | None, int]:
     """The smallest gradient that there is, and how often it was written to."""
-    found = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    found = [
+        one.grad
+        for group in optimizer.param_groups
+        for one in group["params"]
+        if one.grad is not None
+    ]
     smallest = min(found, key=Tensor.numel, default=None)
     return smallest, 0 if smallest is None else smallest._version

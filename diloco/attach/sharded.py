@@ -1,10 +1,12 @@
-"""The local parameters of a peer of several processes, of which each has all rows (DDP) or some of them (FSDP2).
+"""The local parameters of a peer of several processes, of which each has all rows (DDP) or some of
+them (FSDP2).
 
     rank 0        the swarm's node asks for a range, or has a new one     `gather_`, `scatter_`
-    other ranks   send the rows that they have, or take them              `follow`, until rank 0 says `release`
+    other ranks   send the rows that they have, or take them              `follow`, until rank 0
+                  says `release`
 
-Fragments are ranges of the flat layout of whole parameters, so payloads, blocks of the codecs and digests do not depend
-on the number of processes.
+Fragments are ranges of the flat layout of whole parameters, so payloads, blocks of the codecs and
+digests do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -26,15 +28,22 @@ RELEASE, GATHER, SCATTER = range(3)
 
 
 def has_row_layout(tensor: Tensor) -> bool:
-    """Whether a process has a tensor whole, or a range of its rows; outer steps know no other layout."""
-    sharded = [placement for placement in getattr(tensor, "placements", ()) if not placement.is_replicate()]
-    return not sharded or (len(sharded) == 1 and type(sharded[0]).__name__ == "Shard" and sharded[0].dim == 0)
+    """Whether a process has a tensor whole, or a range of its rows; outer steps know no other
+    layout."""
+    sharded = [
+        placement for placement in getattr(tensor, "placements", ()) if not placement.is_replicate()
+    ]
+    return not sharded or (
+        len(sharded) == 1 and type(sharded[0]).__name__ == "Shard" and sharded[0].dim == 0
+    )
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
-    """The range of the flattened whole that this process has of a tensor for which `has_row_layout` holds."""
+    """The range of the flattened whole that this process has of a tensor for which `has_row_layout`
+    holds."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
-        if placement.is_shard():  # as torch.chunk cuts: the last processes may have fewer rows, or none
+        # as torch.chunk cuts: the last processes may have fewer rows, or none
+        if placement.is_shard():
             mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
             rows, size, place = tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim)
             each, width = -(-rows // size), tensor.numel() // max(rows, 1)
@@ -50,13 +59,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. (To import that class takes a second, and most processes have none.)"""
+    """Whether it is a DTensor. (To import that class takes a second, and most processes have
+    none.)"""
     return hasattr(tensor, "placements")
 
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All ranks: a sharded tensor as a whole one, on the CPU of rank 0; empty on other ranks. Any other stays."""
+    """All ranks: a sharded tensor as a whole one, on the CPU of rank 0; empty on other ranks. Any
+    other stays."""
     sharded: Any = tensor
     if not is_sharded(tensor):
         return tensor
@@ -66,7 +77,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that is laid out like `tensor`, with this process's rows of `values`, which are whole."""
+    """A tensor that is laid out like `tensor`, with this process's rows of `values`, which are
+    whole."""
     if not is_sharded(tensor) or values.shape != tensor.shape:
         return values
     from torch.distributed.tensor import DTensor
@@ -76,7 +88,12 @@ def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
     rows = values.reshape(-1)[begin:end].view(own.shape).to(own.device, copy=True)
     like: Any = tensor
     return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        rows,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
@@ -91,7 +108,9 @@ def load_rows_(tensor: Tensor, values: Tensor) -> None:
 @contextmanager
 def restored_after(parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Whatever becomes of the parameters inside, they are as before afterwards."""
-    before = {name: local_tensor(parameter.detach()).clone() for name, parameter in parameters.items()}
+    before = {
+        name: local_tensor(parameter.detach()).clone() for name, parameter in parameters.items()
+    }
     try:
         yield
     finally:
@@ -102,22 +121,27 @@ def restored_after(parameters: Mapping[str, Tensor]) -> Iterator[None]:
 class ShardedParams(Local):
     """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment], ranks: RankGroup) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment], ranks: RankGroup
+    ) -> None:
         super().__init__(parameters)
         self._fragments, self._ranks = tuple(fragments), ranks
         self._own = {name: row_range(parameter) for name, parameter in parameters.items()}
-        self._lock = threading.Lock()  # the exchanges of several fragments ask from threads of their own
+        # the exchanges of several fragments ask from threads of their own
+        self._lock = threading.Lock()
         # Of their own, because the ranks' other collectives run in another thread.
         self._words = ranks.new_group("gloo")
         self._values = self._words if ranks.backend == "gloo" else ranks.new_group(ranks.backend)
         self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks.size)]
         dist.all_gather_object(self._rows, self._own, group=self._words)
-        self.is_whole = self._own == {name: (0, parameter.numel()) for name, parameter in parameters.items()}
+        self.is_whole = self._own == {
+            name: (0, parameter.numel()) for name, parameter in parameters.items()
+        }
 
     def of_process(self, name: str) -> Tensor:
         return local_tensor(self.tensors[name].detach())
 
-    # -- rank 0 -------------------------------------------------------------------------------------------------------
+    # -- rank 0 ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gather_(self, out: Tensor, fragment: Fragment, start: int) -> None:
@@ -157,7 +181,7 @@ class ShardedParams(Local):
     def _say(self, *words: int) -> None:
         dist.broadcast(torch.tensor(words, device="cpu"), src=0, group=self._words)
 
-    # -- the other ranks ----------------------------------------------------------------------------------------------
+    # -- the other ranks ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -180,11 +204,11 @@ class ShardedParams(Local):
                     self._read(part, piece)
                 dist.send(values, dst=0, group=self._values)
 
-    # -- who has what -------------------------------------------------------------------------------------------------
+    # -- who has what ------------------------------------------------------------------------------
 
     def _senders(self, fragment: Fragment, start: int, stop: int) -> list[list[tuple[int, Slice]]]:
-        """Of each rank, what it gives of [start, stop), as `Fragment.locate` does: every element comes from the first
-        rank that has it.
+        """Of each rank, what it gives of [start, stop), as `Fragment.locate` does: every element
+        comes from the first rank that has it.
         """
         found: list[list[tuple[int, Slice]]] = [[] for _ in self._rows]
         for offset, piece in fragment.locate(start, stop):
@@ -204,7 +228,7 @@ class ShardedParams(Local):
         values = torch.empty(sum(numels), dtype=torch.float32, device=self._ranks.device)
         return values, torch.split(values, numels)
 
-    # -- this rank's rows ---------------------------------------------------------------------------------------------
+    # -- this rank's rows --------------------------------------------------------------------------
 
     def _read(self, part: Slice, into: Tensor) -> None:
         begin, _ = self._own[part.name]

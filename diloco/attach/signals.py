@@ -1,7 +1,9 @@
-"""What SIGTERM and its like do to a peer, in `diloco train` and in anybody's program: it says goodbye before it ends.
+"""What SIGTERM and its like do to a peer, in `diloco train` and in anybody's program: it says
+goodbye before it ends.
 
-A loop that looks at `interrupted` is told, and ends itself. Any other is ended by `SystemExit` with the status that a
-shell has for the signal: at once while the program's own code runs, and else after the step or the exchange under way.
+A loop that looks at `interrupted` is told, and ends itself. Any other is ended by `SystemExit` with
+the status that a shell has for the signal: at once while the program's own code runs, and else
+after the step or the exchange under way.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from typing import Any, NoReturn
 
 from diloco.errors import UnsavedError
 
-NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # SLURM announces the end of a job with SIGUSR1
+# SLURM announces the end of a job with SIGUSR1
+NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 AGAIN_S = 2.0  # schedulers and torchrun send the same signal twice
-WHOLE = ("diloco.attach.attachment", "diloco.attach.swarm", "torch.optim.optimizer")  # what is not left half-done
+# what is not left half-done
+WHOLE = ("diloco.attach.attachment", "diloco.attach.swarm", "torch.optim.optimizer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +39,15 @@ _process = 0
 
 
 def watch(
-    interrupt: Callable[[int], bool], leave: Callable[[], None] = lambda: None, over: Sequence[int] = ()
+    interrupt: Callable[[int], bool],
+    leave: Callable[[], None] = lambda: None,
+    over: Sequence[int] = (),
 ) -> Callable[[], None]:
-    """Until the returned function is called, call `interrupt` with each signal; a second one of its kind ends at once.
+    """Until the returned function is called, call `interrupt` with each signal; a second one of its
+    kind ends at once.
 
-    It says whether the loop may be ended here and now, by `leave` and `SystemExit`. A handler of the program's own
-    stays, unless its signal is in `over`. Without effect outside the main thread.
+    It says whether the loop may be ended here and now, by `leave` and `SystemExit`. A handler of
+    the program's own stays, unless its signal is in `over`. Without effect outside the main thread.
     """
     global _process
     watcher = _Watcher(interrupt, leave)
@@ -77,7 +84,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
     if not _watchers or os.getpid() != _process:  # in a process that was forked from this one
         signal.signal(number, before)
         return os.kill(os.getpid(), number)
-    if number in _received and (number == signal.SIGINT or time.monotonic() - _received[number] > AGAIN_S):
+    if number in _received and (
+        number == signal.SIGINT or time.monotonic() - _received[number] > AGAIN_S
+    ):
         os._exit(UnsavedError.exit_code if number == signal.SIGINT else 128 + number)
     _received.setdefault(number, time.monotonic())
     if callable(before) and before is not signal.default_int_handler:

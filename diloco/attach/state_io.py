@@ -1,4 +1,5 @@
-"""State as named tensors and JSON, without pickle: the swarm's, an optimizer's, random generators'."""
+"""State as named tensors and JSON, without pickle: the swarm's, an optimizer's, random
+generators'."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Groups = dict[str, Tensors]
 
 
 def restore_swarm(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> Saved:
-    """The inverse of `flatten_swarm`. Raises `CheckpointError` for anchors that are not what their heads say."""
+    """The inverse of `flatten_swarm`. Raises `CheckpointError` for anchors that are not what their
+    heads say."""
     anchors, outer = tensors["anchor"], tensors["outer"]
     held = sorted({int(name.split(".")[0]) for name in outer})
     return Saved(
@@ -46,11 +48,15 @@ def _tip(text: str, anchor: Tensor) -> Tip:
     head, book = msgspec.msgpack.decode(bytes.fromhex(text), type=tuple[Head, Book])
     tip = Tip(head, book, part_digests(anchor))
     if state_of(book, tip.parts) != head.state:
-        raise CheckpointError("a checkpoint holds an anchor that is not what its head says; choose another one")
+        raise CheckpointError(
+            "a checkpoint holds an anchor that is not what its head says; choose another one"
+        )
     return tip
 
 
-def _outer_state(tensors: Tensors, state: Mapping[str, Any], fragment: int) -> tuple[Tensor, OuterState]:
+def _outer_state(
+    tensors: Tensors, state: Mapping[str, Any], fragment: int
+) -> tuple[Tensor, OuterState]:
     """The master, and what the optimizer keeps."""
     vectors, kept = [tensors[f"{fragment}.momentum"]], tensors.keys()
     while (name := f"{fragment}.buffer{len(vectors)}") in kept:
@@ -67,7 +73,10 @@ def flatten_swarm(saved: Saved) -> tuple[Groups, dict[str, Any]]:
     windows: dict[int, list[int]] = {}
     for fragment, (master, state) in saved.outer.items():
         outer |= {f"{fragment}.master": master, f"{fragment}.momentum": state.momentum}
-        outer |= {f"{fragment}.buffer{number}": vector for number, vector in enumerate(state.vectors[1:], 1)}
+        outer |= {
+            f"{fragment}.buffer{number}": vector
+            for number, vector in enumerate(state.vectors[1:], 1)
+        }
         windows[fragment] = [state.version, state.pushes, state.delay]
     return {"anchor": anchors, "outer": outer, "residual": residuals}, {
         "tips": [msgspec.msgpack.encode((tip.head, tip.book)).hex() for tip in saved.tips],
@@ -87,7 +96,10 @@ def flatten_own(optimizer: Optimizer) -> tuple[Groups, dict[str, Any]]:
 
 
 def restore_own(
-    optimizer: Optimizer, tensors: Mapping[str, Tensors], saved: Mapping[str, Any], key: str = "run.dir"
+    optimizer: Optimizer,
+    tensors: Mapping[str, Tensors],
+    saved: Mapping[str, Any],
+    key: str = "run.dir",
 ) -> None:
     """The inverse of `flatten_own`."""
     restore_optimizer(optimizer, tensors["inner"], saved["inner"], key)
@@ -95,37 +107,48 @@ def restore_own(
 
 
 def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All ranks: `state_dict()` of any torch optimizer as (named tensors, which are no copies, JSON that refers to
-    them).
+    """All ranks: `state_dict()` of any torch optimizer as (named tensors, which are no copies, JSON
+    that refers to them).
 
     Sharded ones become whole on rank 0. Raises `TypeError` for what JSON cannot hold.
     """
     tensors: dict[str, Tensor] = {}
     encoded = to_json(optimizer.state_dict(), "", tensors)
-    return tensors, {"type": kind_of(optimizer), "shapes": _shapes(optimizer), "state_dict": encoded}
+    return tensors, {
+        "type": kind_of(optimizer),
+        "shapes": _shapes(optimizer),
+        "state_dict": encoded,
+    }
 
 
 def restore_optimizer(
-    optimizer: Optimizer, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], key: str = "run.dir"
+    optimizer: Optimizer,
+    tensors: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+    key: str = "run.dir",
 ) -> None:
     """The inverse of `flatten_optimizer`; the optimizer may keep the tensors themselves.
 
-    Raises `CheckpointError` for the state of another optimizer or of other shapes; `key` is what chose the checkpoint.
+    Raises `CheckpointError` for the state of another optimizer or of other shapes; `key` is what
+    chose the checkpoint.
     """
     here, there = (kind_of(optimizer), _shapes(optimizer)), (saved["type"], saved["shapes"])
     if here != there:
         raise CheckpointError(
-            f"{key}: its checkpoint holds the state of {there[0]} for {_numel(there[1])} parameters, "
-            f"this run has {here[0]} for {_numel(here[1])} with other shapes or order; "
-            f"resume with the configuration that wrote it, or choose another {key}"
+            f"{key}: its checkpoint holds the state of {there[0]} for {_numel(there[1])}"
+            f" parameters, this run has {here[0]} for {_numel(here[1])} with other shapes or order;"
+            f" resume with the configuration that wrote it, or choose another {key}"
         )
     optimizer.load_state_dict(_sharded(optimizer, from_json(saved["state_dict"], tensors)))
 
 
 def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The same state, cut like the optimizer's parameters, and for the kernels that compute here."""
+    """The same state, cut like the optimizer's parameters, and for the kernels that compute
+    here."""
     if isinstance(optimizer, CombinedOptimizer):
-        return {"parts": [_sharded(*both) for both in zip(optimizer.parts, state["parts"], strict=True)]}
+        return {
+            "parts": [_sharded(*both) for both in zip(optimizer.parts, state["parts"], strict=True)]
+        }
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
         there |= {name: here[name] for name in KERNELS if name in here}
@@ -137,15 +160,20 @@ def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of the global generators of torch (CPU; every accelerator once they are in use), Python and numpy."""
+    """State of the global generators of torch (CPU; every accelerator once they are in use), Python
+    and numpy."""
     tensors = {"torch": torch.get_rng_state()}  # (5056,) uint8
     version, words, gauss = random.getstate()
     tensors["python"] = torch.tensor(words)  # (625,) int64
     legacy: dict[str, Any] = dict(numpy.random.get_state(legacy=False))
     twister = legacy.pop("state")
-    tensors["numpy"] = torch.tensor(twister["key"].astype(numpy.int64))  # (624,), torch supports little of uint32
+    # (624,), torch supports little of uint32
+    tensors["numpy"] = torch.tensor(twister["key"].astype(numpy.int64))
     tensors |= random_states()
-    return tensors, {"python": {"version": version, "gauss": gauss}, "numpy": {**legacy, "position": twister["pos"]}}
+    return tensors, {
+        "python": {"version": version, "gauss": gauss},
+        "numpy": {**legacy, "position": twister["pos"]},
+    }
 
 
 def restore_rng(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
@@ -155,12 +183,16 @@ def restore_rng(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None
     random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
     keys = tensors["numpy"].numpy().astype(numpy.uint32)
     twister = {"key": keys, "pos": legacy["position"]}
-    numpy.random.set_state({**{key: legacy[key] for key in ("bit_generator", "has_gauss", "gauss")}, "state": twister})
+    numpy.random.set_state(
+        {**{key: legacy[key] for key in ("bit_generator", "has_gauss", "gauss")}, "state": twister}
+    )
     restore_random(tensors)
 
 
 def _shapes(optimizer: Optimizer) -> list[list[int]]:
-    return [list(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        list(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]
+    ]
 
 
 def _numel(shapes: list[list[int]]) -> int:
@@ -168,13 +200,19 @@ def _numel(shapes: list[list[int]]) -> int:
 
 
 def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Nested containers as JSON. Tensors, tuples and number keys, which JSON lacks, become small objects and lists."""
+    """Nested containers as JSON. Tensors, tuples and number keys, which JSON lacks, become small
+    objects and lists."""
     if isinstance(value, Tensor):
         assert path not in tensors, f"two tensors have the name {path}"
         tensors[path] = full_tensor(value)
         return {"tensor": path}
     if isinstance(value, dict):
-        return {"dict": [[key, to_json(item, f"{path}.{key}".lstrip("."), tensors)] for key, item in value.items()]}
+        return {
+            "dict": [
+                [key, to_json(item, f"{path}.{key}".lstrip("."), tensors)]
+                for key, item in value.items()
+            ]
+        }
     if isinstance(value, list | tuple):
         items = [to_json(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items

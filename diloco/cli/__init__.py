@@ -1,1 +1,2 @@
-"""The `diloco` command: `commands/` knows every command's arguments, one module per command does the work."""
+"""The `diloco` command: `commands/` knows every command's arguments, one module per command does
+the work."""

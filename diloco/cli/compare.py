@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
-@click.option("--loss", type=float, help="Held-out loss to reach.  [default: the worst final loss of all]")
+@click.option(
+    "--loss", type=float, help="Held-out loss to reach.  [default: the worst final loss of all]"
+)
 @click.option("--out", type=PATH, help="Directory of the curves.  [default: that of a sweep]")
-@click.option("--csv", "table", type=PATH, metavar="FILE", help="Write a line per run to FILE, with what differs.")
+@click.option(
+    "--csv",
+    "table",
+    type=PATH,
+    metavar="FILE",
+    help="Write a line per run to FILE, with what differs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def compare(**arguments: Any) -> int:
     """Compare runs: a table, and curves by tokens, time and bytes.
@@ -33,8 +41,9 @@ def compare(**arguments: Any) -> int:
     diloco compare runs/quickstart runs/baseline
     diloco compare runs/seeds --loss 2.1 --csv seeds.csv
 
-    RUN is a run directory or the directory of a sweep. Runs that differ in their seed only are one row: mean +- their
-    deviation. The lowest loss comes first. Without --out, several RUNs leave no curves.
+    RUN is a run directory or the directory of a sweep. Runs that differ in their seed only are one
+    row: mean +- their deviation. The lowest loss comes first. Without --out, several RUNs leave no
+        curves.
     """
     return run(**arguments)
 
@@ -93,14 +102,35 @@ def _show(found: Comparison, loss: float | None) -> None:
     console = Console()
     reached = found.worst_loss() if loss is None else loss
     with_seeds = any(len(arm.runs) > 1 for arm in found.arms)
-    columns = ["run", *["seeds"] * with_seeds, "held-out", "perplexity", "tokens", "virtual", "wall", "sent", "busy"]
+    columns = [
+        "run",
+        *["seeds"] * with_seeds,
+        "held-out",
+        "perplexity",
+        "tokens",
+        "virtual",
+        "wall",
+        "sent",
+        "busy",
+    ]
     columns += ["to loss" if reached is None else f"to {reached:.4f}", "exit"]
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("run", "exit") else "right", no_wrap=name != "run")
+        table.add_column(
+            name, justify="left" if name in ("run", "exit") else "right", no_wrap=name != "run"
+        )
     for arm in found.arms:
-        cells = [arm.name, *[str(len(arm.runs))] * with_seeds, _spread(arm, "loss", 4), _spread(arm, "perplexity", 2)]
-        cells += [human_count(arm.mean("tokens")), _time(arm.mean("virtual_s")), _time(arm.mean("wall_s"))]
+        cells = [
+            arm.name,
+            *[str(len(arm.runs))] * with_seeds,
+            _spread(arm, "loss", 4),
+            _spread(arm, "perplexity", 2),
+        ]
+        cells += [
+            human_count(arm.mean("tokens")),
+            _time(arm.mean("virtual_s")),
+            _time(arm.mean("wall_s")),
+        ]
         busy = arm.mean("utilization")
         cells += [human_bytes(arm.mean("bytes_sent")), "-" if busy is None else f"{busy:.1%}"]
         times = [None if reached is None else one.time_to_loss(reached) for one in arm.counted]

@@ -1,6 +1,8 @@
-"""`diloco doctor`: one line per check of this machine and of the way to a swarm, with the remedy for what is wrong.
+"""`diloco doctor`: one line per check of this machine and of the way to a swarm, with the remedy
+for what is wrong.
 
-Every check ends in a `Check`, even if it breaks. A failed check stops a run; a warning means a slower or worse run.
+Every check ends in a `Check`, even if it breaks. A failed check stops a run; a warning means a
+slower or worse run.
 """
 
 from __future__ import annotations
@@ -46,18 +48,21 @@ def doctor(address: str | None, options: Options, as_json: bool) -> int:
     diloco doctor /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo... --json > doctor.json
     diloco doctor model=150m data.sequence_length=1024
 
-    One line per check: ok, warning, or failed with the remedy. Exit code 2 says that something here has to change, 3
-    that the swarm cannot be joined. Nothing takes part in the run. An ADDRESS brings the run's own settings.
+    One line per check: ok, warning, or failed with the remedy. Exit code 2 says that something here
+    has to change, 3 that the swarm cannot be joined. Nothing takes part in the run. An ADDRESS
+    brings the run's own settings.
     """
     address, options = split_address(address, options)
     found, given = None, list[str]()
     if address is not None and not options.cfg:
-        found, given = guest(address, options, ["run.id"])  # with swarm.key_path it is in the invitation
+        # with swarm.key_path it is in the invitation
+        found, given = guest(address, options, ["run.id"])
     return run(options.compose(given), found, as_json, keys(options))
 
 
 def run(config: Config, address: Address | None, as_json: bool, typed: Collection[str] = ()) -> int:
-    """Check this machine, and the swarm at an address; returns the exit code: 2 for what fails here, 3 there."""
+    """Check this machine, and the swarm at an address; returns the exit code: 2 for what fails
+    here, 3 there."""
     from rich.console import Console
     from rich.text import Text
 
@@ -72,24 +77,34 @@ def run(config: Config, address: Address | None, as_json: bool, typed: Collectio
             checks.append(check)
             if not as_json:
                 verdict = (f"{check.verdict:<8}", _STYLES[check.verdict])
-                console.print(Text.assemble(verdict, (f"{check.name:<12}", "bold"), check.text), soft_wrap=True)
+                console.print(
+                    Text.assemble(verdict, (f"{check.name:<12}", "bold"), check.text),
+                    soft_wrap=True,
+                )
                 if check.remedy:
                     console.print(Text(f"{'':<20}{check.remedy}"), soft_wrap=True)
     failed = [check for check in checks if check.verdict == "failed"]
     code = 0
     if failed:
-        code = SwarmError.exit_code if all(check.swarm for check in failed) else ConfigError.exit_code
+        code = (
+            SwarmError.exit_code if all(check.swarm for check in failed) else ConfigError.exit_code
+        )
     elif address is not None and not as_json:
         console.print(Text("nothing stands in the way of diloco join", style="bold green"))
     if as_json:
-        report = {"checks": [asdict(check) for check in checks], "figures": doctor.figures, "exit": code}
+        report = {
+            "checks": [asdict(check) for check in checks],
+            "figures": doctor.figures,
+            "exit": code,
+        }
         click.echo(json.dumps(report, indent=2))
     return code
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of output. `verdict` is `ok`, `warning` or `failed`; `swarm`: that is not this machine's fault."""
+    """One line of output. `verdict` is `ok`, `warning` or `failed`; `swarm`: that is not this
+    machine's fault."""
 
     name: str
     verdict: str
@@ -102,8 +117,8 @@ class Check:
 class Doctor:
     """Checks this machine for a configuration and, given `addresses`, for the swarm there.
 
-    `typed` are the keys that the user set. Afterwards `figures` has what was measured: up_bits_per_s,
-    down_bits_per_s, latency_s, step_s.
+    `typed` are the keys that the user set. Afterwards `figures` has what was measured:
+    up_bits_per_s, down_bits_per_s, latency_s, step_s.
     """
 
     config: Config
@@ -140,14 +155,20 @@ class Doctor:
     def _gate(self) -> Gate:
         from diloco.swarm.wire.gate import observer_gate
 
-        return observer_gate(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
+        return observer_gate(
+            self.config.run.id, self.config.swarm.token, self.config.swarm.key_path
+        )
 
     def _python(self) -> tuple[str, ...]:
         from importlib.metadata import version
 
         names = ", ".join(f"{name} {version(name)}" for name in ("torch", "hivemind"))
         text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {names}"
-        return ("ok", text) if platform.system() == "Linux" else ("warning", text, "only Linux is tested")
+        return (
+            ("ok", text)
+            if platform.system() == "Linux"
+            else ("warning", text, "only Linux is tested")
+        )
 
     def _swarm(self) -> tuple[str, ...]:
         from diloco.swarm.client.ask import inspect_swarm
@@ -165,9 +186,14 @@ class Doctor:
         from diloco.swarm.client.ask import parse_manifest
 
         manifest = parse_manifest(found.manifest_text)
-        text = f"{manifest.run.id} ({manifest.hash()[:12]}), {manifest.model.name} on {manifest.data.source}"
+        text = (
+            f"{manifest.run.id} ({manifest.hash()[:12]}), {manifest.model.name} on"
+            f" {manifest.data.source}"
+        )
         try:
-            self.config = volunteer_config(self.config, manifest, self.typed, self.directory, self._seeds())
+            self.config = volunteer_config(
+                self.config, manifest, self.typed, self.directory, self._seeds()
+            )
         except ConfigError as error:
             return "failed", text, str(error)
         return "ok", text
@@ -176,7 +202,10 @@ class Doctor:
         from diloco.swarm.client.ask import check_clock
 
         ahead_s = self.figures["clock_ahead_s"] = found.ahead_s or 0.0
-        text = f"{ahead_s:+.3f} s against the swarm (by peer {', '.join(f'{one.ahead_s:+.3f}' for one in found.peers)})"
+        text = (
+            f"{ahead_s:+.3f} s against the swarm (by peer"
+            f" {', '.join(f'{one.ahead_s:+.3f}' for one in found.peers)})"
+        )
         return ("ok", text) if check_clock(found) is None else ("warning", text, "let NTP set it")
 
     def _bandwidth(self, found: SwarmInfo) -> tuple[str, ...]:
@@ -190,8 +219,8 @@ class Doctor:
         latency_s = statistics.median(peer.round_trip_s for peer in rated) / 2
         self.figures |= {"up_bits_per_s": up, "down_bits_per_s": down, "latency_s": latency_s}
         text = (
-            f"{up / 1e6:.4g} Mbit/s up, {down / 1e6:.4g} Mbit/s down, {latency_s * 1e3:.3g} ms away "
-            f"(median of {counted(len(rated), 'peer')}, {PROBE_BYTES >> 20} MiB each way)"
+            f"{up / 1e6:.4g} Mbit/s up, {down / 1e6:.4g} Mbit/s down, {latency_s * 1e3:.3g} ms away"
+            f" (median of {counted(len(rated), 'peer')}, {PROBE_BYTES >> 20} MiB each way)"
         )
         if min(up, down) < THIN_BITS_PER_S or latency_s > FAR_S:
             return "warning", text, "diloco plan computes the cost"
@@ -208,9 +237,10 @@ class Doctor:
         batch_size, length = self.config.inner.batch_size, self.config.data.sequence_length
         free = machine.main_bytes if machine.shared else machine.device_bytes
         text = (
-            f"{self.config.model.name}, {need.parameters / 1e6:.4g}M parameters, on {machine.name}: "
-            f"{need.device_bytes / GIB:.2f} GiB to train, {need.main_bytes / GIB:.2f} GiB to take part, "
-            f"{free / GIB:.1f} GiB free; {step_s:.3g} s per inner step, {batch_size * length / step_s:.4g} tokens/s"
+            f"{self.config.model.name}, {need.parameters / 1e6:.4g}M parameters, on {machine.name}:"
+            f" {need.device_bytes / GIB:.2f} GiB to train, {need.main_bytes / GIB:.2f} GiB to take"
+            f" part, {free / GIB:.1f} GiB free; {step_s:.3g} s per inner step,"
+            f" {batch_size * length / step_s:.4g} tokens/s"
         )
         if micro_batch < batch_size:
             return "warning", f"{text}; a batch of {batch_size} in parts of {micro_batch}"
@@ -225,8 +255,13 @@ class Doctor:
         while not place.exists():
             place = place.parent
         free = shutil.disk_usage(place).free
-        needed = (self.config.checkpoint.keep + 1) * CHECKPOINT_BYTES * parameters_of(self.config.model) + 1e8
-        text = f"{free / GIB:.1f} GiB free in {place}, {needed / GIB:.2f} GiB needed for checkpoints and the model"
+        needed = (self.config.checkpoint.keep + 1) * CHECKPOINT_BYTES * parameters_of(
+            self.config.model
+        ) + 1e8
+        text = (
+            f"{free / GIB:.1f} GiB free in {place}, {needed / GIB:.2f} GiB needed for checkpoints"
+            " and the model"
+        )
         if free < needed:
             return "failed", text, "free some space, or choose another place with run.dir=DIRECTORY"
         return "ok", text
@@ -237,11 +272,22 @@ class Doctor:
 
         swarm, seeds = self.config.swarm, self._seeds() if self._found is not None else ()
         gate, identity = self._gate(), self.directory.identity
-        addresses, reachable, advice = try_to_listen(seeds, swarm.listen, swarm.announce, gate, identity)
+        addresses, reachable, advice = try_to_listen(
+            seeds, swarm.listen, swarm.announce, gate, identity
+        )
         best = addresses[0].rpartition("/p2p/")[0]
         if not seeds:
-            return "ok", f"{', '.join(swarm.listen)} can be listened on, for example as {best} ({reachability(best)})"
+            return (
+                "ok",
+                (
+                    f"{', '.join(swarm.listen)} can be listened on, for example as {best}"
+                    f" ({reachability(best)})"
+                ),
+            )
         if reachable:
             return "ok", f"a peer called back {best}; no relay is needed"
-        text = "others cannot call this peer: it trains over its own connections and holds no fragments"
+        text = (
+            "others cannot call this peer: it trains over its own connections and holds no"
+            " fragments"
+        )
         return "warning", text, advice

@@ -1,9 +1,11 @@
 """`diloco join`: from an address to a peer that trains.
 
-1. connect: call the addresses, and if no peer answers, the addresses that this user's peers remember of the run.
-2. manifest: fetch the run's settings, check wire version and clock; import torch's slower half meanwhile.
-3. machine: choose device and threads, and the part of a batch that fits its memory. Then ask, if the run needs more
-   than this package.
+1. connect: call the addresses, and if no peer answers, the addresses that this user's peers
+   remember of the run.
+2. manifest: fetch the run's settings, check wire version and clock; import torch's slower half
+   meanwhile.
+3. machine: choose device and threads, and the part of a batch that fits its memory. Then ask, if
+   the run needs more than this package.
 4. data, state, first contribution: as any peer, by `diloco.train.run`; then its live table.
 
 Under torchrun, rank 0 takes the first three, and gives the others its configuration.
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("address", required=False)
-@click.option("--yes", is_flag=True, help="Join also if the run needs more than this package; for scripts.")
+@click.option(
+    "--yes", is_flag=True, help="Join also if the run needs more than this package; for scripts."
+)
 @configured
 def join(address: str | None, yes: bool, options: Options) -> int:
     """Join a swarm as a volunteer.
@@ -49,10 +53,10 @@ def join(address: str | None, yes: bool, options: Options) -> int:
     diloco join -
     diloco join ADDRESS train.device=cpu train.threads=4 swarm.upload_limit=1e6
 
-    Nothing but the ADDRESS is needed; - reads it from stdin. The run's settings come from the swarm; device, precision,
-    threads and how much of a batch is computed at a time from a look at this machine. A run that fetches a model or
-    text from elsewhere is shown first, and joined if you agree. Ctrl+C leaves cleanly at any time, and the same command
-    comes back.
+    Nothing but the ADDRESS is needed; - reads it from stdin. The run's settings come from the
+    swarm; device, precision, threads and how much of a batch is computed at a time from a look at
+    this machine. A run that fetches a model or text from elsewhere is shown first, and joined if
+    you agree. Ctrl+C leaves cleanly at any time, and the same command comes back.
     """
     if options.cfg:
         options.compose()
@@ -67,7 +71,9 @@ def join(address: str | None, yes: bool, options: Options) -> int:
 
     hear_warnings()
     console = Console()
-    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    rank, ranks = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))
+    )
     view = LiveView(console, [], None, "")
     try:
         with ExitStack() as stack:
@@ -81,13 +87,19 @@ def join(address: str | None, yes: bool, options: Options) -> int:
 
             if rank > 0:
                 return run(config, lambda message: None).exit
-            view.title = f"{config.run.id}: {config.model.name} on {config.data.source}, as peer {config.run.name}"
+            view.title = (
+                f"{config.run.id}: {config.model.name} on {config.data.source}, as peer"
+                f" {config.run.name}"
+            )
             summary = run(config, _shown(view))
     except KeyboardInterrupt:  # from here on the training loop listens for it
         console.print("stopped before this peer took part", highlight=False)
         return 0
     result, tokens = summary.result(), human_count(summary.peers[0].tokens)
-    console.print(f"{config.run.id}: {result}, {tokens} tokens from this peer; {config.run.dir}", highlight=False)
+    console.print(
+        f"{config.run.id}: {result}, {tokens} tokens from this peer; {config.run.dir}",
+        highlight=False,
+    )
     return summary.exit
 
 
@@ -105,7 +117,11 @@ def _shown(view: LiveView) -> Listener:
             done = "received" if message.stage == "state" else "tokenised"
             is_told = message.stage == "state" or message.wanted
             view.stage(message.stage, f"{human_bytes(message.received)} {done}" if is_told else "")
-        elif isinstance(message, Status) and not arrived and message.state not in ("", "starting", "waiting"):
+        elif (
+            isinstance(message, Status)
+            and not arrived
+            and message.state not in ("", "starting", "waiting")
+        ):
             lost, discarded = (message.discarded or 0) > discarded, message.discarded or 0
             arrived = message.exchanged and not lost
             view.stage("first contribution", f"in outer step {message.version}" if arrived else "")
@@ -117,7 +133,13 @@ def _shown(view: LiveView) -> Listener:
 
 
 def _prepare(
-    config: Config, address: Address, typed: Collection[str], yes: bool, ranks: int, view: LiveView, stack: ExitStack
+    config: Config,
+    address: Address,
+    typed: Collection[str],
+    yes: bool,
+    ranks: int,
+    view: LiveView,
+    stack: ExitStack,
 ) -> Config:
     """Checks everything that can be wrong, and asks, before anything big is fetched."""
     view.stage("connect", "loading libraries")
@@ -147,8 +169,15 @@ def _prepare(
     name = machine.name if ranks == 1 else f"{ranks} x {machine.name}"
     batch_size = config.inner.batch_size
     parts = f" in parts of {micro_batch}" if micro_batch * ranks < batch_size else ""
-    second = f", peer {directory.number + 1} of this machine (the first one runs)" if directory.number else ""
-    view.stage("machine", f"{name}, {counted(machine.threads, 'thread')}, batch of {batch_size}{parts}{second}")
+    second = (
+        f", peer {directory.number + 1} of this machine (the first one runs)"
+        if directory.number
+        else ""
+    )
+    view.stage(
+        "machine",
+        f"{name}, {counted(machine.threads, 'thread')}, batch of {batch_size}{parts}{second}",
+    )
     if warning is not None:
         click.echo(f"diloco: warning: {warning}", err=True)
     used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
@@ -156,7 +185,12 @@ def _prepare(
         _ask(config, _terms(config, need.parameters, used_bytes, name), yes)
     volunteer.move_aside(config)
     gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
-    return fetch(config, found.addresses or config.swarm.initial_peers, gate, Path(config.swarm.identity_path or ""))
+    return fetch(
+        config,
+        found.addresses or config.swarm.initial_peers,
+        gate,
+        Path(config.swarm.identity_path or ""),
+    )
 
 
 def _of_rank_0(config: Config, rank: int) -> Config:
@@ -167,12 +201,14 @@ def _of_rank_0(config: Config, rank: int) -> Config:
         said_by_rank_0(config.model_dump_json())
         return config
     values = json.loads(said_by_rank_0(None))
-    values["swarm"]["token"] = config.swarm.token  # a secret, which this rank has from its own command line
+    # a secret, which this rank has from its own command line
+    values["swarm"]["token"] = config.swarm.token
     return config.model_validate(values)
 
 
 def _ask(config: Config, terms: list[str], yes: bool) -> None:
-    """Shows what will be fetched, trained and sent, and asks, if the run needs anything from outside this package.
+    """Shows what will be fetched, trained and sent, and asks, if the run needs anything from
+    outside this package.
 
     Raises `ConfigError` if there is nobody to ask, or if the answer is no.
     """
@@ -185,8 +221,8 @@ def _ask(config: Config, terms: list[str], yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise ConfigError(
-            f"run {config.run.id} needs more than this package, and there is no terminal to ask on; if you agree with "
-            "the above, add --yes"
+            f"run {config.run.id} needs more than this package, and there is no terminal to ask on;"
+            " if you agree with the above, add --yes"
         )
     if not click.confirm("Join this run?", default=False):
         raise ConfigError("nothing was fetched, and this machine has not joined")
@@ -196,56 +232,83 @@ def _terms(config: Config, parameters: int, memory_bytes: float, device: str) ->
     """What a volunteer has to know, in lines."""
     from diloco.config.manifest import sources_of
 
-    manifest, own = config.manifest(), [*(config.data.path or ()), *chain(*config.data.paths.values())]
+    manifest, own = (
+        config.manifest(),
+        [*(config.data.path or ()), *chain(*config.data.paths.values())],
+    )
     needed = {
-        source.what: f"{source.name} at {source.revision[:12]}, published by {source.name.partition('/')[0]}"
-        if source.name is not None and source.revision is not None
-        else f"a {source.what} of whoever started the run"
+        source.what: (
+            f"{source.name} at {source.revision[:12]}, published by {source.name.partition('/')[0]}"
+            if source.name is not None and source.revision is not None
+            else f"a {source.what} of whoever started the run"
+        )
         for source in sources_of(manifest)
     }
     key = manifest.run.key
-    owner = f"its owner has key {key[:16]}" if key else "anybody may have started it, and anybody may join"
+    owner = (
+        f"its owner has key {key[:16]}"
+        if key
+        else "anybody may have started it, and anybody may join"
+    )
     model = needed.get("model", f"{manifest.model.name}, random weights")
-    weights = ", whose weights come from the run's peers" if manifest.model.weights is not None else ""
+    weights = (
+        ", whose weights come from the run's peers" if manifest.model.weights is not None else ""
+    )
     files = ", whose files come from the run's peers" if manifest.data.tokenizer_files else ""
-    data = f"YOUR files: {', '.join(own)}" if own else needed.get("data", "the standard library of Python")
+    data = (
+        f"YOUR files: {', '.join(own)}"
+        if own
+        else needed.get("data", "the standard library of Python")
+    )
     return [
         f"run        {manifest.run.id}: {owner}",
         f"model      {model}, {human_count(parameters)} parameters{weights}",
         f"data       {data}",
         f"tokenizer  {needed.get('tokenizer', 'bytes')}{files}",
-        f"here       trains on {device}, in some {human_bytes(memory_bytes)} of memory; writes to {config.run.dir}",
+        (
+            f"here       trains on {device}, in some {human_bytes(memory_bytes)} of memory; writes"
+            f" to {config.run.dir}"
+        ),
         "sends      what it learns: parts of the text that it trained on can be read out of that",
     ]
 
 
 def _find(config: Config, address: Address, identity: Path, view: LiveView) -> SwarmInfo:
-    """The swarm at the address, or if nobody answers there at addresses where peers of this user found it before."""
+    """The swarm at the address, or if nobody answers there at addresses where peers of this user
+    found it before."""
     from diloco.cli.volunteer import known_addresses
     from diloco.swarm.client.ask import inspect_swarm
     from diloco.swarm.wire.gate import observer_gate
 
     gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
     peers = address.peers
-    view.stage("connect", f"calling {len(peers)} peers" if len(peers) > 1 else f"calling {peers[0]}")
+    view.stage(
+        "connect", f"calling {len(peers)} peers" if len(peers) > 1 else f"calling {peers[0]}"
+    )
     try:
         found = inspect_swarm(peers, identity, gate=gate)
     except SwarmError as error:
         others = known_addresses(peers)
         if "cannot be reached" not in str(error) or not others:
             raise
-        view.stage("connect", f"nobody answers there; calling {len(others)} more that were in this run before")
+        view.stage(
+            "connect",
+            f"nobody answers there; calling {len(others)} more that were in this run before",
+        )
         try:
             found = inspect_swarm(others, identity, gate=gate)
         except SwarmError:
-            raise SwarmError(f"{error}; {len(others)} more that were in this run before do not answer either") from None
+            raise SwarmError(
+                f"{error}; {len(others)} more that were in this run before do not answer either"
+            ) from None
     silent = "".join(f"; {one}: {why}" for one, why in found.silent.items())
     view.stage("connect", f"{counted(len(found.peers), 'peer')} reached{silent}")
     return found
 
 
 def _import_the_rest() -> None:
-    """Imports what training needs, while the swarm is asked; training raises whatever fails here."""
+    """Imports what training needs, while the swarm is asked; training raises whatever fails
+    here."""
     with suppress(Exception):
         importlib.import_module("diloco.train.run")
         library = importlib.import_module("diloco.model.files").transformers()

@@ -1,4 +1,5 @@
-"""`diloco keygen`, `invite`, `revoke`: the owner of a closed run decides which peers may take part."""
+"""`diloco keygen`, `invite`, `revoke`: the owner of a closed run decides which peers may take
+part."""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ def keygen(file: Path) -> int:
     diloco keygen run.key
     diloco train run.id=mine swarm=network swarm.key_path=run.key
 
-    FILE (run.key by default) is its private half, with which anybody can invite peers and revoke invitations. Peers of
-    such a run admit nobody without an invitation.
+    FILE (run.key by default) is its private half, with which anybody can invite peers and revoke
+    invitations. Peers of such a run admit nobody without an invitation.
     """
     from diloco.admission import RunKey
 
     click.echo(RunKey.create(file).public.hex())
     click.echo(
-        f"{file}: keep it; whoever has it can invite and revoke. It starts a closed run with swarm.key_path={file}",
+        f"{file}: keep it; whoever has it can invite and revoke. It starts a closed run with"
+        f" swarm.key_path={file}",
         err=True,
     )
     return 0
@@ -45,7 +47,9 @@ def keygen(file: Path) -> int:
 def _owner(function: Function) -> Function:
     """Adds what every command of a run's owner has."""
     key = click.option("--key", required=True, type=PATH, help="File with the run's private key.")
-    return click.option("--run", required=True, metavar="RUN_ID", help="run.id of the run.")(key(function))
+    return click.option("--run", required=True, metavar="RUN_ID", help="run.id of the run.")(
+        key(function)
+    )
 
 
 @click.command()
@@ -57,11 +61,21 @@ def _owner(function: Function) -> Function:
     default="worker",
     help="worker: all; host: makes versions, contributes nothing; observer: looks on.",
 )
-@click.option("--bind", metavar="PEER_ID", help="Only this peer can use it.  [default: the first that does]")
-@click.option("--out", type=PATH, metavar="FILE", help="Write it to this new file, which only you can read.")
+@click.option(
+    "--bind", metavar="PEER_ID", help="Only this peer can use it.  [default: the first that does]"
+)
+@click.option(
+    "--out", type=PATH, metavar="FILE", help="Write it to this new file, which only you can read."
+)
 @click.argument("address", required=False)
 def invite(
-    key: Path, run: str, expires: str, role: Role, bind: str | None, address: str | None, out: Path | None
+    key: Path,
+    run: str,
+    expires: str,
+    role: Role,
+    bind: str | None,
+    address: str | None,
+    out: Path | None,
 ) -> int:
     """Print an invitation to a closed run.
 
@@ -70,8 +84,8 @@ def invite(
     diloco invite --key run.key --run mine @runs/mine/address --out link.txt
     diloco invite --key run.key --run mine --role observer --expires 12h
 
-    With ADDRESS it is a link, for diloco join @FILE, else a token for swarm.token=@FILE. Either is a secret; its id, on
-    stderr, is what diloco revoke takes.
+    With ADDRESS it is a link, for diloco join @FILE, else a token for swarm.token=@FILE. Either is
+    a secret; its id, on stderr, is what diloco revoke takes.
     """
     from diloco.admission import RunKey, issue
     from diloco.admission.keys import write_private
@@ -87,7 +101,9 @@ def invite(
         write_private(out, f"{link}\n".encode(), f"--out={out}")
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires_at))
     whom = "the first peer that uses it" if role != "observer" else "whoever has it"
-    click.echo(f"token {token.grant.token_id}: {role} of {run} until {until}, for {bind or whom}", err=True)
+    click.echo(
+        f"token {token.grant.token_id}: {role} of {run} until {until}, for {bind or whom}", err=True
+    )
     joins = "diloco join ADDRESS swarm.token=" if address is None else "diloco join "
     file = "FILE" if out is None else str(out)
     typed = f"{joins}@{file} (chmod 600 {file}), or {joins}- and paste it"
@@ -104,8 +120,9 @@ def revoke(key: Path, run: str, what: tuple[str, ...]) -> int:
     \b
     diloco revoke --key run.key --run mine /ip4/203.0.113.7/tcp/4100/p2p/Qm... 7f3a90c2d41be865
 
-    WHAT is the id of a token, a token, a link, or a peer id; ADDRESS any peer of the swarm, which tells the others.
-    Without ADDRESS, if no peer is left, the list is kept beside the key for the owner's next peer.
+    WHAT is the id of a token, a token, a link, or a peer id; ADDRESS any peer of the swarm, which
+    tells the others. Without ADDRESS, if no peer is left, the list is kept beside the key for the
+    owner's next peer.
     """
     from diloco.admission import Revoked, RunKey
     from diloco.config.address import Address
@@ -128,20 +145,30 @@ def revoke(key: Path, run: str, what: tuple[str, ...]) -> int:
             revoked = asyncio.run(spread(peers, observer_gate(run, None, str(key)), owner, revoked))
         except SwarmError as error:
             raise SwarmError(
-                f"{error}; list {revoked.number} is kept beside {key}, and peers that start with that key have it"
+                f"{error}; list {revoked.number} is kept beside {key}, and peers that start with"
+                " that key have it"
             ) from None
         revoked.remember(key, run)
-    listed = f"{counted(len(revoked.token_ids), 'token')} and {counted(len(revoked.peer_ids), 'peer')} revoked in {run}"
-    click.echo(f"{listed} (list {revoked.number})" + ("" if peers else f"; peers that start with {key} have it"))
+    listed = (
+        f"{counted(len(revoked.token_ids), 'token')} and {counted(len(revoked.peer_ids), 'peer')}"
+        f" revoked in {run}"
+    )
+    click.echo(
+        f"{listed} (list {revoked.number})"
+        + ("" if peers else f"; peers that start with {key} have it")
+    )
     return 0
 
 
 def seconds_of(duration: str) -> int:
-    """`7d`, `12h`, `30m` or `2w` in seconds; `ConfigError` for anything else, or for more than ten years."""
+    """`7d`, `12h`, `30m` or `2w` in seconds; `ConfigError` for anything else, or for more than ten
+    years."""
     match = re.fullmatch(r"(\d{1,6})([mhdw])", duration)
     seconds = 0 if match is None else int(match[1]) * UNITS_S[match[2]]
     if not 0 < seconds <= LONGEST_S:
-        raise ConfigError(f"--expires={duration} is no duration; expected one such as 30m, 12h, 7d or 2w")
+        raise ConfigError(
+            f"--expires={duration} is no duration; expected one such as 30m, 12h, 7d or 2w"
+        )
     return seconds
 
 
@@ -158,5 +185,6 @@ def _token_id(what: str) -> str | None:
         return Token.read(what.rpartition("?token=")[2]).grant.token_id
     except ConfigError:
         raise ConfigError(
-            f"{show(what)} is neither a token id (16 hexadecimal digits, as diloco invite prints it) nor a peer id"
+            f"{show(what)} is neither a token id (16 hexadecimal digits, as diloco invite prints"
+            " it) nor a peer id"
         ) from None

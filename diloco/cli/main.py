@@ -1,8 +1,9 @@
 """The command line.
 
-1. click parses the arguments that modules of this folder declare beside the commands. The others are overrides such as
-   `outer.lr=0.5` or `model=14m`.
-2. `diloco.config.compose` turns overrides into a `Config`. A bad override ends here, before torch is imported.
+1. click parses the arguments that modules of this folder declare beside the commands. The others
+   are overrides such as `outer.lr=0.5` or `model=14m`.
+2. `diloco.config.compose` turns overrides into a `Config`. A bad override ends here, before torch
+   is imported.
 3. The command does the work and returns the exit code.
 
 `main` maps errors to one line and an exit code through `diloco.errors.guard`.
@@ -36,14 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         in_utf8()
     # Into a terminal that knows ASCII only, click would write UTF-8.
-    vars(click.utils).update(_default_text_stdout=lambda: sys.stdout, _default_text_stderr=lambda: sys.stderr)
+    vars(click.utils).update(
+        _default_text_stdout=lambda: sys.stdout, _default_text_stderr=lambda: sys.stderr
+    )
     end_process(guard(lambda: _invoke(list(sys.argv[1:] if arguments is None else arguments))))
 
 
 def _invoke(arguments: list[str]) -> int:
     if instruction := os.environ.get("_DILOCO_COMPLETE"):  # click's name for it
         return shell_complete(cli, {}, "diloco", "_DILOCO_COMPLETE", instruction)
-    # Not cli.main(): it turns Ctrl+C into its own Abort and any broken pipe, even a peer's socket, into exit code 1.
+    # Not cli.main(): it turns Ctrl+C into its own Abort and any broken pipe, even a peer's socket,
+    # into exit code 1.
     try:
         with cli.make_context("diloco", arguments or ["--help"]) as context:
             return int(cli.invoke(context) or 0)
@@ -60,7 +64,10 @@ class _Sections(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))
         for title, commands in SECTIONS.items():
-            rows = [(f"{one.name:{width}}", one.get_short_help_str(formatter.width - 6 - width)) for one in commands]
+            rows = [
+                (f"{one.name:{width}}", one.get_short_help_str(formatter.width - 6 - width))
+                for one in commands
+            ]
             with formatter.section(title):
                 formatter.write_dl(rows)
 

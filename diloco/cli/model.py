@@ -29,11 +29,13 @@ def evaluate(model: Path, options: Options) -> int:
     diloco eval runs/quickstart/model
     diloco eval exported/ data=text data.path=notes/ eval.sequences=256
 
-    MODEL_DIR is in Hugging Face format, or a run directory. Inside a run directory the settings of that run are the
-    defaults, so its loss is reproduced.
+    MODEL_DIR is in Hugging Face format, or a run directory. Inside a run directory the settings of
+    that run are the defaults, so its loss is reproduced.
     """
     beside = (directory / "config.yaml" for directory in (model, model.parent))
-    config = replace(options, base=options.base or next((file for file in beside if file.is_file()), None)).compose()
+    config = replace(
+        options, base=options.base or next((file for file in beside if file.is_file()), None)
+    ).compose()
     from diloco import data
     from diloco import model as models
     from diloco.attach.ranks import RankGroup
@@ -48,7 +50,9 @@ def evaluate(model: Path, options: Options) -> int:
     holdout = dataset.holdout(config.eval.sequences)
     with autocast(config, ranks.device):
         models.prepare_head_(loaded)
-        result = evaluation.evaluate(loaded, holdout, config.inner.batch_size, ranks.device, dataset.tokenizer)
+        result = evaluation.evaluate(
+            loaded, holdout, config.inner.batch_size, ranks.device, dataset.tokenizer
+        )
     bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
     click.echo(
         f"loss {result.loss:.6f} nats per token, perplexity {result.perplexity:.4f}{bits} "
@@ -61,7 +65,9 @@ def evaluate(model: Path, options: Options) -> int:
 @click.argument("model", metavar="MODEL_DIR", type=PATH)
 @click.option("--prompt", default="", show_default=False, help="Text to continue.")
 @click.option("--tokens", type=click.IntRange(1, 1 << 20), default=256, help="Tokens to generate.")
-@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, help="0 takes the likeliest token.")
+@click.option(
+    "--temperature", type=click.FloatRange(0, 100), default=0.8, help="0 takes the likeliest token."
+)
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of the sampling.")
 def generate(model: Path, prompt: str, tokens: int, temperature: float, seed: int) -> int:
     """Print text from a model.
@@ -77,15 +83,17 @@ def generate(model: Path, prompt: str, tokens: int, temperature: float, seed: in
 
     with _model_of(model) as place:
         loaded, tokenizer = models.load(place, key="MODEL_DIR"), data.load_tokenizer(str(place))
-    text = evaluation.generate(loaded, tokenizer, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed)
+    text = evaluation.generate(
+        loaded, tokenizer, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed
+    )
     click.echo(prompt + text)
     return 0
 
 
 @contextmanager
 def _model_of(place: Path) -> Iterator[Path]:
-    """The model directory that `place` is. Of a run directory its final model, or the newest checkpoint where a run was
-    ended within a round.
+    """The model directory that `place` is. Of a run directory its final model, or the newest
+    checkpoint where a run was ended within a round.
     """
     from tempfile import TemporaryDirectory
 
@@ -96,7 +104,11 @@ def _model_of(place: Path) -> Iterator[Path]:
         yield place / "model"
     elif (place / "config.yaml").is_file() and (checkpoint := _newest(place)) is not None:
         with TemporaryDirectory() as scratch:
-            _write(with_origin(compose([], base=place / "config.yaml"), place), checkpoint, Path(scratch))
+            _write(
+                with_origin(compose([], base=place / "config.yaml"), place),
+                checkpoint,
+                Path(scratch),
+            )
             yield Path(scratch)
     else:
         yield place
@@ -107,14 +119,21 @@ def _newest(run_dir: Path) -> Checkpoint | None:
     from diloco.rundir.checkpoint import CheckpointStore
 
     peers = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
-    newest = [one for place in peers if (one := CheckpointStore(place, keep=1).load_latest()) is not None]
+    newest = [
+        one for place in peers if (one := CheckpointStore(place, keep=1).load_latest()) is not None
+    ]
     return max(newest, key=lambda one: one.step, default=None)
 
 
 @click.command(cls=Command)
 @click.argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--push-to-hub", "name", metavar="NAME", help="Upload OUT as this model of the Hugging Face hub, too.")
+@click.option(
+    "--push-to-hub",
+    "name",
+    metavar="NAME",
+    help="Upload OUT as this model of the Hugging Face hub, too.",
+)
 @click.option("--private", is_flag=True, help="Make a new model of the hub a private one.")
 def export(source: Path, out: Path, name: str | None, private: bool) -> int:
     """Write a checkpoint as a Hugging Face model directory.
@@ -123,7 +142,8 @@ def export(source: Path, out: Path, name: str | None, private: bool) -> int:
     diloco export runs/quickstart exported/
     diloco export runs/quickstart exported/ --push-to-hub me/quickstart --private
 
-    OUT holds weights, tokenizer, chat template, generation settings, and a README.md that says what was trained.
+    OUT holds weights, tokenizer, chat template, generation settings, and a README.md that says what
+    was trained.
     """
     if private and name is None:
         raise ConfigError("--private has no effect without --push-to-hub; drop it")
@@ -138,13 +158,20 @@ def export(source: Path, out: Path, name: str | None, private: bool) -> int:
         raise ConfigError(f"OUT={out} is not empty; name a directory that does not exist yet")
     if name is not None:
         hub.check_push("--push-to-hub", name)
-    run_dir = next((place for place in (source, *source.parents) if (place / "config.yaml").is_file()), None)
+    run_dir = next(
+        (place for place in (source, *source.parents) if (place / "config.yaml").is_file()), None
+    )
     if run_dir is None:
-        raise CheckpointError(f"{source} is no run directory: there is no config.yaml in it; name the run.dir of a run")
+        raise CheckpointError(
+            f"{source} is no run directory: there is no config.yaml in it; name the run.dir of"
+            " a run"
+        )
     config = compose([], base=run_dir / "config.yaml")
     checkpoint = _newest(run_dir)
     if checkpoint is None and not (run_dir / "model").is_dir():
-        raise CheckpointError(f"{run_dir} holds no checkpoint yet; let the run reach its first outer step")
+        raise CheckpointError(
+            f"{run_dir} holds no checkpoint yet; let the run reach its first outer step"
+        )
     what = f"outer step {checkpoint.step}" if checkpoint is not None else "final model"
     if checkpoint is None:
         shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
@@ -177,7 +204,8 @@ def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
 
 
 def _model_card(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> str:
-    """Markdown with the header that the Hugging Face hub reads, of a checkpoint or of a run's final model."""
+    """Markdown with the header that the Hugging Face hub reads, of a checkpoint or of a run's final
+    model."""
     from diloco.rundir.compare import read_json, read_run
 
     model, data = config.model, config.data
@@ -188,14 +216,23 @@ def _model_card(config: Config, run_dir: Path, checkpoint: Checkpoint | None) ->
         step = str(read_json(run_dir / "summary.json").get("outer_steps", "unknown"))
         tokens = "unknown" if run.tokens is None else human_count(run.tokens)
     header = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [diloco]"]
-    rows = {"run": config.run.id, "manifest": config.manifest().hash(), "outer step": step, "tokens": tokens}
+    rows = {
+        "run": config.run.id,
+        "manifest": config.manifest().hash(),
+        "outer step": step,
+        "tokens": tokens,
+    }
     if model.path is not None and model.revision is not None:
         header.append(f"base_model: {model.path}")
         rows["started from"] = f"{model.path} at {model.revision}"
-    rows["text"] = f"{data.name} at {data.revision or 'its newest commit'}" if data.name else data.source
+    rows["text"] = (
+        f"{data.name} at {data.revision or 'its newest commit'}" if data.name else data.source
+    )
     known = [point for point in run.curve if checkpoint is None or point.version <= checkpoint.step]
     if known:
-        rows["held-out loss"] = f"{known[-1].loss:.4f} nats per token, at outer step {known[-1].version}"
+        rows["held-out loss"] = (
+            f"{known[-1].loss:.4f} nats per token, at outer step {known[-1].version}"
+        )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     front = "\n".join(["---", *header, "---"])
     return f"{front}\n\n# {config.run.id}\n\nTrained with diloco.\n\n| | |\n|---|---|\n{table}\n"

@@ -1,7 +1,7 @@
 """What commands share: arguments, and the way from overrides to a configuration.
 
-Here and in modules of commands, what takes longer to import than click is imported by functions: a help text waits
-neither for pydantic nor for torch, and a wrong setting not for torch.
+Here and in modules of commands, what takes longer to import than click is imported by functions: a
+help text waits neither for pydantic nor for torch, and a wrong setting not for torch.
 """
 
 from __future__ import annotations
@@ -37,16 +37,22 @@ class Command(click.Command):
 
         with formatter.section("Groups (GROUP=CHOICE)"):
             groups = choices(ConfigSource(folder=ctx.params.get("folder")))
-            lines = {name: wrap(" ".join(found), 64, break_on_hyphens=False) for name, found in groups.items()}
+            lines = {
+                name: wrap(" ".join(found), 64, break_on_hyphens=False)
+                for name, found in groups.items()
+            }
             # click leaves the lines of a paragraph that begins like this.
             formatter.write_dl([(name, "\n".join(("\b", *each))) for name, each in lines.items()])
         with formatter.section("Settings (KEY=VALUE)"):
-            formatter.write_text(f"{ctx.command_path} --cfg help lists them with meaning, range and default")
+            formatter.write_text(
+                f"{ctx.command_path} --cfg help lists them with meaning, range and default"
+            )
 
 
 @dataclass(frozen=True)
 class Options:
-    """Overrides, where the other settings come from, and what to print of them instead of running the command."""
+    """Overrides, where the other settings come from, and what to print of them instead of running
+    the command."""
 
     overrides: tuple[str, ...]
     base: Path | None = None
@@ -64,8 +70,8 @@ class Options:
     def compose(self, given: Sequence[str] = (), starts: bool = False) -> Config:
         """The configuration of the user's overrides and of those that the command adds.
 
-        `starts`: the command may begin a run, whose manifest has digests in place of files of this machine. With --cfg
-        it is printed, and the command ends here.
+        `starts`: the command may begin a run, whose manifest has digests in place of files of this
+        machine. With --cfg it is printed, and the command ends here.
         """
         from diloco.config import compose
 
@@ -92,17 +98,22 @@ class Options:
         config = compose([*map(_from_stdin, self.overrides), *given], self.start)
         if self.cfg == "manifest":
             manifest = _with_digests(config).manifest()
-            click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
+            # apart, so that stdout is the JSON itself
+            click.echo(f"manifest hash {manifest.hash()}", err=True)
             click.echo(manifest.to_json(indent=2))
         else:
             click.echo(cfg_text(config, self.package).rstrip("\n"))
 
 
 SHOWS = "Print the composed configuration, the manifest and its hash, or every setting; then stop."
-FOLDER = "Look for choices in this folder, too; configs/ of the working directory is looked at anyway."
+FOLDER = (
+    "Look for choices in this folder, too; configs/ of the working directory is looked at anyway."
+)
 BASE = "Lay FILE over the defaults; the config.yaml of a run takes their place."
 OPTIONS = (
-    click.option("--package", "-p", metavar="KEY", help="Print only this part of --cfg, such as outer."),
+    click.option(
+        "--package", "-p", metavar="KEY", help="Print only this part of --cfg, such as outer."
+    ),
     click.option("--cfg", "-c", type=click.Choice(["job", "manifest", "help"]), help=SHOWS),
     click.option("--config-dir", "-cd", "folder", type=PATH, metavar="DIR", help=FOLDER),
     click.option("--config", "base", type=PATH, metavar="FILE", help=BASE),
@@ -123,7 +134,8 @@ def configured(function: Function) -> Function:
 
 
 def _from_stdin(override: str) -> str:
-    """`swarm.token=-` with the token that is on stdin, where no other user of this machine sees it."""
+    """`swarm.token=-` with the token that is on stdin, where no other user of this machine sees
+    it."""
     if override != "swarm.token=-":
         return override
     from diloco.config.address import line_of_stdin
@@ -156,8 +168,8 @@ def keys(options: Options) -> frozenset[str]:
 
 
 def guest(address: str, options: Options, allowed: Sequence[str] = ()) -> tuple[Address, list[str]]:
-    """The ADDRESS of a swarm whose run is its own, and settings to add: the token of a link, and, where data.path is
-    typed, that there is text; the swarm will say of which kind.
+    """The ADDRESS of a swarm whose run is its own, and settings to add: the token of a link, and,
+    where data.path is typed, that there is text; the swarm will say of which kind.
 
     `ConfigError` for a damaged address, and for typed settings of the run that are not `allowed`.
     """
@@ -171,6 +183,9 @@ def guest(address: str, options: Options, allowed: Sequence[str] = ()) -> tuple[
     for key in map(key_of, options.overrides):
         chosen = key in ("budget", "model", "data", "inner", "outer", "experiment")
         if key not in allowed and (chosen or any(f"{key}.".startswith(f"{one}.") for one in owned)):
-            raise ConfigError(f"{key} belongs to the run and comes from the swarm; drop it, or start your own swarm")
+            raise ConfigError(
+                f"{key} belongs to the run and comes from the swarm; drop it, or start your own"
+                " swarm"
+            )
     given = ["data=text"] if "data.path" in keys(options) else []
     return found, given if found.token is None else [*given, f"swarm.token={quoted(found.token)}"]

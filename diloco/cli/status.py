@@ -1,4 +1,5 @@
-"""`diloco status` and `diloco dashboard`: what a swarm is doing, seen from outside, in a terminal or a browser."""
+"""`diloco status` and `diloco dashboard`: what a swarm is doing, seen from outside, in a terminal
+or a browser."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ AROUND = 26  # lines of `render` beside the rows of peers, fragments and contrib
 @click.argument("address", required=False)
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl+C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option("--csv", "table", type=PATH, metavar="FILE", help="Write the contributions of every peer to FILE.")
+@click.option(
+    "--csv",
+    "table",
+    type=PATH,
+    metavar="FILE",
+    help="Write the contributions of every peer to FILE.",
+)
 def status(address: str | None, watch: bool, as_json: bool, table: Path | None) -> int:
     """Show a swarm without joining it.
 
@@ -36,15 +43,18 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
     diloco status @runs/mine/address --watch
     diloco status @runs/mine/address --json | jq .ledger
 
-    Peers, fragments and their authors, rounds, tokens, loss and events, as the peer at ADDRESS knows them. Without
-    ADDRESS the one run is meant, in ./runs or joined, of which a peer runs on this machine.
+    Peers, fragments and their authors, rounds, tokens, loss and events, as the peer at ADDRESS
+    knows them. Without ADDRESS the one run is meant, in ./runs or joined, of which a peer runs on
+    this machine.
     """
     import asyncio
 
     from diloco.swarm.client.watch import stub_hivemind_packages
 
     if watch and as_json:
-        raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
+        raise ConfigError(
+            "--watch and --json exclude each other; call diloco status --json once a second instead"
+        )
     place = _place(address)
     stub_hivemind_packages()
     try:
@@ -56,7 +66,8 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
 
 
 def _place(address: str | None) -> Address:
-    """The address, or that of the one run in ./runs, or joined by this user, of which a peer runs on this machine.
+    """The address, or that of the one run in ./runs, or joined by this user, of which a peer runs
+    on this machine.
 
     Raises `ConfigError` if there is none, or if there are several.
     """
@@ -99,7 +110,8 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
 
 
 async def _watch(visitor: SwarmWatcher, snapshot: Snapshot) -> None:
-    """Redraws in place, or prints again where there is no terminal. While nobody answers the last state stays."""
+    """Redraws in place, or prints again where there is no terminal. While nobody answers the last
+    state stays."""
     import asyncio
 
     from rich.console import Console
@@ -113,7 +125,8 @@ async def _watch(visitor: SwarmWatcher, snapshot: Snapshot) -> None:
     lost, seen_at = None, time.monotonic()
     live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
     with live if console.is_terminal else nullcontext():
-        while not task.cancelling():  # by Ctrl+C, which a wait_for of Python 3.11 swallows if it has just finished
+        # by Ctrl+C, which a wait_for of Python 3.11 swallows if it has just finished
+        while not task.cancelling():
             if console.is_terminal:
                 rows = max(3, (console.height - AROUND) // 3)
                 live.update(render(snapshot, console, rows, lost), refresh=True)
@@ -131,7 +144,9 @@ async def _watch(visitor: SwarmWatcher, snapshot: Snapshot) -> None:
 @click.command(cls=Command)
 @click.argument("address", required=False)
 @click.option("--host", default="127.0.0.1", help="Address to listen on; anyone there may look.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8471, help="Port; 0 is any free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8471, help="Port; 0 is any free one."
+)
 def dashboard(address: str | None, host: str, port: int) -> int:
     """Show what a swarm is doing, live in a browser.
 
@@ -139,8 +154,8 @@ def dashboard(address: str | None, host: str, port: int) -> int:
     diloco dashboard @runs/mine/address
     diloco dashboard /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo... --port 9000
 
-    The page is at /, the JSON of diloco status at /api/state, and figures for Prometheus are at /metrics. Without
-    ADDRESS it shows the one run of which a peer runs on this machine.
+    The page is at /, the JSON of diloco status at /api/state, and figures for Prometheus are at
+    /metrics. Without ADDRESS it shows the one run of which a peer runs on this machine.
     """
     import asyncio
 
@@ -152,7 +167,8 @@ def dashboard(address: str | None, host: str, port: int) -> int:
         page = Dashboard(host, port)
     except OSError as error:
         raise ConfigError(
-            f"--host={host} --port={port} cannot be listened on: {error.strerror}; choose another --port, or 0 for any"
+            f"--host={host} --port={port} cannot be listened on: {error.strerror}; choose another"
+            " --port, or 0 for any"
         ) from None
     stub_hivemind_packages()
     with page, suppress(KeyboardInterrupt):
@@ -167,7 +183,13 @@ async def _serve(page: Dashboard, place: Address, host: str) -> None:
     async with SwarmWatcher(place.peers, place.token) as visitor:
         snapshot = await visitor.ask()  # a wrong address is an error before the page is served
         if reachability(f"/ip/{host}") != "loopback":
-            click.echo(f"diloco: warning: --host={host} shows the swarm to everyone who reaches this machine", err=True)
+            click.echo(
+                f"diloco: warning: --host={host} shows the swarm to everyone who reaches this"
+                " machine",
+                err=True,
+            )
         shown = f"[{host}]" if ":" in host else host
-        click.echo(f"http://{shown}:{page.server_address[1]}  shows {snapshot.run.run_id}; Ctrl+C ends it")
+        click.echo(
+            f"http://{shown}:{page.server_address[1]}  shows {snapshot.run.run_id}; Ctrl+C ends it"
+        )
         await page.watch(visitor)

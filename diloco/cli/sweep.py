@@ -1,7 +1,8 @@
-"""`diloco sweep`: a command with every combination of several values of some settings, in Hydra's grammar.
+"""`diloco sweep`: a command with every combination of several values of some settings, in Hydra's
+grammar.
 
-A member is `diloco COMMAND ... run.dir=DIR/N`; its member.json has its settings and how it ended. Members that ended
-before are not run again. At the end there is `diloco compare`.
+A member is `diloco COMMAND ... run.dir=DIR/N`; its member.json has its settings and how it ended.
+Members that ended before are not run again. At the end there is `diloco compare`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ PROGRAM = (sys.executable, "-m", "diloco")
 
 @click.command(cls=Command)
 @configured
-@click.option("--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Members at a time.")
-@click.option("--dir", "directory", type=PATH, help="Where the members go.  [default: runs/RUN_ID-sweep]")
+@click.option(
+    "--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Members at a time."
+)
+@click.option(
+    "--dir", "directory", type=PATH, help="Where the members go.  [default: runs/RUN_ID-sweep]"
+)
 @click.option("--dry-run", is_flag=True, help="Check and list the members, and stop.")
 def sweep(options: Options, jobs: int, directory: Path | None, dry_run: bool) -> int:
     """Run every combination of several values.
@@ -43,24 +48,30 @@ def sweep(options: Options, jobs: int, directory: Path | None, dry_run: bool) ->
     diloco sweep local experiment=quickstart 'run.seed=range(0,3)' --jobs 2 --dir runs/seeds
     diloco sweep simulate experiment=lr-sweep
 
-    The first argument is the command of a member: local (the default), train or simulate. What varies is in Hydra's
-    grammar, and may also be in a file, as hydra.sweeper.params. Each member has its own run directory. The same command
-    again runs the members that are not done. A member that fails does not stop the others. At the end there are the
-    table of diloco compare and its curves.
+    The first argument is the command of a member: local (the default), train or simulate. What
+    varies is in Hydra's grammar, and may also be in a file, as hydra.sweeper.params. Each member
+    has its own run directory. The same command again runs the members that are not done. A member
+    that fails does not stop the others. At the end there are the table of diloco compare and its
+    curves.
     """
     overrides = options.overrides
     command, *rest = overrides if overrides and "=" not in overrides[0] else ("local", *overrides)
     if command not in ("local", "train", "simulate"):
         raise ConfigError(f"diloco sweep {command}: a member is one of local, train, simulate")
     if options.cfg:
-        raise ConfigError(f"--cfg={options.cfg} shows one configuration; use --dry-run to see the members of a sweep")
+        raise ConfigError(
+            f"--cfg={options.cfg} shows one configuration; use --dry-run to see the members of a"
+            " sweep"
+        )
     return run(command, rest, options.start, jobs, directory, dry_run)
 
 
 def sweepable(function: Function) -> Function:
     """Adds -m to a command, which is the same as `diloco sweep COMMAND` with it."""
 
-    @click.option("--multirun", "-m", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")
+    @click.option(
+        "--multirun", "-m", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does."
+    )
     @wraps(function)
     def sweeping(options: Options, multirun: bool) -> int:
         if not multirun:
@@ -80,16 +91,20 @@ def run(
     place: Path | None = None,
     dry: bool = False,
 ) -> int:
-    """Checks, runs and compares the members; returns the exit code, which is 0 even when some diverged.
+    """Checks, runs and compares the members; returns the exit code, which is 0 even when some
+    diverged.
 
-    Raises ConfigError before a member starts, if one is not valid, and DilocoError at the end if one failed.
+    Raises ConfigError before a member starts, if one is not valid, and DilocoError at the end if
+    one failed.
     """
     from diloco.rundir.files import exclusive, prepare_run_directory
 
     place, members = _members(command, overrides, start, jobs, place)
     if dry:
         for one in members:
-            click.echo(f"{'ended' if one.has_ended() else 'to run':<7} diloco {' '.join(one.arguments)}")
+            click.echo(
+                f"{'ended' if one.has_ended() else 'to run':<7} diloco {' '.join(one.arguments)}"
+            )
         return 0
     prepare_run_directory(place)
     with exclusive(place):
@@ -119,7 +134,10 @@ class Member:
     def write(self, exit: int | None) -> None:
         from diloco.rundir.files import write_atomic
 
-        write_atomic(self.place / "member.json", json.dumps({"overrides": self.settings, "exit": exit}, indent=2))
+        write_atomic(
+            self.place / "member.json",
+            json.dumps({"overrides": self.settings, "exit": exit}, indent=2),
+        )
 
     def state(self) -> str:
         """How it ended, in words."""
@@ -128,7 +146,8 @@ class Member:
         return said.get(code, f"failed with exit code {code}")
 
     def has_ended(self) -> bool:
-        """Whether an earlier sweep ran it to its end. Raises ConfigError if its directory holds something else."""
+        """Whether an earlier sweep ran it to its end. Raises ConfigError if its directory holds
+        something else."""
         if (record := self.record()) and record.get("overrides") != list(self.settings):
             raise ConfigError(f"{self.place} holds a run with other settings; choose another --dir")
         return self.state() in ("done", "diverged")
@@ -137,7 +156,8 @@ class Member:
         from diloco.rundir.files import write_atomic
 
         self.place.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.place / "config.yaml", self.config.to_yaml())  # a table has it, even if it fails at once
+        # a table has it, even if it fails at once
+        write_atomic(self.place / "config.yaml", self.config.to_yaml())
         self.write(None)
         with (self.place / "output.log").open("ab") as output:
             return subprocess.Popen(
@@ -166,7 +186,9 @@ def _members(
         fixed += [one] if values == [one] else []
     composed = compose_tree(fixed, start)
     typed = set(map(key_of, overrides))
-    in_files = [f"{key}={text}" for key, text in sweep_params(composed.request).items() if key not in typed]
+    in_files = [
+        f"{key}={text}" for key, text in sweep_params(composed.request).items() if key not in typed
+    ]
     place = directory or Path(str(composed.tree.run.dir))
     if directory is None and "run.dir" not in typed:
         place = place.with_name(f"{place.name}-sweep")
@@ -175,7 +197,11 @@ def _members(
     for number, varied in enumerate(product(*(_values(one, start) for one in in_files), *swept)):
         settings, directory = (*fixed, *varied), place.absolute() / str(number)
         config = compose(settings, start)
-        own = [] if "run.id" in map(key_of, varied) else [f"run.id={config.run.id[: 63 - len(str(number))]}-{number}"]
+        own = (
+            []
+            if "run.id" in map(key_of, varied)
+            else [f"run.id={config.run.id[: 63 - len(str(number))]}-{number}"]
+        )
         if jobs > 1 and config.train.threads is None:
             processes = jobs * (config.local.peers if command == "local" else 1)
             own.append(f"train.threads={max(1, (os.cpu_count() or 1) // processes)}")
@@ -211,14 +237,17 @@ def _values(argument: str, start: ConfigSource) -> list[str]:
         try:
             values = list(override.sweep_string_iterator())
         except HydraException:  # an interval
-            raise ConfigError(f"{show(argument)} has no end of values; list them, such as {typed.key}=A,B") from None
+            raise ConfigError(
+                f"{show(argument)} has no end of values; list them, such as {typed.key}=A,B"
+            ) from None
     return [f"{typed.key}={value}" for value in values]
 
 
 def _run(members: Sequence[Member], jobs: int) -> None:
     """Runs the members that have not ended, `jobs` at a time; none outlives the call.
 
-    Ctrl+C lets those that run leave cleanly, a second one kills them; then KeyboardInterrupt is raised.
+    Ctrl+C lets those that run leave cleanly, a second one kills them; then KeyboardInterrupt is
+    raised.
     """
     from diloco.rundir.compare import read_run
 
@@ -247,8 +276,14 @@ def _run(members: Sequence[Member], jobs: int) -> None:
                     member = running.pop(process)
                     member.write(None if stops else process.returncode)
                     run = read_run(member.place)
-                    result = f", held-out {run.loss:.3f}" if run.exit == 0 and run.loss is not None else ""
-                    place = f"[{time.monotonic() - began:5.1f}s] {member.place.name} {member.varied}"
+                    result = (
+                        f", held-out {run.loss:.3f}"
+                        if run.exit == 0 and run.loss is not None
+                        else ""
+                    )
+                    place = (
+                        f"[{time.monotonic() - began:5.1f}s] {member.place.name} {member.varied}"
+                    )
                     click.echo(f"{place}: {member.state()}{result}")
     finally:
         for process in running:
@@ -268,7 +303,9 @@ def _conclude(members: Sequence[Member], place: Path, stopped: bool = False) -> 
         return 0
     failed = [one for one in members if one.state().startswith("failed")]
     if failed:
-        error = DilocoError(f"{len(failed)} of {len(members)} members failed; see {failed[0].place / 'output.log'}")
+        error = DilocoError(
+            f"{len(failed)} of {len(members)} members failed; see {failed[0].place / 'output.log'}"
+        )
         error.exit_code = max(1, failed[0].record()["exit"])
         raise error
     return 0

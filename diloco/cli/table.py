@@ -1,4 +1,5 @@
-"""What a terminal shows of a running swarm: a live table and a progress bar; elsewhere, lines of a stable format."""
+"""What a terminal shows of a running swarm: a live table and a progress bar; elsewhere, lines of a
+stable format."""
 
 from __future__ import annotations
 
@@ -20,8 +21,19 @@ from diloco.config import Config
 from diloco.rundir.reporting import Lines, Message, Ready, Status, who_can_join
 from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
-STATE_STYLES = {"starting": "dim", "left": "dim", "training": "green", "exchanging": "cyan", "evaluating": "magenta"}
-STATE_STYLES |= {"waiting": "yellow", "leaving": "yellow", "done": "bold green", "failed": "bold red"}
+STATE_STYLES = {
+    "starting": "dim",
+    "left": "dim",
+    "training": "green",
+    "exchanging": "cyan",
+    "evaluating": "magenta",
+}
+STATE_STYLES |= {
+    "waiting": "yellow",
+    "leaving": "yellow",
+    "done": "bold green",
+    "failed": "bold red",
+}
 STATE_STYLES |= {"killed": "bold red"}
 
 
@@ -47,7 +59,11 @@ class LiveView:
         self._ready = False
         self._first: tuple[float, int] | None = None  # when training began, and at which version
         fancy = console.is_terminal and not console.is_dumb_terminal
-        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if fancy else None
+        self._live = (
+            Live(console=console, get_renderable=self.render, refresh_per_second=4)
+            if fancy
+            else None
+        )
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
@@ -95,10 +111,13 @@ class LiveView:
         if self._live is None:
             click.echo(line, file=self._console.file)
         else:
-            self._console.print(Text(line, style="dim" if line.startswith("[") else ""), soft_wrap=True)
+            self._console.print(
+                Text(line, style="dim" if line.startswith("[") else ""), soft_wrap=True
+            )
 
     def render(self) -> RenderableType:
-        """The progress bar over the table, whose last rows have to go where the terminal has no room for them."""
+        """The progress bar over the table, whose last rows have to go where the terminal has no
+        room for them."""
         rows = list(self._lines.known.values())  # the refreshing thread must not see it grow
         under_way = [Text(": ".join(filter(None, self._stage)))] if self._stage[0] else []
         if not rows:
@@ -111,20 +130,28 @@ class LiveView:
         for one in rows:
             step = "-" if one.inner_step is None else str(one.inner_step)
             state = Text(plain(one.state), style=STATE_STYLES.get(one.state, ""))
-            table.add_row(Text(plain(one.peer)), state, self._lines.step_of(one), step, *_figures(one))
+            table.add_row(
+                Text(plain(one.peer)), state, self._lines.step_of(one), step, *_figures(one)
+            )
         if len(rows) > 1:
             sums: dict[str, Any] = {}
             for name in ("tokens_per_s", "bytes_sent", "bytes_received"):
                 known = [value for one in rows if (value := getattr(one, name)) is not None]
                 sums[name] = sum(known) if known else None
-            table.add_row("together", "", "", "", "", "", *_figures(Status(**sums))[2:], style="dim")
+            table.add_row(
+                "together", "", "", "", "", "", *_figures(Status(**sums))[2:], style="dim"
+            )
         return Group(Text(self.title), self._progress(rows), table, *under_way)
 
     def _progress(self, rows: Sequence[Status]) -> RenderableType:
         total, elapsed = self._lines.total, self._lines.clock() - self._lines.began
         done = max((one.version or 0 for one in rows), default=0)
         peers = max((one.peers or 0 for one in rows), default=0)
-        texts = [f"{done}/{total or '?'}", f"{human_seconds(elapsed)} elapsed", f"{self._remaining(done)} to go"]
+        texts = [
+            f"{done}/{total or '?'}",
+            f"{human_seconds(elapsed)} elapsed",
+            f"{self._remaining(done)} to go",
+        ]
         bar = [ProgressBar(total=total, completed=done, width=16)] if total else []
         grid = Table.grid(padding=(0, 1))
         grid.add_row("outer steps", *bar, *texts, *([counted(peers, "peer")] if peers else []))
@@ -138,11 +165,14 @@ class LiveView:
         if done >= total:
             return human_seconds(0)
         passed_s = self._lines.clock() - since
-        return human_seconds(passed_s / (done - version) * (total - done)) if done > version else "-"
+        return (
+            human_seconds(passed_s / (done - version) * (total - done)) if done > version else "-"
+        )
 
 
 class _Stderr(logging.Handler):
-    """Writes to `sys.stderr` as it is now: a live table takes its place, and puts the lines above itself."""
+    """Writes to `sys.stderr` as it is now: a live table takes its place, and puts the lines above
+    itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"diloco: {record.getMessage()}", file=sys.stderr, flush=True)
@@ -154,7 +184,8 @@ def hear_warnings() -> None:
 
 
 def say_who_can_join(console: Console, config: Config) -> None:
-    """One line: red for a run that is open to the network, quiet for one that is not, none without a swarm."""
+    """One line: red for a run that is open to the network, quiet for one that is not, none without
+    a swarm."""
     notice = who_can_join(config)
     if notice is not None:
         text, is_warning = notice
@@ -162,6 +193,12 @@ def say_who_can_join(console: Console, config: Config) -> None:
 
 
 def _figures(status: Status) -> list[str]:
-    loss, eval_loss = ("-" if one is None else f"{one:.2f}" for one in (status.loss, status.eval_loss))
-    rate, sent, received = human_count(status.tokens_per_s), status.bytes_sent, status.bytes_received
+    loss, eval_loss = (
+        "-" if one is None else f"{one:.2f}" for one in (status.loss, status.eval_loss)
+    )
+    rate, sent, received = (
+        human_count(status.tokens_per_s),
+        status.bytes_sent,
+        status.bytes_received,
+    )
     return [loss, eval_loss, rate, human_bytes(sent), human_bytes(received)]

@@ -1,4 +1,5 @@
-"""`diloco train`, `host` and `simulate`: a peer that trains, one that only makes versions, many in virtual time."""
+"""`diloco train`, `host` and `simulate`: a peer that trains, one that only makes versions, many in
+virtual time."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ def train(options: Options) -> int:
 
 @click.command(cls=Command)
 @click.option("--new", is_flag=True, help="Start a new swarm instead of joining one.")
-@click.option("--until-done", is_flag=True, help="End when the budget is used up and the peers that train have left.")
+@click.option(
+    "--until-done",
+    is_flag=True,
+    help="End when the budget is used up and the peers that train have left.",
+)
 @click.argument("address", required=False)
 @configured
 def host(new: bool, until_done: bool, address: str | None, options: Options) -> int:
@@ -57,14 +62,16 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
     diloco host --new run.id=mine swarm=network 'swarm.listen=[/ip4/0.0.0.0/tcp/4100]'
     diloco host /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
 
-    For a machine without an accelerator that stays: it keeps the state of the swarm and others can start from it.
+    For a machine without an accelerator that stays: it keeps the state of the swarm and others can
+    start from it.
     """
     address, options = split_address(address, options)
     if not options.cfg and new == (address is not None):
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
     given: list[str] = []
     if address is not None:
-        found, given = guest(address, options, ["run.id"])  # with swarm.key_path it is in the invitation
+        # with swarm.key_path it is in the invitation
+        found, given = guest(address, options, ["run.id"])
         given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
     config = options.compose(given, starts=True)
     import threading
@@ -82,12 +89,16 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
     with (
         on_signals(lambda *_: stop.set()),
         Host(config, name) as host,
-        LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
+        LiveView(
+            console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host"
+        ) as view,
     ):
         say_who_can_join(console, config)
         node, first = host.node, not config.swarm.initial_peers
         addresses, advice = tuple(node.addresses), node.advice or ""
-        view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
+        view.update(
+            Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice)
+        )
         while not stop.wait(0.5) and not (until_done and host.is_over()):
             view.update(host.status())
     return 0
@@ -101,11 +112,12 @@ def simulate(options: Options) -> int:
 
     \b
     diloco simulate experiment=quickstart run.dir=runs/sim
-    diloco simulate experiment=smoke 'sim.step_s=[1,1.5,2,3]' local.peers=4 sim.bandwidth=1e6 sim.latency_s=0.05
-    diloco simulate experiment=smoke 'sim.events=[crash:3@120,join:4@60]' local.peers=4
+    diloco simulate experiment=smoke 'sim.step_s=[1,1.5,2,3]' local.peers=4 sim.bandwidth=1e6
+    sim.latency_s=0.05 diloco simulate experiment=smoke 'sim.events=[crash:3@120,join:4@60]'
+    local.peers=4
 
-    Compute is real. An inner step takes sim.step_s virtual seconds, and sim.bandwidth and sim.latency_s say how long a
-    transfer takes. The same settings give the same run.
+    Compute is real. An inner step takes sim.step_s virtual seconds, and sim.bandwidth and
+    sim.latency_s say how long a transfer takes. The same settings give the same run.
     """
     config = options.compose(starts=True)
     import time
@@ -125,16 +137,21 @@ def simulate(options: Options) -> int:
         at_s = message.time
         view.update(message)
 
-    # Lines are a record and carry virtual time; a progress bar tells when the command ends, so it runs in real time.
+    # Lines are a record and carry virtual time; a progress bar tells when the command ends, so it
+    # runs in real time.
     clock = time.monotonic if console.is_terminal else lambda: at_s
-    with LiveView(console, [f"p{index}" for index in range(peers)], config.budget.outer_steps, title, clock) as view:
+    with LiveView(
+        console, [f"p{index}" for index in range(peers)], config.budget.outer_steps, title, clock
+    ) as view:
         outcome = simulate(config, listen)
     summary = outcome.summary
     busy = sum(peer.utilization for peer in summary.peers) / max(1, len(summary.peers))
     console.print(
-        f"{summary.result(config.budget.outer_steps)}, {outcome.virtual_s:.0f} virtual seconds at {busy:.0%} "
-        f"utilization, {summary.wall_s:.0f} s",
+        f"{summary.result(config.budget.outer_steps)}, {outcome.virtual_s:.0f} virtual seconds at"
+        f" {busy:.0%} utilization, {summary.wall_s:.0f} s",
         highlight=False,
     )
-    console.print(f"{config.run.dir}: summary.json, metrics.jsonl, events.jsonl, loss.png", highlight=False)
+    console.print(
+        f"{config.run.dir}: summary.json, metrics.jsonl, events.jsonl, loss.png", highlight=False
+    )
     return summary.exit

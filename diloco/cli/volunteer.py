@@ -1,11 +1,15 @@
-"""A volunteer's peer: the directory that it keeps between runs, and its configuration, most of it from the swarm.
+"""A volunteer's peer: the directory that it keeps between runs, and its configuration, most of it
+from the swarm.
 
-    $XDG_DATA_HOME/diloco/peer-0/identity.key     this machine's first peer; a second one at the same time is peer-1
-                              runs/RUN_ID/        metrics, checkpoints and the model of each run that it took part in
-                       peers.json                 addresses of each run's peers, in case all peers in a link are gone
+    $XDG_DATA_HOME/diloco/peer-0/identity.key     this machine's first peer; a second one at the
+                                                  same time is peer-1
+                              runs/RUN_ID/        metrics, checkpoints and the model of each run
+                                                  that it took part in
+                       peers.json                 addresses of each run's peers, in case all peers
+                                                  in a link are gone
 
-A volunteer starts from the state of the swarm, never from its own checkpoint: somebody may have started the run again,
-and then the higher version, the volunteer's, would win.
+A volunteer starts from the state of the swarm, never from its own checkpoint: somebody may have
+started the run again, and then the higher version, the volunteer's, would win.
 """
 
 from __future__ import annotations
@@ -51,10 +55,11 @@ class PeerDirectory:
 
 @contextlib.contextmanager
 def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
-    """The directory of the first of this user's peers that is not running, locked while the context is open.
+    """The directory of the first of this user's peers that is not running, locked while the context
+    is open.
 
-    `identity` is swarm.identity_path, a key that replaces the peer's own. Raises `ConfigError` if too many peers run on
-    this machine, or another process uses the key.
+    `identity` is swarm.identity_path, a key that replaces the peer's own. Raises `ConfigError` if
+    too many peers run on this machine, or another process uses the key.
     """
     with contextlib.ExitStack() as stack:
         if identity is not None:  # two peers with one key would put each other out of the swarm
@@ -67,19 +72,31 @@ def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
                 if not directory.is_dir():
                     raise
                 continue  # this peer is running
-            yield PeerDirectory(number, directory, directory / "identity.key" if identity is None else Path(identity))
+            yield PeerDirectory(
+                number,
+                directory,
+                directory / "identity.key" if identity is None else Path(identity),
+            )
             return
-    raise ConfigError(f"{PEERS_PER_MACHINE} of your peers are running on this machine; end one, or set XDG_DATA_HOME")
+    raise ConfigError(
+        f"{PEERS_PER_MACHINE} of your peers are running on this machine; end one, or set"
+        " XDG_DATA_HOME"
+    )
 
 
 def volunteer_config(
-    config: Config, manifest: Manifest, typed: Collection[str], directory: PeerDirectory, seeds: Sequence[str]
+    config: Config,
+    manifest: Manifest,
+    typed: Collection[str],
+    directory: PeerDirectory,
+    seeds: Sequence[str],
 ) -> Config:
-    """The configuration of a peer that joins: the run's half from the manifest, the peer's half chosen for a volunteer.
+    """The configuration of a peer that joins: the run's half from the manifest, the peer's half
+    chosen for a volunteer.
 
-    `typed` are the keys that the user set; they override the choices made here. `seeds` are addresses of peers that
-    answer. Raises `ConfigError` if the manifest does not fit this peer, for example data.source=text without a
-    data.path here.
+    `typed` are the keys that the user set; they override the choices made here. `seeds` are
+    addresses of peers that answer. Raises `ConfigError` if the manifest does not fit this peer, for
+    example data.source=text without a data.path here.
     """
     joined = config.adopt(manifest)
     elsewhere = any(reachability(seed) != "loopback" for seed in seeds)
@@ -90,7 +107,9 @@ def volunteer_config(
         "swarm.listen": ("/ip4/0.0.0.0/tcp/0",) if elsewhere else config.swarm.listen,
     }
     always = {"swarm.initial_peers": tuple(seeds), "swarm.identity_path": str(directory.identity)}
-    return with_settings(joined, {**{key: value for key, value in chosen.items() if key not in typed}, **always})
+    return with_settings(
+        joined, {**{key: value for key, value in chosen.items() if key not in typed}, **always}
+    )
 
 
 def with_settings(config: Config, settings: dict[str, object]) -> Config:
@@ -105,8 +124,8 @@ def with_settings(config: Config, settings: dict[str, object]) -> Config:
 def fit_to_machine(
     config: Config, machine: Machine, peers: int | None = None, ranks: int = 1
 ) -> tuple[MemoryNeed, int]:
-    """The memory that training takes in a swarm of so many peers, and how many sequences each of the peer's `ranks`
-    computes at a time.
+    """The memory that training takes in a swarm of so many peers, and how many sequences each of
+    the peer's `ranks` computes at a time.
 
     Raises `ConfigError` if not even one sequence fits.
     """
@@ -116,7 +135,8 @@ def fit_to_machine(
 
 
 def move_aside(config: Config) -> None:
-    """Renames the checkpoints of an earlier visit to this run to `NAME.before`, and deletes an older `NAME.before`."""
+    """Renames the checkpoints of an earlier visit to this run to `NAME.before`, and deletes an
+    older `NAME.before`."""
     mine = config.run.dir / "checkpoints" / checkpoints_name(config)
     if mine.is_dir():
         before = mine.with_name(f"{mine.name}.before")
@@ -127,19 +147,28 @@ def move_aside(config: Config) -> None:
 def remember_addresses(manifest: Manifest, addresses: Sequence[str]) -> None:
     """Stores addresses of a run's peers; without effect if the file cannot be written.
 
-    Anybody can start a run of any name. Therefore a run is known by its key, or if it is open by all of its settings.
+    Anybody can start a run of any name. Therefore a run is known by its key, or if it is open by
+    all of its settings.
     """
     known, run = _known(), f"{manifest.run.id} {manifest.run.key or manifest.hash()}"
     known[run] = list(dict.fromkeys([*addresses, *known.pop(run, [])]))[:KNOWN_ADDRESSES]
     with contextlib.suppress(ConfigError, OSError):
         data_home().mkdir(parents=True, exist_ok=True)
-        write_atomic(data_home() / "peers.json", json.dumps(dict(list(known.items())[-KNOWN_RUNS:]), indent=1) + "\n")
+        write_atomic(
+            data_home() / "peers.json",
+            json.dumps(dict(list(known.items())[-KNOWN_RUNS:]), indent=1) + "\n",
+        )
 
 
 def known_addresses(addresses: Sequence[str]) -> list[str]:
     """Stored addresses of other peers in the runs to which the peers at `addresses` belong."""
     peers = {peer_id_of(address) for address in addresses if not address.startswith("@")}
-    found = [one for known in _known().values() if any(peer_id_of(at) in peers for at in known) for one in known]
+    found = [
+        one
+        for known in _known().values()
+        if any(peer_id_of(at) in peers for at in known)
+        for one in known
+    ]
     return [one for one in dict.fromkeys(found) if one not in addresses]
 
 

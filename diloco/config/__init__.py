@@ -1,6 +1,8 @@
-"""Settings: `configs/` and the command line become a frozen `Config`; its run-owned half is the `Manifest`.
+"""Settings: `configs/` and the command line become a frozen `Config`; its run-owned half is the
+`Manifest`.
 
-configs/*.yaml + overrides --Hydra--> mapping --pydantic--> Config --manifest()--> Manifest --> hash on the wire
+configs/*.yaml + overrides --Hydra--> mapping --pydantic--> Config --manifest()--> Manifest --> hash
+on the wire
 """
 
 from __future__ import annotations
@@ -15,7 +17,23 @@ from diloco.config.schema import Config
 from diloco.config.types import PeerLocal, RunOwned
 
 __all__ = [
-    "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "ConfigSource", "DataConfig", "InnerConfig", "Manifest",
-    "MixedSource", "ModelConfig", "ModelRecipe", "OuterConfig", "PeerLocal", "RunOwned", "SwarmConfig", "choices",
-    "compose", "flatten", "help_text",
-]  # fmt: skip
+    "MIXTURE_BLOCK",
+    "WIRE_VERSION",
+    "BudgetConfig",
+    "Config",
+    "ConfigSource",
+    "DataConfig",
+    "InnerConfig",
+    "Manifest",
+    "MixedSource",
+    "ModelConfig",
+    "ModelRecipe",
+    "OuterConfig",
+    "PeerLocal",
+    "RunOwned",
+    "SwarmConfig",
+    "choices",
+    "compose",
+    "flatten",
+    "help_text",
+]

@@ -1,9 +1,11 @@
-"""What a volunteer types to join: addresses of peers, and in a closed swarm the token of an invitation.
+"""What a volunteer types to join: addresses of peers, and in a closed swarm the token of an
+invitation.
 
 /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
 diloco://ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...,ip4/198.51.100.2/tcp/4100/p2p/12D3Kuu...?token=...
 
-Addresses are copied from chats and terminals, so `problem` says which part of one is damaged, and how.
+Addresses are copied from chats and terminals, so `problem` says which part of one is damaged, and
+how.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ TOKEN = re.compile(r"[A-Za-z0-9_.-]{1,4096}")
 EXAMPLE = "/ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..."
 
 _BASE58 = "[1-9A-HJ-NP-Za-km-z]"
-_ID = re.compile(f"12D3Koo{_BASE58}{{45}}|Qm{_BASE58}{{44}}")  # ids of libp2p, of Ed25519 and of RSA keys
+# ids of libp2p, of Ed25519 and of RSA keys
+_ID = re.compile(f"12D3Koo{_BASE58}{{45}}|Qm{_BASE58}{{44}}")
 # Host, port, flags of the transport, the peer's id, and after a relay the id behind it.
 _SHAPE = re.compile(
     r"/(ip4|ip6|dns|dns4|dns6)/([^/\s]+)/(?:tcp|udp)/(\d{1,5})(?:/(?:quic|quic-v1|ws|wss))*"
@@ -40,14 +43,16 @@ _DNS_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a swarm is: multiaddrs with a peer id each, or one @FILE with such; and the token of an invitation."""
+    """Where a swarm is: multiaddrs with a peer id each, or one @FILE with such; and the token of an
+    invitation."""
 
     peers: tuple[str, ...]
     token: str | None = None
 
     @classmethod
     def parse(cls, text: str, shown: str | None = None) -> Address:
-        """Reads either form, in quotes and after `diloco join`, too; `ConfigError` says what is wrong, in `shown`."""
+        """Reads either form, in quotes and after `diloco join`, too; `ConfigError` says what is
+        wrong, in `shown`."""
         peers, token = list[str](), None
         text = unquoted(text)
         for one in (not text.startswith("@") and _COPIED.findall(text)) or [text]:
@@ -57,18 +62,28 @@ class Address:
                 token = query.removeprefix("token=")
                 if token == query or not TOKEN.fullmatch(token):
                     place = show(shown or text, 160)
-                    raise ConfigError(f"ADDRESS={place}: its token is damaged or missing; copy the whole link again")
-            peers += ["/" + peer.lstrip("/") if link else peer for peer in body.rstrip(",;").split(",")]
+                    raise ConfigError(
+                        f"ADDRESS={place}: its token is damaged or missing; copy the whole link"
+                        " again"
+                    )
+            peers += [
+                "/" + peer.lstrip("/") if link else peer for peer in body.rstrip(",;").split(",")
+            ]
         for peer in peers:
-            wrong = None if peer.startswith("@") and len(peer) > 1 and len(peers) == 1 else address_error(peer)
+            wrong = (
+                None
+                if peer.startswith("@") and len(peer) > 1 and len(peers) == 1
+                else address_error(peer)
+            )
             if wrong is not None:
                 raise ConfigError(f"ADDRESS={show(shown or text, 160)} cannot be used: {wrong}")
         return cls(tuple(peers), token)
 
     @classmethod
     def read(cls, text: str) -> Address:
-        """Reads the ADDRESS of a command, which may also be `-`, a line on stdin, or an `@FILE` with a whole link, of
-        which the token stays in the file: it is `@FILE` here. (Other users see the arguments of a command.)
+        """Reads the ADDRESS of a command, which may also be `-`, a line on stdin, or an `@FILE`
+        with a whole link, of which the token stays in the file: it is `@FILE` here. (Other users
+        see the arguments of a command.)
         """
         if text == "-":
             return cls.parse(line_of_stdin("ADDRESS"))
@@ -80,11 +95,17 @@ class Address:
         return found
 
     def resolved(self) -> Address:
-        """Replaces an `@FILE` by the addresses that the file holds now; `ConfigError` when it cannot be read."""
-        found = (addresses_in(Path(peer[1:])) if peer.startswith("@") else [peer] for peer in self.peers)
+        """Replaces an `@FILE` by the addresses that the file holds now; `ConfigError` when it
+        cannot be read."""
+        found = (
+            addresses_in(Path(peer[1:])) if peer.startswith("@") else [peer] for peer in self.peers
+        )
         peers = [address for addresses in found for address in addresses]
         if not peers:
-            raise ConfigError(f"ADDRESS={','.join(self.peers)} holds no address yet; try again when its peer is ready")
+            raise ConfigError(
+                f"ADDRESS={','.join(self.peers)} holds no address yet; try again when its peer is"
+                " ready"
+            )
         return Address(tuple(peers), self.token)
 
     def __str__(self) -> str:
@@ -95,14 +116,17 @@ class Address:
 
 
 def line_of_stdin(what: str) -> str:
-    """The next line of stdin; on a terminal `what` is asked for. Raises ConfigError if there is none."""
+    """The next line of stdin; on a terminal `what` is asked for. Raises ConfigError if there is
+    none."""
     if sys.stdin.isatty():
         sys.stderr.write(f"{what}: ")
         sys.stderr.flush()
     raw = getattr(sys.stdin, "buffer", None)
     line = unquoted(sys.stdin.readline() if raw is None else decoded(raw.readline()))
     if not line:
-        raise ConfigError(f"{what}=- stands for a line on stdin, and none came; write it there, or give @FILE")
+        raise ConfigError(
+            f"{what}=- stands for a line on stdin, and none came; write it there, or give @FILE"
+        )
     return line
 
 
@@ -115,7 +139,9 @@ def addresses_in(path: Path) -> list[str]:
         lines = re.sub(r"(?m)(^|\s)#.*", "", small_text(path)).splitlines()
     except OSError as error:
         raise ConfigError(f"ADDRESS=@{path} cannot be read: {error.strerror}") from None
-    return [peer for line in lines if unquoted(line) for peer in Address.parse(line, f"@{path}").peers]
+    return [
+        peer for line in lines if unquoted(line) for peer in Address.parse(line, f"@{path}").peers
+    ]
 
 
 def unquoted(text: str) -> str:
@@ -124,16 +150,28 @@ def unquoted(text: str) -> str:
 
 
 def address_error(address: str) -> str | None:
-    """What is wrong with the address of a peer, as a clause with its remedy; None when nothing is."""
+    """What is wrong with the address of a peer, as a clause with its remedy; None when nothing
+    is."""
     if "/" not in address and masked(address) != address:
-        return "it may be a token; that goes into a file, and an address is needed besides: ADDRESS swarm.token=@FILE"
+        return (
+            "it may be a token; that goes into a file, and an address is needed besides: ADDRESS"
+            " swarm.token=@FILE"
+        )
     if re.match(r"https?:", address):
         return f"it is the address of a web page; that of a peer looks like {EXAMPLE}"
     if found := _HOST_PORT.fullmatch(address):
-        return f"it is HOST:PORT; write {_family(found[1])}/tcp/{found[2]}/p2p/PEER_ID, as the peer prints it"
+        return (
+            f"it is HOST:PORT; write {_family(found[1])}/tcp/{found[2]}/p2p/PEER_ID, as the peer"
+            " prints it"
+        )
     shape = _SHAPE.fullmatch(address)
     wrong = _wrong(*shape.groups()) if shape else f"it is damaged; one looks like {EXAMPLE}"
-    if wrong is not None and address and address[-1] in _PASTED and address_error(address.rstrip(_PASTED)) is None:
+    if (
+        wrong is not None
+        and address
+        and address[-1] in _PASTED
+        and address_error(address.rstrip(_PASTED)) is None
+    ):
         return f"it ends in {address[-1]!r}, pasted along; drop it"
     return wrong
 
@@ -144,17 +182,25 @@ def _wrong(kind: str, host: str, port: str, *ids: str | None) -> str | None:
         unspecified = kind.startswith("ip") and ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return f"{host!r} is no IP{kind[2]} address"
-    if _family(host)[:4] != f"/{kind[:3]}" or not (kind.startswith("ip") or _DNS_NAME.fullmatch(host)):
+    if _family(host)[:4] != f"/{kind[:3]}" or not (
+        kind.startswith("ip") or _DNS_NAME.fullmatch(host)
+    ):
         return f"{host!r} does not belong after /{kind}"
     if unspecified:
-        return f"{host} is where a peer listens, not where others reach it; put the address of its machine there"
+        return (
+            f"{host} is where a peer listens, not where others reach it; put the address of its"
+            " machine there"
+        )
     if not 1 <= int(port) <= 65535:
         return f"port {port} is not one of 1 to 65535"
     if ids[0] is None:
         return "/p2p/PEER_ID is missing at its end; copy the whole line that the peer printed"
     for one in filter(None, ids):
         if not _ID.fullmatch(one):
-            return f"its peer id {show(one)} is cut off or damaged; copy the whole line that the peer printed"
+            return (
+                f"its peer id {show(one)} is cut off or damaged; copy the whole line that the peer"
+                " printed"
+            )
     return None
 
 
@@ -164,19 +210,22 @@ def host_of(address: str) -> str:
 
 
 def reachability(address: str) -> str:
-    """From where a multiaddr can be reached: `loopback`, `LAN` or `public` (host names count as public)."""
+    """From where a multiaddr can be reached: `loopback`, `LAN` or `public` (host names count as
+    public)."""
     try:
         found = ipaddress.ip_address(host_of(address))
     except ValueError:
         return "loopback" if host_of(address) == "localhost" else "public"
     if found.is_loopback:
         return "loopback"
-    # Shared addresses of carriers (100.64/10) are neither private nor global to Python; from outside they are private.
+    # Shared addresses of carriers (100.64/10) are neither private nor global to Python; from
+    # outside they are private.
     return "public" if found.is_global else "LAN"
 
 
 def same_subnet(address: str, other: str) -> bool:
-    """Whether two multiaddrs name IP addresses of one /24, or one /64 of IPv6; loopback is no subnet."""
+    """Whether two multiaddrs name IP addresses of one /24, or one /64 of IPv6; loopback is no
+    subnet."""
     try:
         one, two = (ipaddress.ip_address(host_of(each)) for each in (address, other))
     except ValueError:

@@ -1,5 +1,6 @@
-"""The schema in words: which settings there are, what each accepts, and a mistake as one line for the user: the key as
-typed, the value, what is expected instead. Nothing here knows a particular setting, so that `types.py` can stand on it.
+"""The schema in words: which settings there are, what each accepts, and a mistake as one line for
+the user: the key as typed, the value, what is expected instead. Nothing here knows a particular
+setting, so that `types.py` can stand on it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true 
 
 @dataclass(frozen=True, slots=True)
 class TypeHint:
-    """What a value must be, in words, where the type alone does not say it; for errors and `--cfg help`."""
+    """What a value must be, in words, where the type alone does not say it; for errors and `--cfg
+    help`."""
 
     text: str
 
@@ -49,13 +51,15 @@ def description(model: type[BaseModel], key: str) -> str:
         kind = kind.model_fields[group].annotation
     owner = next(cls for cls in kind.__mro__ if name in vars(cls).get("__annotations__", ()))
     below = re.search(rf'\n    {name}: .*?\n    """(.*?)"""', getsource(owner), re.DOTALL)
-    return kind.model_fields[name].description or (below[1] if below else "")
+    return kind.model_fields[name].description or (" ".join(below[1].split()) if below else "")
 
 
 def is_known_key(keys: Mapping[str, FieldInfo], key: str) -> bool:
-    """Whether `key` is a setting, or lies below one that is an open mapping (`model.config.hidden_size`)."""
+    """Whether `key` is a setting, or lies below one that is an open mapping
+    (`model.config.hidden_size`)."""
     return key in keys or any(
-        get_origin(field.annotation) is dict and key.startswith(f"{known}.") for known, field in keys.items()
+        get_origin(field.annotation) is dict and key.startswith(f"{known}.")
+        for known, field in keys.items()
     )
 
 
@@ -68,11 +72,15 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
     if get_origin(annotation) is Annotated:
         annotation, *inner = get_args(annotation)
         return _expected(annotation, [*inner, *metadata])
-    metadata = [part for item in metadata for part in getattr(item, "metadata", [item])]  # Field(ge=0) wraps Ge(0)
+    # Field(ge=0) wraps Ge(0)
+    metadata = [part for item in metadata for part in getattr(item, "metadata", [item])]
     spoken = next((item.text for item in metadata if isinstance(item, TypeHint)), None)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return f"{_expected(next(part for part in arguments if part is not type(None)), metadata)}, or null"
+        return (
+            f"{_expected(next(part for part in arguments if part is not type(None)), metadata)}, or"
+            " null"
+        )
     if spoken is not None:
         return spoken
     if origin is Literal:
@@ -89,7 +97,8 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
 
 
 def show(value: Any, limit: int = 80) -> str:
-    """A value as one printable line of at most `limit` characters; it may come from an untrusted peer."""
+    """A value as one printable line of at most `limit` characters; it may come from an untrusted
+    peer."""
     plain = isinstance(value, str) and value != "" and value.isprintable()
     text = masked(str(value) if plain else json.dumps(value, default=ascii))
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
@@ -98,27 +107,38 @@ def show(value: Any, limit: int = 80) -> str:
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """`outer.lrr is not a setting; did you mean outer.lr?`"""
     guess = " or ".join(nearest(key, known))
-    return f"{show(key)} is not a setting; {f'did you mean {guess}?' if guess else '--cfg help lists them all'}"
+    return (
+        f"{show(key)} is not a setting;"
+        f" {f'did you mean {guess}?' if guess else '--cfg help lists them all'}"
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """The known keys or names that were probably meant; none if nothing is similar."""
     known = list(known)
-    last = {one: one.rpartition(".")[2] for one in known}  # `data.batch_size` may be of another group
+    # `data.batch_size` may be of another group
+    last = {one: one.rpartition(".")[2] for one in known}
     leaf = get_close_matches(word.rpartition(".")[2], last.values(), n=1, cutoff=0.7)
-    return get_close_matches(word, known, n=1, cutoff=0.8) or [one for one in known if last[one] in leaf]
+    return get_close_matches(word, known, n=1, cutoff=0.8) or [
+        one for one in known if last[one] in leaf
+    ]
 
 
-def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, str] | None = None) -> str:
+def explain(
+    error: ValidationError, model: type[BaseModel], typed: Mapping[str, str] | None = None
+) -> str:
     """One line for a validation error: its first mistake, and how many more there are.
 
     `typed` maps keys to values as the user wrote them, where that is known.
     """
     first, *others = error.errors(include_url=False)
     kind, keys = first["type"], dict(setting_fields(model))
-    key = ".".join(part for part in first["loc"] if isinstance(part, str))  # without the index into a list
+    # without the index into a list
+    key = ".".join(part for part in first["loc"] if isinstance(part, str))
     # A setting that is a list or a mapping, in which the mistake is, or itself.
-    field = next((field for known, field in keys.items() if f"{key}.".startswith(f"{known}.")), None)
+    field = next(
+        (field for known, field in keys.items() if f"{key}.".startswith(f"{known}.")), None
+    )
     wanted = "a group of settings" if field is None else describe_type(field)
     setting = f"{show(key)}={(typed or {}).get(key) or show(first['input'])}"
     if kind == "extra_forbidden" and field is None:

@@ -1,7 +1,9 @@
-"""Where files of settings are looked for, and how Hydra composes them: folders, choices and a file become one tree.
+"""Where files of settings are looked for, and how Hydra composes them: folders, choices and a file
+become one tree.
 
-The first place that has a file counts: `--config-dir`, the package, then `configs/` in the working directory. So that
-one, which may belong to another program or lie there by chance, adds choices and replaces none.
+The first place that has a file counts: `--config-dir`, the package, then `configs/` in the working
+directory. So that one, which may belong to another program or lie there by chance, adds choices and
+replaces none.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from diloco.errors import ConfigError
 VERSION_BASE = "1.3"
 SECTIONS = tuple(Config.model_fields)
 GROUPS = tuple(section for section in SECTIONS if section != "run")
-# Names under which Hydra finds what is no file: config.yaml of any folder (Hydra looks for what it begins with in one
-# folder only), the defaults of the schema, groups without choices, the file of --config.
+# Names under which Hydra finds what is no file: config.yaml of any folder (Hydra looks for what it
+# begins with in one folder only), the defaults of the schema, groups without choices, the file of
+# --config.
 BEGIN, SCHEMA, NOTHING, SAVED = "diloco_begin", "diloco_schema", "diloco_nothing", "diloco_saved"
 
 
@@ -36,17 +39,21 @@ BEGIN, SCHEMA, NOTHING, SAVED = "diloco_begin", "diloco_schema", "diloco_nothing
 class ConfigSource:
     """What a configuration starts from, before its overrides."""
 
-    base: Path | None = None  # --config: a file over the defaults, or the config.yaml of a run instead of them
+    # --config: a file over the defaults, or the config.yaml of a run instead of them
+    base: Path | None = None
     folder: Path | None = None  # --config-dir
 
     def arguments(self) -> list[str]:
         """The same start as options of a command line."""
         given = {"--config": self.base, "--config-dir": self.folder}
-        return [part for key, value in given.items() if value is not None for part in (key, str(value))]
+        return [
+            part for key, value in given.items() if value is not None for part in (key, str(value))
+        ]
 
 
 class SavedConfig(NamedTuple):
-    """The settings of a file of `--config`: the config.yaml of a run, or some settings of somebody's own."""
+    """The settings of a file of `--config`: the config.yaml of a run, or some settings of
+    somebody's own."""
 
     text: str  # as JSON, which can be compared
     whole: bool  # every setting without a default is there, so the file needs nothing else
@@ -67,13 +74,19 @@ def search_path(start: ConfigSource) -> tuple[Path, ...]:
     Raises ConfigError if `--config-dir` is not there, or the package is damaged.
     """
     if start.folder is not None and not start.folder.is_dir():
-        raise ConfigError(f"--config-dir={start.folder} is no directory; make it, or drop the option")
+        raise ConfigError(
+            f"--config-dir={start.folder} is no directory; make it, or drop the option"
+        )
     package = Path(__file__).parents[1]
-    installed = [place for place in (package / "_configs", package.parent / "configs") if place.is_dir()]
+    installed = [
+        place for place in (package / "_configs", package.parent / "configs") if place.is_dir()
+    ]
     if not installed:
         raise ConfigError(f"{package}: the configs directory is missing; install diloco again")
     places = [start.folder, installed[0], Path("configs")]
-    return tuple(dict.fromkeys(place.resolve() for place in places if place is not None and place.is_dir()))
+    return tuple(
+        dict.fromkeys(place.resolve() for place in places if place is not None and place.is_dir())
+    )
 
 
 def choices(start: ConfigSource | None = None) -> dict[str, tuple[str, ...]]:
@@ -116,7 +129,8 @@ _remembered = lru_cache(maxsize=64)(_composed)
 
 @contextmanager
 def _hydra_for(places: tuple[Path, ...]) -> Iterator[None]:
-    """Hydra without another application's state; the program around us may be one, which gets its own back."""
+    """Hydra without another application's state; the program around us may be one, which gets its
+    own back."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -130,10 +144,11 @@ def _hydra_for(places: tuple[Path, ...]) -> Iterator[None]:
 
 
 def _hydra_overrides(request: ComposeRequest) -> list[str]:
-    """The request as overrides of Hydra, inside `_hydra_for`; Hydra is told the defaults of the schema.
+    """The request as overrides of Hydra, inside `_hydra_for`; Hydra is told the defaults of the
+    schema.
 
-    The file of `--config` is the first experiment, so that it lies between groups and experiments. What is chosen of a
-    group, also by an experiment, replaces what the file says of it.
+    The file of `--config` is the first experiment, so that it lies between groups and experiments.
+    What is chosen of a group, also by an experiment, replaces what the file says of it.
     """
     import hydra
     from hydra.core.config_store import ConfigStore
@@ -144,7 +159,11 @@ def _hydra_overrides(request: ComposeRequest) -> list[str]:
     further = ",".join(f"file://{place}" for place in request.places[1:])
     chosen = [*request.chosen, *([f"hydra.searchpath=[{further}]"] if further else [])]
     if request.saved is None:
-        return [*chosen, f"experiment=[{','.join(request.experiments)}]"] if request.experiments else chosen
+        return (
+            [*chosen, f"experiment=[{','.join(request.experiments)}]"]
+            if request.experiments
+            else chosen
+        )
     optional: list[Any] = [
         SCHEMA,
         *({section: None} for section in SECTIONS),
@@ -152,11 +171,20 @@ def _hydra_overrides(request: ComposeRequest) -> list[str]:
     ]
     store.store(NOTHING, {"defaults": optional})
     found = hydra.compose(NOTHING, chosen, return_hydra_config=True).hydra.runtime.choices
-    content = {key: value for key, value in json.loads(request.saved.text).items() if found.get(key) is None}
+    content = {
+        key: value
+        for key, value in json.loads(request.saved.text).items()
+        if found.get(key) is None
+    }
     store.store(SAVED, content, group="experiment", package="_global_")
-    # What a whole file says of a group, such as the open mapping model.config, is not to be mixed with the defaults.
+    # What a whole file says of a group, such as the open mapping model.config, is not to be mixed
+    # with the defaults.
     whole = [section for section in content if section in GROUPS] if request.saved.whole else []
-    return [*chosen, *(f"~{section}" for section in whole), f"experiment=[{','.join((SAVED, *request.experiments))}]"]
+    return [
+        *chosen,
+        *(f"~{section}" for section in whole),
+        f"experiment=[{','.join((SAVED, *request.experiments))}]",
+    ]
 
 
 def _schema_defaults() -> dict[str, Any]:
@@ -172,7 +200,8 @@ def _schema_defaults() -> dict[str, Any]:
 
 
 def read_saved(file: Path) -> SavedConfig:
-    """Reads and checks a file. Raises ConfigError if it is not readable, no YAML or no settings, or holds ${...}."""
+    """Reads and checks a file. Raises ConfigError if it is not readable, no YAML or no settings, or
+    holds ${...}."""
     try:
         saved = OmegaConf.load(file)
     except OSError as error:
@@ -180,18 +209,28 @@ def read_saved(file: Path) -> SavedConfig:
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f"line {mark.line + 1}: "
-        raise ConfigError(f"{file} is not YAML: {line}{getattr(error, 'problem', None) or first_line(error)}") from None
+        raise ConfigError(
+            f"{file} is not YAML: {line}{getattr(error, 'problem', None) or first_line(error)}"
+        ) from None
     text = json.dumps(OmegaConf.to_container(saved), ensure_ascii=False, default=str)
-    if (
-        "${" in text
-    ):  # A part of it may come from a peer. To resolve it would put secrets of this machine into a setting.
-        raise ConfigError(f"{file} holds ${{...}}, which is resolved in configs/ only; write the value itself")
+    # A part of it may come from a peer. To resolve it would put secrets of this machine into a
+    # setting.
+    if "${" in text:
+        raise ConfigError(
+            f"{file} holds ${{...}}, which is resolved in configs/ only; write the value itself"
+        )
     if not isinstance(saved, DictConfig) or saved.keys().isdisjoint(SECTIONS):
-        raise ConfigError(f"{file} is not a configuration; expected the config.yaml of a run directory")
+        raise ConfigError(
+            f"{file} is not a configuration; expected the config.yaml of a run directory"
+        )
     if "defaults" in saved:
-        raise ConfigError(f"{file} has a defaults list; make it DIR/experiment/{file.name}, of --config-dir DIR")
+        raise ConfigError(
+            f"{file} has a defaults list; make it DIR/experiment/{file.name}, of --config-dir DIR"
+        )
     required = (key for key, field in setting_fields(Config) if field.is_required())
-    return SavedConfig(text, all(OmegaConf.select(saved, key, default=None) is not None for key in required))
+    return SavedConfig(
+        text, all(OmegaConf.select(saved, key, default=None) is not None for key in required)
+    )
 
 
 def no_choice(group: str, name: str, there: Sequence[str]) -> str:
@@ -212,5 +251,8 @@ def _reason(places: Sequence[Path], error: Exception) -> str:
         error = error.__cause__
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return f"{mark.name}, line {mark.line + 1}: {first_line(ValueError(error.problem or 'is not YAML'))}"
+        return (
+            f"{mark.name}, line {mark.line + 1}:"
+            f" {first_line(ValueError(error.problem or 'is not YAML'))}"
+        )
     return f"{', '.join(map(str, places))}: {_said_by_hydra(error)}"

@@ -1,7 +1,8 @@
-"""`NAME@COMMIT`: what is typed of something on the Hugging Face hub becomes its name and its commit.
+"""`NAME@COMMIT`: what is typed of something on the Hugging Face hub becomes its name and its
+commit.
 
-A branch or a tag can move, and then peers of one run would have different files. So only a commit is taken. A
-directory whose name looks like one of these is written as `./NAME`.
+A branch or a tag can move, and then peers of one run would have different files. So only a commit
+is taken. A directory whose name looks like one of these is written as `./NAME`.
 """
 
 from __future__ import annotations
@@ -32,16 +33,24 @@ _DERIVED = {
 def with_commits(settings: dict[str, Any], typed: Collection[str] = ()) -> dict[str, Any]:
     """The settings, by group and name, with each `NAME@COMMIT` as name and commit.
 
-    Saved settings may hold what was derived from another model or tokenizer than the `typed` keys name; it is left out.
-    Raises ConfigError: it is a branch or a tag (then the hub is asked for its commit), or another commit is typed too.
+    Saved settings may hold what was derived from another model or tokenizer than the `typed` keys
+    name; it is left out. Raises ConfigError: it is a branch or a tag (then the hub is asked for its
+    commit), or another commit is typed too.
     """
-    changed = {group: dict(values) if isinstance(values, dict) else values for group, values in settings.items()}
+    changed = {
+        group: dict(values) if isinstance(values, dict) else values
+        for group, values in settings.items()
+    }
     for group, key, commit_key, kind in _PLACES:
         values = changed.get(group)
         if not isinstance(values, dict):
             continue
         derived = _DERIVED.get(f"{group}.{key}")
-        if derived and values.get(derived[0]) and not {f"{group}.{key}", f"{group}.{commit_key}"}.isdisjoint(typed):
+        if (
+            derived
+            and values.get(derived[0])
+            and not {f"{group}.{key}", f"{group}.{commit_key}"}.isdisjoint(typed)
+        ):
             for one in derived:
                 if f"{group}.{one}" not in typed:
                     values.pop(one, None)
@@ -50,9 +59,15 @@ def with_commits(settings: dict[str, Any], typed: Collection[str] = ()) -> dict[
         name, at = (found[1], found[2]) if found else (whole, commit)
         if isinstance(at, str) and isinstance(name, str) and not re.fullmatch("[0-9a-f]{40}", at):
             said = f"{group}.{key}={show(whole)}" if found else f"{group}.{commit_key}={show(at)}"
-            raise ConfigError(f"{said} names no commit, and what is not a commit can change; {_remedy(kind, name, at)}")
+            raise ConfigError(
+                f"{said} names no commit, and what is not a commit can change;"
+                f" {_remedy(kind, name, at)}"
+            )
         if found and commit not in (None, at):
-            raise ConfigError(f"{group}.{key}={show(whole)} and {group}.{commit_key}={show(commit)} differ; drop one")
+            raise ConfigError(
+                f"{group}.{key}={show(whole)} and {group}.{commit_key}={show(commit)} differ;"
+                " drop one"
+            )
         if found:
             values[key], values[commit_key] = name, at
     return changed

@@ -1,7 +1,9 @@
-"""The settings of the model: what is trained, what it starts from, and where this peer has the files.
+"""The settings of the model: what is trained, what it starts from, and where this peer has the
+files.
 
-Users name a model by its config, by a directory, or by its name on the hub. The last two mean files, which other peers
-do not have. So `train/start_files.py` puts into the manifest what they need to build it: config and digests.
+Users name a model by its config, by a directory, or by its name on the hub. The last two mean
+files, which other peers do not have. So `train/start_files.py` puts into the manifest what they
+need to build it: config and digests.
 """
 
 from __future__ import annotations
@@ -18,19 +20,25 @@ MAX_FROZEN = 256  # digests of tensors that a manifest has room for
 
 class PeerModelConfig(PeerLocal):
     directory: str | None = Field(None, min_length=1)
-    """Where this peer has the files of a model that the run starts from; filled in from model.path."""
+    """Where this peer has the files of a model that the run starts from; filled in from
+    model.path."""
 
 
 class ModelRecipe(RunOwned):
-    """A causal LM that transformers builds from a config (random weights) or loads from a directory or the hub."""
+    """A causal LM that transformers builds from a config (random weights) or loads from a directory
+    or the hub."""
 
     later = ("weights", "frozen", "generation")
     name: Name = Field(description="Name of the model in logs and summaries.")
-    model_type: Name = Field("llama", description="transformers model type that model.config belongs to.")
+    model_type: Name = Field(
+        "llama", description="transformers model type that model.config belongs to."
+    )
     path: str | None = Field(None, min_length=1)
-    """Checkpoint to start from: a directory in Hugging Face format, or NAME@COMMIT on the Hugging Face hub."""
+    """Checkpoint to start from: a directory in Hugging Face format, or NAME@COMMIT on the Hugging
+    Face hub."""
     revision: Revision | None = None
-    """Commit of model.path on the Hugging Face hub; null: that in model.path, or model.path is a directory."""
+    """Commit of model.path on the Hugging Face hub; null: that in model.path, or model.path is a
+    directory."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the transformers config; any of them can be overridden."""
     weights: Digest | None = None
@@ -54,19 +62,25 @@ class ModelRecipe(RunOwned):
     def _one_origin(self) -> ModelRecipe:
         if self.path is not None and self.config and self.weights is None:
             raise ValueError(
-                f"model.path={self.path} together with model.config (from model={self.name}) leaves open which one "
-                "counts; add model=pretrained, or drop model.path"
+                f"model.path={self.path} together with model.config (from model={self.name}) leaves"
+                " open which one counts; add model=pretrained, or drop model.path"
             )
         if self.path is None and not self.config:
             raise ValueError(
-                "model.path and model.config are both empty; set model.path=DIRECTORY or choose model=NAME"
+                "model.path and model.config are both empty; set model.path=DIRECTORY or choose"
+                " model=NAME"
             )
         if self.weights is not None and not self.config:
             raise ValueError("model.weights without model.config says nothing; drop it")
         if self.weights is None and (self.frozen or self.generation):
-            raise ValueError("model.frozen and model.generation belong to model.weights, which is null; drop them")
+            raise ValueError(
+                "model.frozen and model.generation belong to model.weights, which is null; drop"
+                " them"
+            )
         if self.revision is not None and self.path is None:
-            raise ValueError(f"model.revision={self.revision} is a commit of model.path, which is null; drop it")
+            raise ValueError(
+                f"model.revision={self.revision} is a commit of model.path, which is null; drop it"
+            )
         return self
 
 

@@ -1,4 +1,5 @@
-"""One argument of a command line, in Hydra's grammar: KEY=VALUE or GROUP=CHOICE. A + before it changes nothing.
+"""One argument of a command line, in Hydra's grammar: KEY=VALUE or GROUP=CHOICE. A + before it
+changes nothing.
 
 Text that the grammar does not know (`data.path=~/a=b`) is taken as it is; Hydra wants it in quotes.
 Hydra is imported inside functions, so that a help text does not wait for it.
@@ -32,7 +33,8 @@ def key_of(argument: str) -> str:
 
 
 def parse(argument: str, swept: bool = False) -> tuple[Override, Any]:
-    """The parts of an argument, and it as Hydra's parser reads it: its `input_line` is what Hydra can read again.
+    """The parts of an argument, and it as Hydra's parser reads it: its `input_line` is what Hydra
+    can read again.
 
     Raises ConfigError for what is no override, and for several values unless they may be `swept`.
     """
@@ -47,7 +49,9 @@ def parse(argument: str, swept: bool = False) -> tuple[Override, Any]:
     except HydraException as error:
         if text[:1] in ("[", "{", "'", '"'):
             why = first_line(error)
-            raise ConfigError(f"{show(key)}={show(text)} cannot be parsed ({why}); check brackets and quotes") from None
+            raise ConfigError(
+                f"{show(key)}={show(text)} cannot be parsed ({why}); check brackets and quotes"
+            ) from None
         try:  # Hydra's grammar reserves some characters of ordinary text
             override = parser.parse_override(f"{key}={quoted(text)}")
         except HydraException:
@@ -55,13 +59,18 @@ def parse(argument: str, swept: bool = False) -> tuple[Override, Any]:
     if override is None or "=" not in argument or override.is_delete():
         raise ConfigError(f"{show(argument)} is not a setting; write KEY=VALUE or GROUP=CHOICE")
     if override.is_sweep_override() and not swept:
-        raise ConfigError(f"{key}={text} is several values; give one value, or a list in brackets: '{key}=[{text}]'")
+        raise ConfigError(
+            f"{key}={text} is several values; give one value, or a list in brackets:"
+            f" '{key}=[{text}]'"
+        )
     return typed, override
 
 
 def quoted(value: Path | str) -> str:
     """A path or a text as a value in Hydra's grammar."""
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), str(value))
+    escaped = re.sub(
+        r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), str(value)
+    )
     return f"'{escaped}'"
 
 

@@ -1,9 +1,10 @@
-"""The names that `outer.optimizer`, `outer.codec_up` and `outer.codec_down` may have: ours, and those of users' code.
+"""The names that `outer.optimizer`, `outer.codec_up` and `outer.codec_down` may have: ours, and
+those of users' code.
 
-What the settings have to know of each is here, so that a configuration is checked without importing torch. A name that
-is not here is looked for among the entry points of installed packages, group `diloco.extensions`, of exactly that name;
-importing it calls `diloco.register`. So a manifest from a stranger makes this process import what its user installed
-under that name, and nothing else.
+What the settings have to know of each is here, so that a configuration is checked without importing
+torch. A name that is not here is looked for among the entry points of installed packages, group
+`diloco.extensions`, of exactly that name; importing it calls `diloco.register`. So a manifest from
+a stranger makes this process import what its user installed under that name, and nothing else.
 """
 
 from __future__ import annotations
@@ -40,12 +41,16 @@ def _known(known: Mapping[str, object]) -> Any:
                 why = f": {point.value} cannot be imported ({type(error).__name__}: {error})"
         if name in known:
             return name
-        choices = [one for one in dict.fromkeys([*known, *(point.name for point in installed)]) if one != name]
+        choices = [
+            one
+            for one in dict.fromkeys([*known, *(point.name for point in installed)])
+            if one != name
+        ]
         if not why and (guesses := nearest(name, choices)):
             why = f" (did you mean {' or '.join(guesses)}?)"
         raise _wrong(
-            f"is not installed here{why}; expected one of {', '.join(choices)}, or ask whoever started the run which "
-            "package has it"
+            f"is not installed here{why}; expected one of {', '.join(choices)}, or ask whoever"
+            " started the run which package has it"
         )
 
     return AfterValidator(check)
@@ -68,4 +73,6 @@ def _one_of(names: Iterable[str]) -> TypeHint:
 
 OptimizerName = Annotated[str, _known(OPTIMIZERS), _one_of(OPTIMIZERS)]
 CodecUp = Annotated[str, _known(CODECS), _one_of(CODECS)]
-CodecDown = Annotated[str, _known(CODECS), AfterValidator(_publishes), _one_of(one for one in CODECS if CODECS[one])]
+CodecDown = Annotated[
+    str, _known(CODECS), AfterValidator(_publishes), _one_of(one for one in CODECS if CODECS[one])
+]

@@ -1,4 +1,5 @@
-"""`Config`: everything one peer knows before it starts, validated and frozen; the checks that span run_settings."""
+"""`Config`: everything one peer knows before it starts, validated and frozen; the checks that span
+run_settings."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from diloco.errors import ConfigError
 
 
 class Config(Settings):
-    """The whole configuration of one peer; `compose` builds it from `configs/` and the command line."""
+    """The whole configuration of one peer; `compose` builds it from `configs/` and the command
+    line."""
 
     run: run_settings.RunConfig
     budget: run_settings.BudgetConfig
@@ -32,7 +34,9 @@ class Config(Settings):
     swarm: run_settings.SwarmConfig = Field(default_factory=run_settings.SwarmConfig)
     sim: peer_settings.SimConfig = Field(default_factory=peer_settings.SimConfig)
     train: peer_settings.TrainConfig = Field(default_factory=peer_settings.TrainConfig)
-    checkpoint: peer_settings.CheckpointConfig = Field(default_factory=peer_settings.CheckpointConfig)
+    checkpoint: peer_settings.CheckpointConfig = Field(
+        default_factory=peer_settings.CheckpointConfig
+    )
     eval: peer_settings.EvalConfig = Field(default_factory=peer_settings.EvalConfig)
     wandb: peer_settings.WandbConfig = Field(default_factory=peer_settings.WandbConfig)
 
@@ -49,14 +53,19 @@ class Config(Settings):
 
     @property
     def joining_command(self) -> str:
-        """The command that others type before an address of this peer to join; in a closed run the owner types it."""
+        """The command that others type before an address of this peer to join; in a closed run the
+        owner types it."""
         if self.swarm.admit == "anyone" or (self.run.key is None and self.swarm.key_path is None):
             return "diloco join"
-        return f"diloco invite --key {shlex.quote(self.swarm.key_path or 'run.key')} --run {shlex.quote(self.run.id)}"
+        return (
+            f"diloco invite --key {shlex.quote(self.swarm.key_path or 'run.key')} --run"
+            f" {shlex.quote(self.run.id)}"
+        )
 
     @property
     def names_files(self) -> bool:
-        """Whether the manifest would name files of this machine or of the hub, and not yet their digests."""
+        """Whether the manifest would name files of this machine or of the hub, and not yet their
+        digests."""
         model, data = self.model, self.data
         return (model.path is not None and model.weights is None) or (
             data.tokenizer not in ("bytes", FILES) and not data.tokenizer_files
@@ -64,22 +73,32 @@ class Config(Settings):
 
     def manifest(self) -> Manifest:
         """The run-owned half."""
-        halves: dict[str, Any] = {group: getattr(self, group) for group in ("budget", "inner", "outer")}
+        halves: dict[str, Any] = {
+            group: getattr(self, group) for group in ("budget", "inner", "outer")
+        }
         for group in ("run", "model", "data", "swarm"):
             half: Any = Manifest.model_fields[group].annotation
-            halves[group] = half.model_validate({key: getattr(getattr(self, group), key) for key in half.model_fields})
+            halves[group] = half.model_validate(
+                {key: getattr(getattr(self, group), key) for key in half.model_fields}
+            )
         return Manifest(**halves)
 
     def adopt(self, manifest: Manifest) -> Config:
-        """This peer's half with the run-owned half of `manifest`, as a joiner takes it from the swarm.
+        """This peer's half with the run-owned half of `manifest`, as a joiner takes it from the
+        swarm.
 
-        Raises ConfigError if the two do not fit, such as data.source=text there without a data.path here.
+        Raises ConfigError if the two do not fit, such as data.source=text there without a data.path
+        here.
         """
         mine, theirs = self.model_dump(), manifest.model_dump(exclude={"wire_version"})
         try:
-            return Config.model_validate({**mine, **{group: {**mine[group], **theirs[group]} for group in theirs}})
+            return Config.model_validate(
+                {**mine, **{group: {**mine[group], **theirs[group]} for group in theirs}}
+            )
         except ValidationError as error:
-            raise ConfigError(f"the manifest of the run does not fit this peer: {explain(error, Config)}") from None
+            raise ConfigError(
+                f"the manifest of the run does not fit this peer: {explain(error, Config)}"
+            ) from None
 
     def to_yaml(self) -> str:
         """The configuration as YAML with every key; `compose(base=FILE)` reads it back."""
@@ -93,10 +112,14 @@ class Config(Settings):
 def _doubtful(config: Config) -> Iterator[str]:
     vocabulary = config.model.config.get("vocab_size")
     if config.data.tokenizer == "bytes" and isinstance(vocabulary, int) and vocabulary > 1024:
-        fitting = "NAME or DIRECTORY" if vocabulary != 32_000 else "TinyLlama/TinyLlama_v1.1, which is on the hub"
+        fitting = (
+            "NAME or DIRECTORY"
+            if vocabulary != 32_000
+            else "TinyLlama/TinyLlama_v1.1, which is on the hub"
+        )
         yield (
-            f"data.tokenizer=bytes uses 256 of model.config.vocab_size={vocabulary}; set data.tokenizer={fitting}, "
-            "or model.config.vocab_size=256"
+            f"data.tokenizer=bytes uses 256 of model.config.vocab_size={vocabulary}; set"
+            f" data.tokenizer={fitting}, or model.config.vocab_size=256"
         )
     if not config.only_here and config.outer.method == "diloco":
         try:

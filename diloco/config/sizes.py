@@ -1,7 +1,8 @@
 """What files of configs/ leave to the model, where nobody says it.
 
 ${fragments_for:${model.config}}    into how many fragments it is cut
-${tokenizer_of_model:bytes}         the tokenizer of model.path; without model.path, what stands after the colon
+${tokenizer_of_model:bytes}         the tokenizer of model.path; without model.path, what stands
+                                    after the colon
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-# Of one fragment: 384 MiB of outer state for its author. Several authors share what all peers send, too.
+# Of one fragment: 384 MiB of outer state for its author. Several authors share what all peers send,
+# too.
 MOST_PARAMETERS = 2**25
 
 

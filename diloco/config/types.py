@@ -1,7 +1,8 @@
 """The two halves of a configuration as types, and the value types that both use.
 
-The class that declares a setting says whether it defines the run (`RunOwned`) or belongs to one peer (`PeerLocal`). A
-group with both inherits from one class of each, so that a function of the run-owned class cannot see the other half.
+The class that declares a setting says whether it defines the run (`RunOwned`) or belongs to one
+peer (`PeerLocal`). A group with both inherits from one class of each, so that a function of the
+run-owned class cannot see the other half.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_serializer,
+)
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import SerializerFunctionWrapHandler
 
@@ -22,16 +31,22 @@ _Settings = TypeVar("_Settings", bound="Settings")
 
 
 class Settings(BaseModel):
-    """Frozen and strict: an unknown key, a number as text or a boolean as number is an error, never a guess."""
+    """Frozen and strict: an unknown key, a number as text or a boolean as number is an error, never
+    a guess."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(),
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
         defer_build=True,
-    )  # fmt: skip
+    )
 
     @classmethod
     def parse(cls: type[_Settings], values: Mapping[str, Any]) -> _Settings:
-        """Like `model_validate`, for values that somebody typed: raises ConfigError with one line."""
+        """Like `model_validate`, for values that somebody typed: raises ConfigError with one
+        line."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -41,7 +56,8 @@ class Settings(BaseModel):
 class RunOwned(Settings):
     """Settings that define the run: equal on all peers, part of the manifest and of its hash.
 
-    A run in which those that came `later` have their defaults has the hash that it had before there were such settings.
+    A run in which those that came `later` have their defaults has the hash that it had before there
+    were such settings.
     """
 
     later: ClassVar[tuple[str, ...]] = ()
@@ -49,7 +65,11 @@ class RunOwned(Settings):
     @model_serializer(mode="wrap", when_used="json")
     def _without_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields = type(self).model_fields
-        unsaid = {key for key in self.later if getattr(self, key) == fields[key].get_default(call_default_factory=True)}
+        unsaid = {
+            key
+            for key in self.later
+            if getattr(self, key) == fields[key].get_default(call_default_factory=True)
+        }
         return {key: value for key, value in handler(self).items() if key not in unsaid}
 
 
@@ -84,10 +104,12 @@ def _is_filled(value: tuple[Any, ...]) -> tuple[Any, ...]:
 _PART = "/[A-Za-z0-9._:%-]+"
 
 Directory = Annotated[Path, BeforeValidator(_to_path), TypeHint("a directory")]
-Bare = BeforeValidator(lambda value: unquoted(value) if isinstance(value, str) else value)  # as it was pasted
+# as it was pasted
+Bare = BeforeValidator(lambda value: unquoted(value) if isinstance(value, str) else value)
 Tuple = BeforeValidator(_to_tuple)
 NotEmpty = AfterValidator(_is_filled)
-# A name becomes a file name and a DHT key, so it holds nothing that a shell or a path treats specially.
+# A name becomes a file name and a DHT key, so it holds nothing that a shell or a path treats
+# specially.
 Name = Annotated[
     str,
     BeforeValidator(_to_text),
@@ -95,15 +117,23 @@ Name = Annotated[
     TypeHint("1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"),
 ]
 Revision = Annotated[
-    str, Field(pattern=r"^[0-9a-f]{40}$"), TypeHint("a commit of a hub repository, 40 hexadecimal digits")
+    str,
+    Field(pattern=r"^[0-9a-f]{40}$"),
+    TypeHint("a commit of a hub repository, 40 hexadecimal digits"),
 ]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), TypeHint("a digest, 64 hexadecimal digits")]
-Multiaddr = Annotated[str, Field(pattern=f"^({_PART})+$"), TypeHint("a multiaddr such as /ip4/0.0.0.0/tcp/4100")]
+Digest = Annotated[
+    str, Field(pattern=r"^[0-9a-f]{64}$"), TypeHint("a digest, 64 hexadecimal digits")
+]
+Multiaddr = Annotated[
+    str, Field(pattern=f"^({_PART})+$"), TypeHint("a multiaddr such as /ip4/0.0.0.0/tcp/4100")
+]
 PeerAddress = Annotated[
     str,
     Bare,
-    Field(pattern=f"^(@.+|({_PART})*/p2p({_PART})+)$"),  # @FILE: into which a peer writes its address
+    # @FILE: into which a peer writes its address
+    Field(pattern=f"^(@.+|({_PART})*/p2p({_PART})+)$"),
     TypeHint(
-        "an address with a peer id, such as /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., as a peer prints it, or @FILE"
+        "an address with a peer id, such as /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., as a peer"
+        " prints it, or @FILE"
     ),
 ]

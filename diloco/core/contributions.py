@@ -1,6 +1,8 @@
-"""Rule 4. What a peer has learned flows to the author of the next version until it is in one. Sans-IO.
+"""Rule 4. What a peer has learned flows to the author of the next version until it is in one.
+Sans-IO.
 
-inner steps -> due -> captured, signed -> offered to the author, or to a member that hears it -> in a version
+inner steps -> due -> captured, signed -> offered to the author, or to a member that hears it -> in
+a version
 """
 
 from __future__ import annotations
@@ -18,19 +20,26 @@ from diloco.messages.control import Answer, Offer
 from diloco.messages.fields import MAX_TOKENS, MAX_UNIT_RANGES, at_most
 from diloco.messages.heads import Line
 
-MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
-MOST_PER_STEP = 2**28  # tokens, where the manifest names none: larger batches are not known, and a lie ends no run
+# in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
+MOST_CYCLES = 8
+# tokens, where the manifest names none: larger batches are not known, and a lie ends no run
+MOST_PER_STEP = 2**28
 LATE_RETRY_S = 1.0  # before a contribution is offered again after a stream broke
 
 
-# -- learning ---------------------------------------------------------------------------------------------------------
+# -- learning --------------------------------------------------------------------------------------
 
 
 def stepped(core: Facts, event: Stepped) -> None:
     """The training loop made an inner step."""
     settings = core.settings
     core.processed, core.steps = at_most(core.processed + event.tokens, MAX_TOKENS), core.steps + 1
-    core.steps_per_s, core.pauses, core.moved, core.made_step = event.steps_per_s, False, core.now, True
+    core.steps_per_s, core.pauses, core.moved, core.made_step = (
+        event.steps_per_s,
+        False,
+        core.now,
+        True,
+    )
     core.queue, core.changed_data = difference(core.queue, event.units), True
     if not core.begun:
         return  # it warms up beside the swarm
@@ -42,7 +51,9 @@ def stepped(core: Facts, event: Stepped) -> None:
     if not (core.control.stale or core.control.loading):
         core.control.units = union(core.control.units, event.units)
     if settings.staggered:
-        turns = {-(-(turn + 1) * core.cycle // settings.fragments) for turn in range(settings.fragments)}
+        turns = {
+            -(-(turn + 1) * core.cycle // settings.fragments) for turn in range(settings.fragments)
+        }
         core.turn = core.turn or core.position in turns
         core.due += [f for f in core.fragments if f not in core.due and _hurries(core, f)]
     elif core.position >= core.cycle or any(_hurries(core, f) for f in core.fragments):
@@ -51,8 +62,8 @@ def stepped(core: Facts, event: Stepped) -> None:
 
 
 def _hurries(core: Facts, f: Fragment) -> bool:
-    """Whether what was learned is as much as one line may claim, or would soon be late: a peer that is much slower than
-    the rest sends after fewer steps.
+    """Whether what was learned is as much as one line may claim, or would soon be late: a peer that
+    is much slower than the rest sends after fewer steps.
     """
     if f.steps >= MOST_CYCLES * core.settings.sync_every:
         return True
@@ -60,7 +71,8 @@ def _hurries(core: Facts, f: Fragment) -> bool:
     if not f.unsent or f.waiting is not None or f.base not in recent or own(core, f) is not None:
         return False
     behind = len(recent) - recent.index(f.base)
-    after = behind * (f.steps + core.settings.overlap) / f.steps if behind > 1 else behind  # when training needs a head
+    # when training needs a head
+    after = behind * (f.steps + core.settings.overlap) / f.steps if behind > 1 else behind
     return 2 * after >= core.settings.late
 
 
@@ -82,14 +94,20 @@ def own(core: Facts, f: Fragment) -> Line | None:
 
 
 def take_turn(core: Facts) -> None:
-    """Staggered fragments are sent one after another, in step with the others: each head is one turn."""
+    """Staggered fragments are sent one after another, in step with the others: each head is one
+    turn."""
     if not core.turn:
         return
     free = [f for f in core.fragments if f.waiting is None and f.unsent and own(core, f) is None]
     if free:
-        turn = core.next if core.settings.quorum == 1 else sum(f.tip.head.number for f in core.fragments)
+        turn = (
+            core.next
+            if core.settings.quorum == 1
+            else sum(f.tip.head.number for f in core.fragments)
+        )
         core.due.append(min(free, key=lambda f: (f.index - turn) % len(core.fragments)))
-    core.turn = not free and any(f.unsent for f in core.fragments)  # else another history took what was learned
+    # else another history took what was learned
+    core.turn = not free and any(f.unsent for f in core.fragments)
 
 
 def contribute(core: Facts, f: Fragment) -> None:
@@ -103,7 +121,8 @@ def contribute(core: Facts, f: Fragment) -> None:
     core.stamp = at_most(max(clock_ms, core.stamp + 1, f.tip.book.of(core.me)[0] + 1), MAX_TOKENS)
     said = core.stamp, f.base, f.steps, f.unsent, f.units[:MAX_UNIT_RANGES]
     f.draft = Line(f.index, core.me, *said, 0.0, "0" * 64, core.identity.name)
-    f.waiting = core.settings.overlap if f.base == f.tip.head.id else 0  # else a newer head is here already
+    # else a newer head is here already
+    f.waiting = core.settings.overlap if f.base == f.tip.head.id else 0
     f.forget()
     core.next = f.index + 1
     core.out.append(Capture(f.draft))
@@ -114,16 +133,21 @@ def captured(core: Facts, event: Captured) -> None:
     f = core.fragments[event.line.fragment]
     if f.draft is None or f.draft.stamp != event.line.stamp:
         return
-    line = sign(replace(f.draft, norm=event.norm, root=event.root), core.identity.signer, core.identity.run_id)
+    line = sign(
+        replace(f.draft, norm=event.norm, root=event.root),
+        core.identity.signer,
+        core.identity.run_id,
+    )
     f.draft = None
     f.pool[core.me] = Item(line, event.payload, core.now, core.now)
 
 
-# -- to the author ----------------------------------------------------------------------------------------------------
+# -- to the author ---------------------------------------------------------------------------------
 
 
 def pass_on(core: Facts, f: Fragment, author: str) -> None:
-    """Contributions go to the author: this peer's at once, what others have left here after a while."""
+    """Contributions go to the author: this peer's at once, what others have left here after a
+    while."""
     patience_s, via = core.patience_s(f), core.next_hop(author)
     for item in f.pool.values():
         if item.got is not None and core.settings.barrier and core.members.any_pauses(core.now):
@@ -135,11 +159,23 @@ def pass_on(core: Facts, f: Fragment, author: str) -> None:
         if known is not None and core.now - known > patience_s:
             core.shun(author, SHUNNED * patience_s)
             core.note("stuck", fragment=f.index, author=author, waited_s=round(core.now - known, 1))
-        elif via == author and item.line.peer == core.me and item.to == "" and item.got is None and not item.asked:
-            item.to, item.again = via, core.now + core.deadline_s(f.sizes.payload)  # it is wanted, as it is new
+        elif (
+            via == author
+            and item.line.peer == core.me
+            and item.to == ""
+            and item.got is None
+            and not item.asked
+        ):
+            # it is wanted, as it is new
+            item.to, item.again = via, core.now + core.deadline_s(f.sizes.payload)
             core.out.append(Push(via, item.line, item.payload, 0))
         elif via and (item.to != via or core.now >= item.again):
-            item.to, item.again, item.got, item.asked = via, core.now + core.settings.refresh_s, known, True
+            item.to, item.again, item.got, item.asked = (
+                via,
+                core.now + core.settings.refresh_s,
+                known,
+                True,
+            )
             core.send(via, Offer(item.line, min(core.now - item.taken, 1e8)))
 
 
@@ -161,7 +197,9 @@ def judged(core: Facts, line: Line) -> Literal["want", "got", "no"]:
         return "no"
     if not known and _is_full(core, f) and (f.tip.objection(line) or not _misfit(core, f)):
         return "no"
-    return "want" if is_signed(line, line.peer, core.identity.signer, core.identity.run_id) else "no"
+    return (
+        "want" if is_signed(line, line.peer, core.identity.signer, core.identity.run_id) else "no"
+    )
 
 
 def _is_full(core: Facts, f: Fragment) -> bool:
@@ -170,7 +208,10 @@ def _is_full(core: Facts, f: Fragment) -> bool:
 
 def _misfit(core: Facts, f: Fragment) -> str:
     """Whose contribution is for another tip, and makes room for one that fits this tip."""
-    return next((peer for peer, item in f.pool.items() if peer != core.me and f.tip.objection(item.line)), "")
+    return next(
+        (peer for peer, item in f.pool.items() if peer != core.me and f.tip.objection(item.line)),
+        "",
+    )
 
 
 def impossible(core: Facts, line: Line) -> bool:
@@ -214,11 +255,12 @@ def not_sent(core: Facts, peer: str, line: Line) -> None:
         item.again, item.got = core.now + LATE_RETRY_S, None
 
 
-# -- accounts ---------------------------------------------------------------------------------------------------------
+# -- accounts --------------------------------------------------------------------------------------
 
 
 def discarded(core: Facts, f: Fragment) -> int:
-    """Tokens that this peer has processed, and that are neither in the history here nor on their way there."""
+    """Tokens that this peer has processed, and that are neither in the history here nor on their
+    way there."""
     open_ = own(core, f)
     return core.processed - f.tip.book.of(core.me)[1] - f.unsent - (open_.tokens if open_ else 0)
 
@@ -228,6 +270,7 @@ def account(core: Facts, f: Fragment) -> None:
     lost = discarded(core, f)
     if lost < 0:  # the history knows of more than the checkpoint did
         core.processed, lost = core.processed - lost, 0
-    if lost != f.discarded and (core.begun or core.leaving):  # a round that is left out is said at its end
+    # a round that is left out is said at its end
+    if lost != f.discarded and (core.begun or core.leaving):
         core.note("discarded", fragment=f.index, tokens=lost - f.discarded)
         f.discarded = lost

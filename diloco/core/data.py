@@ -1,9 +1,10 @@
 """Which sequences who trains on. Sans-IO.
 
-The run has one endless list of sequences 0, 1, 2, ... `merged` in the book of the control fragment says which of them
-are in the anchor, so none is merged twice in one history, whoever dealt it. Leases only avoid collisions: the author of
-that fragment deals the lowest sequences that are not merged, that no status names, and that were not granted since. So
-those of the dead, and of discarded contributions, are free without being given back.
+The run has one endless list of sequences 0, 1, 2, ... `merged` in the book of the control fragment
+says which of them are in the anchor, so none is merged twice in one history, whoever dealt it.
+Leases only avoid collisions: the author of that fragment deals the lowest sequences that are not
+merged, that no status names, and that were not granted since. So those of the dead, and of
+discarded contributions, are free without being given back.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from diloco.core.units import NONE, count, difference, first, gaps, union
 from diloco.messages.control import MAX_WANTED, Grant, Lease
 from diloco.messages.fields import MAX_RANGES, MAX_UNIT_RANGES, Units, forget_oldest
 
-LEAP = 2**24  # No honest peer has sequences this far past the merged ones, so one message cannot use up the list.
+# No honest peer has sequences this far past the merged ones, so one message cannot use up the list.
+LEAP = 2**24
 
 
 def has(core: Facts) -> Units:
-    """Data that is here, and that nobody else should learn from: this peer's, and that of contributions in its pool."""
+    """Data that is here, and that nobody else should learn from: this peer's, and that of
+    contributions in its pool."""
     f = core.control
     here = [item.line.units for item in f.pool.values() if not f.tip.objection(item.line)]
     return union(core.queue, f.units, f.draft.units if f.draft else NONE, *here)
@@ -34,7 +37,10 @@ def lease(core: Facts) -> None:
     if not core.trains_now or not core.wanted or count(core.queue) >= core.wanted // 2:
         return
     if dealer == core.me:
-        core.queue, core.changed_data = union(core.queue, deal(core, core.me, core.wanted, has(core))), True
+        core.queue, core.changed_data = (
+            union(core.queue, deal(core, core.me, core.wanted, has(core))),
+            True,
+        )
     elif (via := core.next_hop(dealer)) and core.now >= core.lease_again:
         core.lease_again = core.now + core.settings.refresh_s
         core.lease_from = via
@@ -49,8 +55,14 @@ def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
     merged = f.tip.book.merged
     possible = ((0, (merged[-1][1] if merged else 0) + LEAP),)
     said = [member.units for member in core.members.all() if member.peer != peer]
-    dealt = [units for other, (units, until) in core.granted.items() if other != peer and core.now < until]
-    taken = union(merged, has(core), *(difference(one, gaps(possible)) for one in (its, *said, *dealt)))
+    dealt = [
+        units
+        for other, (units, until) in core.granted.items()
+        if other != peer and core.now < until
+    ]
+    taken = union(
+        merged, has(core), *(difference(one, gaps(possible)) for one in (its, *said, *dealt))
+    )
     new = first(gaps(taken), want)[:MAX_UNIT_RANGES]
     if peer != core.me:
         until = inf if peer in core.members else core.now + core.patience_s(f)
@@ -72,7 +84,11 @@ def granted(core: Facts, peer: str, message: Grant) -> None:
     """Data for this peer, which has asked for it once, or for one that asked by way of it."""
     if message.peer == core.me and peer == core.lease_from:
         new = difference(difference(union(message.units), core.control.tip.book.merged), has(core))
-        core.queue, core.lease_from, core.changed_data = union(core.queue, first(new, core.wanted)), "", True
+        core.queue, core.lease_from, core.changed_data = (
+            union(core.queue, first(new, core.wanted)),
+            "",
+            True,
+        )
     elif message.peer in core.members:
         core.send(message.peer, message)
 

@@ -13,7 +13,7 @@ from diloco.messages.control import Hello
 from diloco.messages.fields import Units
 from diloco.messages.heads import Book, Head, Line
 
-# -- answers to a `Get` -----------------------------------------------------------------------------------------------
+# -- answers to a `Get` ----------------------------------------------------------------------------
 
 
 class Records(Struct, frozen=True):
@@ -23,7 +23,8 @@ class Records(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True):
-    """A part of the anchor of a head. The owner adds `values` when it sends one, and has checked its digest."""
+    """A part of the anchor of a head. The owner adds `values` when it sends one, and has checked
+    its digest."""
 
     head: Head
     book: Book
@@ -32,7 +33,7 @@ class Part(Struct, frozen=True):
     values: Any = None
 
 
-# -- events -----------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 class Event(Struct, frozen=True):
@@ -100,7 +101,8 @@ class Broke(Event, frozen=True):
 
 
 class Stepped(Event, frozen=True):
-    """The training loop made an inner step of so many tokens, from these sequences of the run's list."""
+    """The training loop made an inner step of so many tokens, from these sequences of the run's
+    list."""
 
     tokens: int
     units: Units = ()
@@ -108,14 +110,16 @@ class Stepped(Event, frozen=True):
 
 
 class Wanted(Event, frozen=True):
-    """The training loop takes so many sequences of the run's list in a cycle, which has so many inner steps."""
+    """The training loop takes so many sequences of the run's list in a cycle, which has so many
+    inner steps."""
 
     sequences: int
     cycle: int = 0
 
 
 class Begun(Event, frozen=True):
-    """The training loop is about to make inner steps in step with the others; or it is not, any more."""
+    """The training loop is about to make inner steps in step with the others; or it is not, any
+    more."""
 
     trains: bool = True
 
@@ -147,7 +151,8 @@ class Loaded(Event, frozen=True):
 
 
 class Merged(Event, frozen=True):
-    """The update that `Merge` asked for; without the contributions of peers that are `left_out`. None: it failed."""
+    """The update that `Merge` asked for; without the contributions of peers that are `left_out`.
+    None: it failed."""
 
     fragment: int
     base: str
@@ -157,7 +162,8 @@ class Merged(Event, frozen=True):
 
 
 class Applied(Event, frozen=True):
-    """The anchor is moved, and has these digests; or it is not (`why`). `damaged`: it was not what its head says."""
+    """The anchor is moved, and has these digests; or it is not (`why`). `damaged`: it was not what
+    its head says."""
 
     fragment: int
     head: str
@@ -172,7 +178,7 @@ class Leave(Event, frozen=True):
     finished: bool = False
 
 
-# -- actions ----------------------------------------------------------------------------------------------------------
+# -- actions ---------------------------------------------------------------------------------------
 
 
 class Send(Struct, frozen=True):
@@ -213,7 +219,8 @@ class Ask(Struct, frozen=True):
 
 
 class Capture(Struct, frozen=True):
-    """Take the pseudo-gradient of a fragment against the head `line.base`, and encode it: `Captured`."""
+    """Take the pseudo-gradient of a fragment against the head `line.base`, and encode it:
+    `Captured`."""
 
     line: Line
 
@@ -225,7 +232,8 @@ class Load(Struct, frozen=True):
 
 
 class Share(Struct, frozen=True):
-    """One contribution to a version, its weight, and the factor by which being late reduces that."""
+    """One contribution to a version, its weight, and the factor by which being late reduces
+    that."""
 
     line: Line
     payload: Any
@@ -234,7 +242,8 @@ class Share(Struct, frozen=True):
 
 
 class Merge(Struct, frozen=True):
-    """Judge and average contributions, take the outer step to version `number`, and encode the update: `Merged`."""
+    """Judge and average contributions, take the outer step to version `number`, and encode the
+    update: `Merged`."""
 
     fragment: int
     base: str
@@ -245,7 +254,8 @@ class Merge(Struct, frozen=True):
 
 
 class Apply(Struct, frozen=True):
-    """Move the anchor by an update, if that is no longer than `limit` and leads to what the head says: `Applied`."""
+    """Move the anchor by an update, if that is no longer than `limit` and leads to what the head
+    says: `Applied`."""
 
     fragment: int
     head: Head
@@ -253,7 +263,8 @@ class Apply(Struct, frozen=True):
     update: Any
     limit: float
     pushes: int
-    own: bool = False  # this peer is the author, and signs the head when it knows what the update leads to
+    # this peer is the author, and signs the head when it knows what the update leads to
+    own: bool = False
 
 
 class Replace(Struct, frozen=True):
@@ -265,7 +276,8 @@ class Replace(Struct, frozen=True):
 
 
 class Disconnect(Struct, frozen=True):
-    """End the streams to and from a peer, which is no member any more; if it lives, it has to say hello again."""
+    """End the streams to and from a peer, which is no member any more; if it lives, it has to say
+    hello again."""
 
     peer: str
 
@@ -288,5 +300,18 @@ class Exit(Struct, frozen=True):
 
 
 Action = (
-    Send | Broadcast | Reply | Push | Ask | Capture | Load | Merge | Apply | Replace | Disconnect | Note | Wake | Exit
+    Send
+    | Broadcast
+    | Reply
+    | Push
+    | Ask
+    | Capture
+    | Load
+    | Merge
+    | Apply
+    | Replace
+    | Disconnect
+    | Note
+    | Wake
+    | Exit
 )

@@ -1,4 +1,5 @@
-"""What one peer knows: of histories, contributions, and others. The rules are functions on these facts."""
+"""What one peer knows: of histories, contributions, and others. The rules are functions on these
+facts."""
 
 from __future__ import annotations
 
@@ -49,13 +50,15 @@ class Goal(NamedTuple):
 
 @dataclass
 class Fetch:
-    """What is asked for: at first whatever is newer, from `donor`; then the parts of a goal from several donors."""
+    """What is asked for: at first whatever is newer, from `donor`; then the parts of a goal from
+    several donors."""
 
     donor: str  # "": it is a pause
     until: float
     goal: Goal | None = None
     parts: dict[int, Any] = field(default_factory=dict)
-    asked: dict[int, tuple[str, float]] = field(default_factory=dict)  # donor and deadline of a part
+    # donor and deadline of a part
+    asked: dict[int, tuple[str, float]] = field(default_factory=dict)
 
 
 class Moving(NamedTuple):
@@ -85,13 +88,17 @@ class Fragment:
     moving: Moving | None = None
     mismatch: bool = False  # an update did not lead to what its head says
     damaged: bool = False  # and that was this peer's fault
-    busy: dict[str, float] = field(default_factory=dict)  # who says, since when, that it cannot give now
+    # who says, since when, that it cannot give now
+    busy: dict[str, float] = field(default_factory=dict)
     times_busy: int = 0  # how often that was said, since the last head
-    retry_at: dict[str, float] = field(default_factory=dict)  # donors that failed, and when to ask them again
+    # donors that failed, and when to ask them again
+    retry_at: dict[str, float] = field(default_factory=dict)
     refused: dict[str, None] = field(default_factory=dict)  # heads that no honest author makes
     # for others
-    records: dict[str, Record] = field(default_factory=dict)  # the newest, by the id of the head before
-    pinned: tuple[Tip, float] | None = None  # a tip that is kept until then for those who fetch its parts
+    # the newest, by the id of the head before
+    records: dict[str, Record] = field(default_factory=dict)
+    # a tip that is kept until then for those who fetch its parts
+    pinned: tuple[Tip, float] | None = None
     served: tuple[str, int, float] = ("", 0, 0.0)  # the tip, how often since when
     # the next version
     pool: dict[str, Item] = field(default_factory=dict)  # contributions to it, by contributor
@@ -113,7 +120,8 @@ class Fragment:
         return self.base not in self.tip.bases
 
     def needs_load(self) -> bool:
-        """Whether training has to go on from the tip: it waits for that, has learned nothing, or all of it is lost."""
+        """Whether training has to go on from the tip: it waits for that, has learned nothing, or
+        all of it is lost."""
         if self.base == self.tip.head.id or self.draft is not None:
             return False
         waited = not self.unsent if self.waiting is None else self.waiting <= 0
@@ -128,7 +136,8 @@ class Fragment:
         return {peer: key for peer, key in self.ahead.items() if key[1] not in self.refused}
 
     def behind(self) -> bool:
-        """Whether a greater tip is to be had. Nobody counts who told one before and did not give it."""
+        """Whether a greater tip is to be had. Nobody counts who told one before and did not give
+        it."""
         return bool(self.ahead) and any(peer not in self.retry_at for peer in self.greater())
 
 
@@ -145,7 +154,12 @@ def in_turn(fragments: int, peers: tuple[str, ...]) -> list[str]:
     held, chosen = dict.fromkeys(peers, 0), list[str]()
     for fragment in range(fragments):
         most = share + (sum(number > share for number in held.values()) < larger)
-        chosen.append(min((peer for peer in peers if held[peer] < most), key=lambda peer: score(fragment, peer)))
+        chosen.append(
+            min(
+                (peer for peer in peers if held[peer] < most),
+                key=lambda peer: score(fragment, peer),
+            )
+        )
         held[chosen[-1]] += 1
     return chosen
 
@@ -193,10 +207,13 @@ class Facts:
     wanted: int = 0
     lease_again: float = 0.0
     lease_from: str = ""  # who was asked for more
-    granted: dict[str, tuple[Units, float]] = field(default_factory=dict)  # what was dealt, and until when it is kept
+    # what was dealt, and until when it is kept
+    granted: dict[str, tuple[Units, float]] = field(default_factory=dict)
     # others
-    shunned: dict[str, float] = field(default_factory=dict)  # authors that are passed over, until when
-    changed_tips: set[int] = field(default_factory=set)  # fragments whose tip changed since the last status
+    # authors that are passed over, until when
+    shunned: dict[str, float] = field(default_factory=dict)
+    # fragments whose tip changed since the last status
+    changed_tips: set[int] = field(default_factory=set)
     changed_data: bool = True  # what `data.has` says may have changed since then
     heals: int = 0  # anchors that were damaged, and fetched
     takeovers: int = 0  # versions of this peer for which another one was named
@@ -213,8 +230,8 @@ class Facts:
         return self.fragments[CONTROL]
 
     def over(self, tip: Tip) -> bool:
-        """Whether the run ends with that head, as it is planned, or because nothing is greater. A round in which the
-        swarm clock passes the end is the last one of all fragments.
+        """Whether the run ends with that head, as it is planned, or because nothing is greater. A
+        round in which the swarm clock passes the end is the last one of all fragments.
         """
         steps, tokens, _ = self.planned
         tokens, head, clock = tokens or MAX_TOKENS, tip.head, self.control.tip.head
@@ -228,11 +245,20 @@ class Facts:
 
     @property
     def waits(self) -> bool:
-        """Whether the training loop waits, for a head or for what has to be sent or loaded before it."""
+        """Whether the training loop waits, for a head or for what has to be sent or loaded before
+        it."""
         if all(self.over(f.tip) for f in self.fragments):  # no head comes any more
             return any(f.loading for f in self.fragments)
-        late = (f.waiting is not None and f.waiting <= 0 and not self.over(f.tip) for f in self.fragments)
-        return self.turn or bool(self.due) or any(f.loading or f.stale for f in self.fragments) or any(late)
+        late = (
+            f.waiting is not None and f.waiting <= 0 and not self.over(f.tip)
+            for f in self.fragments
+        )
+        return (
+            self.turn
+            or bool(self.due)
+            or any(f.loading or f.stale for f in self.fragments)
+            or any(late)
+        )
 
     @property
     def says_waits(self) -> bool:
@@ -244,7 +270,8 @@ class Facts:
         return self.steps > 0 or any(member.status.steps for member in self.members.all())
 
     def lacks_peers(self) -> bool:
-        """Whether nobody has begun, and fewer are here than this peer's owner wants to begin with."""
+        """Whether nobody has begun, and fewer are here than this peer's owner wants to begin
+        with."""
         return len(self.members) + 1 < self.min_peers and not self.began()
 
     def stalled(self) -> bool:
@@ -294,16 +321,18 @@ class Facts:
         """How long an author may have a contribution without a version."""
         return max(self.settings.stuck_s, 4 * self.rounds_s(f))
 
-    # -- rule 3 -------------------------------------------------------------------------------------------------------
+    # -- rule 3 ------------------------------------------------------------------------------------
 
     def is_author(self) -> bool:
-        """Whether this peer may be an author: not before it has what others had, nor once it leaves and is done."""
+        """Whether this peer may be an author: not before it has what others had, nor once it leaves
+        and is done."""
         if not self.identity.may_author or (self.hands_over() and not self.making()):
             return False
         return self.ready or not any(f.ahead and f.greater() for f in self.fragments)
 
     def hands_over(self) -> bool:
-        """Whether this peer makes no further versions, because it leaves and others may make them."""
+        """Whether this peer makes no further versions, because it leaves and others may make
+        them."""
         return self.leaving and bool(self.members.authors())
 
     def making(self) -> bool:
@@ -311,7 +340,8 @@ class Facts:
         return any(f.merge or (f.moving and f.moving.own) for f in self.fragments)
 
     def author(self, f: Fragment, named: str = "") -> str:
-        """Who makes the next version: whom the tip names, or who is in turn; of those whom somebody hears."""
+        """Who makes the next version: whom the tip names, or who is in turn; of those whom somebody
+        hears."""
         able: Collection[str] = self.members.able(self.is_author())
         if self.shunned:
             able = [peer for peer in able if self.shunned.get(peer, 0.0) <= self.now]
@@ -324,14 +354,17 @@ class Facts:
     def second(self, f: Fragment) -> str:
         """Who is the author if the one whom the tip names goes."""
         author = self.author_of(f)
-        return self._in_turn(f, [peer for peer in self.members.able(self.is_author()) if peer != author])
+        return self._in_turn(
+            f, [peer for peer in self.members.able(self.is_author()) if peer != author]
+        )
 
     def _in_turn(self, f: Fragment, able: Iterable[str]) -> str:
         peers = tuple(sorted(able))
         return in_turn(len(self.fragments), peers)[f.index] if peers else ""
 
     def heir(self, f: Fragment) -> str:
-        """Whom a head of this peer names: itself, for its master is here, unless it leaves or has too many."""
+        """Whom a head of this peer names: itself, for its master is here, unless it leaves or has
+        too many."""
         able = [peer for peer in self.members.authors() if self.shunned.get(peer, 0.0) <= self.now]
         able += [self.me] * self.is_author()
         if self.me not in able:

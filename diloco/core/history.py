@@ -2,8 +2,9 @@
 
     line -> does the book object? -> head -> is anything wrong? -> the next tip
 
-A signature is over the id of the run, so that one of another run says nothing here. It is not over the manifest: after
-a restart a run may go on with other settings, such as a larger budget, and its history stays what it was.
+A signature is over the id of the run, so that one of another run says nothing here. It is not over
+the manifest: after a restart a run may go on with other settings, such as a larger budget, and its
+history stays what it was.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Signer(Protocol):
 
 
 class Bounds(NamedTuple):
-    """An honest update is no longer than `update`; momentum and window are not longer than `reach` after it."""
+    """An honest update is no longer than `update`; momentum and window are not longer than `reach`
+    after it."""
 
     update: float
     reach: Reach
@@ -41,8 +43,11 @@ class Bounds(NamedTuple):
 class Arithmetic(Protocol):
     """What a history needs to know of the outer optimizer; equal on all machines."""
 
-    def bounds(self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: Reach) -> Bounds:
-        """Of the step to version `number` from contributions no longer than `longest`, and the `reach` before it."""
+    def bounds(
+        self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: Reach
+    ) -> Bounds:
+        """Of the step to version `number` from contributions no longer than `longest`, and the
+        `reach` before it."""
 
 
 class Record(NamedTuple):
@@ -85,8 +90,11 @@ def blank(fragment: int) -> Tip:
 
 
 def genesis(fragment: int, run_id: str, parts: Sequence[str]) -> Tip:
-    """The tip of a run that begins, with the digests of the parts of its initial anchor. Nobody signs it."""
-    return Tip(Head(fragment, 0, run_id, "", "", (), 1, 0, "", state_of(EMPTY, parts)), EMPTY, tuple(parts))
+    """The tip of a run that begins, with the digests of the parts of its initial anchor. Nobody
+    signs it."""
+    return Tip(
+        Head(fragment, 0, run_id, "", "", (), 1, 0, "", state_of(EMPTY, parts)), EMPTY, tuple(parts)
+    )
 
 
 def state_of(book: Book, parts: Sequence[str]) -> str:
@@ -105,9 +113,15 @@ def is_signed(one: Line | Head, peer: str, signer: Signer, run_id: str) -> bool:
 
 
 def wrong(tip: Tip, head: Head, signer: Signer, run_id: str) -> str:
-    """Why no honest author makes that version of this tip; empty if one may. The update itself is not looked at."""
+    """Why no honest author makes that version of this tip; empty if one may. The update itself is
+    not looked at."""
     counted, here = head.counted, tip.head
-    if head.prev != here.id or head.number != here.number + 1 or head.fragment != here.fragment or not counted:
+    if (
+        head.prev != here.id
+        or head.number != here.number + 1
+        or head.fragment != here.fragment
+        or not counted
+    ):
         return "it does not follow"
     if head.work != at_most(here.work + sum(line.tokens for line in counted), MAX_TOKENS):
         return "its work is not that of its contributions"
@@ -124,7 +138,10 @@ def wrong(tip: Tip, head: Head, signer: Signer, run_id: str) -> str:
         return "it has data twice"
     if not is_signed(head, head.author, signer, run_id):
         return "its author has not signed it"
-    unsigned = next((line.peer for line, _ in head.lines if not is_signed(line, line.peer, signer, run_id)), None)
+    unsigned = next(
+        (line.peer for line, _ in head.lines if not is_signed(line, line.peer, signer, run_id)),
+        None,
+    )
     return "" if unsigned is None else f"a line is not signed by {unsigned}"
 
 
@@ -132,42 +149,58 @@ def wrong_state(head: Head, book: Book, parts: Sequence[str], signer: Signer, ru
     """Why that is no state of a history that one would switch to; empty if it is one."""
     if not is_signed(head, head.author, signer, run_id) if head.number else head.work:
         return "its author has not signed it"
-    if OTHERS not in book.ledger or not sound(book.merged) or head.work != at_most(book.tokens, MAX_TOKENS):
+    if (
+        OTHERS not in book.ledger
+        or not sound(book.merged)
+        or head.work != at_most(book.tokens, MAX_TOKENS)
+    ):
         return "its work is not that of its contributions"
     return "" if head.state == state_of(book, parts) else "it is not the one that its head names"
 
 
 def follow(tip: Tip, head: Head, late: int, arithmetic: Arithmetic) -> tuple[Book, float]:
-    """The book after a head that is not `wrong`, and how long its update may be. A base may be so many heads back."""
+    """The book after a head that is not `wrong`, and how long its update may be. A base may be so
+    many heads back."""
     before, counted = tip.book, head.counted
     ledger = dict(before.ledger)
     for line, weight in head.lines:
         known = before.ledger.get(line.peer, Entry(0, 0, 0, head.number))
         tokens = at_most(known.tokens + line.tokens * bool(weight), MAX_TOKENS)
         last = head.number if weight else known.last
-        ledger[line.peer] = Entry(line.stamp, tokens, known.contributions + bool(weight), known.first, last, line.name)
+        ledger[line.peer] = Entry(
+            line.stamp, tokens, known.contributions + bool(weight), known.first, last, line.name
+        )
     while len(ledger) > MAX_LEDGER:
         _sum_up_the_oldest(ledger)
     recent = (*before.recent, tip.head.id)[-late:]
     merged = _few(union(before.merged, *(line.units for line in counted)))
     longest = max(line.norm for line in counted)
-    bounds = arithmetic.bounds(head.number, len(counted), before.pushes, head.delay, longest, before.reach)
+    bounds = arithmetic.bounds(
+        head.number, len(counted), before.pushes, head.delay, longest, before.reach
+    )
     pushes = (before.pushes + len(counted)) % head.delay
     momentum, window, lost = (min(length, MAX_LENGTH) for length in bounds.reach)
     return Book(ledger, recent, merged, pushes, head.delay, (momentum, window, lost)), bounds.update
 
 
 def _sum_up_the_oldest(ledger: dict[str, Entry]) -> None:
-    """Whoever was absent longest is named no more; the highest of their stamps stays, so that nothing counts again."""
-    peer = min((peer for peer in ledger if peer != OTHERS), key=lambda peer: (ledger[peer].stamp, peer))
+    """Whoever was absent longest is named no more; the highest of their stamps stays, so that
+    nothing counts again."""
+    peer = min(
+        (peer for peer in ledger if peer != OTHERS), key=lambda peer: (ledger[peer].stamp, peer)
+    )
     one, others = ledger.pop(peer), ledger[OTHERS]
     ledger[OTHERS] = Entry(
-        max(one.stamp, others.stamp), at_most(one.tokens + others.tokens, MAX_TOKENS),
-        others.contributions + one.contributions, min(one.first, others.first or one.first), max(one.last, others.last),
-    )  # fmt: skip
+        max(one.stamp, others.stamp),
+        at_most(one.tokens + others.tokens, MAX_TOKENS),
+        others.contributions + one.contributions,
+        min(one.first, others.first or one.first),
+        max(one.last, others.last),
+    )
 
 
 def _few(merged: Units) -> Units:
-    """Ranges that fit into a book. The lowest gaps are closed: their data is never dealt out, rather than twice."""
+    """Ranges that fit into a book. The lowest gaps are closed: their data is never dealt out,
+    rather than twice."""
     over = len(merged) - MAX_RANGES
     return merged if over <= 0 else ((merged[0][0], merged[over][1]), *merged[over + 1 :])

@@ -1,4 +1,5 @@
-"""How a peer comes and goes: it listens, has what the others have, begins with them, and leaves nothing behind."""
+"""How a peer comes and goes: it listens, has what the others have, begins with them, and leaves
+nothing behind."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ def get_ready(core: Facts) -> None:
 
 
 def assemble(core: Facts) -> None:
-    """All who are here have to be about to train before anybody does; who comes late waits for nobody. Without that the
-    first ones would be rounds ahead before the last ones have loaded their anchors.
+    """All who are here have to be about to train before anybody does; who comes late waits for
+    nobody. Without that the first ones would be rounds ahead before the last ones have loaded their
+    anchors.
     """
     if core.assembled or not core.trains_now:
         return
@@ -52,7 +54,8 @@ def leave(core: Facts) -> None:
     if not core.leaving:
         return
     for f in core.fragments:
-        if f.waiting is not None or f.stale:  # nothing is loaded any more, so what came after is lost
+        # nothing is loaded any more, so what came after is lost
+        if f.waiting is not None or f.stale:
             f.forget()
     core.due = [f for f in core.fragments if f.unsent and not core.finished]
     others = core.members.all()
@@ -62,9 +65,15 @@ def leave(core: Facts) -> None:
         for item in f.pool.values()
     )
     making = any(f.draft or f.merge or f.moving for f in core.fragments)
-    lacks = [[one for one in others if tuple(one.tips.get(f.index, (0, ""))) < f.tip.key] for f in core.fragments]
-    # When the run is over, all others want its last heads; else it is enough that somebody has them.
-    alone = bool(others) and any(missing if core.finished else len(missing) == len(others) for missing in lacks)
+    lacks = [
+        [one for one in others if tuple(one.tips.get(f.index, (0, ""))) < f.tip.key]
+        for f in core.fragments
+    ]
+    # When the run is over, all others want its last heads; else it is enough that somebody has
+    # them.
+    alone = bool(others) and any(
+        missing if core.finished else len(missing) == len(others) for missing in lacks
+    )
     if not (core.due or kept or making or alone) or core.now > core.leave_by:
         core.exited = True
         core.out.append(events.Exit())

@@ -1,12 +1,14 @@
-"""How much one peer may ask of another, and what happens to one that misbehaves. Sans-IO; seconds of a monotonic clock.
+"""How much one peer may ask of another, and what happens to one that misbehaves. Sans-IO; seconds
+of a monotonic clock.
 
     what a peer asks for -> bucket, limiter, or list of the newest -> granted, refused, or later
     an offence           -> refused for 10 s -> the next one: 20 s -> 40 s -> ... one hour at most
 
-The limits are far above the needs of an honest peer. What is over one is refused or waits, and is no offence: an honest
-peer treats a refusal as a broken stream and tries again. An offence is what no honest peer of this version sends,
-whatever its link: a message that fits neither its schema nor its stream nor the run, or a payload that is not what its
-contributor signed. The defence against those who return under another identity is `diloco/admission`.
+The limits are far above the needs of an honest peer. What is over one is refused or waits, and is
+no offence: an honest peer treats a refusal as a broken stream and tries again. An offence is what
+no honest peer of this version sends, whatever its link: a message that fits neither its schema nor
+its stream nor the run, or a payload that is not what its contributor signed. The defence against
+those who return under another identity is `diloco/admission`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ T = TypeVar("T")
 MAX_PEERS = 4096  # remembered; identities cost nothing, so the others are forgotten
 BURST_S = 10.0
 
-# Bytes of a frame, looked at before it is decoded; `MAX_GREETING_BYTES` and `MAX_FRAME_BYTES` are the other two.
+# Bytes of a frame, looked at before it is decoded; `MAX_GREETING_BYTES` and `MAX_FRAME_BYTES` are
+# the other two.
 REQUEST_BYTES = 2**16
 CONTROL_BYTES, CONTROL_BYTES_PER_FRAGMENT = 2**17, 32
 HELLO_BYTES, HELLO_BYTES_PER_FRAGMENT = 2**19, 256
@@ -33,7 +36,8 @@ REVOCATIONS_BYTES = 2**19
 # Streams at a time, and how many are begun.
 STREAMS, STREAMS_PER_FRAGMENT = 16, 2
 REQUESTS_PER_S = 20.0  # beyond one per fragment
-CONTROL_STREAMS = (8, 1.0, 30.0)  # one is needed, a few more while the ends of those before are on their way
+# one is needed, a few more while the ends of those before are on their way
+CONTROL_STREAMS = (8, 1.0, 30.0)
 MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE = 128, 4
 # How slowly bytes of a fragment may come.
@@ -41,7 +45,8 @@ MIN_BYTES_PER_S, PATIENCE_S = 2.0**14, 600.0
 # What a peer does because others ask for it.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
 PROBE_BYTES, PROBE_BYTES_IN_ALL = 2**25, 2**26  # in a minute
-FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0  # at once, and as many again in an hour
+# at once, and as many again in an hour
+FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0
 CALLS_PER_MINUTE, CALL_EVERY_S = 20, 10.0
 # Lines of the event log: at once, and per second after that.
 LINES, LINES_PER_S = 40.0, 0.1
@@ -50,19 +55,42 @@ LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 FIRST_S, LONGEST_S, FORGET_S = 10.0, 3600.0, 86400.0
 
 CAUSED_BY_OTHERS: Mapping[str, str] = {
-    "clipped": "", "contribution_broke": "author", "digest_mismatch": "", "fetch_failed": "donor",
-    "inner_state_failed": "donor", "join": "peer", "leave": "peer", "left_out": "", "lost": "peer", "missing": "",
-    "not_shunned": "author", "other_data": "peer", "penalty": "peer", "plan_ignored": "peer", "planned": "peer",
-    "refused": "peer", "refused_head": "author", "refused_us": "peer", "same_data": "", "stuck": "author",
+    "clipped": "",
+    "contribution_broke": "author",
+    "digest_mismatch": "",
+    "fetch_failed": "donor",
+    "inner_state_failed": "donor",
+    "join": "peer",
+    "leave": "peer",
+    "left_out": "",
+    "lost": "peer",
+    "missing": "",
+    "not_shunned": "author",
+    "other_data": "peer",
+    "penalty": "peer",
+    "plan_ignored": "peer",
+    "planned": "peer",
+    "refused": "peer",
+    "refused_head": "author",
+    "refused_us": "peer",
+    "same_data": "",
+    "stuck": "author",
     "takeover": "",
-}  # fmt: skip
-"""Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
+}
+"""Kinds of events that a peer can cause as often as it likes, and the field that names this
+peer."""
 
 
 def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:
-    """The longest hello, and the longest message after it on a control stream, in a run with that many fragments."""
-    control = max(CONTROL_BYTES, REVOCATIONS_BYTES if closed else 0) + CONTROL_BYTES_PER_FRAGMENT * fragments
-    return min(MAX_FRAME_BYTES, HELLO_BYTES + HELLO_BYTES_PER_FRAGMENT * fragments), min(MAX_FRAME_BYTES, control)
+    """The longest hello, and the longest message after it on a control stream, in a run with that
+    many fragments."""
+    control = (
+        max(CONTROL_BYTES, REVOCATIONS_BYTES if closed else 0)
+        + CONTROL_BYTES_PER_FRAGMENT * fragments
+    )
+    return min(MAX_FRAME_BYTES, HELLO_BYTES + HELLO_BYTES_PER_FRAGMENT * fragments), min(
+        MAX_FRAME_BYTES, control
+    )
 
 
 class Buckets(Generic[T]):
@@ -85,9 +113,12 @@ class Buckets(Generic[T]):
         return self.left(key, now) >= amount and self.delay_s(key, now, amount) == 0.0
 
     def delay_s(self, key: T, now: float, amount: float = 1.0) -> float:
-        """Take so much in any case, and return for how many seconds the taker has to wait until it is there."""
+        """Take so much in any case, and return for how many seconds the taker has to wait until it
+        is there."""
         if key not in self._filled and len(self._filled) >= MAX_PEERS:
-            self._filled = {k: one for k, one in self._filled.items() if self.left(k, now) < self.burst}
+            self._filled = {
+                k: one for k, one in self._filled.items() if self.left(k, now) < self.burst
+            }
             forget_oldest(self._filled, MAX_PEERS - 1)
         left = self.left(key, now) - amount
         self._filled[key] = (left, max(now, self._filled.get(key, (0.0, now))[1]))
@@ -95,7 +126,8 @@ class Buckets(Generic[T]):
 
 
 class Allowance:
-    """How much strangers may ask for in `seconds`: each so much, and all together, because identities cost nothing."""
+    """How much strangers may ask for in `seconds`: each so much, and all together, because
+    identities cost nothing."""
 
     def __init__(self, each: float, together: float, seconds: float) -> None:
         self._each: Buckets[str] = Buckets(each / seconds, each)
@@ -104,11 +136,14 @@ class Allowance:
     def take(self, peer: str, amount: int, now: float) -> bool:
         """Whether that peer may have so much; if not, nothing changes."""
         left = self._together.left(None, now) >= amount
-        return left and self._each.take(peer, now, amount) and self._together.take(None, now, amount)
+        return (
+            left and self._each.take(peer, now, amount) and self._together.take(None, now, amount)
+        )
 
 
 class Limiter:
-    """Counts the streams that each peer has open, and those that it begins; each has at most a fragment's bytes."""
+    """Counts the streams that each peer has open, and those that it begins; each has at most a
+    fragment's bytes."""
 
     def __init__(self, most: int, per_s: float, burst: float) -> None:
         self.most, self.per_s = most, per_s
@@ -145,16 +180,21 @@ def control_messages(fragments: int) -> Buckets[str]:
 
 
 class Newest(Generic[T]):
-    """The newest streams of strangers. An older one makes room: those who mean well need theirs for a moment only."""
+    """The newest streams of strangers. An older one makes room: those who mean well need theirs for
+    a moment only."""
 
     def __init__(self) -> None:
         self._peers: dict[T, str] = {}  # by stream, the oldest first
 
     def add(self, peer: str, stream: T) -> list[T]:
         """A stranger opens a stream; returns the streams that end for it. `remove` follows."""
-        over = [one for one, other in self._peers.items() if other == peer][: -(STRANGERS_OF_ONE - 1)]
+        over = [one for one, other in self._peers.items() if other == peer][
+            : -(STRANGERS_OF_ONE - 1)
+        ]
         self._peers[stream] = peer
-        over += [one for one in self._peers if one not in over][: max(0, len(self._peers) - len(over) - STRANGERS)]
+        over += [one for one in self._peers if one not in over][
+            : max(0, len(self._peers) - len(over) - STRANGERS)
+        ]
         for one in over:
             del self._peers[one]
         return over
@@ -165,7 +205,8 @@ class Newest(Generic[T]):
 
 
 class Dials:
-    """Peers that others have named, and that are to be called: so many at a time, the others later."""
+    """Peers that others have named, and that are to be called: so many at a time, the others
+    later."""
 
     def __init__(self) -> None:
         self._bucket: Buckets[None] = Buckets(DIALS_PER_S, DIALS_AT_ONCE)
@@ -175,7 +216,8 @@ class Dials:
         return len(self._waiting)
 
     def hear(self, peers: Iterable[str]) -> None:
-        """Somebody names these peers. Those for which there is no room are forgotten: they call by themselves."""
+        """Somebody names these peers. Those for which there is no room are forgotten: they call by
+        themselves."""
         for peer in peers:
             if len(self._waiting) >= MAX_WAITING_DIALS:
                 return
@@ -191,7 +233,8 @@ class Dials:
 
 
 class EventLines:
-    """Which events are written into the log: of those that others cause, so many of each peer and kind.
+    """Which events are written into the log: of those that others cause, so many of each peer and
+    kind.
 
     The next line of the kind that is written says how many were not (`suppressed`).
     """
@@ -202,7 +245,8 @@ class EventLines:
         self._suppressed: dict[str, int] = {}  # by kind
 
     def suppressed(self, kind: str, peer: str, now: float) -> int | None:
-        """How many lines of this kind were left out since the last one; None when this one is left out, too."""
+        """How many lines of this kind were left out since the last one; None when this one is left
+        out, too."""
         if not self._of_peer.take((kind, peer), now) or not self._of_kind.take(kind, now):
             self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
             return None
@@ -215,7 +259,8 @@ class Offence(PayloadError):
 
 @contextmanager
 def offences() -> Iterator[None]:
-    """A `PayloadError` that is raised inside becomes an offence, unless the sender may be honest and newer."""
+    """A `PayloadError` that is raised inside becomes an offence, unless the sender may be honest
+    and newer."""
     try:
         yield
     except (OtherVersion, UnknownKind):
@@ -228,10 +273,12 @@ class Penalties:
     """Which peers are refused until when. After a day without an offence the count begins anew."""
 
     def __init__(self) -> None:
-        self._records: dict[str, tuple[int, float, str]] = {}  # offences, until when, why; the newest is last
+        # offences, until when, why; the newest is last
+        self._records: dict[str, tuple[int, float, str]] = {}
 
     def offence(self, peer: str, reason: str, now: float) -> float:
-        """Count an offence; returns for how many seconds the peer is refused. Those meanwhile count as the same."""
+        """Count an offence; returns for how many seconds the peer is refused. Those meanwhile count
+        as the same."""
         before, until, _ = self._records.pop(peer, (0, 0.0, ""))
         if now >= until:
             before = 1 if now >= until + FORGET_S else before + 1
@@ -241,6 +288,7 @@ class Penalties:
         return until - now
 
     def refusal(self, peer: str, now: float) -> str | None:
-        """One line for a peer that is refused now, with the reason and the seconds left; None for all others."""
+        """One line for a peer that is refused now, with the reason and the seconds left; None for
+        all others."""
         _, until, reason = self._records.get(peer, (0, now, ""))
         return f"refused for {until - now:.0f} s more: {reason}"[:400] if now < until else None

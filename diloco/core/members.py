@@ -14,9 +14,11 @@ from diloco.messages.fields import Units, forget_oldest
 from diloco.messages.heads import Key
 
 STALL_STEPS = 10.0  # inner steps at the measured pace in whose time one must be done
-STALL_BEATS = 3.0  # Large swarms say their progress seldom; one message that is late must not look like a stall.
+# Large swarms say their progress seldom; one message that is late must not look like a stall.
+STALL_BEATS = 3.0
 PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
-BEATS_PER_S = 64.0  # heartbeats heard from all others together; in smaller swarms each says one every `heartbeat_s`
+# heartbeats heard from all others together; in smaller swarms each says one every `heartbeat_s`
+BEATS_PER_S = 64.0
 MAX_ADDRESSES = 4  # kept of one peer, the best first
 
 
@@ -43,7 +45,17 @@ class Member:
     def of(cls, peer: str, hello: Hello, now: float) -> Member:
         """A member that has said hello."""
         said = hello.status
-        return cls(peer, hello, said, now, now, dict(said.tips), set(said.hears), said.units or NONE, began_at=now)
+        return cls(
+            peer,
+            hello,
+            said,
+            now,
+            now,
+            dict(said.tips),
+            set(said.hears),
+            said.units or NONE,
+            began_at=now,
+        )
 
     def hear(self, status: Status, now: float) -> None:
         """Take in a status; what it leaves out is as it was."""
@@ -73,16 +85,22 @@ class Member:
         return 0 <= now - self.paused_at < PAUSE_LIMIT_S
 
     def stalled(self, now: float, floor_s: float, first_step_s: float) -> bool:
-        """Whether it makes no progress, by its own measured pace. A first step may compile kernels."""
+        """Whether it makes no progress, by its own measured pace. A first step may compile
+        kernels."""
         if self.pauses(now):
             return False
         pace = self.status.steps_per_s
-        limit_s = max(floor_s, STALL_STEPS / pace, STALL_BEATS * self.interval_s) if pace > 0 else first_step_s
+        limit_s = (
+            max(floor_s, STALL_STEPS / pace, STALL_BEATS * self.interval_s)
+            if pace > 0
+            else first_step_s
+        )
         return now - self.moved > limit_s
 
 
 class Members:
-    """The peers that this one is connected to. Losing one is an ordinary event; nothing here raises."""
+    """The peers that this one is connected to. Losing one is an ordinary event; nothing here
+    raises."""
 
     def __init__(self, me: str, is_author: Callable[[str], bool] = lambda peer: True) -> None:
         self._me, self._is_author = me, is_author
@@ -108,7 +126,8 @@ class Members:
         return self._order
 
     def join(self, peer: str, hello: Hello, now: float) -> bool:
-        """Take in a hello; True when the peer was no member before. A known peer may be another process by now."""
+        """Take in a hello; True when the peer was no member before. A known peer may be another
+        process by now."""
         new = peer not in self._members
         self._members[peer] = Member.of(peer, hello, now)
         self._order = self._able = self._authors = None
@@ -131,16 +150,21 @@ class Members:
 
     def silent(self, now: float, floor_s: float, beats: float) -> list[str]:
         """Members that have said nothing for longer than their own heartbeat allows."""
-        return [one.peer for one in self.all() if now - one.heard > max(floor_s, beats * one.interval_s)]
+        return [
+            one.peer for one in self.all() if now - one.heard > max(floor_s, beats * one.interval_s)
+        ]
 
     def any_pauses(self, now: float) -> bool:
         """Whether a member evaluates or saves, and not for too long."""
         return any(one.status.pauses and one.pauses(now) for one in self.all())
 
     def able(self, myself: bool) -> frozenset[str]:
-        """Peers that may be an author: members, those whom a member hears, and this peer if it says so."""
+        """Peers that may be an author: members, those whom a member hears, and this peer if it says
+        so."""
         if self._able is None or self._able[0] != myself:
-            heard = set[str]().union(*(one.hears for one in self.all() if self._is_author(one.peer)))
+            heard = set[str]().union(
+                *(one.hears for one in self.all() if self._is_author(one.peer))
+            )
             able = self.authors() | (heard - self._members.keys() - {self._me})
             self._able = (myself, able | {self._me} if myself else able)
         return self._able[1]
@@ -160,8 +184,8 @@ class Members:
 class AddressBook:
     """Addresses by peer id. What a peer says of itself counts more than what others say of it.
 
-    Hellos carry addresses, because the routing tables of libp2p leave out peers that only one other peer has met.
-    `may_call` says which addresses are called on hearsay (see `Transport.may_call`).
+    Hellos carry addresses, because the routing tables of libp2p leave out peers that only one other
+    peer has met. `may_call` says which addresses are called on hearsay (see `Transport.may_call`).
     """
 
     def __init__(self) -> None:
@@ -170,11 +194,16 @@ class AddressBook:
         self._hearsay: dict[str, tuple[str, ...]] = {}
 
     def hear(self, peer: str, said: Mapping[str, Sequence[str]]) -> None:
-        """Take in what a peer says of itself and of others, without malformed addresses and those of another peer."""
+        """Take in what a peer says of itself and of others, without malformed addresses and those
+        of another peer."""
         for other, addresses in said.items():
             itself = other == peer
             known = self._said if itself else self._hearsay
-            found = [one for one in addresses if one.endswith(f"/p2p/{other}") and address_error(one) is None]
+            found = [
+                one
+                for one in addresses
+                if one.endswith(f"/p2p/{other}") and address_error(one) is None
+            ]
             found = found if itself else [one for one in found if self.may_call(one)]
             known[other] = tuple(found[:MAX_ADDRESSES])
             forget_oldest(known, MAX_PEERS)

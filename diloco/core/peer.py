@@ -1,7 +1,9 @@
-"""The core of one peer, whole and sans-IO: `Peer.receive(event, now)` returns actions, which the owner carries out.
+"""The core of one peer, whole and sans-IO: `Peer.receive(event, now)` returns actions, which the
+owner carries out.
 
-An event only changes facts. Then one function, `_decide`, looks at all facts and acts, so no message is waited for, and
-there is no state machine. It never sleeps, opens a socket or reads a clock.
+An event only changes facts. Then one function, `_decide`, looks at all facts and acts, so no
+message is waited for, and there is no state machine. It never sleeps, opens a socket or reads a
+clock.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from diloco.core.units import NONE
 from diloco.messages.bulk import Get
 from diloco.messages.codec import objection_to_wire
 from diloco.messages.control import Answer, Figures, Grant, Hello, Lease, Offer, Planned, Status
-from diloco.messages.fields import MAX_NAMED, MAX_RANGES, MAX_RATE, at_most, forget_oldest, within_bounds
+from diloco.messages.fields import (
+    MAX_NAMED,
+    MAX_RANGES,
+    MAX_RATE,
+    at_most,
+    forget_oldest,
+    within_bounds,
+)
 from diloco.messages.heads import Line
 
 HEARS_S = 0.5  # between two statuses that say only which authors a peer hears
@@ -29,14 +38,20 @@ LOOK_S = 1.0  # between two looks for silent members
 FASTEST = 4.0
 MAX_RAISE = 1000  # times what was typed here
 OTHER_DATA = (
-    "peers share sequences out by number, and on each a number is other text, so some is trained on twice or never, "
-    "and perhaps some that the other holds out; give both the same files, or set data.shard=0 data.shards=1 on each"
+    "peers share sequences out by number, and on each a number is other text, so some is trained on"
+    " twice or never, and perhaps some that the other holds out; give both the same files, or set"
+    " data.shard=0 data.shards=1 on each"
 )
 HANDLERS: dict[type[events.Event], Callable[[Facts, Any], None]] = {
-    events.Gave: tips.gave, events.Applied: tips.applied, events.Asked: tips.answer, events.Merged: author.merged,
-    events.Stepped: contributions.stepped, events.Captured: contributions.captured,
-    events.Delivered: contributions.delivered, events.Loaded: contributions.loaded,
-}  # fmt: skip
+    events.Gave: tips.gave,
+    events.Applied: tips.applied,
+    events.Asked: tips.answer,
+    events.Merged: author.merged,
+    events.Stepped: contributions.stepped,
+    events.Captured: contributions.captured,
+    events.Delivered: contributions.delivered,
+    events.Loaded: contributions.loaded,
+}
 
 
 def _short(data: str) -> str:
@@ -48,7 +63,8 @@ def _short(data: str) -> str:
 class Peer:
     """One peer's part in the swarm.
 
-    Messages that do not fit are ignored or answered with no; nothing from the network makes this raise.
+    Messages that do not fit are ignored or answered with no; nothing from the network makes this
+    raise.
 
     Args:
         tips: by fragment, what the anchors here are. wall_ms: milliseconds of the clock at `now`.
@@ -57,21 +73,40 @@ class Peer:
     """
 
     def __init__(
-        self, identity: Identity, settings: Settings, arithmetic: Arithmetic, tips: Sequence[Tip],
-        sizes: Sequence[Sizes], now: float, wall_ms: int, processed: int = 0, stamp: int = 0,
+        self,
+        identity: Identity,
+        settings: Settings,
+        arithmetic: Arithmetic,
+        tips: Sequence[Tip],
+        sizes: Sequence[Sizes],
+        now: float,
+        wall_ms: int,
+        processed: int = 0,
+        stamp: int = 0,
         planned: Planned = (0, 0, 0),
-    ) -> None:  # fmt: skip
+    ) -> None:
         fragments = [
             Fragment(i, tip, size, {tip.head.id: now}, Patience(settings.floor_s), tip.head.id)
             for i, (tip, size) in enumerate(zip(tips, sizes, strict=True))
         ]
         self.addresses = AddressBook()
         self.facts = Facts(
-            identity, settings, arithmetic, now, wall_ms - int(now * 1000),
-            Members(identity.me, identity.is_author), fragments, processed, stamp, cycle=settings.sync_every,
-            settled_at=now + settings.settle_s, lease_again=now, moved=now, planned=planned,
+            identity,
+            settings,
+            arithmetic,
+            now,
+            wall_ms - int(now * 1000),
+            Members(identity.me, identity.is_author),
+            fragments,
+            processed,
+            stamp,
+            cycle=settings.sync_every,
+            settled_at=now + settings.settle_s,
+            lease_again=now,
+            moved=now,
+            planned=planned,
             min_peers=settings.min_peers,
-        )  # fmt: skip
+        )
         self.figures = Figures()
         self._typed = planned
         self._looked_at = self._told_at = self._listened_at = now
@@ -97,7 +132,8 @@ class Peer:
         return core.out
 
     def _take_in(self, event: events.Event) -> bool:
-        """Change facts; whether they are looked at at once, and not together with what comes next."""
+        """Change facts; whether they are looked at at once, and not together with what comes
+        next."""
         core = self.facts
         match event:
             case events.Heard(peer, message):
@@ -124,11 +160,17 @@ class Peer:
                 core.wanted, core.cycle = sequences, cycle or core.cycle
             case events.Begun(trains):
                 core.begun, core.moved = trains, core.now
-                core.position = lifecycle.first_position(core) if trains and core.ready else core.position
+                core.position = (
+                    lifecycle.first_position(core) if trains and core.ready else core.position
+                )
             case events.Paused(pauses):
                 core.pauses, core.moved = pauses, core.now
             case events.Leave(finished):
-                core.leaving, core.finished, core.leave_by = True, finished, core.now + core.settings.stuck_s
+                core.leaving, core.finished, core.leave_by = (
+                    True,
+                    finished,
+                    core.now + core.settings.stuck_s,
+                )
             case events.Alone():
                 core.min_peers = 1
             case events.Discovered():
@@ -159,7 +201,7 @@ class Peer:
         self._tell()
         lifecycle.leave(core)
 
-    # -- for everybody else -------------------------------------------------------------------------------------------
+    # -- for everybody else ------------------------------------------------------------------------
 
     @property
     def runs(self) -> bool:
@@ -185,15 +227,25 @@ class Peer:
         self.figures = figures
 
     def fastest_steps_per_s(self, mine: float) -> float:
-        """The pace of the fastest peer that trains, at most `FASTEST` times the median, as anybody may claim any."""
-        paces = [mine, *(one.status.steps_per_s for one in self.facts.members.all() if one.status.trains)]
+        """The pace of the fastest peer that trains, at most `FASTEST` times the median, as anybody
+        may claim any."""
+        paces = [
+            mine,
+            *(one.status.steps_per_s for one in self.facts.members.all() if one.status.trains),
+        ]
         measured = [pace for pace in paces if pace > 0]
         return min(max(measured), FASTEST * median_low(measured)) if measured else 0.0
 
     def name(self, peer: str) -> str:
         """The display name of a peer that is here."""
         member = self.facts.members.get(peer)
-        return self.facts.identity.name if peer == self.facts.me else member.hello.name if member else ""
+        return (
+            self.facts.identity.name
+            if peer == self.facts.me
+            else member.hello.name
+            if member
+            else ""
+        )
 
     def others_at(self) -> list[str]:
         """One address of each other peer that is here."""
@@ -201,14 +253,17 @@ class Peer:
         return [addresses[0] for addresses in named.values()]
 
     def objection(self, hello: Hello) -> str | None:
-        """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
+        """Why the sender of this hello cannot be in this run, as one line for its user; None when
+        it can."""
         me, fragments = self.facts.identity, len(self.facts.fragments)
         if (objection := objection_to_wire(hello.wire_version)) is not None:
             return objection
         if hello.run_id != me.run_id:
             return f"run.id={hello.run_id} is not the run here, which is run.id={me.run_id}"
         if hello.manifest_hash != me.manifest_hash:
-            return f"the manifest {hello.manifest_hash[:12]} differs from {me.manifest_hash[:12]} here"
+            return (
+                f"the manifest {hello.manifest_hash[:12]} differs from {me.manifest_hash[:12]} here"
+            )
         if len(hello.status.tips) != fragments:
             return f"{len(hello.status.tips)} fragments there, {fragments} here"
         return None
@@ -221,17 +276,25 @@ class Peer:
                 said = max(tips, default=0)
             case Offer(line=Line(fragment=said) as line):
                 if said < fragments and contributions.impossible(self.facts, line):
-                    return f"{line.tokens} tokens, {len(line.units)} ranges of data in {line.steps} steps are claimed"
+                    return (
+                        f"{line.tokens} tokens, {len(line.units)} ranges of data in {line.steps}"
+                        " steps are claimed"
+                    )
             case Answer(fragment=said):
                 pass
             case _:
                 return None
-        return None if said < fragments else f"a message about fragment {said}, and the run has {fragments}"
+        return (
+            None
+            if said < fragments
+            else f"a message about fragment {said}, and the run has {fragments}"
+        )
 
-    # -- members ------------------------------------------------------------------------------------------------------
+    # -- members -----------------------------------------------------------------------------------
 
     def _wake_up(self) -> None:
-        """Who was asleep (SIGSTOP, laptop lid) was given up by the others: it listens first, and drops its data."""
+        """Who was asleep (SIGSTOP, laptop lid) was given up by the others: it listens first, and
+        drops its data."""
         core = self.facts
         if core.now - self._looked_at > core.settings.silence_s:
             core.ready, core.settled_at, core.queue = False, core.now + core.settings.settle_s, NONE
@@ -288,7 +351,7 @@ class Peer:
         kind = "leave" if member.status.leaves else "lost"
         core.note(kind, peer=peer, name=member.hello.name, why=why, live=len(core.members) + 1)
 
-    # -- talking ------------------------------------------------------------------------------------------------------
+    # -- talking -----------------------------------------------------------------------------------
 
     def _heard(self, peer: str, message: object) -> bool:
         core = self.facts
@@ -322,7 +385,8 @@ class Peer:
         return news
 
     def _hear_plan(self, peer: str, status: Status) -> None:
-        """The run is as long as whoever may make its versions says, within reason: nobody makes it endless for all."""
+        """The run is as long as whoever may make its versions says, within reason: nobody makes it
+        endless for all."""
         core = self.facts
         pairs = zip(core.planned, status.planned, strict=True)
         higher = tuple(max(here, there) if here else 0 for here, there in pairs)
@@ -335,18 +399,29 @@ class Peer:
         core.note("planned", peer=peer, planned=list(higher))
 
     def status(self, whole: bool = True, figures: Figures | None = None) -> Status:
-        """What this peer has and does: all of it, or what changed since the last status to everybody."""
+        """What this peer has and does: all of it, or what changed since the last status to
+        everybody."""
         core = self.facts
         told = range(len(core.fragments)) if whole else sorted(core.changed_tips)
         hears, said = core.members.authors(), self._said_authors
         return Status(
-            whole=whole, tips={i: core.fragments[i].tip.key for i in told}, steps=at_most(core.steps),
-            position=core.position, cycle=core.cycle, steps_per_s=within_bounds(core.steps_per_s, MAX_RATE),
-            trains=core.trains_now, waits=core.says_waits, pauses=core.pauses, leaves=core.leaving,
-            authors=core.is_author(), hears=sorted(hears if whole else hears - said),
+            whole=whole,
+            tips={i: core.fragments[i].tip.key for i in told},
+            steps=at_most(core.steps),
+            position=core.position,
+            cycle=core.cycle,
+            steps_per_s=within_bounds(core.steps_per_s, MAX_RATE),
+            trains=core.trains_now,
+            waits=core.says_waits,
+            pauses=core.pauses,
+            leaves=core.leaving,
+            authors=core.is_author(),
+            hears=sorted(hears if whole else hears - said),
             deaf=[] if whole else sorted(said - hears),
-            units=self._said_units if whole or core.changed_data else None, planned=core.planned, figures=figures,
-        )  # fmt: skip
+            units=self._said_units if whole or core.changed_data else None,
+            planned=core.planned,
+            figures=figures,
+        )
 
     def _tell(self) -> None:
         """Tell everybody what changed, and that this peer lives."""
@@ -354,10 +429,24 @@ class Peer:
         if core.changed_data:
             has = data.has(core)[:MAX_RANGES]
             core.changed_data, self._said_units = has != self._said_units, has
-        flags = (core.trains_now, core.says_waits, core.pauses, core.leaving, core.is_author(), core.planned)
+        flags = (
+            core.trains_now,
+            core.says_waits,
+            core.pauses,
+            core.leaving,
+            core.is_author(),
+            core.planned,
+        )
         beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
-        hears_other = hears != self._said_authors and core.now >= self._told_at + HEARS_S  # few need it, and rarely
-        if flags != self._said_flags or core.changed_tips or core.changed_data or hears_other or beats:
+        # few need it, and rarely
+        hears_other = hears != self._said_authors and core.now >= self._told_at + HEARS_S
+        if (
+            flags != self._said_flags
+            or core.changed_tips
+            or core.changed_data
+            or hears_other
+            or beats
+        ):
             core.broadcast(self.status(whole=False, figures=self.figures if beats else None))
             if core.changed_tips and core.made_step:
                 core.moved, core.made_step = core.now, False  # it got the first head after a step
@@ -374,7 +463,15 @@ class Peer:
         if len(peers) > MAX_NAMED:  # each peer names others, so a newcomer hears of nearly all
             peers = sorted(peers, key=lambda peer: score(0, f"{me.me} {peer}"))[:MAX_NAMED]
         return Hello(
-            wire_version=WIRE_VERSION, run_id=me.run_id, manifest_hash=me.manifest_hash, name=me.name,
-            trains=me.trains, authors=me.may_author, device=me.device, peers=peers,
-            addresses=self.addresses.all([me.me, *peers]), status=self.status(), sequences=me.data,
-        )  # fmt: skip
+            wire_version=WIRE_VERSION,
+            run_id=me.run_id,
+            manifest_hash=me.manifest_hash,
+            name=me.name,
+            trains=me.trains,
+            authors=me.may_author,
+            device=me.device,
+            peers=peers,
+            addresses=self.addresses.all([me.me, *peers]),
+            status=self.status(),
+            sequences=me.data,
+        )

@@ -1,5 +1,5 @@
-"""Rules 1 and 2. An anchor moves up only, when its bytes are here and match what the head says; who hears of a greater
-tip asks those who tell it, in turn. Sans-IO.
+"""Rules 1 and 2. An anchor moves up only, when its bytes are here and match what the head says; who
+hears of a greater tip asks those who tell it, in turn. Sans-IO.
 
     told -> ask a donor -> records, one after another  -> the anchor moves by an update -> adopted
                         -> parts, from several donors  -> the anchor is replaced        -> adopted
@@ -21,12 +21,13 @@ from diloco.messages.bulk import Get
 from diloco.messages.fields import forget_oldest
 from diloco.messages.heads import Head
 
-PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0  # before somebody else is asked after a donor said: not now; twice that next time
+# before somebody else is asked after a donor said: not now; twice that next time
+PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0
 PARTS_EACH = 2  # that one donor is asked for at a time
 REFUSED = 1024  # heads that are remembered
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- asking ----------------------------------------------------------------------------------------
 
 
 def fetch(core: Facts, f: Fragment) -> None:
@@ -34,10 +35,13 @@ def fetch(core: Facts, f: Fragment) -> None:
     now = core.now
     if f.fetch and f.fetch.goal is None and now >= f.fetch.until:
         _failed(core, f, f.fetch.donor)
-    for donor in {donor for donor, until in f.fetch.asked.values() if now > until} if f.fetch else ():
+    for donor in (
+        {donor for donor, until in f.fetch.asked.values() if now > until} if f.fetch else ()
+    ):
         _failed(core, f, donor)
     told = f.greater()
-    if good := told.keys() - f.retry_at.keys():  # who failed is asked only when nobody else tells one
+    # who failed is asked only when nobody else tells one
+    if good := told.keys() - f.retry_at.keys():
         told = {peer: told[peer] for peer in good}
         if f.fetch and f.fetch.donor in f.retry_at and not f.fetch.goal:
             f.fetch = None
@@ -60,7 +64,9 @@ def _ask_parts(core: Facts, f: Fragment, asked: Fetch, goal: Goal) -> None:
     tell = [one.peer for one in core.members.all() if one.tips.get(f.index) == goal.head.key]
     donors = sorted({*tell, *([asked.donor] if asked.donor in core.members else [])})
     donors = [donor for donor in donors if f.retry_at.get(donor, 0.0) <= core.now]
-    missing = [part for part in range(f.sizes.parts) if part not in asked.parts and part not in asked.asked]
+    missing = [
+        part for part in range(f.sizes.parts) if part not in asked.parts and part not in asked.asked
+    ]
     busy = [donor for donor, _ in asked.asked.values()]
     until = core.now + core.deadline_s(f.sizes.anchor // f.sizes.parts)
     for _ in range(PARTS_EACH):
@@ -71,7 +77,8 @@ def _ask_parts(core: Facts, f: Fragment, asked: Fetch, goal: Goal) -> None:
                 asked.asked[part] = (donor, until)
                 core.out.append(Ask(donor, Get(f.index, f.tip.key, goal.head.id, part)))
     if not asked.asked and (f.behind() or not tell):
-        f.fetch = None  # nobody has it any more; else those who have it are asked again for what is missing
+        # nobody has it any more; else those who have it are asked again for what is missing
+        f.fetch = None
 
 
 def _failed(core: Facts, f: Fragment, donor: str, seconds: float = 0.0) -> None:
@@ -86,7 +93,7 @@ def _failed(core: Facts, f: Fragment, donor: str, seconds: float = 0.0) -> None:
         f.fetch = None
 
 
-# -- what donors give -------------------------------------------------------------------------------------------------
+# -- what donors give ------------------------------------------------------------------------------
 
 
 def gave(core: Facts, event: Gave) -> None:
@@ -123,7 +130,9 @@ def _gave_records(core: Facts, f: Fragment, peer: str, records: tuple[Record, ..
         f.fetch = None
     if f.received or f.moving:
         return
-    start = next((at for at, record in enumerate(records) if record.head.prev == f.tip.head.id), None)
+    start = next(
+        (at for at, record in enumerate(records) if record.head.prev == f.tip.head.id), None
+    )
     if start is None:
         if asked:
             _failed(core, f, peer)
@@ -149,7 +158,8 @@ def _move(core: Facts, f: Fragment, peer: str = "") -> None:
 
 
 def _is_believed(core: Facts, donor: str, head: Head) -> bool:
-    """Whether its author, or who gave it, may make versions: an author may be gone before this peer came."""
+    """Whether its author, or who gave it, may make versions: an author may be gone before this peer
+    came."""
     return core.identity.is_author(head.author) or core.identity.is_author(donor)
 
 
@@ -160,15 +170,24 @@ def _wrong(core: Facts, tip: Tip, head: Head) -> str:
 
 
 def _refuse(core: Facts, f: Fragment, donor: str, why: str, head: Head) -> None:
-    """No honest author makes that head. Whoever gave it has made it, unless its author has signed it."""
+    """No honest author makes that head. Whoever gave it has made it, unless its author has signed
+    it."""
     f.received = []
     f.refused[head.id] = None
     forget_oldest(f.refused, REFUSED)
     signed = is_signed(head, head.author, core.identity.signer, core.identity.run_id)
     if signed:
         core.shun(head.author, SHUNNED * core.settings.stuck_s)
-    core.note("refused_head", fragment=f.index, head=head.id, author=head.author if signed else "", why=why)
-    _failed(core, f, donor, 0.0 if signed and donor != head.author else SHUNNED * core.settings.stuck_s)
+    core.note(
+        "refused_head",
+        fragment=f.index,
+        head=head.id,
+        author=head.author if signed else "",
+        why=why,
+    )
+    _failed(
+        core, f, donor, 0.0 if signed and donor != head.author else SHUNNED * core.settings.stuck_s
+    )
 
 
 def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
@@ -201,20 +220,25 @@ def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
             core.out.append(Replace(f.index, goal.head, values))
 
 
-# -- moving -----------------------------------------------------------------------------------------------------------
+# -- moving ----------------------------------------------------------------------------------------
 
 
 def applied(core: Facts, event: Applied) -> None:
     """The anchor was moved, or it could not be."""
     f = core.fragments[event.fragment]
     moving, f.moving = f.moving, None
-    assert moving is not None and moving.head.id == event.head, "the owner moved an anchor by itself"
+    assert moving is not None and moving.head.id == event.head, (
+        "the owner moved an anchor by itself"
+    )
     if event.why:
         f.received = []
         if event.why == "far":
             return _refuse(core, f, moving.donor, "it moves too far", moving.head)
-        f.mismatch, f.damaged = True, event.damaged  # the anchor here is damaged, or the author's was
-        core.note("digest_mismatch", fragment=f.index, number=moving.head.number, damaged=event.damaged)
+        # the anchor here is damaged, or the author's was
+        f.mismatch, f.damaged = True, event.damaged
+        core.note(
+            "digest_mismatch", fragment=f.index, number=moving.head.number, damaged=event.damaged
+        )
         return
     head = moving.head
     if moving.own:
@@ -244,7 +268,9 @@ def adopt(core: Facts, f: Fragment, tip: Tip, record: Record | None) -> None:
         if core.shunned.pop(head.author, None):  # who makes versions is not stuck
             core.note("not_shunned", author=head.author)
     forget_oldest(f.adopted_at, core.settings.records)
-    forget_oldest(f.records, max(1, min(core.settings.records, (f.sizes.anchor - 1) // f.sizes.update)))
+    forget_oldest(
+        f.records, max(1, min(core.settings.records, (f.sizes.anchor - 1) // f.sizes.update))
+    )
     if f.stale or overlaps(tip.book.merged, f.units):  # what was learned since the base is lost
         f.forget()
     if f is core.control:
@@ -253,18 +279,26 @@ def adopt(core: Facts, f: Fragment, tip: Tip, record: Record | None) -> None:
         f.pool = {peer: item for peer, item in f.pool.items() if not tip.objection(item.line)}
     core.changed_tips.add(f.index)
     core.changed_data = core.changed_data or f is core.control
-    core.note("tip", fragment=f.index, number=head.number, head=head.id, work=head.work, author=head.author)
+    core.note(
+        "tip",
+        fragment=f.index,
+        number=head.number,
+        head=head.id,
+        work=head.work,
+        author=head.author,
+    )
 
 
 def load(core: Facts, f: Fragment) -> None:
-    """Have training go on from the new anchor; an inner step that is under way is not thrown away for it."""
+    """Have training go on from the new anchor; an inner step that is under way is not thrown away
+    for it."""
     in_step = f.waiting is None and not (f.stale or core.waits or core.pauses)
     if f.needs_load() and not (in_step or f.loading) and core.identity.trains:
         f.loading = True
         core.out.append(Load(f.index))
 
 
-# -- giving -----------------------------------------------------------------------------------------------------------
+# -- giving ----------------------------------------------------------------------------------------
 
 
 def answer(core: Facts, event: Asked) -> None:
@@ -285,7 +319,10 @@ def _answer(core: Facts, get: Get) -> Records | Part | None:
             f.pinned = (shown[0], now + 2 * core.settings.deadline_s)
         return Part(shown[0].head, shown[0].book, shown[0].parts, get.part)
     tip_id, number, since = f.served
-    window_s = min(core.settings.refresh_s, core.settings.fanout * f.sizes.update / core.settings.uplink_bytes_per_s)
+    window_s = min(
+        core.settings.refresh_s,
+        core.settings.fanout * f.sizes.update / core.settings.uplink_bytes_per_s,
+    )
     if tip_id != tip.head.id or now - since >= window_s:
         number, since = 0, now
     if number >= core.settings.fanout or tuple(get.have) >= tip.key:

@@ -1,4 +1,5 @@
-"""Serves `page.html`, `GET /api/state` (the newest snapshot) and `GET /metrics` (for Prometheus)."""
+"""Serves `page.html`, `GET /api/state` (the newest snapshot) and `GET /metrics` (for
+Prometheus)."""
 
 from __future__ import annotations
 
@@ -29,10 +30,14 @@ logger = logging.getLogger(__name__)
 EVERY_S = 1.0
 PAGE = Path(__file__).with_name("page.html").read_bytes()
 SCRIPTS = re.findall(rb"<script>(.*?)</script>", PAGE, re.S)
-HASHES = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one).digest()).decode()}'" for one in SCRIPTS)
+HASHES = " ".join(
+    f"'sha256-{base64.b64encode(hashlib.sha256(one).digest()).decode()}'" for one in SCRIPTS
+)
 HEADERS = {  # the page's own script only, nothing from elsewhere, and in no frame of another site
-    "Content-Security-Policy": f"default-src 'none'; script-src {HASHES}; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        f"default-src 'none'; script-src {HASHES}; style-src 'unsafe-inline'; connect-src 'self';"
+        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -43,7 +48,8 @@ HEADERS = {  # the page's own script only, nothing from elsewhere, and in no fra
 class Dashboard(ThreadingTCPServer):
     """Listens on `host` and `port` (0: any free one) at once, and answers while `watch` runs.
 
-    Raises OSError if it cannot listen there. `snapshot` is the newest one; it stays when the swarm no longer answers.
+    Raises OSError if it cannot listen there. `snapshot` is the newest one; it stays when the swarm
+    no longer answers.
     """
 
     allow_reuse_address = True
@@ -61,7 +67,8 @@ class Dashboard(ThreadingTCPServer):
     async def watch(self, watcher: SwarmWatcher) -> None:
         """Asks once a second, for all pages together, until cancelled."""
         threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
-        # Ctrl+C cancels this task. Before Python 3.12 a wait_for that has just finished swallows the cancellation.
+        # Ctrl+C cancels this task. Before Python 3.12 a wait_for that has just finished swallows
+        # the cancellation.
         watching = asyncio.current_task()
         try:
             while watching is not None and not watching.cancelling():
@@ -87,11 +94,16 @@ class Dashboard(ThreadingTCPServer):
     def answer(self, host: str, path: str) -> tuple[int, str, bytes]:
         """Status, type and body for a request with this `Host`.
 
-        A site may have its own name point to 127.0.0.1, and then read the page as its own (DNS rebinding). Its name
-        stays in `Host`, so only addresses and names of this machine are answered.
+        A site may have its own name point to 127.0.0.1, and then read the page as its own (DNS
+        rebinding). Its name stays in `Host`, so only addresses and names of this machine are
+        answered.
         """
         if not self._own(host):
-            return 403, "text/plain", b"not served under this name; open the address that diloco dashboard printed\n"
+            return (
+                403,
+                "text/plain",
+                b"not served under this name; open the address that diloco dashboard printed\n",
+            )
         if path == "/":
             return 200, "text/html; charset=utf-8", PAGE
         if path == "/metrics":
@@ -116,10 +128,17 @@ class _Request(BaseHTTPRequestHandler):
     timeout = 10.0  # of a connection that says nothing
 
     def do_GET(self) -> None:
-        status, kind, body = self.server.answer(self.headers.get("Host", ""), urlsplit(self.path).path)
+        status, kind, body = self.server.answer(
+            self.headers.get("Host", ""), urlsplit(self.path).path
+        )
         self.send_response(status)
         age = {"X-Diloco-Age-Seconds": f"{self.server.seen_s():.1f}"}
-        for name, text in {**HEADERS, **age, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+        for name, text in {
+            **HEADERS,
+            **age,
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+        }.items():
             self.send_header(name, text)
         self.end_headers()
         self.wfile.write(body)
@@ -129,7 +148,8 @@ class _Request(BaseHTTPRequestHandler):
 
 
 def exposition(dashboard: Dashboard) -> str:
-    """The text for Prometheus. While no peer answers, `diloco_up` is 0 and the other metrics keep their last values."""
+    """The text for Prometheus. While no peer answers, `diloco_up` is 0 and the other metrics keep
+    their last values."""
     snapshot = dashboard.snapshot
     gauges = [
         _gauge("up", "Whether a peer of the swarm answers", {"": float(dashboard.answers)}),
@@ -146,26 +166,41 @@ def _gauge(name: str, text: str, values: Mapping[str, float]) -> str:
 
 
 def _label(**labels: str) -> str:
-    shown = (f'{name}="{json.dumps(text, ensure_ascii=False)[1:-1]}"' for name, text in labels.items())
+    shown = (
+        f'{name}="{json.dumps(text, ensure_ascii=False)[1:-1]}"' for name, text in labels.items()
+    )
     return f"{{{','.join(shown)}}}"
 
 
 def _swarm(snapshot: Snapshot) -> Iterator[str]:
     run, ledger = snapshot.run, snapshot.ledger
     yield _gauge("outer_steps", "Outer steps that every fragment has seen", {"": run.version})
-    fates = {_label(fate=name): getattr(ledger, name) for name in ("processed", "applied", "discarded", "in_flight")}
+    fates = {
+        _label(fate=name): getattr(ledger, name)
+        for name in ("processed", "applied", "discarded", "in_flight")
+    }
     yield _gauge("tokens", "Tokens by what became of them", fates)
-    yield _gauge("peers", "Connected peers by state", Counter(_label(state=row.state) for row in snapshot.peers))
+    yield _gauge(
+        "peers",
+        "Connected peers by state",
+        Counter(_label(state=row.state) for row in snapshot.peers),
+    )
     doing = Counter(_label(state=row.state) for row in snapshot.fragments)
     yield _gauge("fragments", "Fragments by what the answering peer does about them", doing)
     if snapshot.loss:
-        yield _gauge("loss", "Mean training loss of the peers (nats per token)", {"": snapshot.loss[-1].loss})
+        yield _gauge(
+            "loss", "Mean training loss of the peers (nats per token)", {"": snapshot.loss[-1].loss}
+        )
     newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)
     if newest is None:
         return
-    counts = {_label(role=name): getattr(newest, name) for name in ("live", "participating", "merged")}
+    counts = {
+        _label(role=name): getattr(newest, name) for name in ("live", "participating", "merged")
+    }
     yield _gauge("round_peers", "Peers of the newest version", counts)
-    yield _gauge("round_staleness", "Staleness of the oldest contribution in it", {"": newest.staleness})
+    yield _gauge(
+        "round_staleness", "Staleness of the oldest contribution in it", {"": newest.staleness}
+    )
     if newest.seconds is not None:
         phases = {_label(phase=name): value for name, value in asdict(newest.seconds).items()}
         yield _gauge("round_seconds", "Mean wall seconds of its round by phase", phases)
@@ -184,5 +219,8 @@ FIGURES = {  # of a peer: name of the metric, field, meaning
 def _peers(snapshot: Snapshot) -> Iterator[str]:
     names = snapshot.names()
     for name, (field, text) in FIGURES.items():
-        values = {_label(peer=names[row.peer_id], peer_id=row.peer_id): getattr(row, field) for row in snapshot.peers}
+        values = {
+            _label(peer=names[row.peer_id], peer_id=row.peer_id): getattr(row, field)
+            for row in snapshot.peers
+        }
         yield _gauge(f"peer_{name}", f"{text}, by peer", values)

@@ -1,15 +1,18 @@
 """From text to batches of packed token sequences.
 
-1. A source yields documents, UTF-8 bytes in a fixed order (`sources`, `formats`): the standard library, files, or a hub
-   stream.
-2. The hash of a document decides whether it is training text or held-out text, equally on every peer (`packing`).
-3. A tokenizer turns the document into integers and adds its end token (`tokenizers`); for files of this machine once
-   (`tokens`).
-4. The tokens are concatenated and cut into sequences of T = `data.sequence_length` tokens. No token is repeated, and
-   only a last piece shorter than T is dropped. A sequence may hold the end of one document and the start of the next;
-   attention is not masked between them, as usual in pretraining.
-5. A stream yields endless batches (B, T) of this peer's part, in a seeded order (`numbered`, `streaming`), drawn from
-   one source or several (`mixture`). Its `state()` is small JSON; `restore()` continues with the very next sequence.
+1. A source yields documents, UTF-8 bytes in a fixed order (`sources`, `formats`): the standard
+   library, files, or a hub stream.
+2. The hash of a document decides whether it is training text or held-out text, equally on every
+   peer (`packing`).
+3. A tokenizer turns the document into integers and adds its end token (`tokenizers`); for files of
+   this machine once (`tokens`).
+4. The tokens are concatenated and cut into sequences of T = `data.sequence_length` tokens. No token
+   is repeated, and only a last piece shorter than T is dropped. A sequence may hold the end of one
+   document and the start of the next; attention is not masked between them, as usual in
+   pretraining.
+5. A stream yields endless batches (B, T) of this peer's part, in a seeded order (`numbered`,
+   `streaming`), drawn from one source or several (`mixture`). Its `state()` is small JSON;
+   `restore()` continues with the very next sequence.
 6. A thread makes batches before their turn (`prefetch`).
 """
 
@@ -23,16 +26,29 @@ from diloco.data.streaming import HubDataset
 from diloco.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from diloco.data.tokens import OnProgress
 
-__all__ = ["AHEAD", "Dataset", "Leases", "Prefetched", "Stream", "Tokenizer", "is_bytes", "load", "load_tokenizer"]
+__all__ = [
+    "AHEAD",
+    "Dataset",
+    "Leases",
+    "Prefetched",
+    "Stream",
+    "Tokenizer",
+    "is_bytes",
+    "load",
+    "load_tokenizer",
+]
 
 Dataset = LocalDataset | HubDataset
 """Text of one source or several, tokenised and split; `LocalDataset` says what the methods do."""
 
 
-def load(settings: DataConfig, seed: int, on_progress: OnProgress = lambda done, total: None) -> Dataset:
+def load(
+    settings: DataConfig, seed: int, on_progress: OnProgress = lambda done, total: None
+) -> Dataset:
     """Opens the data of a run: reads and tokenises local text, or connects to the hub.
 
-    Raises DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
+    Raises DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer
+    or hub dataset.
     """
     tokenizer = load_tokenizer(*settings.tokenizer_place)
     if settings.source == "hub":

@@ -1,18 +1,21 @@
-"""From one file to the texts of its rows: JSON, Parquet, CSV, Arrow and plain text, compressed or not.
+"""From one file to the texts of its rows: JSON, Parquet, CSV, Arrow and plain text, compressed or
+not.
 
     with filesystem.open(path, "rb") as handle:
-        for text in texts(handle, path, format, field, start):  # one for each row, from row `start` on (counted from 0)
+        for text in texts(handle, path, format, field, start):  # one for each row, from row `start`
+                                                                on (counted from 0)
             for document in documents_of(text):  # a long row is several documents
 
-- A text is UTF-8, and b"" where a row has none (null, an empty string, no such field): the n-th is that of row
-  `start` + n.
+- A text is UTF-8, and b"" where a row has none (null, an empty string, no such field): the n-th is
+  that of row `start` + n.
 - `format` is one of SUFFIXES. The rows of plain text are pieces of the file, and it has no fields.
 - Columns that nobody asked for may be of any type, of several, or in some rows only.
-- `handle` is a seekable binary file. Its content says how it is compressed: gzip, bzip2, xz, zstd or lz4. A ZIP archive
-  stands for the files in it.
+- `handle` is a seekable binary file. Its content says how it is compressed: gzip, bzip2, xz, zstd
+  or lz4. A ZIP archive stands for the files in it.
 - In memory are one row, or one batch of rows, however large the file.
-- A fault of the content is a ValueError that names the row, counted from 1, or a DataError about `data.field`. An
-  OSError with an `errno` is one of the machine or of the network. `sources.reading` makes a line of each.
+- A fault of the content is a ValueError that names the row, counted from 1, or a DataError about
+  `data.field`. An OSError with an `errno` is one of the machine or of the network.
+  `sources.reading` makes a line of each.
 """
 
 from __future__ import annotations
@@ -44,14 +47,16 @@ SUFFIXES = {
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 
-# A text file is cut at line ends about this far apart: holding out whole documents needs more than one document.
+# A text file is cut at line ends about this far apart: holding out whole documents needs more than
+# one document.
 _TEXT_DOCUMENT_BYTES = 4096
 LONG_ROW_BYTES = 32 << 10
 
 _LONGEST = 1 << 30  # bytes of one value of JSON
 _BLOCK = 1 << 20
 _ROWS_AT_ONCE = 256
-_ROWS_WITHOUT = 10_000  # so many rows of JSON without the field, from the first one on: its name is wrong
+# so many rows of JSON without the field, from the first one on: its name is wrong
+_ROWS_WITHOUT = 10_000
 
 _CONTENT = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ\0)"
@@ -60,7 +65,8 @@ _CONTENT = re.compile(
 
 
 def texts(handle: BinaryIO, path: str, format: str, field: str, start: int = 0) -> Iterator[bytes]:
-    """The texts of the rows of one file; `path` is its name in errors. What it may raise is said above."""
+    """The texts of the rows of one file; `path` is its name in errors. What it may raise is said
+    above."""
     head = handle.read(16)
     handle.seek(0)
     if format == "parquet" and not _CONTENT.match(head):
@@ -78,7 +84,8 @@ def num_rows(handle: Any) -> int:
 
 
 def format_of(name: str) -> str | None:
-    """The format that the suffix of a file names, in small or capital letters, compressed or not."""
+    """The format that the suffix of a file names, in small or capital letters, compressed or
+    not."""
     stem, found, suffix = name.lower().rpartition(".")
     if found and f".{suffix}" in COMPRESSIONS:
         suffix = stem.rpartition(".")[2]
@@ -98,11 +105,13 @@ def omit(files: Sequence[object], kind: str) -> None:
 
 
 def documents_of(text: bytes) -> Iterator[bytes]:
-    """The documents of one row: itself, or pieces as of a text file if it is long; none if it is empty.
+    """The documents of one row: itself, or pieces as of a text file if it is long; none if it is
+    empty.
 
     One book in one row has to be several documents, or none of it could be held out.
     """
-    # Line ends only make a text longer, so a short row is not normalised here: the hold-out does it once more.
+    # Line ends only make a text longer, so a short row is not normalised here: the hold-out does it
+    # once more.
     if len(text) > LONG_ROW_BYTES and len(with_plain_line_ends(text).rstrip()) > LONG_ROW_BYTES:
         yield from pieces(io.BytesIO(text))
     elif text:
@@ -110,13 +119,16 @@ def documents_of(text: bytes) -> Iterator[bytes]:
 
 
 def pieces(handle: BinaryIO) -> Iterator[bytes]:
-    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, or else a word, or else a character.
+    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, or else a word, or else
+    a character.
 
-    A line end counts as one byte, whatever it is: a copy of the text with others is cut at the same places.
+    A line end counts as one byte, whatever it is: a copy of the text with others is cut at the same
+    places.
     """
     rest, ahead, end = b"", b"", _TEXT_DOCUMENT_BYTES
     while True:
-        ahead += handle.read(end + 1 - len(ahead))  # one more: it may be the second byte of a line end
+        # one more: it may be the second byte of a line end
+        ahead += handle.read(end + 1 - len(ahead))
         wanted = _TEXT_DOCUMENT_BYTES + ahead.count(b"\r\n", 0, end + 1)
         if wanted > end:
             end = wanted
@@ -133,7 +145,8 @@ def pieces(handle: BinaryIO) -> Iterator[bytes]:
 
 
 def _last_character(block: bytes) -> int:
-    """Index at which the last UTF-8 character, possibly incomplete, begins; the length if the bytes are not UTF-8."""
+    """Index at which the last UTF-8 character, possibly incomplete, begins; the length if the bytes
+    are not UTF-8."""
     for start in range(len(block) - 1, len(block) - 5, -1):
         if block[start] & 0xC0 != 0x80:
             return start
@@ -141,11 +154,13 @@ def _last_character(block: bytes) -> int:
 
 
 def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader]:
-    """What is to be read of a file: itself, decompressed, without a byte order mark; or each file of an archive."""
+    """What is to be read of a file: itself, decompressed, without a byte order mark; or each file
+    of an archive."""
     found = _CONTENT.match(handle.read(16))
     handle.seek(0)
     kind = found.lastgroup if found else None
-    if kind == "zip" and (format != "text" or path.lower().endswith(".zip")):  # not a document of an office program
+    # not a document of an office program
+    if kind == "zip" and (format != "text" or path.lower().endswith(".zip")):
         with zipfile.ZipFile(handle) as archive:
             for member in _members(archive, path, format):
                 with archive.open(member) as opened:
@@ -163,7 +178,11 @@ def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader
 
 
 def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
-    files = [name for name in archive.namelist() if not name.endswith("/") and not is_hidden(name.split("/"))]
+    files = [
+        name
+        for name in archive.namelist()
+        if not name.endswith("/") and not is_hidden(name.split("/"))
+    ]
     fitting = [name for name in files if format in ("text", format_of(name))]
     omit([f"{path}/{name}" for name in files if name not in fitting], format)
     return fitting
@@ -193,13 +212,15 @@ def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
         if not isinstance(value, str | None):
             names = [name for name, other in row.items() if isinstance(other, str)]
             raise _holds_no_text(path, field, type(value).__name__, names, f"row {number} of ")
-        yield (value or "").encode("utf-8", errors="replace")  # half of a surrogate pair is possible in JSON
+        # half of a surrogate pair is possible in JSON
+        yield (value or "").encode("utf-8", errors="replace")
     if fields:
         raise NoFieldError(path, field, fields)
 
 
 def _json_rows(content: io.BufferedReader) -> Iterator[object]:
-    """The rows of JSON lines, or else of the one list, or the one object, over several lines that the file is."""
+    """The rows of JSON lines, or else of the one list, or the one object, over several lines that
+    the file is."""
     # Numbers are not looked at: they may have more digits than Python converts.
     decoder, number, line = json.JSONDecoder(strict=False, parse_int=lambda digits: 0), 0, b""
 
@@ -218,7 +239,9 @@ def _json_rows(content: io.BufferedReader) -> Iterator[object]:
             try:
                 row = decoded(line, f"row {number}")
             except ValueError as error:
-                if number > 1 or getattr(error.__cause__, "pos", -1) < len(line.decode(errors="replace").rstrip()):
+                if number > 1 or getattr(error.__cause__, "pos", -1) < len(
+                    line.decode(errors="replace").rstrip()
+                ):
                     raise
                 break  # it goes on in the next line
             yield row
@@ -254,7 +277,8 @@ def _arrow(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]
 def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[bytes]:
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(handle, buffer_size=8 * _BLOCK, pre_buffer=False)  # else a whole group is in memory
+    # else a whole group is in memory
+    file = parquet.ParquetFile(handle, buffer_size=8 * _BLOCK, pre_buffer=False)
     groups = list(range(file.num_row_groups))
     while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
         start -= rows
@@ -287,13 +311,16 @@ class NoFieldError(DataError):
     def __init__(self, path: str, field: str, fields: Iterable[str]) -> None:
         has = ", ".join(sorted(fields)[:20]) or "none"
         super().__init__(
-            f"data.field: {field!r} is no field of {path}, which has {has}; take one, or leave the file out"
+            f"data.field: {field!r} is no field of {path}, which has {has}; take one, or leave the"
+            " file out"
         )
 
 
 def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str = "") -> DataError:
     fields = ", ".join(sorted(names)[:20]) or "none"
-    return DataError(f"data.field: {field!r} holds {kind}, not text, in {row}{path}; fields with text: {fields}")
+    return DataError(
+        f"data.field: {field!r} holds {kind}, not text, in {row}{path}; fields with text: {fields}"
+    )
 
 
 _READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[bytes]]]

@@ -1,4 +1,5 @@
-"""Data of this machine: one source or a mixture, tokenised once, packed into sequences that have numbers."""
+"""Data of this machine: one source or a mixture, tokenised once, packed into sequences that have
+numbers."""
 
 from __future__ import annotations
 
@@ -24,54 +25,80 @@ class LocalDataset:
     Attributes:
         description: one line for the log, with the sources and their sizes.
         training: the endless list of training sequences.
-        held_out: sequences of each source for evaluation, (n, T) each, in the smallest integer type.
-        digest: names the training sequences, as DIGEST-NxT; equal where their numbers stand for the same text.
+        held_out: sequences of each source for evaluation, (n, T) each, in the smallest integer
+            type.
+        digest: names the training sequences, as DIGEST-NxT; equal where their numbers stand for the
+            same text.
     """
 
-    def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int, on_progress: OnProgress) -> None:
+    def __init__(
+        self, settings: DataConfig, tokenizer: Tokenizer, seed: int, on_progress: OnProgress
+    ) -> None:
         self.tokenizer = tokenizer
         self.sequence_length = settings.sequence_length
         self._seed = seed
         self.training: Rows | Mixture
         if not settings.mixture:
-            self.training, held_out, self.description = _sequences(settings, None, tokenizer, on_progress)
+            self.training, held_out, self.description = _sequences(
+                settings, None, tokenizer, on_progress
+            )
             self.held_out, self._counts, total = [held_out], counts_of([1.0]), len(self.training)
         else:
             names, weights = zip(*((one.name, one.weight) for one in settings.mixture), strict=True)
             sources = []
             for one in settings.mixture:
-                own = {"source": one.source, "field": one.field, "path": settings.paths.get(one.name)}
+                own = {
+                    "source": one.source,
+                    "field": one.field,
+                    "path": settings.paths.get(one.name),
+                }
                 own_settings = settings.model_copy(update={**own, "mixture": (), "paths": {}})
                 sources.append(_sequences(own_settings, one.name, tokenizer, on_progress))
             rows, self.held_out, descriptions = map(list, zip(*sources, strict=True))
             self.training = Mixture(names, rows, weights)
             self._counts, total = self.training.counts, sum(map(len, rows))
-            parts = (f"{count / 100:g} % {one}" for count, one in zip(self._counts, descriptions, strict=True))
+            parts = (
+                f"{count / 100:g} % {one}"
+                for count, one in zip(self._counts, descriptions, strict=True)
+            )
             self.description = f"mixture of {'; '.join(parts)}"
         self.digest = f"{self.training.digest[:16]}-{total}x{self.sequence_length}"
 
     def batches(
-        self, size: int, shard: int = 0, shards: int = 1, rows: tuple[int, int] = (0, 1), leases: Leases | None = None
+        self,
+        size: int,
+        shard: int = 0,
+        shards: int = 1,
+        rows: tuple[int, int] = (0, 1),
+        leases: Leases | None = None,
     ) -> NumberedStream:
-        """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and cover the data.
+        """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and
+        cover the data.
 
-        Or else of the units that are `leases`d, from the numbered list that all peers of the run share.
+        Or else of the units that are `leases`d, from the numbered list that all peers of the run
+        share.
 
-        `rows` is (rank, size) of a process in an ranks: its batches are the rows rank, rank + size, ... of the peer's,
-        (B / size, T), and its state is the peer's. Other rows of numbered sequences are not read.
+        `rows` is (rank, size) of a process in an ranks: its batches are the rows rank, rank + size,
+        ... of the peer's, (B / size, T), and its state is the peer's. Other rows of numbered
+            sequences are not read.
         """
         return NumberedStream(self.training, size, self._seed, shard, shards, rows, leases)
 
     def units(self, sequences: int) -> int:
-        """How many of the units that the swarm leases hold about so many sequences: here they are sequences."""
+        """How many of the units that the swarm leases hold about so many sequences: here they are
+        sequences."""
         return sequences
 
     def holdout(self, sequences: int) -> Tensor:
-        """The first `sequences` held-out sequences, or all, if there are fewer: (N, T) int64, equal on every peer."""
-        # In file order they would come from one or two documents. The order does not depend on the seed.
+        """The first `sequences` held-out sequences, or all, if there are fewer: (N, T) int64, equal
+        on every peer."""
+        # In file order they would come from one or two documents. The order does not depend on the
+        # seed.
         sequences = min(sequences, MIXTURE_BLOCK * max(map(len, self.held_out)))
         found: list[NDArray[Any]] = []
-        for source, rank in zip(*places(np.arange(sequences), "holdout", self._counts), strict=True):
+        for source, rank in zip(
+            *places(np.arange(sequences), "holdout", self._counts), strict=True
+        ):
             rows = self.held_out[source]
             if rank < len(rows):
                 found.append(rows[permuted(np.array([rank]), len(rows), "holdout")])
@@ -81,13 +108,19 @@ class LocalDataset:
 def _sequences(
     settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_progress: OnProgress
 ) -> tuple[Rows, NDArray[Any], str]:
-    """Training and held-out sequences, (N, T) each, of one source, and a line about it; `name` is that in a mixture."""
+    """Training and held-out sequences, (N, T) each, of one source, and a line about it; `name` is
+    that in a mixture."""
     length = settings.sequence_length
     tokens = _tokens(settings, name, tokenizer, on_progress)
     training, held_out = (
-        part[: len(part) // length * length].reshape(-1, length) for part in (tokens.training, tokens.held_out)
+        part[: len(part) // length * length].reshape(-1, length)
+        for part in (tokens.training, tokens.held_out)
     )
-    where = settings.source if settings.path is None else f"{settings.source} in {', '.join(settings.path)}"
+    where = (
+        settings.source
+        if settings.path is None
+        else f"{settings.source} in {', '.join(settings.path)}"
+    )
     what = f"data.source={where}" if name is None else f"{name} of data.mixture ({where})"
     if not tokens.documents:
         raise DataError(f"{what} has no text; give files that are not empty")
@@ -96,24 +129,29 @@ def _sequences(
         total = len(tokens.training) + len(tokens.held_out)
         shorter = f"data.sequence_length={total} " if total < length else ""
         raise DataError(
-            f"data.holdout: {settings.holdout} of {tokens.documents} documents leaves no {missing} sequence of "
-            f"{length} tokens; start the run with {shorter}data.holdout=0 (no held-out loss) or a {other} one, "
-            f"or add text to {what}"
+            f"data.holdout: {settings.holdout} of {tokens.documents} documents leaves no {missing}"
+            f" sequence of {length} tokens; start the run with {shorter}data.holdout=0 (no held-out"
+            f" loss) or a {other} one, or add text to {what}"
         )
     description = (
-        f"{where}: {tokens.documents:,} documents, {tokens.num_bytes / 1e6:.1f} MB, {len(training):,} training and "
-        f"{len(held_out):,} held-out sequences of {length} tokens"
+        f"{where}: {tokens.documents:,} documents, {tokens.num_bytes / 1e6:.1f} MB,"
+        f" {len(training):,} training and {len(held_out):,} held-out sequences of {length} tokens"
     )
     return Rows(training, tokens.digest[:16]), held_out, description
 
 
-def _tokens(settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_progress: OnProgress) -> TokenList:
+def _tokens(
+    settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_progress: OnProgress
+) -> TokenList:
     """Errors name `data.path` and `data.field`, or what they are called in a mixture."""
     try:
         return tokens_of(settings, tokenizer, on_progress)
     except DataError as error:
         key, _, rest = str(error).partition(":")
-        own = {"data.path": f"data.paths.{name}", "data.field": f"data.mixture, field of {name}"}.get(key)
+        own = {
+            "data.path": f"data.paths.{name}",
+            "data.field": f"data.mixture, field of {name}",
+        }.get(key)
         if name is None or own is None:
             raise
         raise DataError(f"{own}:{rest}") from error

@@ -1,9 +1,10 @@
 """Makes batches before their turn, in a thread beside the training loop.
 
-A stream decides in two steps. Its `plan` runs in the training thread when a batch is handed out, exactly as without
-prefetching: it moves the position and takes leased units. `make` reads and tokenises what a plan says, in any thread.
-The worker makes the plans that the stream foresees. A wrong forecast (units came back from a peer that died) costs the
-time to make that batch, and nothing else.
+A stream decides in two steps. Its `plan` runs in the training thread when a batch is handed out,
+exactly as without
+prefetching: it moves the position and takes leased units. `make` reads and tokenises what a plan
+says, in any thread. The worker makes the plans that the stream foresees. A wrong forecast (units
+came back from a peer that died) costs the time to make that batch, and nothing else.
 
 It is no process: numpy, tokenizers, pyarrow and the network let other threads run meanwhile.
 """
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 AHEAD = 8  # batches
-END_S = 1.0  # A worker that waits for the network longer than that is left to the end of the process.
+# A worker that waits for the network longer than that is left to the end of the process.
+END_S = 1.0
 
 
 class Stream(Protocol):
@@ -33,7 +35,8 @@ class Stream(Protocol):
         """The position after the last batch that was handed out, as a JSON object."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues after that batch, before the first `next`; exactly so if data and shards are unchanged.
+        """Continues after that batch, before the first `next`; exactly so if data and shards are
+        unchanged.
 
         Raises CheckpointError: `state` is not a position of this kind of stream.
         """
@@ -56,19 +59,24 @@ class Planned(Stream, Protocol):
 
 
 class Prefetched:
-    """The batches of a stream, of which up to `depth` are made ahead; for a CUDA device they lie in pinned memory.
+    """The batches of a stream, of which up to `depth` are made ahead; for a CUDA device they lie in
+    pinned memory.
 
     An exception of the worker is raised, as itself, by the `next` whose batch it was. Use it with
     `contextlib.closing`: `close` ends the worker, and drops what it has made.
     """
 
-    def __init__(self, stream: Planned, device: torch.device | None = None, depth: int = AHEAD) -> None:
+    def __init__(
+        self, stream: Planned, device: torch.device | None = None, depth: int = AHEAD
+    ) -> None:
         assert depth > 0, depth
         self._stream = stream
         self._device = device if device is not None and device.type == "cuda" else None
         self._depth = depth
         self._foreseen: dict[Hashable, Future[Tensor | None]] = {}  # by plan, in their order
-        self._jobs: queue.SimpleQueue[tuple[Hashable, Future[Tensor | None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Hashable, Future[Tensor | None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._worker: threading.Thread | None = None
 
     def __next__(self) -> Tensor:
@@ -115,7 +123,8 @@ class Prefetched:
         return batch
 
     def _work(self) -> None:
-        if self._device is not None:  # or pinned memory would belong to the first device, whichever this process has
+        # or pinned memory would belong to the first device, whichever this process has
+        if self._device is not None:
             torch.cuda.set_device(self._device)
         while (job := self._jobs.get()) is not None:
             plan, batch = job
@@ -123,7 +132,9 @@ class Prefetched:
                 continue
             try:
                 made = self._stream.make(plan)
-                batch.set_result(made if self._device is None or made is None else made.pin_memory())
+                batch.set_result(
+                    made if self._device is None or made is None else made.pin_memory()
+                )
             except BaseException as error:  # it is the training thread's
                 batch.set_exception(error)
             del job, batch

@@ -1,6 +1,8 @@
-"""Reads documents. Every source yields UTF-8 bytes, never empty, in an order that depends on the data alone.
+"""Reads documents. Every source yields UTF-8 bytes, never empty, in an order that depends on the
+data alone.
 
-`stdlib` is the standard library of the running interpreter: peers with another Python read slightly other text.
+`stdlib` is the standard library of the running interpreter: peers with another Python read slightly
+other text.
 """
 
 from __future__ import annotations
@@ -23,42 +25,66 @@ from diloco.errors import DataError, DilocoError
 from diloco.hub import check_reachable, commit_of, opened
 from diloco.text import counted
 
-# Generated tables and machine-specific constants, tests, and packages that are not part of the library.
+# Generated tables and machine-specific constants, tests, and packages that are not part of the
+# library.
 _STDLIB_SKIPPED = frozenset(
-    {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idlelib",
+        "lib2to3",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+    }
 )
 # Which data sets on the hub have beside their data.
-_ABOUT_DATA = frozenset({"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"})
-_LOOKED_AT = 1 << 14  # pieces of a file, 64 MiB, in which it has to be text; what comes later is an error
+_ABOUT_DATA = frozenset(
+    {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
+)
+# pieces of a file, 64 MiB, in which it has to be text; what comes later is an error
+_LOOKED_AT = 1 << 14
 
 logger = logging.getLogger(__name__)
 
 
 def documents(settings: DataConfig, files: Sequence[Path] | None = None) -> Iterator[bytes]:
-    """The documents of a local source (`stdlib`, `text`, `json`, `parquet`); `files` is what `files_of` has found.
+    """The documents of a local source (`stdlib`, `text`, `json`, `parquet`); `files` is what
+    `files_of` has found.
 
-    Raises DataError while iterating, if a file is missing, unreadable or not text, or has no such field.
+    Raises DataError while iterating, if a file is missing, unreadable or not text, or has no such
+    field.
     """
     if settings.source == "stdlib":
         yield from _stdlib()
         return
     rows = rows_without = 0
     for file in files_of(settings) if files is None else files:
-        with reading(f"data.path: {file}", f"make it readable as {settings.source}, or leave it out"):
+        with reading(
+            f"data.path: {file}", f"make it readable as {settings.source}, or leave it out"
+        ):
             with file.open("rb") as handle:
                 for text in texts(handle, str(file), settings.source, settings.field):
                     rows, rows_without = rows + 1, rows_without + (not text)
                     yield from [text] if settings.source == "text" else documents_of(text)
     if rows_without:
         where = ", ".join(settings.path or ())
-        logger.warning("%d of %d rows of %s have no %r, and are left out", rows_without, rows, where, settings.field)
+        logger.warning(
+            "%d of %d rows of %s have no %r, and are left out",
+            rows_without,
+            rows,
+            where,
+            settings.field,
+        )
 
 
 def files_of(settings: DataConfig) -> list[Path]:
     """The files of a local source in their order. Raises DataError if one is missing.
 
-    A directory in `data.path` stands for all files below it that the source can read and that are not hidden. A line of
-    the log says how many others there are.
+    A directory in `data.path` stands for all files below it that the source can read and that are
+    not hidden. A line of the log says how many others there are.
     """
     found, odd = list[Path](), list[Path]()
     for given in settings.path or ():
@@ -67,14 +93,25 @@ def files_of(settings: DataConfig) -> list[Path]:
             if not path.exists():
                 raise DataError(f"data.path: {given} does not exist; give a file or a directory")
             if not path.is_dir() and not path.is_file():
-                raise DataError(f"data.path: {given} is no file that stays; give a file or a directory")
-            inside = _below(path) if path.is_dir() else []
-            fitting = [file for file in inside if _fits(file, settings.source)] if path.is_dir() else [path]
-            if not fitting:
-                kinds = "UTF-8" if settings.source == "text" else ", ".join(SUFFIXES[settings.source])
-                others = f", but {counted(len(inside), 'other')} such as {inside[0]}" if inside else ""
                 raise DataError(
-                    f"data.path: {given} has no {kinds} files in it{others}; give a file or a directory with some"
+                    f"data.path: {given} is no file that stays; give a file or a directory"
+                )
+            inside = _below(path) if path.is_dir() else []
+            fitting = (
+                [file for file in inside if _fits(file, settings.source)]
+                if path.is_dir()
+                else [path]
+            )
+            if not fitting:
+                kinds = (
+                    "UTF-8" if settings.source == "text" else ", ".join(SUFFIXES[settings.source])
+                )
+                others = (
+                    f", but {counted(len(inside), 'other')} such as {inside[0]}" if inside else ""
+                )
+                raise DataError(
+                    f"data.path: {given} has no {kinds} files in it{others}; give a file or a"
+                    " directory with some"
                 )
             found += fitting
             odd += sorted({*inside} - {*fitting})
@@ -83,7 +120,8 @@ def files_of(settings: DataConfig) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """All files below a folder that are not hidden, in their order. Links lead out of it, to each folder once."""
+    """All files below a folder that are not hidden, in their order. Links lead out of it, to each
+    folder once."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -102,12 +140,16 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _fits(file: Path, source: str) -> bool:
-    """Whether a source can read a file below a folder: by its suffix, or in `data=text` by its content."""
+    """Whether a source can read a file below a folder: by its suffix, or in `data=text` by its
+    content."""
     if not file.is_file():  # a broken link, a socket
         return False
     if source != "text":
         return format_of(file.name) == source and file.name not in _ABOUT_DATA
-    with reading(f"data.path: {file}", "make it readable, or leave it out"), file.open("rb") as handle:
+    with (
+        reading(f"data.path: {file}", "make it readable, or leave it out"),
+        file.open("rb") as handle,
+    ):
         try:
             return all(True for _ in islice(texts(handle, str(file), "text", ""), _LOOKED_AT))
         except Exception as error:  # each kind of compression has its own
@@ -117,10 +159,12 @@ def _fits(file: Path, source: str) -> bool:
 
 
 def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str], Any]]:
-    """Format and files of a split of a dataset of the hub, or of a local directory, and what opens them.
+    """Format and files of a split of a dataset of the hub, or of a local directory, and what opens
+    them.
 
-    The publisher of a dataset may name any file as its data: one of this machine, or of another server. Only files of
-    the dataset itself are read. Raises DataError if it names others, or there is no such split. Use it in `reading`.
+    The publisher of a dataset may name any file as its data: one of this machine, or of another
+    server. Only files of the dataset itself are read. Raises DataError if it names others, or there
+    is no such split. Use it in `reading`.
     """
     import datasets as module  # type: ignore[import-untyped, unused-ignore]  # late, because it takes a second
 
@@ -131,7 +175,9 @@ def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str]
     folder = Path(os.path.expanduser(name))
     with TemporaryDirectory(prefix="diloco-") as place:
         if revision is None and folder.is_file():
-            raise DataError(f"data.name: {name} is a file; give its folder, or use data=json data.path=FILE")
+            raise DataError(
+                f"data.name: {name} is a file; give its folder, or use data=json data.path=FILE"
+            )
         if revision is None and folder.is_dir():
             where = os.path.join(os.path.realpath(place), "data")
             start, links = f"{where}/", _links(folder, Path(where))
@@ -140,22 +186,35 @@ def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str]
             revision = revision or commit_of("dataset", name)
             where, start = f"hf://datasets/{name}", f"hf://datasets/{name}@{revision}/"
         try:
-            builder = module.load_dataset_builder(where, name=settings.subset, revision=revision, cache_dir=place)
+            builder = module.load_dataset_builder(
+                where, name=settings.subset, revision=revision, cache_dir=place
+            )
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ValueError(str(error).replace(where, name)) from error
     kind = type(builder).__module__.rpartition(".")[2]
     if kind not in SUFFIXES:
-        raise DataError(f"data.name: {name} is of the format {kind}; expected one of {', '.join(SUFFIXES)}")
-    splits = {str(split): [str(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
+        raise DataError(
+            f"data.name: {name} is of the format {kind}; expected one of {', '.join(SUFFIXES)}"
+        )
+    splits = {
+        str(split): [str(file) for file in files]
+        for split, files in (builder.config.data_files or {}).items()
+    }
     files = [file for split in splits.values() for file in split]
-    strange = [file for file in files if not file.startswith(start) or "::" in file or "/../" in file]
+    strange = [
+        file for file in files if not file.startswith(start) or "::" in file or "/../" in file
+    ]
     if strange or not files:
         said = f"reads {show(strange[0])}" if strange else "names no files"
-        raise DataError(f"data.name: {name} {said}, and not files of its own; choose another dataset")
+        raise DataError(
+            f"data.name: {name} {said}, and not files of its own; choose another dataset"
+        )
     if settings.split not in splits:
-        raise DataError(f"data.split: {name} has no {settings.split}; its splits are {', '.join(splits)}")
+        raise DataError(
+            f"data.split: {name} has no {settings.split}; its splits are {', '.join(splits)}"
+        )
     others = (file for file in links.values() if format_of(file.name) != kind)
     omit([file for file in others if file.suffix not in (".md", ".zip")], kind)
     chosen = splits[settings.split]
@@ -163,7 +222,8 @@ def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str]
 
 
 def _links(folder: Path, place: Path) -> dict[str, Path]:
-    """Makes links to the files of a folder, of the same names, but without what `datasets` takes for a pattern."""
+    """Makes links to the files of a folder, of the same names, but without what `datasets` takes
+    for a pattern."""
     links = {}
     for number, file in enumerate(_below(folder)):
         link = place / re.sub(r"[][*?:]+", f"_{number}_", str(file.relative_to(folder)))
@@ -178,30 +238,42 @@ def _links(folder: Path, place: Path) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def reading(what: str, remedy: str) -> Iterator[None]:
-    """Turns any exception of a reader inside the block into a DataError with the text `what: exception; remedy`."""
+    """Turns any exception of a reader inside the block into a DataError with the text `what:
+    exception; remedy`."""
     try:
         yield
     except (DilocoError, ImportError):  # an ImportError is a broken installation, not bad data
         raise
-    except Exception as error:  # OSError; pyarrow, fsspec and datasets each have their own exception tree
+    # OSError; pyarrow, fsspec and datasets each have their own exception tree
+    except Exception as error:
         text = " ".join(str(error).split())
         if isinstance(error, OSError) and error.strerror:
             text, place = error.strerror, str(error.filename or "")
             if place not in what:  # a cache, a folder for copies
-                what, remedy = f"{what.partition(':')[0]}: {place}", "make that path usable, the data are not at fault"
+                what, remedy = (
+                    f"{what.partition(':')[0]}: {place}",
+                    "make that path usable, the data are not at fault",
+                )
         elif isinstance(error, MemoryError):
             text, remedy = "this machine is out of memory", "free some"
-        raise DataError(f"{what}: {text[:300].rstrip('.') or type(error).__name__}; {remedy}") from error
+        raise DataError(
+            f"{what}: {text[:300].rstrip('.') or type(error).__name__}; {remedy}"
+        ) from error
 
 
 def _stdlib() -> Iterator[bytes]:
     root = Path(sysconfig.get_path("stdlib"))
     for directory, children, files in os.walk(root):
-        children[:] = sorted(c for c in children if c not in _STDLIB_SKIPPED and not c.startswith("config-"))
+        children[:] = sorted(
+            c for c in children if c not in _STDLIB_SKIPPED and not c.startswith("config-")
+        )
         for name in sorted(files):
             # _sysconfigdata holds the paths and compiler flags of one installation.
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                with reading(f"data.source=stdlib: {directory}/{name}", "use data=text with files that you can read"):
+                with reading(
+                    f"data.source=stdlib: {directory}/{name}",
+                    "use data=text with files that you can read",
+                ):
                     text = Path(directory, name).read_bytes()
                 if text:
                     yield text

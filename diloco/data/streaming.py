@@ -1,16 +1,20 @@
-"""Data too large for this machine: a dataset of the Hugging Face hub, read and tokenised as it is needed.
+"""Data too large for this machine: a dataset of the Hugging Face hub, read and tokenised as it is
+needed.
 
-1. The run has one endless list of *units* 0, 1, 2, ... The files of the dataset are in a seeded order, a new one in
-   each epoch, and a unit is a row of them, in this order. From `MANY_FILES` files on, a unit is a whole file.
-2. Units are dealt out, so that no two peers have the same: the swarm leases them (`Leases`), or shard s of S has
-   s, s + S, s + 2S, ...
-3. A peer reads forward, passing over what others have. Held-out documents are left out; the others are tokenised,
-   packed and yielded in this order.
+1. The run has one endless list of *units* 0, 1, 2, ... The files of the dataset are in a seeded
+   order, a new one in each epoch, and a unit is a row of them, in this order. From `MANY_FILES`
+   files on, a unit is a whole file.
+2. Units are dealt out, so that no two peers have the same: the swarm leases them (`Leases`), or
+   shard s of S has s, s + S, s + 2S, ...
+3. A peer reads forward, passing over what others have. Held-out documents are left out; the others
+   are tokenised, packed and yielded in this order.
 
-Rows are not shuffled inside a file, and each rank reads and tokenises the peer's whole batch and keeps its
-own rows: which text a sequence is made of is known only after everything before it was read.
+Rows are not shuffled inside a file, and each rank reads and tokenises the peer's whole batch and
+keeps its own rows: which text a sequence is made of is known only after everything before it was
+read.
 
-The state is the units that were taken and not read to their end, and the tokens that wait in the packer.
+The state is the units that were taken and not read to their end, and the tokens that wait in the
+packer.
 """
 
 from __future__ import annotations
@@ -49,19 +53,23 @@ T = TypeVar("T")
 
 MANY_FILES = 64
 RETRIES_S = (1, 2, 5, 10, 20, 40)  # waits before a file is opened again whose connection broke
-LEASE_TRIES, LEASE_RETRY_S = 100, 0.1  # before a peer that has no units goes on without a lease, ...
+# before a peer that has no units goes on without a lease, ...
+LEASE_TRIES, LEASE_RETRY_S = 100, 0.1
 UNLEASED_ROWS = 64  # ... so many at a time
-JUMP_ROWS = 10_000  # farther on in a Parquet file, to open it again is cheaper than to decode what is between
+# farther on in a Parquet file, to open it again is cheaper than to decode what is between
+JUMP_ROWS = 10_000
 ROWS_AT_ONCE, BYTES_PER_TOKEN = 256, 4  # per call of the tokenizer, at most; about so many
 
 
 class HubDataset:
-    """A split of a dataset of the hub, or of a local directory with the same layout; the methods of `LocalDataset`.
+    """A split of a dataset of the hub, or of a local directory with the same layout; the methods of
+    `LocalDataset`.
 
-    With fewer than `MANY_FILES` files every peer reads all of them once in an epoch: N peers fetch N times the data,
-    and a newcomer passes over what was read before it came. (Of Parquet, only the row groups that it needs.) With more
-    files each peer fetches its own. Then a peer that leaves for good takes the rest of a file with it until the next
-    epoch, and more peers than files read files of the epochs to come.
+    With fewer than `MANY_FILES` files every peer reads all of them once in an epoch: N peers fetch
+    N times the data, and a newcomer passes over what was read before it came. (Of Parquet, only the
+    row groups that it needs.) With more files each peer fetches its own. Then a peer that leaves
+    for good takes the rest of a file with it until the next epoch, and more peers than files read
+    files of the epochs to come.
     """
 
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
@@ -70,14 +78,22 @@ class HubDataset:
         with self.reading():
             self.format, self.files, self.open = hub_files(settings)
         self.by_file = len(self.files) >= MANY_FILES
-        # The names of files on the hub hold the commit; a folder may be at another place on each machine.
-        names = [f if self.open is not open else f"{os.path.basename(f)} {os.path.getsize(f)}" for f in self.files]
+        # The names of files on the hub hold the commit; a folder may be at another place on each
+        # machine.
+        names = [
+            f if self.open is not open else f"{os.path.basename(f)} {os.path.getsize(f)}"
+            for f in self.files
+        ]
         digest = blake3("\n".join(names).encode()).hexdigest()[:16]
-        self.digest = f"{digest}-0x{self.sequence_length}"  # 0: how many sequences there are is not known
-        self._has_text = False  # as soon as there is some, a file without the column does not end the run
+        # 0: how many sequences there are is not known
+        self.digest = f"{digest}-0x{self.sequence_length}"
+        # as soon as there is some, a file without the column does not end the run
+        self._has_text = False
         some = list(islice(filter(None, self._all_texts()), 100))
         if not some:
-            raise DataError(f"data.split: {settings.split} of {settings.name} is empty; choose another split")
+            raise DataError(
+                f"data.split: {settings.split} of {settings.name} is empty; choose another split"
+            )
         parts = [text[:4096] for text in some]
         tokens = sum(map(len, tokenizer.encode(parts))) / sum(map(len, parts)) * sum(map(len, some))
         self._tokens_per_row = max(1.0, tokens / len(some))
@@ -85,26 +101,37 @@ class HubDataset:
         self.description = f"hub {settings.name}: {len(self.files):,} files, {streamed}"
 
     def batches(
-        self, size: int, shard: int = 0, shards: int = 1, rows: tuple[int, int] = (0, 1), leases: Leases | None = None
+        self,
+        size: int,
+        shard: int = 0,
+        shards: int = 1,
+        rows: tuple[int, int] = (0, 1),
+        leases: Leases | None = None,
     ) -> HubStream:
         return HubStream(self, size, leases or Stripe(shard, shards), rows)
 
     def units(self, sequences: int) -> int:
-        return 1 if self.by_file else math.ceil(sequences * self.sequence_length / self._tokens_per_row)
+        return (
+            1
+            if self.by_file
+            else math.ceil(sequences * self.sequence_length / self._tokens_per_row)
+        )
 
     def holdout(self, sequences: int) -> Tensor:
         # Reads 1 / data.holdout times the text that it returns, once per run.
         packer = Packer(self.sequence_length, self.tokenizer)
-        for document in chain.from_iterable(map(documents_of, self._all_texts() if self.settings.holdout else ())):
+        for document in chain.from_iterable(
+            map(documents_of, self._all_texts() if self.settings.holdout else ())
+        ):
             if is_held_out(document, self.settings.holdout):
                 packer.add(self.tokenizer.encode([document])[0])
                 if len(packer) >= sequences:
                     break
         if self.settings.holdout and not len(packer):
             raise DataError(
-                f"data.holdout: {self.settings.holdout} of the documents of {self.settings.name} leaves no held-out "
-                f"sequence of {self.sequence_length} tokens; start the run with data.holdout=0 (no held-out loss), or "
-                "a larger one"
+                f"data.holdout: {self.settings.holdout} of the documents of {self.settings.name}"
+                f" leaves no held-out sequence of {self.sequence_length} tokens; start the run with"
+                " data.holdout=0 (no held-out loss), or a larger one"
             )
         return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
 
@@ -121,7 +148,9 @@ class HubDataset:
         except NoFieldError:
             if not self._has_text:
                 raise
-            logger.warning("%s has no %r, and its rows are left out", self.files[file], self.settings.field)
+            logger.warning(
+                "%s has no %r, and its rows are left out", self.files[file], self.settings.field
+            )
             if self.format == "parquet":  # whose length others have from the file itself
                 yield from repeat(b"", num_rows(handle) - start)
         yield None
@@ -165,7 +194,9 @@ class Reader:
         """The texts of its rows, from one of them on."""
         files = len(self._dataset.files)
         if self._dataset.by_file:
-            yield from self.rows(_order(files, f"{self._dataset.seed}/{number // files}")[number % files], 0, start)
+            yield from self.rows(
+                _order(files, f"{self._dataset.seed}/{number // files}")[number % files], 0, start
+            )
         while not self._dataset.by_file and start == 0:
             text = next(self.rows(*self._find(number)), None)
             if text is not None:  # else the file has ended, and its length is known now
@@ -177,7 +208,9 @@ class Reader:
         jumps = self._dataset.format == "parquet" and start > self._row + JUMP_ROWS
         if (file, epoch) != self._place or start < self._row or jumps:
             self._place, self._row = (file, epoch), start if file in self.lengths else 0
-            self._texts = self._patiently(file, functools.partial(self._dataset.texts, file), self._row)
+            self._texts = self._patiently(
+                file, functools.partial(self._dataset.texts, file), self._row
+            )
         for text in self._texts:
             if text is None:
                 self.lengths[file] = self._row
@@ -187,19 +220,29 @@ class Reader:
                 yield text
 
     def _find(self, number: int) -> tuple[int, int, int]:
-        """File, epoch and row of a number; in a file whose length is unknown, the row may be behind its end."""
+        """File, epoch and row of a number; in a file whose length is unknown, the row may be behind
+        its end."""
         dataset, files = self._dataset, len(self._dataset.files)
-        epoch, row = divmod(number, sum(self.lengths.values())) if len(self.lengths) == files else (0, number)
+        epoch, row = (
+            divmod(number, sum(self.lengths.values()))
+            if len(self.lengths) == files
+            else (0, number)
+        )
         for file in _order(files, f"{dataset.seed}/{epoch}"):
             if file not in self.lengths and dataset.format == "parquet":
-                self.lengths[file] = next(self._patiently(file, lambda handle, row: iter([num_rows(handle)])))
+                self.lengths[file] = next(
+                    self._patiently(file, lambda handle, row: iter([num_rows(handle)]))
+                )
             if file not in self.lengths or row < self.lengths[file]:
                 return file, epoch, row
             row -= self.lengths[file]
         return self._find(number)  # all lengths are known now
 
-    def _patiently(self, file: int, read: Callable[[Any, int], Iterator[T]], row: int = 0) -> Iterator[T]:
-        """What is read of a file, from a row on; once more from there, where a connection breaks."""
+    def _patiently(
+        self, file: int, read: Callable[[Any, int], Iterator[T]], row: int = 0
+    ) -> Iterator[T]:
+        """What is read of a file, from a row on; once more from there, where a connection
+        breaks."""
         dataset, waits = self._dataset, iter(RETRIES_S)
         with dataset.reading(file):
             while True:
@@ -210,7 +253,10 @@ class Reader:
                             yield found
                         return
                 except Exception as error:  # each library has its own
-                    fault = isinstance(error, DilocoError | ImportError | ValueError) or dataset.open is open
+                    fault = (
+                        isinstance(error, DilocoError | ImportError | ValueError)
+                        or dataset.open is open
+                    )
                     if fault or (wait_s := next(waits, None)) is None:
                         raise
                     logger.warning("data.name: %s; trying again in %d s", one_line(error), wait_s)
@@ -223,14 +269,20 @@ def _order(files: int, key: str) -> list[int]:
 
 
 class HubStream:
-    """One peer's endless batches of a streaming dataset. The plan of a batch is its number since the start.
+    """One peer's endless batches of a streaming dataset. The plan of a batch is its number since
+    the start.
 
-    Units are taken some batches before they are trained on, by all ranks at the same time, in `plan`. A peer that
-    resumes goes on with those of them that are in the model, because nobody else gets these; the others went back.
+    Units are taken some batches before they are trained on, by all ranks at the same time, in
+    `plan`. A peer that resumes goes on with those of them that are in the model, because nobody
+    else gets these; the others went back.
     """
 
     def __init__(
-        self, dataset: HubDataset, batch_size: int, leases: Leases | Stripe, rows: tuple[int, int] = (0, 1)
+        self,
+        dataset: HubDataset,
+        batch_size: int,
+        leases: Leases | Stripe,
+        rows: tuple[int, int] = (0, 1),
     ) -> None:
         assert batch_size > 0, batch_size
         self._dataset, self._batch_size, self._leases = dataset, batch_size, leases
@@ -245,11 +297,13 @@ class HubStream:
         self._packer = Packer(self._dataset.sequence_length, self._dataset.tokenizer)
         self._packer.restore(waiting)
         self._taken: deque[int] = deque()  # for who reads
-        self._pending: deque[range] = deque()  # not read to their end when the last batch was handed out
+        # not read to their end when the last batch was handed out
+        self._pending: deque[range] = deque()
         self._num_taken = self._num_forgotten = self._failures = self._planned = self._made = 0
         self._add(units)
         self._encoded = self._encode(row)
-        # A position: units read to their end, rows read of the next one, and tokens that wait in the packer.
+        # A position: units read to their end, rows read of the next one, and tokens that wait in
+        # the packer.
         self._read = 0, row
         self._positions = {0: (0, row, self._packer.waiting())}  # after each batch
 
@@ -261,7 +315,8 @@ class HubStream:
     def plan(self) -> int:
         """The number of the next batch; enough units for it are taken."""
         done, plan = self._forget(), self._planned + 1
-        one = math.ceil(done / self._planned) if done else self._dataset.units(self._batch_size)  # batch, in units
+        # batch, in units
+        one = math.ceil(done / self._planned) if done else self._dataset.units(self._batch_size)
         ahead = 1 if self._dataset.by_file else one * (AHEAD + 2)
         while self._num_taken - done < ahead and self._take(one):
             pass
@@ -272,8 +327,17 @@ class HubStream:
                 self._failures += 1
                 time.sleep(LEASE_RETRY_S)
             else:
-                logger.warning("the swarm leases no data to this peer, so it reads rows that another may have")
-                self._add([range(self._newest, self._newest + (1 if self._dataset.by_file else UNLEASED_ROWS))])
+                logger.warning(
+                    "the swarm leases no data to this peer, so it reads rows that another may have"
+                )
+                self._add(
+                    [
+                        range(
+                            self._newest,
+                            self._newest + (1 if self._dataset.by_file else UNLEASED_ROWS),
+                        )
+                    ]
+                )
         self._positions.pop(self._planned, None)
         self._planned = plan
         return plan
@@ -295,7 +359,8 @@ class HubStream:
             self._newest = max(self._newest, one.stop)
 
     def _forget(self) -> int:
-        """Leave out of `_pending` what was read when the last batch was handed out; returns how many units it was."""
+        """Leave out of `_pending` what was read when the last batch was handed out; returns how
+        many units it was."""
         done = self._positions[self._planned][0]
         while (more := done - self._num_forgotten) > 0:
             head = self._pending.popleft()
@@ -308,13 +373,31 @@ class HubStream:
         self._forget()
         _, row, waiting = self._positions[self._planned]
         units = [[one.start, one.stop, one.step] for one in self._pending]
-        read = {"files": self._dataset.digest, "lengths": sorted(self._reader.lengths.items()), "newest": self._newest}
-        return {"kind": "rows", **read, "shard": self._shard, "units": units, "row": row, "waiting": waiting.tolist()}
+        read = {
+            "files": self._dataset.digest,
+            "lengths": sorted(self._reader.lengths.items()),
+            "newest": self._newest,
+        }
+        return {
+            "kind": "rows",
+            **read,
+            "shard": self._shard,
+            "units": units,
+            "row": row,
+            "waiting": waiting.tolist(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         try:
-            lengths, newest = {int(file): int(rows) for file, rows in state["lengths"]}, int(state["newest"])
-            units, row, waiting = [range(*map(int, one)) for one in state["units"]], int(state["row"]), state["waiting"]
+            lengths, newest = (
+                {int(file): int(rows) for file, rows in state["lengths"]},
+                int(state["newest"]),
+            )
+            units, row, waiting = (
+                [range(*map(int, one)) for one in state["units"]],
+                int(state["row"]),
+                state["waiting"],
+            )
             merged, shard, files = state.get("merged") or [], state["shard"], state["files"]
         except (KeyError, TypeError, ValueError) as error:
             raise no_position() from error
@@ -322,10 +405,15 @@ class HubStream:
         if files == self._dataset.digest:
             self._reader.lengths = lengths
         else:
-            logger.warning("the training data changed since the checkpoint: continuing at the same position in it")
+            logger.warning(
+                "the training data changed since the checkpoint: continuing at the same position"
+                " in it"
+            )
         if isinstance(self._leases, Stripe):
             if not goes_on:
-                logger.warning("data.shards changed since the checkpoint: continuing behind what was read")
+                logger.warning(
+                    "data.shards changed since the checkpoint: continuing behind what was read"
+                )
             self._leases.skip_to(newest)
         else:  # what is not in the model went back to the swarm, and may be another peer's now
             held = union((one.start, one.stop) for one in units)
@@ -335,7 +423,8 @@ class HubStream:
     # What follows runs in the worker, or in the training thread.
 
     def make(self, plan: int) -> Tensor | None:
-        """The next batch: (B / size, T). They are made in order, each once; None before its units are taken."""
+        """The next batch: (B / size, T). They are made in order, each once; None before its units
+        are taken."""
         with self._lock:
             if plan != self._made + 1 or not self._fill():
                 return None
@@ -346,7 +435,8 @@ class HubStream:
         return torch.from_numpy(batch.astype(np.int64))
 
     def _suffices(self, plan: int) -> bool:
-        """Whether the batch is made, or can be made of the units that are taken: alike on all ranks."""
+        """Whether the batch is made, or can be made of the units that are taken: alike on all
+        ranks."""
         if self._made >= plan:  # without waiting for what the worker reads
             return True
         with self._lock:
@@ -364,34 +454,48 @@ class HubStream:
         return True
 
     def _encode(self, row: int) -> Iterator[tuple[int, int, list[Tokens]] | None]:
-        """Yields what `_documents` does, as tokens. It reads as many rows at a time as a batch needs, and no more."""
+        """Yields what `_documents` does, as tokens. It reads as many rows at a time as a batch
+        needs, and no more."""
         rows = self._documents(row)
         while True:
             some, num_bytes = list[tuple[int, int, list[bytes]]](), 0
-            wanted = (self._batch_size - len(self._packer)) * self._dataset.sequence_length * BYTES_PER_TOKEN
-            while num_bytes < wanted and len(some) < ROWS_AT_ONCE and (found := next(rows)) is not None:
+            wanted = (
+                (self._batch_size - len(self._packer))
+                * self._dataset.sequence_length
+                * BYTES_PER_TOKEN
+            )
+            while (
+                num_bytes < wanted
+                and len(some) < ROWS_AT_ONCE
+                and (found := next(rows)) is not None
+            ):
                 some.append(found)
                 num_bytes += sum(map(len, found[2]))
-            encoded = iter(self._dataset.tokenizer.encode([one for *_, documents in some for one in documents]))
+            encoded = iter(
+                self._dataset.tokenizer.encode([one for *_, documents in some for one in documents])
+            )
             for done, number, documents in some:
                 yield done, number, list(islice(encoded, len(documents)))
             if not some:
                 yield None
 
     def _documents(self, row: int) -> Iterator[tuple[int, int, list[bytes]] | None]:
-        """Yields the position behind each row, and its training documents; None while no unit is taken."""
+        """Yields the position behind each row, and its training documents; None while no unit is
+        taken."""
         settings, lengths, barren = self._dataset.settings, self._reader.lengths, 0
         for done in count():
             while not self._taken:
                 yield None
             for text in self._reader.unit(self._taken.popleft(), row):
                 row += 1
-                documents = [one for one in documents_of(text) if not is_held_out(one, settings.holdout)]
+                documents = [
+                    one for one in documents_of(text) if not is_held_out(one, settings.holdout)
+                ]
                 barren = 0 if documents else barren + 1
                 if len(lengths) == len(self._dataset.files) and barren > sum(lengths.values()):
                     raise DataError(
-                        f"data.name: all documents of {settings.name} that this peer reads are held out; use more "
-                        "data, or fewer peers"
+                        f"data.name: all documents of {settings.name} that this peer reads are held"
+                        " out; use more data, or fewer peers"
                     )
                 yield done, row, documents
             row = 0

@@ -1,4 +1,5 @@
-"""Text to tokens and back: raw bytes, or any tokenizer that `transformers` loads from a directory or the hub."""
+"""Text to tokens and back: raw bytes, or any tokenizer that `transformers` loads from a directory
+or the hub."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Tokens = NDArray[Any]  # (N,) uint8, uint16 or int32, the smallest that holds th
 
 MAX_IDS = 2**24  # of a vocabulary; no model has more
 MAX_TOKENIZER_BYTES = 2**28  # the largest public vocabularies have some 40 MB
-_MARKER = "diloco.json"  # in a model directory: its tokenizer is ours, and no other needs to be loaded
+# in a model directory: its tokenizer is ours, and no other needs to be loaded
+_MARKER = "diloco.json"
 
 
 class Tokenizer(Protocol):
@@ -38,14 +40,16 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> int | None:
-        """The token after every document; None if the vocabulary has no such token, and then none is inserted."""
+        """The token after every document; None if the vocabulary has no such token, and then none
+        is inserted."""
 
     @property
     def digest(self) -> str:
         """Equal for tokenizers that make the same tokens of the same text."""
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 becomes U+FFFD or stays as it is."""
+        """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 becomes U+FFFD or stays
+        as it is."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text, without special tokens; invalid UTF-8 becomes U+FFFD."""
@@ -63,10 +67,11 @@ def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
-    """The tokenizer called 'bytes', or of a directory (a saved model too), or of that name on the Hugging Face hub.
+    """The tokenizer called 'bytes', or of a directory (a saved model too), or of that name on the
+    Hugging Face hub.
 
-    With a `revision` it is the one on the hub at that commit, never a directory. Runs no code from there. Raises
-    DataError.
+    With a `revision` it is the one on the hub at that commit, never a directory. Runs no code from
+    there. Raises DataError.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -78,12 +83,15 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
 def is_bytes(directory: Path) -> bool:
     """Whether the tokenizer in a saved model's directory is 'bytes'."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return bool(json.loads((directory / _MARKER).read_text(encoding="utf-8"))["tokenizer"] == "bytes")
+        return bool(
+            json.loads((directory / _MARKER).read_text(encoding="utf-8"))["tokenizer"] == "bytes"
+        )
     return False
 
 
 class ByteTokenizer:
-    """Every byte of the UTF-8 text is a token. Token 0 ends a document, because text contains no zero byte."""
+    """Every byte of the UTF-8 text is a token. Token 0 ends a document, because text contains no
+    zero byte."""
 
     vocab_size = 256
     largest = "the last of 256 bytes"
@@ -101,15 +109,24 @@ class ByteTokenizer:
         return len(tokens)
 
     def save(self, directory: Path) -> None:
-        """Writes an equivalent for plain `transformers`: byte-level BPE without merges, ids equal to bytes."""
+        """Writes an equivalent for plain `transformers`: byte-level BPE without merges, ids equal
+        to bytes."""
         import transformers
-        from transformers.convert_slow_tokenizer import bytes_to_unicode  # the package may have a function of that name
+
+        # the package may have a function of that name
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         library: Any = transformers  # its functions have no annotations
         characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
-        # The end token is matched in the raw text, before bytes become characters, so its entry is NUL itself.
+        # The end token is matched in the raw text, before bytes become characters, so its entry is
+        # NUL itself.
         vocabulary = {character if byte else "\x00": byte for byte, character in characters.items()}
-        levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        levels = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
         pipeline = {
             "version": "1.0",
             "added_tokens": [],
@@ -120,8 +137,12 @@ class ByteTokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         (file := directory / "tokenizer.json").write_text(json.dumps(pipeline), encoding="utf-8")
         options = {"eos_token": "\x00", "clean_up_tokenization_spaces": False}
-        library.PreTrainedTokenizerFast(tokenizer_file=str(file), **options).save_pretrained(directory)
-        (directory / _MARKER).write_text(json.dumps({"tokenizer": "bytes"}) + "\n", encoding="utf-8")
+        library.PreTrainedTokenizerFast(tokenizer_file=str(file), **options).save_pretrained(
+            directory
+        )
+        (directory / _MARKER).write_text(
+            json.dumps({"tokenizer": "bytes"}) + "\n", encoding="utf-8"
+        )
 
 
 class HubTokenizer:
@@ -136,7 +157,9 @@ class HubTokenizer:
         options = {"trust_remote_code": False, "local_files_only": True}
         try:
             try:
-                loaded = library.AutoTokenizer.from_pretrained(str(local) if local.is_dir() else name, **options)
+                loaded = library.AutoTokenizer.from_pretrained(
+                    str(local) if local.is_dir() else name, **options
+                )
             except Exception:
                 if local.exists() or local.is_absolute():
                     raise
@@ -144,21 +167,24 @@ class HubTokenizer:
                 check_reachable("data.tokenizer", "model", name)
                 loaded = library.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
-            ids: dict[str, int] = loaded.get_vocab()  # with added tokens; there may be ids without a token
+            # with added tokens; there may be ids without a token
+            ids: dict[str, int] = loaded.get_vocab()
             if end is not None:
                 ids = {**ids, loaded.eos_token or loaded.sep_token: end}
             largest, last = max((number, token) for token, number in ids.items())
         except DilocoError:
             raise
-        except Exception as error:  # the library raises OSError, ValueError, KeyError and its own types
+        # the library raises OSError, ValueError, KeyError and its own types
+        except Exception as error:
             raise DataError(
-                f"data.tokenizer: {name!r} is no tokenizer that transformers can load; give 'bytes', a directory with "
-                f"tokenizer.json, or a name on the reachable Hugging Face hub"
+                f"data.tokenizer: {name!r} is no tokenizer that transformers can load; give"
+                " 'bytes', a directory with tokenizer.json, or a name on the reachable Hugging"
+                " Face hub"
             ) from error
         if largest >= MAX_IDS:
             raise DataError(
-                f"data.tokenizer: {name} gives {last[:40]!r} the id {largest}, and ids of a model are 0 to "
-                f"{MAX_IDS - 1}; choose another"
+                f"data.tokenizer: {name} gives {last[:40]!r} the id {largest}, and ids of a model"
+                f" are 0 to {MAX_IDS - 1}; choose another"
             )
         self._name, self._tokenizer = name, loaded
         self.vocab_size, self.largest = largest + 1, f"{last[:40]!r}, one of {len(ids)} tokens"
@@ -170,7 +196,11 @@ class HubTokenizer:
         # What `save` writes is everything that the tokenizer is made of.
         with TemporaryDirectory(prefix="diloco-") as directory:
             self.save(Path(directory))
-            files = [(file.name, file.read_bytes()) for file in sorted(Path(directory).iterdir()) if file.is_file()]
+            files = [
+                (file.name, file.read_bytes())
+                for file in sorted(Path(directory).iterdir())
+                if file.is_file()
+            ]
         content = blake3(f"{self.end}".encode())
         for name, text in files:
             content.update(f" {name} {len(text)} ".encode() + text)
@@ -181,18 +211,27 @@ class HubTokenizer:
         if not texts:
             return []
         try:
-            ids = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            ids = self._tokenizer(
+                texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+            )
             rows = [np.asarray(row, dtype=np.int64) for row in ids["input_ids"]]
-            if not all(0 <= row.min(initial=0) <= row.max(initial=0) < self.vocab_size for row in rows):
-                raise ValueError(f"it makes ids that are not below {self.vocab_size}, or negative ones")
-        except Exception as error:  # no token for a character, and none for unknown ones; or None in place of an id
+            if not all(
+                0 <= row.min(initial=0) <= row.max(initial=0) < self.vocab_size for row in rows
+            ):
+                raise ValueError(
+                    f"it makes ids that are not below {self.vocab_size}, or negative ones"
+                )
+        # no token for a character, and none for unknown ones; or None in place of an id
+        except Exception as error:
             raise DataError(
-                f"data.tokenizer: {self._name} cannot encode this text: {one_line(error)}; choose another"
+                f"data.tokenizer: {self._name} cannot encode this text: {one_line(error)}; choose"
+                " another"
             ) from error
         return [row.astype(self._dtype) for row in rows]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        known = [token for token in tokens if token < self.vocab_size]  # of a model with a padded vocabulary
+        # of a model with a padded vocabulary
+        known = [token for token in tokens if token < self.vocab_size]
         text: str = self._tokenizer.decode(known, skip_special_tokens=True)
         return text
 

@@ -1,12 +1,14 @@
-"""Text of this machine to tokens, once: more than a little is kept in files that are mapped into memory.
+"""Text of this machine to tokens, once: more than a little is kept in files that are mapped into
+memory.
 
     DIRECTORY/KEY/training.bin, held_out.bin   the tokens, in the smallest integer type
                   index.json                   how many they are, and of what type
     DIRECTORY/KEY.lock                         held by the process that makes them; the others wait
 
-The key is a digest of what the tokens depend on: the content of the files, which column and which part of the documents
-counts, and the tokenizer. An entry is made beside its place and renamed. One that is cut short is made again. Nothing
-is ever deleted: whoever needs the space deletes the directory of an entry, or all of them.
+The key is a digest of what the tokens depend on: the content of the files, which column and which
+part of the documents counts, and the tokenizer. An entry is made beside its place and renamed. One
+that is cut short is made again. Nothing is ever deleted: whoever needs the space deletes the
+directory of an entry, or all of them.
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ VERSION = 3  # of the files
 PROGRESS_S = 0.5
 FILES_FROM_BYTES = 1 << 20  # of text: to read less again takes a second or less
 FILES_FROM_BYTES_OF_BYTES = 64 << 20  # with the byte tokenizer, which has nothing to do
-# One call of the tokenizer: enough to occupy its threads, few enough to be held in memory several times.
+# One call of the tokenizer: enough to occupy its threads, few enough to be held in memory several
+# times.
 DOCUMENTS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 20
-# A tokenizer's threads stand still while documents are read and packed, so several processes are faster; to begin one
-# takes seconds.
+# A tokenizer's threads stand still while documents are read and packed, so several processes are
+# faster; to begin one takes seconds.
 PROCESSES_FROM_BYTES, MOST_PROCESSES = 32 << 20, 32
 
 
@@ -65,46 +68,69 @@ class TokenList(NamedTuple):
 
 
 def tokens_of(settings: DataConfig, tokenizer: Tokenizer, on_progress: OnProgress) -> TokenList:
-    """The tokens of a local source, in memory if they are few, or else from the files in `data.cache`.
+    """The tokens of a local source, in memory if they are few, or else from the files in
+    `data.cache`.
 
     Raises DataError: the text cannot be read or tokenised, or the tokens cannot be kept.
     """
     files = files_of(settings)
-    total, is_bytes = sum(file.stat().st_size for file in files), isinstance(tokenizer, ByteTokenizer)
+    total, is_bytes = (
+        sum(file.stat().st_size for file in files),
+        isinstance(tokenizer, ByteTokenizer),
+    )
     processes = 1
     if not is_bytes and total >= PROCESSES_FROM_BYTES:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         processes = min(cores, MOST_PROCESSES)
     parts = tokenised(documents(settings, files), settings, tokenizer, processes)
-    if settings.cache is None or total < (FILES_FROM_BYTES_OF_BYTES if is_bytes else FILES_FROM_BYTES):
+    if settings.cache is None or total < (
+        FILES_FROM_BYTES_OF_BYTES if is_bytes else FILES_FROM_BYTES
+    ):
         streams = io.BytesIO(), io.BytesIO()
         index = _write(streams, parts)
-        training, held_out = (np.frombuffer(one.getbuffer(), token_dtype(tokenizer.vocab_size)) for one in streams)
-        return TokenList(training, held_out, index["documents"], index["num_bytes"], index["digest"])
+        training, held_out = (
+            np.frombuffer(one.getbuffer(), token_dtype(tokenizer.vocab_size)) for one in streams
+        )
+        return TokenList(
+            training, held_out, index["documents"], index["num_bytes"], index["digest"]
+        )
 
     def write(streams: Sequence[BinaryIO]) -> dict[str, Any]:
         return _write(streams, parts, lambda done: on_progress(done, max(total, done)))
 
     place = _directory(settings.cache)
     try:
-        return _kept(place / _key(settings, files, tokenizer), np.dtype(token_dtype(tokenizer.vocab_size)), write)
+        return _kept(
+            place / _key(settings, files, tokenizer),
+            np.dtype(token_dtype(tokenizer.vocab_size)),
+            write,
+        )
     except OSError as error:
         raise DataError(
-            f"data.cache={settings.cache}: {place} cannot hold the tokens ({error.strerror or error}); make room "
-            "there, set data.cache to another directory, or data.cache=null to keep them in memory"
+            f"data.cache={settings.cache}: {place} cannot hold the tokens"
+            f" ({error.strerror or error}); make room there, set data.cache to another directory,"
+            " or data.cache=null to keep them in memory"
         ) from error
 
 
-# -- files of tokens --------------------------------------------------------------------------------------------------
+# -- files of tokens -------------------------------------------------------------------------------
 
 
 def _directory(cache: str) -> Path:
     try:
         if cache != "auto":
             return Path(cache).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diloco" / "tokens"
+        return (
+            Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diloco" / "tokens"
+        )
     except RuntimeError:
-        raise DataError(f"data.cache={cache}: there is no home directory; set data.cache=DIRECTORY, or null") from None
+        raise DataError(
+            f"data.cache={cache}: there is no home directory; set data.cache=DIRECTORY, or null"
+        ) from None
 
 
 def _key(settings: DataConfig, files: Sequence[Path], tokenizer: Tokenizer) -> str:
@@ -117,8 +143,11 @@ def _key(settings: DataConfig, files: Sequence[Path], tokenizer: Tokenizer) -> s
     return key.hexdigest()[:32]
 
 
-def _kept(entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]], dict[str, Any]]) -> TokenList:
-    """The tokens of an entry, which is made if it is missing: by one of several processes that want it."""
+def _kept(
+    entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]], dict[str, Any]]
+) -> TokenList:
+    """The tokens of an entry, which is made if it is missing: by one of several processes that want
+    it."""
     if (found := _read(entry, dtype)) is not None:
         return found
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -138,13 +167,18 @@ def _kept(entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]
 
 
 def _read(entry: Path, dtype: np.dtype[Any]) -> TokenList | None:
-    """An entry, or None if it is missing, is not whole, or is of a type that may not hold every token."""
+    """An entry, or None if it is missing, is not whole, or is of a type that may not hold every
+    token."""
     try:
         index = json.loads((entry / "index.json").read_bytes())
         if index["dtype"] != dtype.name:
             return None
-        training, held_out = (_map(entry / f"{name}.bin", dtype, index[name]) for name in ("training", "held_out"))
-        return TokenList(training, held_out, index["documents"], index["num_bytes"], index["digest"])
+        training, held_out = (
+            _map(entry / f"{name}.bin", dtype, index[name]) for name in ("training", "held_out")
+        )
+        return TokenList(
+            training, held_out, index["documents"], index["num_bytes"], index["digest"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -155,13 +189,18 @@ def _map(path: Path, dtype: np.dtype[Any], tokens: int) -> NDArray[Any]:
     return np.memmap(path, dtype, "r", shape=(tokens,)) if tokens else np.zeros(0, dtype)
 
 
-def _make(entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]], dict[str, Any]]) -> None:
+def _make(
+    entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]], dict[str, Any]]
+) -> None:
     temporary = entry.with_name(f".{entry.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # what a process that was killed has left behind
     temporary.mkdir()
     try:
         with contextlib.ExitStack() as stack:
-            streams = [stack.enter_context((temporary / f"{name}.bin").open("xb")) for name in ("training", "held_out")]
+            streams = [
+                stack.enter_context((temporary / f"{name}.bin").open("xb"))
+                for name in ("training", "held_out")
+            ]
             index = {**write(streams), "dtype": dtype.name}
             streams.append(stack.enter_context((temporary / "index.json").open("xb")))
             streams[-1].write(json.dumps(index).encode())
@@ -175,7 +214,9 @@ def _make(entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]
 
 
 def _write(
-    streams: Sequence[BinaryIO], parts: Iterable[TokenList], on_bytes: Callable[[int], None] = lambda done: None
+    streams: Sequence[BinaryIO],
+    parts: Iterable[TokenList],
+    on_bytes: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """Write training and held-out tokens; returns the index without the type."""
     digest, told_at = blake3(), 0.0
@@ -194,13 +235,14 @@ def _write(
     return {**index, "digest": digest.hexdigest()}
 
 
-# -- documents to tokens ----------------------------------------------------------------------------------------------
+# -- documents to tokens ---------------------------------------------------------------------------
 
 
 def tokenised(
     documents: Iterable[bytes], settings: DataConfig, tokenizer: Tokenizer, processes: int = 1
 ) -> Iterator[TokenList]:
-    """Yields the tokens of documents, group by group, in their order. Raises DataError if a process dies."""
+    """Yields the tokens of documents, group by group, in their order. Raises DataError if a process
+    dies."""
     groups = _groups(documents)
     if processes == 1:
         yield from (_encode(group, settings, tokenizer) for group in groups)
@@ -216,7 +258,8 @@ def tokenised(
             yield coming.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "data.path: a process that tokenises was killed, perhaps for want of memory; free some, and start again"
+            "data.path: a process that tokenises was killed, perhaps for want of memory; free some,"
+            " and start again"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -240,12 +283,15 @@ _own: Tokenizer | None = None  # of a worker process
 
 def _begin(name: str, revision: str | None) -> None:
     global _own
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the process that waits for this one
+    # Ctrl+C is for the process that waits for this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _own = load_tokenizer(name, revision)
 
 
-def _encode(group: Sequence[bytes], settings: DataConfig, tokenizer: Tokenizer | None = None) -> TokenList:
+def _encode(
+    group: Sequence[bytes], settings: DataConfig, tokenizer: Tokenizer | None = None
+) -> TokenList:
     tokenizer = tokenizer or _own
     assert tokenizer is not None
     packers = [Packer(1, tokenizer), Packer(1, tokenizer)]

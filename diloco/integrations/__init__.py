@@ -1,1 +1,2 @@
-"""Callbacks for the trainers of other libraries. Each module imports its library, and `diloco` imports none of them."""
+"""Callbacks for the trainers of other libraries. Each module imports its library, and `diloco`
+imports none of them."""

@@ -1,7 +1,9 @@
-"""The batches of a trainer's loader: in which order a peer reads them, and how many tokens each is made of.
+"""The batches of a trainer's loader: in which order a peer reads them, and how many tokens each is
+made of.
 
-Trainers seed their loaders alike on every machine, so all peers would train on the same batches, and together learn
-what one of them learns. A peer gets an order of its own, where the loader has a seed.
+Trainers seed their loaders alike on every machine, so all peers would train on the same batches,
+and together learn what one of them learns. A peer gets an order of its own, where the loader has a
+seed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ IGNORED = -100  # of labels, where there is nothing to learn
 
 
 def order_by_(loader: Any, seed: int, epoch: int) -> bool:
-    """Have a loader draw the order of its data by this seed, from this epoch on; False where it draws none.
+    """Have a loader draw the order of its data by this seed, from this epoch on; False where it
+    draws none.
 
     It must not have begun to read.
     """
@@ -42,8 +45,8 @@ def check_has_batches(loader: Any) -> None:
     with suppress(TypeError):  # a stream has no length
         if len(loader) == 0:
             raise DataError(
-                f"the training data makes no batch of its {len(loader.dataset)} rows; give more rows, a smaller batch, "
-                "or keep the last batch (drop_last)"
+                f"the training data makes no batch of its {len(loader.dataset)} rows; give more"
+                " rows, a smaller batch, or keep the last batch (drop_last)"
             )
 
 
@@ -52,12 +55,12 @@ def remedy(loader: Any) -> str:
     sampler = _sampler(loader)
     if sampler is None:
         return (
-            "the training data is a stream, which every peer reads from its beginning; give each peer its share: "
-            "callback.shard(dataset)"
+            "the training data is a stream, which every peer reads from its beginning; give each"
+            " peer its share: callback.shard(dataset)"
         )
     return (
-        f"the training data comes in the order of a {type(sampler).__name__}, the same at every peer; shuffle it, or "
-        "give each peer other data: callback.shard(dataset, index=0, of=2)"
+        f"the training data comes in the order of a {type(sampler).__name__}, the same at every"
+        " peer; shuffle it, or give each peer other data: callback.shard(dataset, index=0, of=2)"
     )
 
 
@@ -67,25 +70,36 @@ def _sampler(loader: Any) -> Any:
     while found is not None:
         inner = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
         if inner is None:
-            return None if type(found).__name__ == "_InfiniteConstantSampler" else found  # torch's, of every stream
+            # torch's, of every stream
+            return None if type(found).__name__ == "_InfiniteConstantSampler" else found
         found = inner
     return None
 
 
 def tokens_of(batch: Any) -> Tensor | int:
-    """Tokens of a batch without padding, where a mask tells it; where there are none, as in pictures, its samples.
+    """Tokens of a batch without padding, where a mask tells it; where there are none, as in
+    pictures, its samples.
 
-    The batch alone tells it, so equal batches count alike in all peers, whatever their models do with them: the
-    elements of `input_ids` and of everything named like it, or else of the largest matrix of integers. The result may
-    be on the batch's device, so that nobody waits for it.
+    The batch alone tells it, so equal batches count alike in all peers, whatever their models do
+    with them: the elements of `input_ids` and of everything named like it, or else of the largest
+    matrix of integers. The result may be on the batch's device, so that nobody waits for it.
     """
     found = list(_tensors(batch, ""))
-    ids = [(name, one) for name, one in found if name.endswith("input_ids") and not one.is_floating_point()]
+    ids = [
+        (name, one)
+        for name, one in found
+        if name.endswith("input_ids") and not one.is_floating_point()
+    ]
     if ids:
         masks = {name: one for name, one in found if name.endswith("attention_mask")}
-        return sum(_unmasked(one, masks.get(name.replace("input_ids", "attention_mask"))) for name, one in ids)
+        return sum(
+            _unmasked(one, masks.get(name.replace("input_ids", "attention_mask")))
+            for name, one in ids
+        )
     integers = (torch.int32, torch.int64)  # pictures are of smaller ones
-    matrices = [one for name, one in found if one.ndim > 1 and "mask" not in name and one.dtype in integers]
+    matrices = [
+        one for name, one in found if one.ndim > 1 and "mask" not in name and one.dtype in integers
+    ]
     if matrices:
         return torch.stack([(one != IGNORED).sum() for one in matrices]).max()
     samples = next((len(one) for _, one in found if one.ndim), None)

@@ -24,21 +24,24 @@ KEY = "diloco"  # of what a checkpoint of Lightning holds for this callback
 class DilocoLightningCallback(Callback):
     """Makes a Lightning `Trainer` one peer of a swarm while it fits.
 
-        trainer = Trainer(max_steps=1000, callbacks=[DilocoLightningCallback(run_id="mine", sync_every=100)])
+        trainer = Trainer(max_steps=1000, callbacks=[DilocoLightningCallback(run_id="mine",
+        sync_every=100)])
 
-    As `DilocoCallback`. Schedulers with `interval="step"` are the swarm's; those with `interval="epoch"` are left
-    alone. `training_step` may count tokens itself, by `callback.attachment.count`. Each checkpoint of Lightning holds
-    the peer's part of the swarm, and `fit(ckpt_path=...)` goes on as the same peer, whose key is in
-    `default_root_dir`. The processes of strategy `ddp` are one peer.
+    As `DilocoCallback`. Schedulers with `interval="step"` are the swarm's; those with
+    `interval="epoch"` are left alone. `training_step` may count tokens itself, by
+    `callback.attachment.count`. Each checkpoint of Lightning holds the peer's part of the swarm,
+    and `fit(ckpt_path=...)` goes on as the same peer, whose key is in `default_root_dir`. The
+    processes of strategy `ddp` are one peer.
 
-    Raises what `DilocoCallback` raises, and `ConfigError` for several optimizers (strategies `fsdp` and `deepspeed`
-    cannot be attached).
+    Raises what `DilocoCallback` raises, and `ConfigError` for several optimizers (strategies `fsdp`
+    and `deepspeed` cannot be attached).
     """
 
     def __init__(self, **settings: Any) -> None:
         self._membership = Membership(settings)
         self._membership.remedy = "lower the optimizer's learning rate, or gradient_clip_val"
-        self._membership.over = (signal.SIGTERM, signal.SIGUSR1)  # Lightning's handlers wait for the end of a batch
+        # Lightning's handlers wait for the end of a batch
+        self._membership.over = (signal.SIGTERM, signal.SIGUSR1)
         self._saved: PeerState | None = None
         self._steps = math.inf
         self._fits = False
@@ -49,7 +52,8 @@ class DilocoLightningCallback(Callback):
         return self._membership.attachment
 
     def shard(self, dataset: Any, *, index: int | None = None, of: int | None = None) -> Any:
-        """This peer's share of a dataset without a length, or a part of any, for its loader; see `Swarm.shard`."""
+        """This peer's share of a dataset without a length, or a part of any, for its loader; see
+        `Swarm.shard`."""
         return self._membership.shard(dataset, index, of)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,8 +61,8 @@ class DilocoLightningCallback(Callback):
             raise ConfigError("callbacks: a DilocoLightningCallback is there twice; name one")
         if len(trainer.optimizers) != 1:
             raise ConfigError(
-                f"configure_optimizers gives {len(trainer.optimizers)} optimizers, and a peer counts the steps of one; "
-                "give one with several groups of parameters"
+                f"configure_optimizers gives {len(trainer.optimizers)} optimizers, and a peer"
+                " counts the steps of one; give one with several groups of parameters"
             )
         batches = trainer.accumulate_grad_batches
         schedulers = [
@@ -70,7 +74,9 @@ class DilocoLightningCallback(Callback):
         model = trainer.strategy.model or pl_module
         self._steps = _steps(trainer)
         place, steps = Path(trainer.default_root_dir), self._steps
-        self._membership.open(model, trainer.optimizers[0], schedulers, place, trainer.world_size, steps, saved)
+        self._membership.open(
+            model, trainer.optimizers[0], schedulers, place, trainer.world_size, steps, saved
+        )
         self._fits = True
         self._order(trainer)
 
@@ -78,14 +84,22 @@ class DilocoLightningCallback(Callback):
         combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
         loaders = [] if combined is None else combined.flattened
         own = self._membership.order(loaders, trainer.current_epoch)
-        if own and fetcher is not None and any(getattr(loader, "num_workers", 0) for loader in loaders):
+        if (
+            own
+            and fetcher is not None
+            and any(getattr(loader, "num_workers", 0) for loader in loaders)
+        ):
             iter(fetcher)  # workers read ahead, and have begun with the old order
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._membership.go_on()
         self._membership.see(batch)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
         self._membership.count()
 
     def on_train_batch_end(
@@ -102,7 +116,9 @@ class DilocoLightningCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._membership.go_on()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         if self._fits:
             self._membership.pause()  # until the next batch: Lightning writes after this
             if trainer.is_global_zero:
@@ -110,9 +126,13 @@ class DilocoLightningCallback(Callback):
                 with peer_state(self._membership.swarm) as (groups, state):
                     checkpoint[KEY] = {"tensors": copied(groups), "state": json.dumps(state)}
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         if KEY in checkpoint:
-            self._saved = PeerState.restore(checkpoint[KEY]["tensors"], json.loads(checkpoint[KEY]["state"]))
+            self._saved = PeerState.restore(
+                checkpoint[KEY]["tensors"], json.loads(checkpoint[KEY]["state"])
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.attachment is not None:
@@ -123,13 +143,16 @@ class DilocoLightningCallback(Callback):
         self._fits = False
         self._membership.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._fits = False
         self._membership.leave(type(exception))
 
 
 def _steps(trainer: Trainer) -> float:
-    """Steps of the optimizer after which the Trainer would end if it began now; infinite where nobody knows."""
+    """Steps of the optimizer after which the Trainer would end if it began now; infinite where
+    nobody knows."""
     try:
         steps = trainer.estimated_stepping_batches
     except MisconfigurationException:  # a schedule of accumulation

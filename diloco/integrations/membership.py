@@ -1,4 +1,5 @@
-"""What the callbacks for all trainers share: a peer that joins when training begins, and leaves when it ends.
+"""What the callbacks for all trainers share: a peer that joins when training begins, and leaves
+when it ends.
 
 1. Training begins: the optimizer is attached; the peer's key lies in the trainer's directory.
 2. While the trainer evaluates or saves, the peer takes no inner steps, and the others are told so.
@@ -27,14 +28,15 @@ from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
 
 KEY = "output directory"
-FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
+# the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
+FOLDER = "_diloco"
 
 
 class Membership:
     """A peer that takes part while a trainer trains.
 
-    Raises `ConfigError` for settings that cannot be. `over` are the signals whose handlers the trainer itself sets,
-    and `remedy` is what helps in it when training diverges.
+    Raises `ConfigError` for settings that cannot be. `over` are the signals whose handlers the
+    trainer itself sets, and `remedy` is what helps in it when training diverges.
     """
 
     over: Sequence[int] = ()
@@ -63,16 +65,16 @@ class Membership:
     ) -> Attachment:
         """Join, as the peer whose key is in `directory` unless the settings name another.
 
-        The trainer averages gradients over so many `processes`, and ends after so many `steps`; `JoinError` says that
-        the swarm has made as many.
+        The trainer averages gradients over so many `processes`, and ends after so many `steps`;
+        `JoinError` says that the swarm has made as many.
         """
         self.leave()
         self._tokens.clear()
         there = RankGroup.rank_and_size()[1]
         if processes != there:
             raise ConfigError(
-                f"{there} processes were started together, and the trainer averages gradients over {processes}; on "
-                "CPUs tell it so (use_cpu=True in TrainingArguments)"
+                f"{there} processes were started together, and the trainer averages gradients over"
+                f" {processes}; on CPUs tell it so (use_cpu=True in TrainingArguments)"
             )
         place = directory / FOLDER
         swarm = self.swarm = Swarm(**{"identity": place / "identity.key", **self._settings})
@@ -81,7 +83,9 @@ class Membership:
             swarm.hold(exclusive(place, KEY))
         swarm.in_trainer(self.over, self.remedy, self._active)
         try:
-            self.attachment = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved).open()
+            self.attachment = swarm.attach(
+                model, optimizer, schedulers=schedulers, saved=saved
+            ).open()
         except BaseException:
             self.leave()
             raise
@@ -89,8 +93,8 @@ class Membership:
         if self.is_over(steps) and not self.attachment.interrupted:
             self.leave()
             raise JoinError(
-                f"max_steps={steps}, and the swarm has made so many inner steps; train for longer, or take "
-                "another run_id"
+                f"max_steps={steps}, and the swarm has made so many inner steps; train for longer,"
+                " or take another run_id"
             )
         return self.attachment
 
@@ -99,14 +103,14 @@ class Membership:
         active = self._active = self._active or ActivePeers()
         if index is None and of is None and hasattr(dataset, "__len__"):
             raise ConfigError(
-                f"shard({type(dataset).__name__}): it has a length, so the callback gives each peer its own order; "
-                "pass it to the trainer as it is"
+                f"shard({type(dataset).__name__}): it has a length, so the callback gives each peer"
+                " its own order; pass it to the trainer as it is"
             )
         return shard(dataset, lambda: 0, lambda: active, index, of)
 
     def order(self, loaders: Sequence[Any], epoch: int) -> bool:
-        """Give this peer an order of the training data of its own, and say so, or what to do; whether there is one. All
-        ranks call it, before the loaders begin to read.
+        """Give this peer an order of the training data of its own, and say so, or what to do;
+        whether there is one. All ranks call it, before the loaders begin to read.
         """
         assert self.swarm is not None
         seed = self.swarm.seed
@@ -128,13 +132,15 @@ class Membership:
             self._tokens.append(tokens_of(batch))
 
     def count(self) -> None:
-        """All ranks, before each step of the optimizer: tell how many tokens it is made of, unless somebody did."""
+        """All ranks, before each step of the optimizer: tell how many tokens it is made of, unless
+        somebody did."""
         tokens, self._tokens = self._tokens, []
         if self.attachment is None or self.attachment.is_counted:
             return
         if not tokens:
             raise ConfigError(
-                "callbacks: this trainer calls no training_step, so nobody can count its tokens; use diloco.Swarm"
+                "callbacks: this trainer calls no training_step, so nobody can count its tokens;"
+                " use diloco.Swarm"
             )
         [total] = self.attachment.ranks.sum(sum(map(int, tokens)))
         self.attachment.count(int(total))
@@ -156,7 +162,8 @@ class Membership:
         self._pause.close()
 
     def close(self, keep_model: bool = False) -> None:
-        """Leave the swarm. The model becomes its last anchor, unless `keep_model`: then it stays as it is."""
+        """Leave the swarm. The model becomes its last anchor, unless `keep_model`: then it stays as
+        it is."""
         with ExitStack() as stack:
             if keep_model and self.attachment is not None:
                 stack.enter_context(restored_after(self.attachment.parameters))
@@ -166,7 +173,8 @@ class Membership:
         self.end_if_told()
 
     def leave(self, error: type[BaseException] = RuntimeError) -> None:
-        """Leave the swarm, if the peer takes part: its training has failed, or is about to begin again."""
+        """Leave the swarm, if the peer takes part: its training has failed, or is about to begin
+        again."""
         self._pause.pop_all()
         with suppress(Exception):
             if self.swarm is not None:
@@ -186,25 +194,30 @@ class Membership:
 
 @contextmanager
 def peer_state(swarm: Swarm) -> Iterator[tuple[Groups, dict[str, Any]]]:
-    """Rank 0: what `PeerState.restore` reads. The tensors are the live ones, and do not move inside the context."""
+    """Rank 0: what `PeerState.restore` reads. The tensors are the live ones, and do not move inside
+    the context."""
     assert swarm.run is not None and swarm.attachment is not None
     with swarm.attachment.checkpointing() as saved:
         yield PeerState.of(swarm.attachment, swarm.run, saved).flatten()
 
 
 def save_beside(checkpoint: Path, swarm: Swarm) -> None:
-    """Rank 0: write a peer's state into the directory of another library's checkpoint. Raises `CheckpointError`."""
+    """Rank 0: write a peer's state into the directory of another library's checkpoint. Raises
+    `CheckpointError`."""
     with peer_state(swarm) as (groups, state):
         assert swarm.attachment is not None
         CheckpointStore(checkpoint / FOLDER, 1, KEY).save(swarm.attachment.version, groups, state)
 
 
 def load_beside(checkpoint: Path) -> PeerState | None:
-    """What `save_beside` wrote; None if there is nothing. Raises `CheckpointError` if it cannot be used."""
+    """What `save_beside` wrote; None if there is nothing. Raises `CheckpointError` if it cannot be
+    used."""
     found = CheckpointStore(checkpoint / FOLDER, 1, KEY).load_latest()
     if found is None:
         return None
     try:
         return PeerState.restore(found.tensors, found.state)
     except KeyError as error:
-        raise CheckpointError(f"{checkpoint / FOLDER} lacks {error}; choose another checkpoint") from None
+        raise CheckpointError(
+            f"{checkpoint / FOLDER} lacks {error}; choose another checkpoint"
+        ) from None

@@ -28,24 +28,28 @@ FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 class DilocoCallback(TrainerCallback):
     """Makes a `Trainer` one peer of a swarm while it trains.
 
-        trainer = Trainer(model, args, train_dataset=data, callbacks=[DilocoCallback(run_id="mine", sync_every=100)])
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[DilocoCallback(run_id="mine",
+        sync_every=100)])
 
-    Every `sync_every`-th step of the optimizer ends in an exchange with the swarm; a step that fp16 skips is none. The
-    learning rate and the end are the swarm's: who joins at its 300th inner step goes on from there to `max_steps`.
-    While the Trainer evaluates or saves, the other peers wait. When training ends, the model is the swarm's last anchor
-    (that of `load_best_model_at_end` stays). A contribution weighs as many as the tokens of its steps that are no
-    padding, or as their samples where a batch has none. What the Trainer logs has the figures of the swarm.
+    Every `sync_every`-th step of the optimizer ends in an exchange with the swarm; a step that fp16
+    skips is none. The learning rate and the end are the swarm's: who joins at its 300th inner step
+    goes on from there to `max_steps`. While the Trainer evaluates or saves, the other peers wait.
+    When training ends, the model is the swarm's last anchor (that of `load_best_model_at_end`
+    stays). A contribution weighs as many as the tokens of its steps that are no padding, or as
+    their samples where a batch has none. What the Trainer logs has the figures of the swarm.
 
-    Each checkpoint of the Trainer gets the peer's part of the swarm beside it, and `resume_from_checkpoint` goes on as
-    the same peer.
+    Each checkpoint of the Trainer gets the peer's part of the swarm beside it, and
+    `resume_from_checkpoint` goes on as the same peer.
 
     Args:
-        resume_from: the checkpoint that `trainer.train` goes on from, where it is not in `args.output_dir`.
+        resume_from: the checkpoint that `trainer.train` goes on from, where it is not in
+            `args.output_dir`.
         **settings: as those of `Swarm`; `run_id` and `sync_every` are required.
 
-    Raises `ConfigError` for settings that cannot be; and when training begins, for a model or an optimizer that cannot
-    be attached (FSDP1, DeepSpeed). `JoinError`, a `SwarmError`, says that nobody is at the address, or that the swarm
-    has made `max_steps` already. If training fails, the peer leaves.
+    Raises `ConfigError` for settings that cannot be; and when training begins, for a model or an
+    optimizer that cannot be attached (FSDP1, DeepSpeed). `JoinError`, a `SwarmError`, says that
+    nobody is at the address, or that the swarm has made `max_steps` already. If training fails, the
+    peer leaves.
     """
 
     def __init__(self, *, resume_from: str | Path | None = None, **settings: Any) -> None:
@@ -59,25 +63,32 @@ class DilocoCallback(TrainerCallback):
         return self._membership.attachment
 
     def shard(self, dataset: Any, *, index: int | None = None, of: int | None = None) -> Any:
-        """This peer's share of a dataset without a length, or a part of any, for the Trainer; see `Swarm.shard`."""
+        """This peer's share of a dataset without a length, or a part of any, for the Trainer; see
+        `Swarm.shard`."""
         return self._membership.shard(dataset, index, of)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have the swarm's figures in the logs before those callbacks see them that send them elsewhere.
+        """Have the swarm's figures in the logs before those callbacks see them that send them
+        elsewhere.
 
-        A Trainer puts its own callbacks first, those for wandb and the like among them, and passes itself to none.
+        A Trainer puts its own callbacks first, those for wandb and the like among them, and passes
+        itself to none.
         """
         known = self._find_trainer().callback_handler.callbacks
         if not any(isinstance(one, _Figures) for one in known):
-            known.insert(0, _Figures(self._membership))  # which calls this once more, as it is further down now
+            # which calls this once more, as it is further down now
+            known.insert(0, _Figures(self._membership))
 
     def _find_trainer(self) -> Trainer:
-        """The Trainer that calls this, and passes itself to no callback. From now on this sees what it trains on."""
+        """The Trainer that calls this, and passes itself to no callback. From now on this sees what
+        it trains on."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
             frame = frame.f_back
         if frame is None:
-            raise ConfigError("DilocoCallback: no transformers.Trainer calls it; in other loops, use diloco.Swarm")
+            raise ConfigError(
+                "DilocoCallback: no transformers.Trainer calls it; in other loops, use diloco.Swarm"
+            )
         trainer: Trainer = frame.f_locals["self"]
         if trainer not in self._trainers:
             self._trainers.add(trainer)
@@ -110,12 +121,20 @@ class DilocoCallback(TrainerCallback):
             raise ConfigError("callbacks: a DilocoCallback is there twice; name one")
         check_has_batches(trainer["train_dataloader"])
         schedulers = [] if args.lr_scheduler_type in FOLLOWS_A_METRIC else [trainer["lr_scheduler"]]
-        model, optimizer, place = trainer["model"], trainer["optimizer"], Path(args.output_dir or ".")
+        model, optimizer, place = (
+            trainer["model"],
+            trainer["optimizer"],
+            Path(args.output_dir or "."),
+        )
         saved = self._saved(args, state)
-        sync = self._membership.open(model, optimizer, schedulers, place, args.world_size, state.max_steps, saved)
+        sync = self._membership.open(
+            model, optimizer, schedulers, place, args.world_size, state.max_steps, saved
+        )
         every = sync.outer.sync_every
         if rest := state.max_steps % every:
-            said = "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody"
+            said = (
+                "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody"
+            )
             logger.warning(said, state.max_steps, every, rest)
         self._membership.order([trainer["train_dataloader"]], int(state.epoch or 0))
         if args.eval_on_start:
@@ -126,13 +145,17 @@ class DilocoCallback(TrainerCallback):
         if not state.global_step:
             return None
         name = f"checkpoint-{state.global_step}"
-        places = [self._resume_from, args.resume_from_checkpoint, Path(args.output_dir or ".") / name]
+        places = [
+            self._resume_from,
+            args.resume_from_checkpoint,
+            Path(args.output_dir or ".") / name,
+        ]
         place = next(Path(one) for one in places if one and (one != "True"))
         saved = load_beside(place)
         if saved is None:
             logger.warning(
-                "%s holds nothing of a swarm: this peer joins as a new one; if it is another checkpoint, name it with "
-                "DilocoCallback(resume_from=...)",
+                "%s holds nothing of a swarm: this peer joins as a new one; if it is another"
+                " checkpoint, name it with DilocoCallback(resume_from=...)",
                 place,
             )
         return saved
@@ -180,11 +203,17 @@ class DilocoCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         place = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         swarm = self._membership.swarm
-        if swarm is None or args.save_only_model or not state.is_world_process_zero or not place.is_dir():
+        if (
+            swarm is None
+            or args.save_only_model
+            or not state.is_world_process_zero
+            or not place.is_dir()
+        ):
             return
         try:
             save_beside(place, swarm)
-        except CheckpointError as error:  # the swarm has the model, and the next checkpoint is another chance
+        # the swarm has the model, and the next checkpoint is another chance
+        except CheckpointError as error:
             logger.warning("%s", error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

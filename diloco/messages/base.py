@@ -1,4 +1,5 @@
-"""What all messages are made of: the base class, which names their kind, their place and who may begin with them."""
+"""What all messages are made of: the base class, which names their kind, their place and who may
+begin with them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from msgspec import Meta, Struct
 from diloco.admission.invitation import Role
 from diloco.messages.fields import printable
 
-MAX_FRAME_BYTES = 1 << 21  # the largest honest frame has a head of 256 lines, a book of 2048 peers, and 8192 digests
+# the largest honest frame has a head of 256 lines, a book of 2048 peers, and 8192 digests
+MAX_FRAME_BYTES = 1 << 21
 EVERYBODY: frozenset[Role] = frozenset(get_args(Role))
 MEMBERS: frozenset[Role] = frozenset({"worker", "host", "contributor"})
 WORKERS: frozenset[Role] = frozenset({"worker", "contributor"})
@@ -27,11 +29,14 @@ class Place(Enum):
 
     @property
     def begins(self) -> bool:
-        """Whether a stream begins with such a message; admission checks the role of its sender then."""
+        """Whether a stream begins with such a message; admission checks the role of its sender
+        then."""
         return self in (Place.GREETING, Place.HELLO, Place.REQUEST)
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
+class Message(
+    Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"
+):
     """Base of all messages: frozen, strict, and no field that the schema does not know."""
 
     place: ClassVar[Place] = Place.ANSWER

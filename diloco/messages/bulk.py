@@ -1,4 +1,5 @@
-"""What peers say on bulk streams: a request and its answers, each followed by payload whose length both sides know."""
+"""What peers say on bulk streams: a request and its answers, each followed by payload whose length
+both sides know."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from diloco.messages.fields import Bytes, Count, Digest, Index, SomeSteps
 from diloco.messages.heads import Book, Head, Key, Line
 
 MAX_PARTS = 2**13  # their digests fill a quarter of a frame; a part has 2**20 values
-MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill a quarter of a frame
+# tensors of an inner optimizer's state; their names and sizes fill a quarter of a frame
+MAX_MOMENTS = 2**14
 MAX_RECORDS = 8  # kept by a peer, and sent in a row
 
 
 class Push(Message, frozen=True, tag="push"):
-    """A contribution that is wanted. Its payload follows, from that byte on, as far as the sender has it."""
+    """A contribution that is wanted. Its payload follows, from that byte on, as far as the sender
+    has it."""
 
     place, roles = Place.REQUEST, MEMBERS
     line: Line
@@ -24,7 +27,8 @@ class Push(Message, frozen=True, tag="push"):
 
 
 class Get(Message, frozen=True, tag="get"):
-    """What is newer than the head `have` of a fragment; or that part of the anchor of the head `want`."""
+    """What is newer than the head `have` of a fragment; or that part of the anchor of the head
+    `want`."""
 
     place, roles = Place.REQUEST, MEMBERS
     fragment: Index
@@ -67,8 +71,8 @@ class InnerRequest(Message, frozen=True, tag="inner_request"):
 
 
 class InnerHeader(Message, frozen=True, tag="inner"):
-    """Name and number of elements of each tensor of an inner optimizer's state, whose fp32 values follow, and the inner
-    steps that it has counted for each parameter.
+    """Name and number of elements of each tensor of an inner optimizer's state, whose fp32 values
+    follow, and the inner steps that it has counted for each parameter.
     """
 
     names: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=MAX_MOMENTS)]

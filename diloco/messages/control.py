@@ -1,5 +1,5 @@
-"""What peers say on control streams, one in each direction between any two: `Hello` first, then the rest. Before that
-they exchange a `Greeting`, on a stream of its own.
+"""What peers say on control streams, one in each direction between any two: `Hello` first, then the
+rest. Before that they exchange a `Greeting`, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from diloco.messages.fields import (
 )
 from diloco.messages.heads import Key, Line
 
-MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # room for a credential, or for a refusal of 2048 characters
+# room for a credential, or for a refusal of 2048 characters
+MAX_GREETING_BYTES = 4 * MAX_CHARACTERS
 MAX_WANTED = 2**20  # sequences in one lease
 
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=MAX_RANGES)]
@@ -42,8 +43,10 @@ Planned = tuple[Tokens, Tokens, Tokens]
 
 
 class Greeting(Message, frozen=True, tag="greeting"):
-    """Each side shows its credential, if it has one. `revoked` is the number of its newest `Revocations`, which may be
-    long: a side sends them once both are admitted, to a side whose number is lower. `instance`: as in a hello.
+    """Each side shows its credential, if it has one. `revoked` is the number of its newest
+    `Revocations`, which may be
+    long: a side sends them once both are admitted, to a side whose number is lower. `instance`: as
+        in a hello.
     """
 
     place, roles = Place.GREETING, EVERYBODY
@@ -57,7 +60,9 @@ class Revocations(Message, frozen=True, tag="revocations"):
 
     place = Place.CONTROL
     number: SomeSteps
-    token_ids: Annotated[list[Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]], Meta(max_length=MAX_REVOKED)]
+    token_ids: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]], Meta(max_length=MAX_REVOKED)
+    ]
     peer_ids: Annotated[list[Name], Meta(max_length=MAX_REVOKED)]
     signature: Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]
 
@@ -66,10 +71,12 @@ class Figures(Message, frozen=True, tag="figures"):
     """Figures of a peer that only watchers read.
 
     Attributes:
-        tokens, discarded: that it has processed in this run, and those of them that no version contains.
+        tokens, discarded: that it has processed in this run, and those of them that no version
+            contains.
         loss: mean of its last inner steps, in nats per token; 0 while there is no measurement.
         bytes_sent, bytes_received: of this process, over all streams.
-        rounds: that it has measured. seconds: of the last one, as in `snapshot.PHASES`; empty before the first.
+        rounds: that it has measured. seconds: of the last one, as in `snapshot.PHASES`; empty
+            before the first.
     """
 
     tokens: Tokens = 0
@@ -88,10 +95,12 @@ class Status(Message, frozen=True, tag="status"):
         whole: all is said; else `tips`, `hears` and `deaf` are what changed since the last status.
         tips: by fragment, work and id of the head whose anchor it has.
         steps: inner steps made. position: of these in the cycle. cycle: how many there are in one.
-        trains: makes inner steps, or is about to; none now, because it waits for a head (`waits`), or evaluates or
-            saves (`pauses`).
-        authors: may be an author now. hears, deaf: members that may, which it hears, and hears no more.
-        units: sequences that it has, its own and its pool's, and that are not in the model; None: as before.
+        trains: makes inner steps, or is about to; none now, because it waits for a head (`waits`),
+            or evaluates or saves (`pauses`).
+        authors: may be an author now. hears, deaf: members that may, which it hears, and hears no
+            more.
+        units: sequences that it has, its own and its pool's, and that are not in the model; None:
+            as before.
         planned: how long the run is, as far as it knows.
     """
 
@@ -115,13 +124,16 @@ class Status(Message, frozen=True, tag="status"):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message on a control stream: which run this peer is in, what it can do, and where the others are.
+    """First message on a control stream: which run this peer is in, what it can do, and where the
+    others are.
 
     Attributes:
         status: a whole one.
         seal: the run key's signature of the manifest's hash.
-        sequences: those that numbers stand for here, as DIGEST-NxT; empty where others take no part of them.
-        instance: a random number of the process: two at once under one identity are told from one that calls again.
+        sequences: those that numbers stand for here, as DIGEST-NxT; empty where others take no part
+            of them.
+        instance: a random number of the process: two at once under one identity are told from one
+            that calls again.
     """
 
     place, roles = Place.HELLO, MEMBERS
@@ -134,7 +146,9 @@ class Hello(Message, frozen=True, tag="hello"):
     status: Status
     device: Name = ""
     peers: Annotated[list[Name], Meta(max_length=MAX_NAMED)] = field(default_factory=list)
-    addresses: Annotated[dict[Name, Addresses], Meta(max_length=MAX_NAMED + 1)] = field(default_factory=dict)
+    addresses: Annotated[dict[Name, Addresses], Meta(max_length=MAX_NAMED + 1)] = field(
+        default_factory=dict
+    )
     seal: Seal = ""
     sequences: Annotated[str, Meta(pattern=r"^([0-9a-f]{16}-[0-9]{1,15}x[0-9]{1,7})?\Z")] = ""
     instance: Instance = ""

@@ -1,9 +1,10 @@
 """The types of fields, each with a bound that no honest run reaches.
 
-    untrusted bytes -> type of the field (`PayloadError` outside of the bounds) -> arithmetic -> `at_most` -> message
+    untrusted bytes -> type of the field (`PayloadError` outside of the bounds) -> arithmetic ->
+    `at_most` -> message
 
-Under these bounds no sum is infinite. What a peer computes from such numbers is cut to the bounds before it says it, so
-no honest peer makes a message that its own schema refuses.
+Under these bounds no sum is infinite. What a peer computes from such numbers is cut to the bounds
+before it says it, so no honest peer makes a message that its own schema refuses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Names = Annotated[list[Name], Meta(max_length=4096)]
 ShortName = Annotated[str, Meta(max_length=24)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Raw = Annotated[bytes, Meta(max_length=1024)]  # a signature
-Seal = Annotated[str, Meta(pattern=r"^([0-9a-f]{128})?\Z")]  # empty in an open run, or where the peer has none
+# empty in an open run, or where the peer has none
+Seal = Annotated[str, Meta(pattern=r"^([0-9a-f]{128})?\Z")]
 Instance = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 Index = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -50,22 +52,26 @@ Length = Annotated[float, Meta(ge=0, le=MAX_LENGTH)]
 Weight = Annotated[float, Meta(ge=0, le=MAX_LENGTH)]
 Range = tuple[Tokens, Tokens]
 Units = tuple[Range, ...]
-"""Ranges [start, stop) of sequences: disjoint, ascending, none empty, no two touch (`core.units.sound`)."""
+"""Ranges [start, stop) of sequences: disjoint, ascending, none empty, no two touch
+(`core.units.sound`)."""
 Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
 
 
 def at_most(number: int, limit: int = MAX_COUNT) -> int:
-    """A count within its bounds: what is over the limit counts as the limit, and what is below 0 as 0."""
+    """A count within its bounds: what is over the limit counts as the limit, and what is below 0 as
+    0."""
     return min(max(number, 0), limit)
 
 
 def within_bounds(number: float, limit: float, least: float = 0.0) -> float:
-    """A measurement within its bounds. One that is negative, not finite or below the least is none, which is 0."""
+    """A measurement within its bounds. One that is negative, not finite or below the least is none,
+    which is 0."""
     return min(number, limit) if isfinite(number) and number >= least and number > 0 else 0.0
 
 
 def printable(one: Struct, *fields: str) -> None:
-    """For `__post_init__`: of text that people read, control characters become spaces, which move no cursor."""
+    """For `__post_init__`: of text that people read, control characters become spaces, which move
+    no cursor."""
     for field in fields:
         force_setattr(one, field, plain(getattr(one, field)))
 

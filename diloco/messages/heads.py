@@ -1,7 +1,10 @@
-"""What is written into the history of a fragment: lines, heads, and the book that follows from them.
+"""What is written into the history of a fragment: lines, heads, and the book that follows from
+them.
 
-    Line   what one contributor signed: what it learned from which anchor      (a contribution without its payload)
-    Head   what an author signed: the step from one anchor to the next, and the lines in it        (a version)
+    Line   what one contributor signed: what it learned from which anchor      (a contribution
+           without its payload)
+    Head   what an author signed: the step from one anchor to the next, and the lines in it
+           (a version)
     Book   what is in an anchor: a function of the heads that led to it
 
 The rules are in `diloco.core.history`.
@@ -44,7 +47,8 @@ Key = tuple[Tokens, str]
 
 
 def digest(label: str, *what: object) -> str:
-    """Digest (hex) of values of the basic types, lists, tuples and structs; the label keeps uses apart."""
+    """Digest (hex) of values of the basic types, lists, tuples and structs; the label keeps uses
+    apart."""
     return blake3(msgspec.msgpack.encode((label, *what))).hexdigest()
 
 
@@ -52,8 +56,8 @@ class Line(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
     """A contribution without its payload, as its contributor signed it.
 
     Attributes:
-        stamp: grows over all lives of the peer: milliseconds, or one more than before. With `peer` it is the name of
-            the contribution.
+        stamp: grows over all lives of the peer: milliseconds, or one more than before. With `peer`
+            it is the name of the contribution.
         base: id of the head from which it was learned.
         units: the sequences that it was learned from; only lines of fragment 0 name any.
         norm: L2 norm of the decoded payload. root: digest of the payload.
@@ -85,7 +89,8 @@ class Head(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
         number: outer steps that led to it.
         prev: id of the head before. next: the peer that makes the next version.
         lines: its contributions, each with its weight; 0: it was judged and left out.
-        delay: contributions to a momentum step of the window that was open (Delayed Nesterov); else 1.
+        delay: contributions to a momentum step of the window that was open (Delayed Nesterov); else
+            1.
         work: tokens in the anchor: what all lines from genesis on say.
         update: digest of the encoded update. state: digest of anchor and book after it.
     """
@@ -109,8 +114,12 @@ class Head(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
 
     @cached_property
     def id(self) -> str:
-        """Its contributors come first, so that a tie of two sides of a split falls alike in all fragments."""
-        return digest("tie", [line.peer for line, _ in self.lines])[:TIE_DIGITS] + digest("head", self)[TIE_DIGITS:]
+        """Its contributors come first, so that a tie of two sides of a split falls alike in all
+        fragments."""
+        return (
+            digest("tie", [line.peer for line, _ in self.lines])[:TIE_DIGITS]
+            + digest("head", self)[TIE_DIGITS:]
+        )
 
     @cached_property
     def key(self) -> Key:
@@ -124,7 +133,8 @@ class Head(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
 
 
 class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One peer's part in an anchor: its newest stamp, its tokens, its contributions from number `first` to `last`."""
+    """One peer's part in an anchor: its newest stamp, its tokens, its contributions from number
+    `first` to `last`."""
 
     stamp: Stamp
     tokens: Tokens
@@ -141,7 +151,8 @@ class Book(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
         ledger: by peer; "" stands for those that are named no more.
         recent: ids of the heads before the tip.
         merged: the sequences in the anchor; only of fragment 0.
-        pushes: contributions of the momentum window that is open. delay: how many that window takes.
+        pushes: contributions of the momentum window that is open. delay: how many that window
+            takes.
         reach: how long momentum, window, and what encodings lost may be (`OuterOptimizer.reach`).
     """
 
@@ -166,5 +177,11 @@ class Book(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
     def digest(self) -> str:
         """Equal for equal books."""
         return digest(
-            "book", sorted(self.ledger.items()), self.recent, self.merged, self.pushes, self.delay, self.reach
+            "book",
+            sorted(self.ledger.items()),
+            self.recent,
+            self.merged,
+            self.pushes,
+            self.delay,
+            self.reach,
         )

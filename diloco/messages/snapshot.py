@@ -1,8 +1,11 @@
-"""What one peer knows of the swarm, for watchers: `diloco status --json`, the dashboard, Prometheus and wandb.
+"""What one peer knows of the swarm, for watchers: `diloco status --json`, the dashboard, Prometheus
+and wandb.
 
-    Snapshot -> pack (JSON, deflated) -> pieces (`watching.Piece`) -> unpack (bounded, validated) -> Snapshot
+    Snapshot -> pack (JSON, deflated) -> pieces (`watching.Piece`) -> unpack (bounded, validated) ->
+    Snapshot
 
-Times are unix seconds by the answering peer's clock. Histories go from old to new. All text is printable.
+Times are unix seconds by the answering peer's clock. Histories go from old to new. All text is
+printable.
 """
 
 from __future__ import annotations
@@ -16,12 +19,24 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from diloco.errors import PayloadError
-from diloco.messages.fields import Addresses, Bytes, Count, Index, Loss, Name, Rate, Seconds, Tokens, printable
+from diloco.messages.fields import (
+    Addresses,
+    Bytes,
+    Count,
+    Index,
+    Loss,
+    Name,
+    Rate,
+    Seconds,
+    Tokens,
+    printable,
+)
 from diloco.messages.watching import MAX_PIECE_BYTES
 from diloco.text import plain
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
-MAX_PEERS, MAX_ROWS, MAX_HISTORY = 1024, 4096, 512  # rows of fragments; rounds, events, and points of the loss
+# rows of fragments; rounds, events, and points of the loss
+MAX_PEERS, MAX_ROWS, MAX_HISTORY = 1024, 4096, 512
 MAX_PACKED_BYTES = MAX_TEXT_BYTES = 16 * MAX_PIECE_BYTES
 
 Unix = Annotated[float, Meta(ge=0, le=1e12)]
@@ -36,8 +51,10 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class PhaseSeconds:
     """Wall seconds in each phase of a training loop; the fields stand in the order of `PHASES`.
 
-    compute: inner steps and evaluation. wait: waiting for other peers. comm: encoding, sending, receiving and adopting.
-    outer: outer steps of the fragments that this peer is author of, as far as they delay its training.
+    compute: inner steps and evaluation. wait: waiting for other peers. comm: encoding, sending,
+        receiving and adopting.
+    outer: outer steps of the fragments that this peer is author of, as far as they delay its
+        training.
     """
 
     compute: Seconds = 0.0
@@ -51,20 +68,26 @@ class PhaseSeconds:
 
     @property
     def utilization(self) -> float:
-        """The share of compute (T_inner / (T_inner + T_sync) of INTELLECT-1); 0 before anything was timed."""
+        """The share of compute (T_inner / (T_inner + T_sync) of INTELLECT-1); 0 before anything was
+        timed."""
         return self.compute / self.total if self.total > 0 else 0.0
 
     def __sub__(self, earlier: PhaseSeconds) -> PhaseSeconds:
-        return PhaseSeconds(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
+        return PhaseSeconds(
+            *(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True))
+        )
 
 
 class _Row(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
-        printable(self, *(name for name in self.__struct_fields__ if isinstance(getattr(self, name), str)))
+        printable(
+            self, *(name for name in self.__struct_fields__ if isinstance(getattr(self, name), str))
+        )
 
 
 class RunInfo(_Row, frozen=True):
-    """The run, its budgets (None: no limit), outer steps that all fragments have seen, swarm clock, and who answers."""
+    """The run, its budgets (None: no limit), outer steps that all fragments have seen, swarm clock,
+    and who answers."""
 
     run_id: Name
     mode: Name
@@ -78,7 +101,8 @@ class RunInfo(_Row, frozen=True):
 
 
 class PeerRow(_Row, frozen=True):
-    """A peer's last status, `seconds` of its last round, where it may be called, and whether it may make versions."""
+    """A peer's last status, `seconds` of its last round, where it may be called, and whether it may
+    make versions."""
 
     peer_id: Name
     name: Name
@@ -101,9 +125,11 @@ class PeerRow(_Row, frozen=True):
 
 
 class FragmentRow(_Row, frozen=True):
-    """The tip that is here, whom it names as the next author, who is that now, and how many contributions are here.
+    """The tip that is here, whom it names as the next author, who is that now, and how many
+    contributions are here.
 
-    following: `author` is another peer; collecting: this one; alone: nobody. fetching: others have more than is here.
+    following: `author` is another peer; collecting: this one; alone: nobody. fetching: others have
+        more than is here.
     settling: this peer has just come, and listens first.
     """
 
@@ -118,7 +144,8 @@ class FragmentRow(_Row, frozen=True):
 
 
 class Round(_Row, frozen=True):
-    """A version: connected, training and merged peers when it came, its oldest base, and how long rounds took."""
+    """A version: connected, training and merged peers when it came, its oldest base, and how long
+    rounds took."""
 
     fragment: Index
     version: Count
@@ -131,7 +158,8 @@ class Round(_Row, frozen=True):
 
 
 class Contributor(_Row, frozen=True):
-    """A line of the public record: a peer's part in the control fragment, and its payload in all; "": many peers."""
+    """A line of the public record: a peer's part in the control fragment, and its payload in all;
+    "": many peers."""
 
     peer_id: Name
     name: Name
@@ -153,7 +181,8 @@ class LedgerTotals(_Row, frozen=True):
 
 
 class LossPoint(_Row, frozen=True):
-    """Mean training loss of the peers that train (nats per token), and the lowest and highest of them."""
+    """Mean training loss of the peers that train (nats per token), and the lowest and highest of
+    them."""
 
     at: Unix
     tokens: Tokens
@@ -171,8 +200,8 @@ class Event(_Row, frozen=True):
 
 
 class Snapshot(_Row, frozen=True):
-    """The swarm as one peer sees it; `left_out`: peers that are missing. `samples`: version, prompt, and what the model
-    wrote after it at the last evaluation.
+    """The swarm as one peer sees it; `left_out`: peers that are missing. `samples`: version,
+    prompt, and what the model wrote after it at the last evaluation.
     """
 
     run: RunInfo
@@ -183,13 +212,18 @@ class Snapshot(_Row, frozen=True):
     loss: Annotated[list[LossPoint], Meta(max_length=MAX_HISTORY)]
     events: Annotated[list[Event], Meta(max_length=MAX_HISTORY)]
     left_out: Count = 0
-    samples: Annotated[list[tuple[Count, Text, Text]], Meta(max_length=16)] = field(default_factory=list)
+    samples: Annotated[list[tuple[Count, Text, Text]], Meta(max_length=16)] = field(
+        default_factory=list
+    )
 
     def __post_init__(self) -> None:
-        self.samples[:] = [(version, _lines(prompt), _lines(text)) for version, prompt, text in self.samples]
+        self.samples[:] = [
+            (version, _lines(prompt), _lines(text)) for version, prompt, text in self.samples
+        ]
 
     def names(self) -> dict[str, str]:
-        """A display name for each peer, also of those that are gone; equal names are followed by the end of the id."""
+        """A display name for each peer, also of those that are gone; equal names are followed by
+        the end of the id."""
         named = {row.peer_id: row.name for row in self.ledger.contributions}
         named |= {row.peer_id: row.name for row in self.peers}
         often = Counter(named.values())
@@ -215,7 +249,8 @@ def pack(snapshot: Snapshot) -> list[bytes]:
 
 
 def unpack(packed: bytes) -> Snapshot:
-    """The snapshot that untrusted bytes hold; `PayloadError` when they hold none, or one that is too large."""
+    """The snapshot that untrusted bytes hold; `PayloadError` when they hold none, or one that is
+    too large."""
     inflating = zlib.decompressobj()
     try:
         text = inflating.decompress(packed, MAX_TEXT_BYTES)

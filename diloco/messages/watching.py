@@ -1,4 +1,5 @@
-"""Requests on bulk streams of peers that take no part, or not yet. They may not know the manifest's hash."""
+"""Requests on bulk streams of peers that take no part, or not yet. They may not know the manifest's
+hash."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ ProbeBytes = Annotated[int, Meta(ge=0, le=MAX_PROBE_BYTES)]
 
 
 class Ask(Message, frozen=True, tag="ask"):
-    """Asks for the manifest of the run, a snapshot of the swarm, or a file that the manifest names by this digest."""
+    """Asks for the manifest of the run, a snapshot of the swarm, or a file that the manifest names
+    by this digest."""
 
     place, roles = Place.REQUEST, EVERYBODY
     what: Annotated[str, Meta(pattern=r"^(manifest|snapshot|[0-9a-f]{64})\Z")]
 
 
 class Piece(Message, frozen=True, tag="piece"):
-    """A piece of what was asked for: canonical JSON, a packed `snapshot.Snapshot`, or bytes of a file. Another one
-    follows if there is `more`.
+    """A piece of what was asked for: canonical JSON, a packed `snapshot.Snapshot`, or bytes of a
+    file. Another one follows if there is `more`.
     """
 
     wire_version: Count
@@ -34,8 +36,9 @@ class Piece(Message, frozen=True, tag="piece"):
 
 
 class Probe(Message, frozen=True, tag="probe"):
-    """Asks whether a peer is well and how well it is connected. `sends` meaningless bytes follow, and `wants` bytes
-    come back behind the reply. The asker wants to be called at the addresses in `call`, over a new connection.
+    """Asks whether a peer is well and how well it is connected. `sends` meaningless bytes follow,
+    and `wants` bytes come back behind the reply. The asker wants to be called at the addresses in
+    `call`, over a new connection.
     """
 
     place, roles = Place.REQUEST, EVERYBODY
@@ -45,9 +48,10 @@ class Probe(Message, frozen=True, tag="probe"):
 
 
 class ProbeReply(Message, frozen=True, tag="probe_reply"):
-    """What a peer says of itself: its clock (`unix_s`), where others reach it, ids of some peers that it is connected
-    to (`known`); and of the asker: the multiaddr from which it comes (`observed`; empty where nobody knows), where it
-    answered a call (`reached`), and why it did not elsewhere.
+    """What a peer says of itself: its clock (`unix_s`), where others reach it, ids of some peers
+    that it is connected to (`known`); and of the asker: the multiaddr from which it comes
+    (`observed`; empty where nobody knows), where it answered a call (`reached`), and why it did not
+    elsewhere.
     """
 
     wire_version: Count

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from diloco.model.build import build, check_fit, config_of, directory_of, has_files, num_parameters, outline
+from diloco.model.build import (
+    build,
+    check_fit,
+    config_of,
+    directory_of,
+    has_files,
+    num_parameters,
+    outline,
+)
 from diloco.model.cross_entropy import evaluating, loss, prepare_head_
 from diloco.model.files import Vocabulary, load, save
 from diloco.model.recipe import frozen_of, pack, recipe_of

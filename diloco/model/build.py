@@ -1,8 +1,9 @@
 """Builds a model with reproducible initial weights from settings.
 
-With `model.path`, config and weights come from that directory; with `model.revision` too, from the Hugging Face hub at
-that commit. Once `model.weights` names the weights, `model.config` counts, and weights come from `model.directory`. A
-peer that has none there gets them from the swarm, except for what is not trained (`recipe.py`).
+With `model.path`, config and weights come from that directory; with `model.revision` too, from the
+Hugging Face hub at that commit. Once `model.weights` names the weights, `model.config` counts, and
+weights come from `model.directory`. A peer that has none there gets them from the swarm, except for
+what is not trained (`recipe.py`).
 
 A config is small and may ask for a model of any size, so its numbers and its parts have a limit.
 """
@@ -30,20 +31,28 @@ from diloco.model.files import Vocabulary, check_directory, load, transformers
 from diloco.model.recipe import allowed_names, fill_frozen_, is_extra, set_generation_
 from diloco.text import one_line
 
-MAX_CONFIG_NUMBER = 2**24  # the longest contexts have 10M positions, and transformers makes lists of some numbers
+# the longest contexts have 10M positions, and transformers makes lists of some numbers
+MAX_CONFIG_NUMBER = 2**24
 MAX_CONFIG_BYTES = 2**20
 MAX_PARTS = 2**16  # modules of a model; the largest public ones have some thousands
 
 
 def build(
-    settings: ModelConfig, seed: int, *, tokenizer: Vocabulary | None = None, sequence_length: int | None = None
+    settings: ModelConfig,
+    seed: int,
+    *,
+    tokenizer: Vocabulary | None = None,
+    sequence_length: int | None = None,
 ) -> nn.Module:
-    """A causal LM on the CPU, in training mode, with fp32 parameters, that fits `tokenizer` and `sequence_length`.
+    """A causal LM on the CPU, in training mode, with fp32 parameters, that fits `tokenizer` and
+    `sequence_length`.
 
-    The weights depend only on `seed` and the installed torch. The global RNG state has no influence and stays as it is.
+    The weights depend only on `seed` and the installed torch. The global RNG state has no influence
+    and stays as it is.
 
-    Raises ConfigError for an unknown model type or name, an impossible value, or a model too small for the data, and
-    CheckpointError if `model.path` is not a directory with a readable safetensors checkpoint.
+    Raises ConfigError for an unknown model type or name, an impossible value, or a model too small
+    for the data, and CheckpointError if `model.path` is not a directory with a readable safetensors
+    checkpoint.
     """
     if has_files(settings):
         if settings.weights is None:
@@ -55,12 +64,14 @@ def build(
         return model
     config = config_of(settings)
     check_fit(config, tokenizer, sequence_length)
-    # fork_rng restores the CPU generator; torch.manual_seed would also reseed every GPU, so it is not used here.
+    # fork_rng restores the CPU generator; torch.manual_seed would also reseed every GPU, so it is
+    # not used here.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         default_generator.manual_seed(seed)
         with _refusals(settings):
             built = _from_config(config)
-            prepare_head_(built)  # some contradictions, as heads that do not divide the width, show in a forward pass
+            # some contradictions, as heads that do not divide the width, show in a forward pass
+            prepare_head_(built)
     set_generation_(built, settings.generation)
     if settings.frozen and settings.directory is not None:
         fill_frozen_(built, settings.frozen, Path(settings.directory))
@@ -77,8 +88,8 @@ def has_files(settings: ModelConfig) -> bool:
 def config_of(settings: ModelConfig) -> Any:
     """The transformers config (a `PreTrainedConfig`) of `settings`; allocates no weights.
 
-    Raises ConfigError: there is no causal LM of this type, or its config refuses a name or a value; CheckpointError:
-    `model.path` has no config.
+    Raises ConfigError: there is no causal LM of this type, or its config refuses a name or a value;
+    CheckpointError: `model.path` has no config.
     """
     library = transformers()
     if settings.path is not None and settings.weights is None:
@@ -88,21 +99,29 @@ def config_of(settings: ModelConfig) -> Any:
     if settings.model_type not in names:
         known = settings.model_type in library.CONFIG_MAPPING
         why = "has no causal language model" if known else "is no model type of transformers"
-        raise ConfigError(f"model.model_type: {settings.model_type!r} {why}{_nearest(settings.model_type, names)}")
+        raise ConfigError(
+            f"model.model_type: {settings.model_type!r} {why}{_nearest(settings.model_type, names)}"
+        )
     kind = library.CONFIG_MAPPING[settings.model_type]
     allowed = allowed_names(kind)
     for name in settings.config:
         if name not in allowed and not (settings.weights is not None and is_extra(kind, name)):
-            # transformers would store it as an attribute that it never reads: a setting without effect.
-            raise ConfigError(f"model.config.{name}: {kind.__name__} has no such setting{_nearest(name, allowed)}")
+            # transformers would store it as an attribute that it never reads: a setting without
+            # effect.
+            raise ConfigError(
+                f"model.config.{name}: {kind.__name__} has no such setting{_nearest(name, allowed)}"
+            )
     try:
         return kind(**settings.config)
     except Exception as error:  # the library's validators raise their own types
-        raise ConfigError(f"model.config: {one_line(error.__cause__ or error)}; change that value") from error
+        raise ConfigError(
+            f"model.config: {one_line(error.__cause__ or error)}; change that value"
+        ) from error
 
 
 def outline(settings: ModelConfig) -> nn.Module:
-    """The model without values, on the default device: `meta`, or one under `FakeTensorMode`. Allocates no weights.
+    """The model without values, on the default device: `meta`, or one under `FakeTensorMode`.
+    Allocates no weights.
 
     Raises ConfigError and CheckpointError as `build`.
     """
@@ -118,7 +137,9 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def directory_of(settings: ModelConfig, files: Collection[str] = MODEL_FILES, most_bytes: float = math.inf) -> Path:
+def directory_of(
+    settings: ModelConfig, files: Collection[str] = MODEL_FILES, most_bytes: float = math.inf
+) -> Path:
     """Where the files of `model.path` are; those of the hub are fetched first.
 
     Raises DataError as `files_at`, and CheckpointError for a name on the hub without a commit.
@@ -131,9 +152,12 @@ def directory_of(settings: ModelConfig, files: Collection[str] = MODEL_FILES, mo
     directory = Path(settings.path).expanduser()
     if not directory.exists() and HUB_NAME.fullmatch(settings.path):
         commit = commit_of("model", settings.path)
-        remedy = f"{settings.path}@COMMIT" if commit is None else f"{settings.path}@{commit}, the newest"
+        remedy = (
+            f"{settings.path}@COMMIT" if commit is None else f"{settings.path}@{commit}, the newest"
+        )
         raise CheckpointError(
-            f"model.path: {settings.path} is no directory; if it is a name on the hub, write {remedy}"
+            f"model.path: {settings.path} is no directory; if it is a name on the hub, write"
+            f" {remedy}"
         )
     return directory
 
@@ -142,27 +166,36 @@ def _saved_config(directory: Path) -> Any:
     """The config in a directory in Hugging Face format."""
     check_directory(directory, "model.path")
     try:
-        _refuse_absurd(json.loads((directory / "config.json").read_text(encoding="utf-8")), f"model.path: {directory}")
-        return transformers().AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        _refuse_absurd(
+            json.loads((directory / "config.json").read_text(encoding="utf-8")),
+            f"model.path: {directory}",
+        )
+        return transformers().AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"model.path: {directory} has no config.json that can be read: {one_line(error)}; give a directory in "
-            "Hugging Face format"
+            f"model.path: {directory} has no config.json that can be read: {one_line(error)}; give"
+            " a directory in Hugging Face format"
         ) from error
 
 
 def _refuse_absurd(config: object, place: str) -> None:
-    """Raises ConfigError for a number that no model has. transformers makes lists as long as some of the numbers."""
+    """Raises ConfigError for a number that no model has. transformers makes lists as long as some
+    of the numbers."""
     if not isinstance(config, Mapping):
         return
     for key, value in flatten(config):
         if type(value) is int and abs(value) > MAX_CONFIG_NUMBER and "rope" not in key:
-            raise ConfigError(f"{place}.{key}: {value} is more than {MAX_CONFIG_NUMBER}, and no model has so many")
+            raise ConfigError(
+                f"{place}.{key}: {value} is more than {MAX_CONFIG_NUMBER}, and no model has so many"
+            )
 
 
 @contextlib.contextmanager
 def _refusals(settings: ModelConfig) -> Iterator[None]:
-    """Turns whatever the layers of a model raise (KeyError, RuntimeError, ...) into a ConfigError."""
+    """Turns whatever the layers of a model raise (KeyError, RuntimeError, ...) into a
+    ConfigError."""
     try:
         yield
     except Exception as error:
@@ -172,7 +205,8 @@ def _refusals(settings: ModelConfig) -> Iterator[None]:
 
 
 def _from_config(config: Any) -> nn.Module:
-    """A model of this config; ends with a ValueError once it has too many modules, which cost time and memory each."""
+    """A model of this config; ends with a ValueError once it has too many modules, which cost time
+    and memory each."""
     made = itertools.count(1)
 
     def check(*_: object) -> None:
@@ -180,15 +214,22 @@ def _from_config(config: Any) -> nn.Module:
             raise ValueError(f"it has more than {MAX_PARTS} layers and other parts")
 
     with nn.modules.module.register_module_module_registration_hook(check):
-        built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        built: nn.Module = transformers().AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        )
     return built
 
 
 def check_fit(
-    config: Any, tokenizer: Vocabulary | None, sequence_length: int | None = None, key: str = "model.config.vocab_size"
+    config: Any,
+    tokenizer: Vocabulary | None,
+    sequence_length: int | None = None,
+    key: str = "model.config.vocab_size",
 ) -> None:
-    """Raises ConfigError if a model of this transformers config, which `key` gives, is too small for the data."""
-    text_config = config.get_text_config()  # the language part of a multimodal model, else the config itself
+    """Raises ConfigError if a model of this transformers config, which `key` gives, is too small
+    for the data."""
+    # the language part of a multimodal model, else the config itself
+    text_config = config.get_text_config()
     vocabulary = text_config.vocab_size
     if tokenizer is not None and vocabulary < tokenizer.vocab_size:
         number = tokenizer.vocab_size - 1
@@ -200,11 +241,13 @@ def check_fit(
     positions = getattr(text_config, "max_position_embeddings", None)
     if sequence_length is not None and isinstance(positions, int) and positions < sequence_length:
         raise ConfigError(
-            f"data.sequence_length: {sequence_length} tokens are more than the model's {positions} positions; "
-            f"lower it or raise model.config.max_position_embeddings"
+            f"data.sequence_length: {sequence_length} tokens are more than the model's {positions}"
+            " positions; lower it or raise model.config.max_position_embeddings"
         )
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; one of {', '.join(sorted(known)[:8])}, ..."
+    return (
+        f"; did you mean {near[0]!r}?" if near else f"; one of {', '.join(sorted(known)[:8])}, ..."
+    )

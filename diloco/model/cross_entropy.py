@@ -1,15 +1,19 @@
-"""The training loss, computed a chunk of tokens at a time where the logits of all tokens would be large.
+"""The training loss, computed a chunk of tokens at a time where the logits of all tokens would be
+large.
 
-(B, T, V) logits, their copy in fp32 and their gradient are the largest tensors of a step: at V=128k they take more than
-the rest of a small model. None of them has to exist whole:
+(B, T, V) logits, their copy in fp32 and their gradient are the largest tensors of a step: at V=128k
+they take more than the rest of a small model. None of them has to exist whole:
 
-1. `loss` leaves the targets where the output head finds them. The model returns the loss in place of logits.
-2. The head multiplies a chunk of hidden states with its weight, and takes from these logits the chunk's part of the
-   loss and of the gradients of hidden states and weight. Then the chunk's memory serves the next one.
+1. `loss` leaves the targets where the output head finds them. The model returns the loss in place
+   of logits.
+2. The head multiplies a chunk of hidden states with its weight, and takes from these logits the
+   chunk's part of the loss and of the gradients of hidden states and weight. Then the chunk's
+   memory serves the next one.
 3. The backward pass has nothing to compute for the head; it scales what step 2 kept.
 
-All that happens in the model's own forward pass. So whatever is wrapped around it finds what it knows: the hooks of
-DistributedDataParallel see an output and gradients of parameters, and FSDP2 has gathered the head's weight.
+All that happens in the model's own forward pass. So whatever is wrapped around it finds what it
+knows: the hooks of DistributedDataParallel see an output and gradients of parameters, and FSDP2 has
+    gathered the head's weight.
 """
 
 from __future__ import annotations
@@ -24,21 +28,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # in place of a target: this position predicts nothing
-# fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which each chunk is added.
+# fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which
+# each chunk is added.
 CHUNK_BYTES, CPU_CHUNK_BYTES = 2**28, 2**26
 
-_forward = threading.local()  # `targets` of the forward pass of `loss`; peers of a simulation have a thread each
+# `targets` of the forward pass of `loss`; peers of a simulation have a thread each
+_forward = threading.local()
 
 
 def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """Mean cross entropy of each token given those before it in its sequence, in nats; a differentiable fp32 scalar.
+    """Mean cross entropy of each token given those before it in its sequence, in nats; a
+    differentiable fp32 scalar.
 
-    `tokens` is (B, T) int64 on the model's device. The model predicts T - 1 tokens of each sequence; it only reads the
-    first. The softmax is fp32 also under autocast. One backward pass, without gradients of gradients.
+    `tokens` is (B, T) int64 on the model's device. The model predicts T - 1 tokens of each
+    sequence; it only reads the first. The softmax is fp32 also under autocast. One backward pass,
+    without gradients of gradients.
 
     Logits exist in chunks of `CHUNK_BYTES` where `prepare_head_` found that this model allows it.
     """
-    # Masking the last position instead of slicing it off saves a copy of the logits, the largest tensor of the step.
+    # Masking the last position instead of slicing it off saves a copy of the logits, the largest
+    # tensor of the step.
     targets = tokens.roll(-1, dims=1)
     targets[:, -1] = IGNORED
     _forward.targets = targets
@@ -48,16 +57,20 @@ def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
         _forward.targets = None
     if logits.ndim == 0:
         return logits
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    return nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+    )
 
 
 def computes_loss() -> bool:
-    """Whether this thread is in the forward pass of `loss`: plain rows of tokens, without positions or a mask."""
+    """Whether this thread is in the forward pass of `loss`: plain rows of tokens, without positions
+    or a mask."""
     return getattr(_forward, "targets", None) is not None
 
 
 class ChunkedHead(nn.Linear):
-    """An output head that returns the loss, a scalar, in the forward pass of `loss`, and logits in any other."""
+    """An output head that returns the loss, a scalar, in the forward pass of `loss`, and logits in
+    any other."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         targets: Tensor | None = getattr(_forward, "targets", None)
@@ -70,23 +83,27 @@ class ChunkedHead(nn.Linear):
 
 
 def prepare_head_(model: nn.Module) -> bool:
-    """Have `loss` compute the logits of this causal LM in chunks, if it can; costs a forward pass of two tokens.
+    """Have `loss` compute the logits of this causal LM in chunks, if it can; costs a forward pass
+    of two tokens.
 
-    It can where the output head is a plain `nn.Linear` whose product are the logits. Some models scale them, cap them
-    (Gemma 2) or have a head of another kind; those keep whole logits. Raises whatever the forward pass raises.
+    It can where the output head is a plain `nn.Linear` whose product are the logits. Some models
+    scale them, cap them (Gemma 2) or have a head of another kind; those keep whole logits. Raises
+    whatever the forward pass raises.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     with evaluating(model):
         if type(head) is nn.Linear and _returns_as_logits(model, head, tokens):
-            head.__class__ = ChunkedHead  # not an attribute of the instance: copies of the model have it, too
+            # not an attribute of the instance: copies of the model have it, too
+            head.__class__ = ChunkedHead
         elif type(head) is not ChunkedHead:
             model(input_ids=tokens, use_cache=False)
     return type(head) is ChunkedHead
 
 
 def _returns_as_logits(model: nn.Module, head: nn.Module, tokens: Tensor) -> bool:
-    """Whether the model returns what its head returns, even a scalar: it does nothing to it in between."""
+    """Whether the model returns what its head returns, even a scalar: it does nothing to it in
+    between."""
     scalar = torch.zeros((), device=tokens.device)
     try:
         with head.register_forward_hook(lambda *_: scalar):
@@ -103,7 +120,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # Not inference_mode: what a model caches in it (rotary tables) could not be used in training afterwards.
+        # Not inference_mode: what a model caches in it (rotary tables) could not be used in
+        # training afterwards.
         with torch.no_grad():
             yield
     finally:
@@ -111,24 +129,30 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int) -> Tensor:
-    """Mean cross entropy of `hidden @ weight.T + bias`, of which `rows` rows exist at a time; an fp32 scalar.
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int
+) -> Tensor:
+    """Mean cross entropy of `hidden @ weight.T + bias`, of which `rows` rows exist at a time; an
+    fp32 scalar.
 
-    `hidden` is (N, D), `weight` (V, D), `bias` (V,), `targets` (N,) int64, where -100 is ignored. Products are computed
-    in the dtype of autocast or else of `hidden`, everything else in fp32, also the sum of the weight's gradient over
-    chunks. A second backward pass raises RuntimeError.
+    `hidden` is (N, D), `weight` (V, D), `bias` (V,), `targets` (N,) int64, where -100 is ignored.
+    Products are computed in the dtype of autocast or else of `hidden`, everything else in fp32,
+    also the sum of the weight's gradient over chunks. A second backward pass raises RuntimeError.
     """
     found: Tensor = _Chunked.apply(hidden, weight, bias, targets, rows)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Chunked(torch.autograd.Function):
-    """`cross_entropy`. It computes gradients going forward, while it has the logits, as Liger Kernel does (Hsu et al.
-    2024, arXiv:2410.10989); the weight's takes the memory that it takes anyway in the backward pass, which comes next.
+    """`cross_entropy`. It computes gradients going forward, while it has the logits, as Liger
+    Kernel does (Hsu et al. 2024, arXiv:2410.10989); the weight's takes the memory that it takes
+    anyway in the backward pass, which comes next.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int
+    ) -> Tensor:
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         with torch.autocast(kind, enabled=False):
@@ -136,15 +160,24 @@ class _Chunked(torch.autograd.Function):
             of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
             d_hidden = torch.empty_like(hidden) if of_hidden else None
             d_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
-            d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if of_bias else None
+            d_bias = (
+                torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
+                if of_bias
+                else None
+            )
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for at in range(0, len(hidden), rows):
-                part, aims = hidden[at : at + rows].to(dtype), targets[at : at + rows]  # (C, D), (C,)
-                log_p = nn.functional.linear(part, matrix, offset).log_softmax(1, dtype=torch.float32)  # (C, V)
+                # (C, D), (C,)
+                part, aims = hidden[at : at + rows].to(dtype), targets[at : at + rows]
+                # (C, V)
+                log_p = nn.functional.linear(part, matrix, offset).log_softmax(
+                    1, dtype=torch.float32
+                )
                 total += nn.functional.nll_loss(log_p, aims, ignore_index=IGNORED, reduction="sum")
                 if not any(ctx.needs_input_grad):
                     continue
-                slope, counts = _slope_(log_p, aims).to(dtype), (aims != IGNORED).to(dtype)  # (C, V), (C,)
+                # (C, V), (C,)
+                slope, counts = _slope_(log_p, aims).to(dtype), (aims != IGNORED).to(dtype)
                 if d_hidden is not None:
                     d_hidden[at : at + rows] = slope @ matrix * counts[:, None]
                 if d_weight is not None and dtype == torch.float32:
@@ -155,8 +188,12 @@ class _Chunked(torch.autograd.Function):
                     d_bias += counts @ slope
             count = (targets != IGNORED).sum()
         ctx.save_for_backward(d_hidden, count)
-        # Not saved like the others: it belongs to the weights, not to the activations of `saved_tensors_hooks`.
-        ctx.of_weight, ctx.dtypes = (d_weight, d_bias), (weight.dtype, None if bias is None else bias.dtype)
+        # Not saved like the others: it belongs to the weights, not to the activations of
+        # `saved_tensors_hooks`.
+        ctx.of_weight, ctx.dtypes = (
+            (d_weight, d_bias),
+            (weight.dtype, None if bias is None else bias.dtype),
+        )
         return total / count
 
     @staticmethod
@@ -164,7 +201,10 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, count = ctx.saved_tensors
         if ctx.of_weight is None:
-            raise RuntimeError("the loss of a chunked head has one backward pass; compute it again for a second one")
+            raise RuntimeError(
+                "the loss of a chunked head has one backward pass; compute it again for a"
+                " second one"
+            )
         of_weight, ctx.of_weight = ctx.of_weight, None
         scale = slope / count
         found = [
@@ -175,10 +215,12 @@ class _Chunked(torch.autograd.Function):
 
 
 def _slope_(log_p: Tensor, targets: Tensor) -> Tensor:
-    """The gradients of cross entropies with respect to the logits, in place of their log softmax (C, V).
+    """The gradients of cross entropies with respect to the logits, in place of their log softmax
+    (C, V).
 
-    They are not divided by the number of targets yet, or fp16 would round most of them to zero. Those of ignored
-    targets mean nothing: to leave them out where they are multiplied with (C, D) is less work.
+    They are not divided by the number of targets yet, or fp16 would round most of them to zero.
+    Those of ignored targets mean nothing: to leave them out where they are multiplied with (C, D)
+    is less work.
     """
     at = targets.clamp(min=0)[:, None]
     return log_p.exp_().scatter_add_(1, at, torch.full_like(at, -1, dtype=log_p.dtype))

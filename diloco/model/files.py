@@ -29,20 +29,27 @@ class Vocabulary(Protocol):
     def save(self, directory: Path) -> None: ...
 
 
-def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabulary | None = None) -> None:
-    """Writes `model` to `directory` and replaces an old one; `AutoModelForCausalLM.from_pretrained` loads it.
+def save(
+    model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabulary | None = None
+) -> None:
+    """Writes `model` to `directory` and replaces an old one; `AutoModelForCausalLM.from_pretrained`
+    loads it.
 
-    With a tokenizer, its files are written too, and generation stops at its end token; what else a checkpoint says of
-    generation stays. The directory appears as a whole or not at all; an old one is absent between two renames.
+    With a tokenizer, its files are written too, and generation stops at its end token; what else a
+    checkpoint says of generation stays. The directory appears as a whole or not at all; an old one
+    is absent between two renames.
 
-    Raises ConfigError: the directory cannot be written (permission, no space); its old content stays.
+    Raises ConfigError: the directory cannot be written (permission, no space); its old content
+    stays.
     """
     target = Path(directory)
     fresh, old = (target.with_name(f".{target.name}-{secrets.token_hex(4)}") for _ in range(2))
     try:
         fresh.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"{target}: cannot be written ({error.strerror}); choose another directory") from error
+        raise ConfigError(
+            f"{target}: cannot be written ({error.strerror}); choose another directory"
+        ) from error
     try:
         _write(model, fresh, tokenizer)
         if target.exists():
@@ -54,53 +61,77 @@ def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabul
                 old.rename(target)
             raise
     except OSError as error:
-        raise ConfigError(f"{target}: cannot be written ({one_line(error)}); free space or choose another") from error
+        raise ConfigError(
+            f"{target}: cannot be written ({one_line(error)}); free space or choose another"
+        ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
-    """The causal LM (a `PreTrainedModel`) of a Hugging Face directory, in eval mode, in the dtype it was saved in.
+    """The causal LM (a `PreTrainedModel`) of a Hugging Face directory, in eval mode, in the dtype
+    it was saved in.
 
-    Reads local safetensors only: no download, no pickle, no code from the directory. Raises CheckpointError, which
-    begins with `key`, the setting of the path: it is no such directory, or weights are missing.
+    Reads local safetensors only: no download, no pickle, no code from the directory. Raises
+    CheckpointError, which begins with `key`, the setting of the path: it is no such directory, or
+    weights are missing.
     """
     path = Path(directory)
     check_directory(path, key)
     if not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"{key}: {path} has no *.safetensors; other weight formats are not read, convert them")
+        raise CheckpointError(
+            f"{key}: {path} has no *.safetensors; other weight formats are not read, convert them"
+        )
     try:
-        # The library draws missing weights at random. That is an error below, but must not move the global RNG.
+        # The library draws missing weights at random. That is an error below, but must not move the
+        # global RNG.
         with torch.random.fork_rng(devices=[]):
             model, report = transformers().AutoModelForCausalLM.from_pretrained(
-                path, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                path,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
-    except Exception as error:  # SafetensorError, JSONDecodeError, ValueError, ...: the directory is unusable
-        raise CheckpointError(f"{key}: {path} cannot be loaded: {one_line(error)}; use another copy") from error
+    # SafetensorError, JSONDecodeError, ValueError, ...: the directory is unusable
+    except Exception as error:
+        raise CheckpointError(
+            f"{key}: {path} cannot be loaded: {one_line(error)}; use another copy"
+        ) from error
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
-            f"{key}: {path} lacks {len(missing)} of the model's weights, {missing[0]} first; use a complete checkpoint"
+            f"{key}: {path} lacks {len(missing)} of the model's weights, {missing[0]} first; use a"
+            " complete checkpoint"
         )
     return model
 
 
 def check_directory(path: Path, key: str) -> None:
-    """Raises CheckpointError, which names the setting `key`, if this is no directory with a config."""
+    """Raises CheckpointError, which names the setting `key`, if this is no directory with a
+    config."""
     if not path.is_dir():
-        raise CheckpointError(f"{key}: {path} is no directory; give a directory with config.json and model.safetensors")
+        raise CheckpointError(
+            f"{key}: {path} is no directory; give a directory with config.json and"
+            " model.safetensors"
+        )
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{key}: {path} has no config.json; give a directory in Hugging Face format")
+        raise CheckpointError(
+            f"{key}: {path} has no config.json; give a directory in Hugging Face format"
+        )
 
 
 def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> None:
     model_any: Any = model  # a PreTrainedModel
     if tokenizer is not None:
-        # The default end token of the config (2 for Llama) is an ordinary token in another vocabulary. A checkpoint's
-        # own settings fit its tokenizer, and may end a text at several tokens.
+        # The default end token of the config (2 for Llama) is an ordinary token in another
+        # vocabulary. A checkpoint's own settings fit its tokenizer, and may end a text at several
+        # tokens.
         if not _ends_at(model_any.config, tokenizer.end):
             _end_at_(model_any.config, tokenizer.end)
-        if model_any.generation_config is not None and not _ends_at(model_any.generation_config, tokenizer.end):
+        if model_any.generation_config is not None and not _ends_at(
+            model_any.generation_config, tokenizer.end
+        ):
             model_any.generation_config = type(model_any.generation_config)()
             _end_at_(model_any.generation_config, tokenizer.end)
         tokenizer.save(directory)
@@ -124,7 +155,8 @@ def _ends_at(config: Any, end: int | None) -> bool:
 
 @functools.cache
 def transformers() -> Any:
-    """The `transformers` module without progress bars, advice and warnings; errors are still raised.
+    """The `transformers` module without progress bars, advice and warnings; errors are still
+    raised.
 
     Imported late, because it takes seconds; silent, because output tears the live table.
     """

@@ -5,11 +5,12 @@
                              -> an outer step of the master (`optimizer`)
     master - anchor          -> encoded: the update
 
-A contribution stays encoded from its arrival until the version closes. The update moves the anchor, momentum and window
-in `Replica.apply_update_`, on the author as on everybody else. What its encoding lost stays in master - anchor, for the
-updates after it.
+A contribution stays encoded from its arrival until the version closes. The update moves the anchor,
+momentum and window in `Replica.apply_update_`, on the author as on everybody else. What its
+encoding lost stays in master - anchor, for the updates after it.
 
-Memory, in fp32 copies of the fragment: 1 for the master; with `outer.flatten` 1 more while a version is made.
+Memory, in fp32 copies of the fragment: 1 for the master; with `outer.flatten` 1 more while a
+version is made.
 """
 
 from __future__ import annotations
@@ -29,15 +30,25 @@ from diloco.outer.fragments import Fragment
 from diloco.outer.merging import AVERAGES, Part, directional_pieces
 from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import Layout, buffer, empty_payload
-from diloco.outer.robust import MEMORY, MIN_JUDGED, Comparison, Judgement, alike, clip, clip_few, usual
+from diloco.outer.robust import (
+    MEMORY,
+    MIN_JUDGED,
+    Comparison,
+    Judgement,
+    alike,
+    clip,
+    clip_few,
+    usual,
+)
 from diloco.outer.spectrum import flatten_, matrices
 
 __all__ = ["Aggregate", "Merged", "Weighted"]
 
 
 class Weighted(NamedTuple):
-    """A whole contribution, encoded (uint8), the L2 norm of its values, and its weight, which is positive: 1 for equal
-    ones (`core.author`), so that sums of 4- and 8-bit payloads are exact. A late one counts at a discount.
+    """A whole contribution, encoded (uint8), the L2 norm of its values, and its weight, which is
+    positive: 1 for equal ones (`core.author`), so that sums of 4- and 8-bit payloads are exact. A
+        late one counts at a discount.
     """
 
     peer: str
@@ -49,8 +60,9 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True)
 class Merged:
-    """The update (uint8) that makes a version, its step, and the peers whose contributions it leaves out of that, or
-    scales down. `alike` are pairs of peers whose contributions are nearly parallel, and the cosine.
+    """The update (uint8) that makes a version, its step, and the peers whose contributions it
+    leaves out of that, or scales down. `alike` are pairs of peers whose contributions are nearly
+    parallel, and the cosine.
     """
 
     update: Tensor
@@ -60,7 +72,8 @@ class Merged:
     alike: tuple[tuple[str, str, float], ...] = ()
 
 
-_Counted = tuple[Sequence[tuple[Tensor, object]], float, float]  # the chunks of a payload, weight and scale
+# the chunks of a payload, weight and scale
+_Counted = tuple[Sequence[tuple[Tensor, object]], float, float]
 
 
 class Aggregate:
@@ -71,7 +84,8 @@ class Aggregate:
         settings: codecs, merge rule and outer optimizer.
         rng: decides what of contributions is compared; nobody else may be able to foresee it.
         shapes: of the parameters, by name; only `outer.flatten` needs them.
-        master: (numel,) fp32, what the anchor would be without the codec's loss; starts at the anchor.
+        master: (numel,) fp32, what the anchor would be without the codec's loss; starts at the
+            anchor.
     """
 
     def __init__(
@@ -87,22 +101,32 @@ class Aggregate:
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
         self.optimizer = OPTIMIZERS[settings.optimizer](settings)
         self.master = anchor.clone() if master is None else master
-        self.norms: deque[float] = deque(maxlen=MEMORY)  # of recent contributions, as they were merged
-        self._payloads, self._updates = Layout(self.up, fragment.numel), Layout(self.down, fragment.numel)
-        self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self._payloads.ranges]
+        # of recent contributions, as they were merged
+        self.norms: deque[float] = deque(maxlen=MEMORY)
+        self._payloads, self._updates = (
+            Layout(self.up, fragment.numel),
+            Layout(self.down, fragment.numel),
+        )
+        self._pieces = [
+            directional_pieces(fragment, start, stop) for start, stop in self._payloads.ranges
+        ]
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
         self._rng = rng
 
-    def merge(self, contributions: Sequence[Weighted], step: OuterStep, state: OuterState, me: str = "") -> Merged:
+    def merge(
+        self, contributions: Sequence[Weighted], step: OuterStep, state: OuterState, me: str = ""
+    ) -> Merged:
         """Make the update of the next version. It moves the master, not the anchor.
 
-        The order of contributions, one at least, does not matter. The state is that before the step; a window that does
-        not fit is forgotten. `me` is this peer. An invalid payload raises `PayloadError` and changes nothing; a master
-        that is not finite raises `DivergedError`.
+        The order of contributions, one at least, does not matter. The state is that before the
+        step; a window that does not fit is forgotten. `me` is this peer. An invalid payload raises
+        `PayloadError` and changes nothing; a master that is not finite raises `DivergedError`.
         """
         contributions = sorted(contributions, key=lambda one: one.peer)
         peers = [one.peer for one in contributions]
-        found = Comparison([one.payload for one in contributions], self.up, self._payloads, self._rng)
+        found = Comparison(
+            [one.payload for one in contributions], self.up, self._payloads, self._rng
+        )
         state.join_(step)
         judged = self._judge(found, contributions, state, peers.index(me) if me in peers else None)
         counted = [
@@ -114,12 +138,18 @@ class Aggregate:
         update = empty_payload(self._updates.nbytes)
         self._step_(counted, step, state, update)
         pairs = alike(found.cosines, found.numel)
-        left_out, clipped = (tuple(peers[i] for i in those) for those in (judged.left_out, judged.clipped))
+        left_out, clipped = (
+            tuple(peers[i] for i in those) for those in (judged.left_out, judged.clipped)
+        )
         named = tuple((peers[one], peers[other], cosine) for one, other, cosine in pairs)
         return Merged(update, step, left_out, clipped, named)
 
     def _judge(
-        self, found: Comparison, contributions: Sequence[Weighted], state: OuterState, own: int | None
+        self,
+        found: Comparison,
+        contributions: Sequence[Weighted],
+        state: OuterState,
+        own: int | None,
     ) -> Judgement:
         """What each contribution counts; remembers the norms of those that count."""
         factor, momentum = self.settings.clip_factor, state.momentum
@@ -139,9 +169,15 @@ class Aggregate:
         self.norms.extend(norm * scale for norm, scale, weight in scaled if weight)
         return judged
 
-    def _step_(self, counted: Sequence[_Counted], step: OuterStep, state: OuterState, update: Tensor) -> None:
-        """Move the master by the average of what counts, and encode what it is ahead of the anchor, chunk by chunk."""
-        transition, flattened = self.optimizer.transition(step), self._flattened(counted) if self._matrices else None
+    def _step_(
+        self, counted: Sequence[_Counted], step: OuterStep, state: OuterState, update: Tensor
+    ) -> None:
+        """Move the master by the average of what counts, and encode what it is ahead of the anchor,
+        chunk by chunk."""
+        transition, flattened = (
+            self.optimizer.transition(step),
+            self._flattened(counted) if self._matrices else None,
+        )
         for chunk, (payload, (start, stop)) in enumerate(self._updates.split(update)):
             if flattened is None:
                 mean = buffer("merged", torch.float32, stop - start)
@@ -157,7 +193,8 @@ class Aggregate:
         AVERAGES[self.settings.merge](out, self.up, parts, self._pieces[chunk])
 
     def _flattened(self, counted: Sequence[_Counted]) -> Tensor:
-        """The average of the whole fragment, because a matrix may lie in several chunks, after `flatten_`."""
+        """The average of the whole fragment, because a matrix may lie in several chunks, after
+        `flatten_`."""
         whole = torch.empty(self.fragment.numel, dtype=torch.float32)
         for chunk, (start, stop) in enumerate(self._payloads.ranges):
             self._average(whole[start:stop], chunk, counted)

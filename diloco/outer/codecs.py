@@ -3,26 +3,30 @@
     name   bytes for n elements            layout of a payload (little-endian)
     fp32   4 n                             values
     fp16   2 n                             values, IEEE half
-    int8   ceil(n/BLOCK) + n               int8 exponent e per block, then int8 code c:      value = c * 2**e
-    e3m0   ceil(n/BLOCK) + ceil(n/2)       int8 exponent e per block, then two codes a byte: value = s * 2**(e + k - 7)
+    int8   ceil(n/BLOCK) + n               int8 exponent e per block, then int8 code c:      value =
+           c * 2**e
+    e3m0   ceil(n/BLOCK) + ceil(n/2)       int8 exponent e per block, then two codes a byte: value =
+           s * 2**(e + k - 7)
 
-An e3m0 code is a sign bit and three bits k, where k = 0 is the value zero (E3M0 of Streaming DiLoCo, arXiv 2501.18512).
-The first half of a block lies in the low nibbles, the second half in the high ones, so that packing is two long
-vector operations.
+An e3m0 code is a sign bit and three bits k, where k = 0 is the value zero (E3M0 of Streaming
+DiLoCo, arXiv 2501.18512). The first half of a block lies in the low nibbles, the second half in the
+high ones, so that packing is two long vector operations.
 
-*Contributions* go through `encode` and `accumulate_`, *update records* through `encode_update` and `apply_update_`:
-the block codecs send the displacement master - anchor, the float codecs the new values themselves. Scales are powers
-of two, so every dequantised value is exact in fp32 and never subnormal, and `anchor += displacement` is one IEEE
-rounding per element. That is bit-identical on any hardware, with or without fused multiply-add, and with flush-to-zero
-too unless a parameter itself is subnormal. What an encoding loses stays in master - anchor, and goes into the next
+*Contributions* go through `encode` and `accumulate_`, *update records* through `encode_update` and
+`apply_update_`: the block codecs send the displacement master - anchor, the float codecs the new
+values themselves. Scales are powers of two, so every dequantised value is exact in fp32 and never
+subnormal, and `anchor += displacement` is one IEEE rounding per element. That is bit-identical on
+any hardware, with or without fused multiply-add, and with flush-to-zero too unless a parameter
+itself is subnormal. What an encoding loses stays in master - anchor, and goes into the next
 displacement.
 
-Every codec refuses NaN, infinity and magnitudes that only a diverged model has (above LIMIT, or above the range of
-half): with DivergedError when encoding, and PayloadError when decoding, before anything is changed. A block of zeros is
-exact. The block codecs round magnitudes below about 1e-38 to zero. The codecs in `lossy` are for contributions only.
+Every codec refuses NaN, infinity and magnitudes that only a diverged model has (above LIMIT, or
+above the range of half): with DivergedError when encoding, and PayloadError when decoding, before
+anything is changed. A block of zeros is exact. The block codecs round magnitudes below about 1e-38
+to zero. The codecs in `lossy` are for contributions only.
 
-All functions take contiguous 1-D tensors of at most CHUNK elements in main memory and may be used from several threads
-at once: the working buffers, at most 6 MiB, belong to the thread.
+All functions take contiguous 1-D tensors of at most CHUNK elements in main memory and may be used
+from several threads at once: the working buffers, at most 6 MiB, belong to the thread.
 """
 
 from __future__ import annotations
@@ -103,7 +107,9 @@ class _FloatCodec(Codec):
         norm = norm_of(values)
         if not is_within(values, self.largest, norm):
             found, largest = f"{magnitude_of(values):g}", f"{self.largest:g}"
-            raise PayloadError(f"{self.name} payload holds {found}; values must be at most {largest}")
+            raise PayloadError(
+                f"{self.name} payload holds {found}; values must be at most {largest}"
+            )
         return values, norm
 
 
@@ -134,7 +140,8 @@ class _BlockCodec(Codec):
 
     @abstractmethod
     def _dequantise(self, codes: Tensor, numel: int) -> Tensor:
-        """The values (r, numel) fp32 of codes in blocks of exponent -unit_exponent, in the thread's buffer."""
+        """The values (r, numel) fp32 of codes in blocks of exponent -unit_exponent, in the thread's
+        buffer."""
 
     def widths(self, numel: int) -> list[int]:
         return [1, -(-numel // self.codes_per_byte)]
@@ -152,7 +159,8 @@ class _BlockCodec(Codec):
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         self._check(payload, acc.numel())
-        # With weight 1 products are exact, so sums round alike whether or not the hardware fuses the two.
+        # With weight 1 products are exact, so sums round alike whether or not the hardware fuses
+        # the two.
         for rows, exponents, codes in self._blocks(acc, payload):
             scales = power_of_two(exponents, self.unit_exponent) * weight
             rows.addcmul_(self._dequantise(codes, rows.shape[1]), scales)
@@ -162,11 +170,13 @@ class _BlockCodec(Codec):
         exponents = payload.numpy()[: -(-numel // BLOCK)].view(np.int8)
         if exponents.min() < self.min_exponent or exponents.max() > self.max_exponent:
             raise PayloadError(
-                f"{self.name} payload holds a block exponent outside {self.min_exponent}..{self.max_exponent}"
+                f"{self.name} payload holds a block exponent outside"
+                f" {self.min_exponent}..{self.max_exponent}"
             )
 
     def _blocks(self, x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Integers, Tensor]]:
-        """Yield (values (r, n) fp32, exponents (r,) int8, codes (r, bytes) int8): the full blocks, then the rest."""
+        """Yield (values (r, n) fp32, exponents (r,) int8, codes (r, bytes) int8): the full blocks,
+        then the rest."""
         blocks = -(-x.numel() // BLOCK)
         parts = [payload[:blocks].view(torch.int8), payload[blocks:].view(torch.int8)]
         for rows, exponents, codes in blockwise(x, parts, [1, BLOCK // self.codes_per_byte]):
@@ -174,7 +184,8 @@ class _BlockCodec(Codec):
 
 
 class _Int8(_BlockCodec):
-    """Integers -127..127 times a power of two: the smallest that fits the block's largest magnitude."""
+    """Integers -127..127 times a power of two: the smallest that fits the block's largest
+    magnitude."""
 
     name = "int8"
     codes_per_byte = 1
@@ -184,9 +195,11 @@ class _Int8(_BlockCodec):
 
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
         # 127.5 would round to 128: mantissas from 127.5/64 on take the next exponent.
-        exponents = np.maximum(exponents_of(rows, self.name, round_up_from=127.5 / 64) - 6, self.min_exponent)
-        # fp32 numbers at 1.5 * 2**(23 + e) are 2**e apart, so one addition scales, rounds (to even) and leaves the
-        # code in the low byte: three operations in one pass.
+        exponents = np.maximum(
+            exponents_of(rows, self.name, round_up_from=127.5 / 64) - 6, self.min_exponent
+        )
+        # fp32 numbers at 1.5 * 2**(23 + e) are 2**e apart, so one addition scales, rounds (to even)
+        # and leaves the code in the low byte: three operations in one pass.
         magic = power_of_two(exponents, 0) * (1.5 * 2**23)
         shifted = torch.add(rows, magic, out=buffer("values", torch.float32, *rows.shape))
         codes.copy_(shifted.view(torch.int32))
@@ -199,9 +212,9 @@ class _Int8(_BlockCodec):
 class _E3m0(_BlockCodec):
     """A sign and one of seven powers of two, or zero; each value goes to the nearest.
 
-    IEEE half has this format inside it: scaled so that the block's top level is 2**-8, the levels are the exponent
-    fields 1 to 7, and the subnormals are what becomes 0 or 1. So the conversion to half does the work, and adding
-    half a unit of the exponent rounds to the nearest level.
+    IEEE half has this format inside it: scaled so that the block's top level is 2**-8, the levels
+    are the exponent fields 1 to 7, and the subnormals are what becomes 0 or 1. So the conversion to
+    half does the work, and adding half a unit of the exponent rounds to the nearest level.
     """
 
     name = "e3m0"
@@ -211,8 +224,11 @@ class _E3m0(_BlockCodec):
     unit_exponent = 8
 
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
-        # 1.5 is the middle of two levels. Half rounds magnitudes within 2**-11 of it up to 1.5, and so must the scale.
-        exponents = np.maximum(exponents_of(rows, self.name, round_up_from=1.5 - 2**-11), self.min_exponent)
+        # 1.5 is the middle of two levels. Half rounds magnitudes within 2**-11 of it up to 1.5, and
+        #     so must the scale.
+        exponents = np.maximum(
+            exponents_of(rows, self.name, round_up_from=1.5 - 2**-11), self.min_exponent
+        )
         scales = power_of_two(-exponents, -self.unit_exponent)
         scaled = torch.mul(rows, scales, out=buffer("values", torch.float32, *rows.shape))
         half = buffer("half", torch.float16, *rows.shape).copy_(scaled)
@@ -234,7 +250,8 @@ class _E3m0(_BlockCodec):
         bits = half.view(torch.int16)
         bits[:, :split].copy_(torch.mul(codes, 16, out=buffer("code", torch.int8, blocks, split)))
         bits[:, split:].copy_(codes[:, : numel - split])
-        # Widening copied the sign (bit 7) to bits 8 to 15; a shift by 6 brings it to bit 15 and k to bits 10 to 12.
+        # Widening copied the sign (bit 7) to bits 8 to 15; a shift by 6 brings it to bit 15 and k
+        # to bits 10 to 12.
         bits.mul_(1 << 6).bitwise_and_(_HALF_SIGN_AND_LEVEL)
         return buffer("values", torch.float32, blocks, numel).copy_(half)
 

@@ -7,8 +7,8 @@ A fragment is a list of slices of flattened parameters, and is addressed as one 
     or, strided  [ 1 ......... ][ 0 ...... ][ 1 ...... ][ 0 .................. ]
     chunks       [ CHUNK ][ CHUNK ][ .. ]                                            chunks()
 
-A chunk fits into a CPU cache and into a network block. Callers work chunk by chunk, so none needs a second copy of a
-fragment.
+A chunk fits into a CPU cache and into a network block. Callers work chunk by chunk, so none needs a
+second copy of a fragment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from diloco.errors import ConfigError
 BLOCK = 4096  # elements that share one scale in the block codecs
 CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32
 
-Copy = Callable[[Tensor, Tensor], object]  # copies the second tensor to the first, now or in a stream of a device
+# copies the second tensor to the first, now or in a stream of a device
+Copy = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Slices of parameters that are synchronised together; its `numel` elements are those of the slices, in order."""
+    """Slices of parameters that are synchronised together; its `numel` elements are those of the
+    slices, in order."""
 
     index: int
     slices: tuple[Slice, ...]
@@ -57,8 +59,11 @@ class Fragment:
         return tuple(accumulate(piece.numel for piece in self.slices))
 
     def locate(self, start: int, stop: int) -> Iterator[tuple[int, Slice]]:
-        """Yield `(offset from start, slice)` for the parts of parameters that make up [start, stop) of the fragment."""
-        assert 0 <= start <= stop <= self.numel, f"[{start}, {stop}) is outside the fragment's {self.numel} elements"
+        """Yield `(offset from start, slice)` for the parts of parameters that make up [start, stop)
+        of the fragment."""
+        assert 0 <= start <= stop <= self.numel, (
+            f"[{start}, {stop}) is outside the fragment's {self.numel} elements"
+        )
         position = start
         first = bisect_right(self._ends, start)
         for piece, end in zip(self.slices[first:], self._ends[first:], strict=True):
@@ -70,26 +75,36 @@ class Fragment:
             position += length
 
 
-def partition(numels: Mapping[str, int], fragments: int, pattern: str = "contiguous") -> tuple[Fragment, ...]:
+def partition(
+    numels: Mapping[str, int], fragments: int, pattern: str = "contiguous"
+) -> tuple[Fragment, ...]:
     """Cut a model into fragments; every element belongs to exactly one.
 
-    "contiguous": nearly equal ranges of the concatenation of all parameters in the given order. Cuts are multiples of
-    BLOCK, so that only the last fragment has a block that is not full. A model of fewer than `fragments` blocks is cut
-    between elements instead.
+    "contiguous": nearly equal ranges of the concatenation of all parameters in the given order.
+    Cuts are multiples of BLOCK, so that only the last fragment has a block that is not full. A
+    model of fewer than `fragments` blocks is cut between elements instead.
 
-    "strided" (Streaming DiLoCo, arXiv 2501.18512): whole layers, layer i in fragment i mod `fragments`. A layer is
-    all parameters with the same first number in their name, and the same components before it
-    (`model.layers.3.mlp.up.weight`, `transformer.h.3.ln_1.bias`). Each parameter outside all layers goes to the
-    fragment that has the fewest elements so far. Within a fragment, parameters keep the given order.
+    "strided" (Streaming DiLoCo, arXiv 2501.18512): whole layers, layer i in fragment i mod
+    `fragments`. A layer is all parameters with the same first number in their name, and the same
+    components before it (`model.layers.3.mlp.up.weight`, `transformer.h.3.ln_1.bias`). Each
+    parameter outside all layers goes to the fragment that has the fewest elements so far. Within a
+    fragment, parameters keep the given order.
 
-    `numels` are the elements of each parameter; all peers must give the same names in the same order. Raises
-    ConfigError where there are fewer elements than fragments (with "strided", fewer layers).
+    `numels` are the elements of each parameter; all peers must give the same names in the same
+    order. Raises ConfigError where there are fewer elements than fragments (with "strided", fewer
+    layers).
     """
     total = sum(numels.values())
     if total == 0:
-        raise ConfigError("the model has no parameters to synchronise; give it at least one that requires a gradient")
+        raise ConfigError(
+            "the model has no parameters to synchronise; give it at least one that requires a"
+            " gradient"
+        )
     if not 1 <= fragments <= total:
-        raise ConfigError(f"outer.fragments={fragments} is not possible; choose 1 to {total}, the model's elements")
+        raise ConfigError(
+            f"outer.fragments={fragments} is not possible; choose 1 to {total}, the model's"
+            " elements"
+        )
     return _strided(numels, fragments) if pattern == "strided" else _contiguous(numels, fragments)
 
 
@@ -99,7 +114,9 @@ def _contiguous(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ..
     units = -(-total // unit)
     cuts = [min(i * units // fragments * unit, total) for i in range(fragments + 1)]
     names = list(numels)
-    whole = Fragment(0, tuple(Slice(name, 0, numels[name]) for name in names if numels[name]), total)
+    whole = Fragment(
+        0, tuple(Slice(name, 0, numels[name]) for name in names if numels[name]), total
+    )
     return tuple(
         Fragment(index, tuple(piece for _, piece in whole.locate(start, stop)), stop - start)
         for index, (start, stop) in enumerate(pairwise(cuts))
@@ -116,8 +133,8 @@ def _strided(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
     if len(order) < fragments:
         remedy = f"choose at most {len(order)} fragments, or" if order else "choose"
         raise ConfigError(
-            f"outer.fragments={fragments} is not possible with outer.pattern=strided, as the model has {len(order)} "
-            f"layers; {remedy} outer.pattern=contiguous"
+            f"outer.fragments={fragments} is not possible with outer.pattern=strided, as the model"
+            f" has {len(order)} layers; {remedy} outer.pattern=contiguous"
         )
     owners = {layer: index % fragments for index, layer in enumerate(order)}
     weights = [0] * fragments
@@ -132,7 +149,9 @@ def _strided(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
             owner = weights.index(min(weights))
             weights[owner] += numel
         slices[owner].append(Slice(name, 0, numel))
-    return tuple(Fragment(index, tuple(slices[index]), weights[index]) for index in range(fragments))
+    return tuple(
+        Fragment(index, tuple(slices[index]), weights[index]) for index in range(fragments)
+    )
 
 
 def _layer(name: str) -> tuple[str, int] | None:
@@ -145,14 +164,19 @@ def _layer(name: str) -> tuple[str, int] | None:
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """Yield the half-open ranges of at most CHUNK elements that cover [0, numel); only the last may be shorter."""
+    """Yield the half-open ranges of at most CHUNK elements that cover [0, numel); only the last may
+    be shorter."""
     for start in range(0, numel, CHUNK):
         yield start, min(start + CHUNK, numel)
 
 
 @torch.no_grad()
 def gather_(
-    out: Tensor, fragment: Fragment, start: int, parameters: Mapping[str, Tensor], copy_: Copy = Tensor.copy_
+    out: Tensor,
+    fragment: Fragment,
+    start: int,
+    parameters: Mapping[str, Tensor],
+    copy_: Copy = Tensor.copy_,
 ) -> None:
     """Copy the fragment from `start` on out of the parameters into `out`, (n,) fp32 and contiguous.
 
@@ -163,14 +187,22 @@ def gather_(
 
 
 @torch.no_grad()
-def gathered(buffer: Tensor, fragment: Fragment, start: int, parameters: Mapping[str, Tensor]) -> Tensor:
+def gathered(
+    buffer: Tensor, fragment: Fragment, start: int, parameters: Mapping[str, Tensor]
+) -> Tensor:
     """The fragment from `start` on as (n,) fp32, to be read before the parameters change.
 
-    It is a view if one fp32 CPU parameter holds it in one piece; else `gather_` copies it to the buffer, (n,) fp32.
+    It is a view if one fp32 CPU parameter holds it in one piece; else `gather_` copies it to the
+    buffer, (n,) fp32.
     """
     [(_, first), *others] = fragment.locate(start, start + buffer.numel())
     parameter = parameters[first.name]
-    if not others and parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous():
+    if (
+        not others
+        and parameter.dtype == torch.float32
+        and parameter.device.type == "cpu"
+        and parameter.is_contiguous()
+    ):
         return parameter.view(-1)[first.start : first.stop]
     gather_(buffer, fragment, start, parameters)
     return buffer
@@ -178,9 +210,14 @@ def gathered(buffer: Tensor, fragment: Fragment, start: int, parameters: Mapping
 
 @torch.no_grad()
 def scatter_(
-    parameters: Mapping[str, Tensor], fragment: Fragment, start: int, values: Tensor, copy_: Copy = Tensor.copy_
+    parameters: Mapping[str, Tensor],
+    fragment: Fragment,
+    start: int,
+    values: Tensor,
+    copy_: Copy = Tensor.copy_,
 ) -> None:
-    """Write `values`, (n,) fp32 and contiguous, into the fragment from `start` on, in place in the parameters.
+    """Write `values`, (n,) fp32 and contiguous, into the fragment from `start` on, in place in the
+    parameters.
 
     Parameters may require gradients.
     """
@@ -192,10 +229,11 @@ def scatter_(
 def as_loaded(
     buffer: Tensor, values: Tensor, fragment: Fragment, start: int, parameters: Mapping[str, Tensor]
 ) -> Tensor:
-    """What parameters hold after `scatter_` wrote these values to them: the values, rounded to the parameters' dtypes.
+    """What parameters hold after `scatter_` wrote these values to them: the values, rounded to the
+    parameters' dtypes.
 
-    `values` are (n,) fp32 and stay as they are; they are the result where no parameter is narrower than fp32. Else the
-    result is in the buffer, (n,) fp32.
+    `values` are (n,) fp32 and stay as they are; they are the result where no parameter is narrower
+    than fp32. Else the result is in the buffer, (n,) fp32.
     """
     rounded = values
     for offset, piece in fragment.locate(start, start + values.numel()):
@@ -210,23 +248,27 @@ def as_loaded(
 
 
 def read_(out: Tensor, tensor: Tensor, start: int, copy_: Copy = Tensor.copy_) -> None:
-    """Copy (n,) values of a tensor, flattened in row-major order, from the flat index `start` on."""
+    """Copy (n,) values of a tensor, flattened in row-major order, from the flat index `start`
+    on."""
     for at, part in _rectangles(tensor, start, start + out.numel()):
         copy_(out[at - start : at - start + part.numel()].view(part.shape), part)
 
 
 def write_(tensor: Tensor, start: int, values: Tensor, copy_: Copy = Tensor.copy_) -> None:
-    """Write (n,) values into a tensor, flattened in row-major order, from the flat index `start` on."""
+    """Write (n,) values into a tensor, flattened in row-major order, from the flat index `start`
+    on."""
     for at, part in _rectangles(tensor, start, start + values.numel()):
         copy_(part, values[at - start : at - start + part.numel()].view(part.shape))
 
 
 def _rectangles(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield `(first flat index, view)` for views that together are [start, stop) of the tensor in row-major order.
+    """Yield `(first flat index, view)` for views that together are [start, stop) of the tensor in
+    row-major order.
 
-    A contiguous tensor gives one view. Any other (a transposed weight, channels_last) cannot be flattened without
-    copying it whole. So the range is split along the first dimension into an incomplete first row, full rows and an
-    incomplete last row, and incomplete rows are split likewise along the next: at most 2 * ndim - 1 views.
+    A contiguous tensor gives one view. Any other (a transposed weight, channels_last) cannot be
+    flattened without copying it whole. So the range is split along the first dimension into an
+    incomplete first row, full rows and an incomplete last row, and incomplete rows are split
+    likewise along the next: at most 2 * ndim - 1 views.
     """
     if start == stop:
         return

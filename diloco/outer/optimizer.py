@@ -1,18 +1,20 @@
-"""Outer optimizers, how large their steps are, and what they keep between two versions of a fragment.
+"""Outer optimizers, how large their steps are, and what they keep between two versions of a
+fragment.
 
     delta      = anchor - local                  on each peer              Replica.capture
     mean       = sum w_m delta_m / sum w_m       on the author             merging.mean
     m          = beta m + mean                   on author and heir        Linear.follow_
     master     = master - lr (mean + beta m)     on the author, fp32       Linear.move_
 
-(DiLoCo, arXiv 2311.08105, Algorithm 1.) All vectors are fp32 of one shape (n,), and all functions work element by
-element, so a fragment may be processed chunk by chunk with the same result. Vectors that hold state between steps are
-zeros before the first one. FedAvg is Nesterov with lr=1 and beta=0, and SGD (SparseLoCo) Nesterov with beta=0.
+(DiLoCo, arXiv 2311.08105, Algorithm 1.) All vectors are fp32 of one shape (n,), and all functions
+work element by element, so a fragment may be processed chunk by chunk with the same result. Vectors
+that hold state between steps are zeros before the first one. FedAvg is Nesterov with lr=1 and
+beta=0, and SGD (SparseLoCo) Nesterov with beta=0.
 
-A class in `OPTIMIZERS` says what one push does, in numbers. A step merges several contributions, which may complete a
-window of `delay` and begin the next. It is linear in the mean, the momentum and the window, so its coefficients
-(`Linear`) follow from the pushes, one after another, of the numbers 0 and 1. An heir computes the same ones as the
-author, from what every peer knows.
+A class in `OPTIMIZERS` says what one push does, in numbers. A step merges several contributions,
+which may complete a window of `delay` and begin the next. It is linear in the mean, the momentum
+and the window, so its coefficients (`Linear`) follow from the pushes, one after another, of the
+numbers 0 and 1. An heir computes the same ones as the author, from what every peer knows.
 """
 
 from __future__ import annotations
@@ -31,23 +33,26 @@ from diloco.config import OuterConfig
 from diloco.outer.payloads import Codec, buffer
 
 Value = TypeVar("Value", float, Tensor)
-YOUTH = 16  # versions after which the momentum of a run without a plan has half of its rise behind it
+# versions after which the momentum of a run without a plan has half of its rise behind it
+YOUTH = 16
 
 LOST = 0.5
-"""Part of a step that its encoding may lose, by the norm: small values beside a large one in their block; e3m0 also
-loses a third of each value at most."""
+"""Part of a step that its encoding may lose, by the norm: small values beside a large one in their
+block; e3m0 also loses a third of each value at most."""
 
 Reach = tuple[float, float, float]
-"""How long momentum, window, and what encodings have lost so far may be, by L2 norms of the whole fragment."""
+"""How long momentum, window, and what encodings have lost so far may be, by L2 norms of the whole
+fragment."""
 
 
 @dataclass(frozen=True)
 class OuterStep:
     """One outer step: the version that it starts from, and how many contributions it merges.
 
-    With a windowed optimizer a momentum step belongs to `delay` contributions, and `pushes` of the window that is open
-    are in earlier versions. The contributions of one version count as their mean, each of them, so their order does not
-    matter. They may complete a window and begin the next.
+    With a windowed optimizer a momentum step belongs to `delay` contributions, and `pushes` of the
+    window that is open are in earlier versions. The contributions of one version count as their
+    mean, each of them, so their order does not matter. They may complete a window and begin the
+    next.
     """
 
     version: int
@@ -57,7 +62,8 @@ class OuterStep:
 
 
 class Transition(ABC):
-    """What one outer step does to a chunk of the vectors: the master first, and the rest once the update is known.
+    """What one outer step does to a chunk of the vectors: the master first, and the rest once the
+    update is known.
 
     `vectors` are the momentum and the further vectors of the optimizer.
     """
@@ -68,17 +74,20 @@ class Transition(ABC):
 
     @abstractmethod
     def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
-        """Bring the vectors to after the step, which moved the anchor by `moved`; that may be overwritten."""
+        """Bring the vectors to after the step, which moved the anchor by `moved`; that may be
+        overwritten."""
 
 
 @dataclass(frozen=True)
 class Linear(Transition):
-    """A step that is linear: each row has the parts of (mean, momentum, window) of which the result is the sum.
+    """A step that is linear: each row has the parts of (mean, momentum, window) of which the result
+    is the sum.
 
-    The momentum is not made of the mean itself but of what the update publishes of it, as `follow_` finds it out from
-    how far the anchor moved (PowerSGD, arXiv 1905.13727, Algorithm 2: error feedback, and momentum after compression).
-    What the encoding lost stays in master - anchor, and enters the momentum with the update that publishes it. So an
-    heir that applies the updates has the momentum and the window of the author, whatever the codec.
+    The momentum is not made of the mean itself but of what the update publishes of it, as `follow_`
+    finds it out from how far the anchor moved (PowerSGD, arXiv 1905.13727, Algorithm 2: error
+    feedback, and momentum after compression). What the encoding lost stays in master - anchor, and
+    enters the momentum with the update that publishes it. So an heir that applies the updates has
+    the momentum and the window of the author, whatever the codec.
     """
 
     moved: tuple[float, ...]
@@ -87,7 +96,8 @@ class Linear(Transition):
 
     @torch.no_grad()
     def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
-        for part, vector in zip(self.moved, (mean, *vectors), strict=False):  # without a window its part is 0
+        # without a window its part is 0
+        for part, vector in zip(self.moved, (mean, *vectors), strict=False):
             if part:
                 master.add_(vector, alpha=part)
 
@@ -95,8 +105,9 @@ class Linear(Transition):
     def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
         """The movement tells the mean, and that the rest.
 
-        With Nesterov the new momentum is (beta m - moved / lr) / (1 + beta). So each step multiplies an error in m by
-        beta / (1 + beta), at most a half: a momentum that starts out wrong is soon right.
+        With Nesterov the new momentum is (beta m - moved / lr) / (1 + beta). So each step
+        multiplies an error in m by beta / (1 + beta), at most a half: a momentum that starts out
+        wrong is soon right.
         """
         for part, vector in zip(self.moved[1:], vectors, strict=False):
             moved.add_(vector, alpha=-part)
@@ -114,7 +125,8 @@ class OuterState:
 
     Attributes:
         version: the version that they belong to.
-        vectors: the momentum and the optimizer's further vectors, such as the window; each (numel,) fp32.
+        vectors: the momentum and the optimizer's further vectors, such as the window; each (numel,)
+            fp32.
         pushes: contributions in the window. delay: contributions that make it full.
     """
 
@@ -132,12 +144,14 @@ class OuterState:
         return [vector[start:stop] for vector in self.vectors]
 
     def step(self, version: int, contributions: int, delay: int) -> OuterStep:
-        """The step from a version that merges so many contributions; a window that they begin is full with `delay`."""
+        """The step from a version that merges so many contributions; a window that they begin is
+        full with `delay`."""
         pushes = self.pushes if self.version == version else 0
         return OuterStep(version, contributions, pushes, self.delay if pushes else delay)
 
     def join_(self, step: OuterStep) -> None:
-        """Belong to the anchor that the step starts from. Of another one only the momentum is worth keeping."""
+        """Belong to the anchor that the step starts from. Of another one only the momentum is worth
+        keeping."""
         here = (self.version, self.pushes, self.delay if self.pushes else step.delay)
         if here != (step.version, step.pushes, step.delay):
             for further in self.vectors[1:]:
@@ -152,24 +166,33 @@ class OuterState:
         anchor: Tensor,
         parts: Iterable[tuple[Tensor, tuple[int, int]]],
     ) -> None:
-        """Move an anchor by the chunks of its update, each with its range, and the vectors by what it moved."""
+        """Move an anchor by the chunks of its update, each with its range, and the vectors by what
+        it moved."""
         self.join_(step)
         for update, (start, stop) in parts:
             moved = buffer("moved", torch.float32, stop - start).copy_(anchor[start:stop])
             codec.apply_update_(anchor[start:stop], update)
-            transition.follow_(self.part(start, stop), torch.sub(anchor[start:stop], moved, out=moved))
-        self.version, self.pushes = step.version + 1, (step.pushes + step.contributions) % step.delay
+            transition.follow_(
+                self.part(start, stop), torch.sub(anchor[start:stop], moved, out=moved)
+            )
+        self.version, self.pushes = (
+            step.version + 1,
+            (step.pushes + step.contributions) % step.delay,
+        )
 
 
-def momentum_at(version: float, momentum: float, warmup: int | None = 0, rounds: int | None = None) -> float:
-    """Outer momentum of the step from `version` to the next, which rises to `momentum` in `warmup` versions (0: it
-    begins there). With None it rises over the planned `rounds`, or as long as the run gets older if nobody has planned
-    any.
+def momentum_at(
+    version: float, momentum: float, warmup: int | None = 0, rounds: int | None = None
+) -> float:
+    """Outer momentum of the step from `version` to the next, which rises to `momentum` in `warmup`
+    versions (0: it begins there). With None it rises over the planned `rounds`, or as long as the
+    run gets older if nobody has planned any.
 
-    1 / (1 - m), which times lr is the effective learning rate, rises linearly from 1 at version 0 to that of
-    `momentum`, as an inner learning rate warms up. This is m = t / (t + const), the schedule of Nesterov's method for
-    convex functions. Its memory 1 / (1 - m) is about a fixed part of the rounds so far, which soon forgets the deltas
-    of the steep start. If m itself were linear, the effective rate would rise almost only in the last rounds.
+    1 / (1 - m), which times lr is the effective learning rate, rises linearly from 1 at version 0
+    to that of `momentum`, as an inner learning rate warms up. This is m = t / (t + const), the
+    schedule of Nesterov's method for convex functions. Its memory 1 / (1 - m) is about a fixed part
+    of the rounds so far, which soon forgets the deltas of the steep start. If m itself were linear,
+    the effective rate would rise almost only in the last rounds.
 
     scripts/README.md has the experiment from which the defaults follow (`scripts/momentum`).
     """
@@ -181,9 +204,11 @@ def momentum_at(version: float, momentum: float, warmup: int | None = 0, rounds:
 
 
 def lr_at(peers: int, lr: float, lr_by_peers: Mapping[int, float]) -> float:
-    """Outer learning rate of a step merged from `peers` contributors; a decay of it gained nothing (DiLoCo).
+    """Outer learning rate of a step merged from `peers` contributors; a decay of it gained nothing
+    (DiLoCo).
 
-    `lr_by_peers` gives it for some numbers of peers (scaling laws of DiLoCo, arXiv 2503.09799: 1: .4, 2: .6, 4: .6,
+    `lr_by_peers` gives it for some numbers of peers (scaling laws of DiLoCo, arXiv 2503.09799: 1:
+    .4, 2: .6, 4: .6,
     8: .8). In between it is linear in log2(peers), and beyond the ends constant. Empty means `lr`.
     """
     if not lr_by_peers:
@@ -196,11 +221,13 @@ def lr_at(peers: int, lr: float, lr_by_peers: Mapping[int, float]) -> float:
 
 
 class OuterOptimizer(ABC):
-    """An outer optimizer: what a merged pseudo-gradient does to the master parameters of a fragment.
+    """An outer optimizer: what a merged pseudo-gradient does to the master parameters of a
+    fragment.
 
-    It keeps no vectors: those are in an `OuterState`, the momentum and `num_buffers` further ones. A linear optimizer
-    defines `push`, and everything else follows from that. Another one defines `transition`; then `can_follow` is
-    False unless it says otherwise. `diloco.register` makes a class of yours known.
+    It keeps no vectors: those are in an `OuterState`, the momentum and `num_buffers` further ones.
+    A linear optimizer defines `push`, and everything else follows from that. Another one defines
+    `transition`; then `can_follow` is False unless it says otherwise. `diloco.register` makes a
+    class of yours known.
     """
 
     name: ClassVar[str]
@@ -220,7 +247,9 @@ class OuterOptimizer(ABC):
 
     def zeros(self, numel: int) -> OuterState:
         """The state of a fragment before the first step."""
-        return OuterState(0, tuple(torch.zeros(numel, dtype=torch.float32) for _ in range(1 + self.num_buffers)))
+        return OuterState(
+            0, tuple(torch.zeros(numel, dtype=torch.float32) for _ in range(1 + self.num_buffers))
+        )
 
     def rates(self, step: OuterStep) -> tuple[float, float]:
         """Learning rate and momentum of a step."""
@@ -235,52 +264,83 @@ class OuterOptimizer(ABC):
     def transition(self, step: OuterStep) -> Transition:
         """What a step does, whose contributions are pushed one after another."""
         lr, beta = self.rates(step)
-        pushes = range(step.pushes, step.pushes + step.contributions) if self.settings.windowed else range(1)
+        pushes = (
+            range(step.pushes, step.pushes + step.contributions)
+            if self.settings.windowed
+            else range(1)
+        )
         delay = step.delay if self.settings.windowed else 1
         columns = []
         for delta, momentum, window in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
             moved = 0.0
             for push in pushes:
                 last = (push + 1) % delay == 0
-                moved, momentum, window = self.push(moved, momentum, window, delta, lr, beta, delay, last)
+                moved, momentum, window = self.push(
+                    moved, momentum, window, delta, lr, beta, delay, last
+                )
             columns.append((moved, momentum, window))
         return Linear(*zip(*columns, strict=True))
 
-    def reach(self, step: OuterStep, longest: float, before: Reach = (0.0, 0.0, 0.0)) -> tuple[float, Reach]:
-        """How long the update of a step may be that is made of contributions no longer than `longest`, and the reach
-        after it. It also publishes what earlier encodings lost. Infinite unless the step is `Linear`.
+    def reach(
+        self, step: OuterStep, longest: float, before: Reach = (0.0, 0.0, 0.0)
+    ) -> tuple[float, Reach]:
+        """How long the update of a step may be that is made of contributions no longer than
+        `longest`, and the reach after it. It also publishes what earlier encodings lost. Infinite
+        unless the step is `Linear`.
         """
         made, (momentum, window, lost) = self.transition(step), before
         if not isinstance(made, Linear):
             return math.inf, (math.inf, math.inf, math.inf)
 
-        def length(row: tuple[float, ...]) -> float:  # no `sum`, which rounds otherwise from Python 3.12 on
+        # no `sum`, which rounds otherwise from Python 3.12 on
+        def length(row: tuple[float, ...]) -> float:
             return abs(row[0]) * longest + abs(row[1]) * momentum + abs(row[2]) * window
 
         due = length(made.moved) + lost
         return (1 + LOST) * due, (length(made.momentum), length(made.window), LOST * due)
 
     def push(
-        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
+        self,
+        theta: Value,
+        momentum: Value,
+        window: Value,
+        delta: Value,
+        lr: float,
+        beta: float,
+        delay: int,
+        last: bool,
     ) -> tuple[Value, Value, Value]:
-        """The new theta, momentum and window after one contribution, the `last` of a window of `delay` or not.
+        """The new theta, momentum and window after one contribution, the `last` of a window of
+        `delay` or not.
 
         All are linear in the four values, and the window does not depend on the momentum.
         """
-        raise NotImplementedError(f"outer.optimizer={self.name} defines neither push nor transition")
+        raise NotImplementedError(
+            f"outer.optimizer={self.name} defines neither push nor transition"
+        )
 
 
 class Nesterov(OuterOptimizer):
-    """Nesterov momentum once per version (DiLoCo, arXiv 2311.08105): that of `torch.optim.SGD(nesterov=True)`.
+    """Nesterov momentum once per version (DiLoCo, arXiv 2311.08105): that of
+    `torch.optim.SGD(nesterov=True)`.
 
-    From a momentum of zero the first step is lr (1 + beta) delta; a constant delta approaches lr / (1 - beta) delta.
+    From a momentum of zero the first step is lr (1 + beta) delta; a constant delta approaches lr /
+    (1 - beta) delta.
     """
 
     name = "nesterov"
     num_buffers = 0
 
     def push(
-        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
+        self,
+        theta: Value,
+        momentum: Value,
+        window: Value,
+        delta: Value,
+        lr: float,
+        beta: float,
+        delay: int,
+        last: bool,
     ) -> tuple[Value, Value, Value]:
         momentum = beta * momentum + delta
         return theta - lr * (delta + beta * momentum), momentum, window
@@ -289,15 +349,17 @@ class Nesterov(OuterOptimizer):
 class DelayedNesterov(OuterOptimizer):
     """Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3).
 
-    Every contribution moves the parameters at once by lr / delay of itself; the momentum changes with the `last` of
-    `delay` (N in the paper), and acts then, or with c > 0 (`outer.delay_c`) in part with each of them:
+    Every contribution moves the parameters at once by lr / delay of itself; the momentum changes
+    with the `last` of `delay` (N in the paper), and acts then, or with c > 0 (`outer.delay_c`) in
+    part with each of them:
 
         window += delta
         if last: momentum = beta momentum + window / delay;  window = 0
-        theta -= lr (delta / delay + share beta momentum)       share = c,  or 1 - c delay + c for the last
+        theta -= lr (delta / delay + share beta momentum)       share = c,  or 1 - c delay + c for
+                                                                the last
 
-    With delay=1 it is Nesterov momentum, for every c. With c=0, contributions that do not depend on each other move the
-    parameters as far as Nesterov on their mean.
+    With delay=1 it is Nesterov momentum, for every c. With c=0, contributions that do not depend on
+    each other move the parameters as far as Nesterov on their mean.
     """
 
     name = "delayed_nesterov"
@@ -305,11 +367,24 @@ class DelayedNesterov(OuterOptimizer):
     windowed = True
 
     def push(
-        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
+        self,
+        theta: Value,
+        momentum: Value,
+        window: Value,
+        delta: Value,
+        lr: float,
+        beta: float,
+        delay: int,
+        last: bool,
     ) -> tuple[Value, Value, Value]:
-        window, share = window + delta, min(self.settings.delay_c, 1 / delay)  # more peers may be active than 1 / c
+        # more peers may be active than 1 / c
+        window, share = window + delta, min(self.settings.delay_c, 1 / delay)
         if last:
-            momentum, window, share = beta * momentum + window / delay, 0 * window, 1 - share * delay + share
+            momentum, window, share = (
+                beta * momentum + window / delay,
+                0 * window,
+                1 - share * delay + share,
+            )
         return theta - lr * (delta / delay + share * beta * momentum), momentum, window
 
 

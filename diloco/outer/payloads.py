@@ -1,4 +1,5 @@
-"""The base of all codecs: their interface, the values that they refuse, and the working memory of a thread."""
+"""The base of all codecs: their interface, the values that they refuse, and the working memory of a
+thread."""
 
 from __future__ import annotations
 
@@ -18,13 +19,17 @@ from torch import Tensor
 from diloco.errors import DivergedError, PayloadError
 from diloco.outer.fragments import BLOCK, CHUNK, chunks
 
-assert sys.byteorder == "little", "payloads are views of tensors, so the machine must be little-endian"
+assert sys.byteorder == "little", (
+    "payloads are views of tensors, so the machine must be little-endian"
+)
 
 LIMIT = 2.0**64
-"""The largest magnitude that is sent or accepted. Sums of such values with weights up to 2**50 tokens are finite."""
+"""The largest magnitude that is sent or accepted. Sums of such values with weights up to 2**50
+tokens are finite."""
 
 SAFE = 1e15
-"""Norms above it or below its inverse are computed in float64: squares of what a peer may send overflow fp32."""
+"""Norms above it or below its inverse are computed in float64: squares of what a peer may send
+overflow fp32."""
 
 Integers = NDArray[np.signedinteger]
 
@@ -32,20 +37,22 @@ Integers = NDArray[np.signedinteger]
 class Codec(ABC):
     """One encoding of chunks. Stateless; `codec(name)` gives the instance.
 
-    Shapes: `x`, `out` of decode, `acc`, `master` and `anchor` are (n,) fp32; payloads are (nbytes(n),) uint8. A value
-    to be sent that is not finite or too large raises DivergedError. An invalid payload raises PayloadError before
-    anything is changed.
+    Shapes: `x`, `out` of decode, `acc`, `master` and `anchor` are (n,) fp32; payloads are
+    (nbytes(n),) uint8. A value to be sent that is not finite or too large raises DivergedError. An
+    invalid payload raises PayloadError before anything is changed.
     """
 
     name: ClassVar[str]
     carries_values: ClassVar[bool] = False
-    """Whether an update holds the new values, which need no earlier anchor, rather than a displacement."""
+    """Whether an update holds the new values, which need no earlier anchor, rather than a
+    displacement."""
     publishes: ClassVar[bool] = False
     """Whether it may encode updates: `apply_update_` has equal bits on all machines."""
 
     @abstractmethod
     def widths(self, numel: int) -> list[int]:
-        """Bytes of each part of the payload of one block of `numel` elements, which are 1 to BLOCK."""
+        """Bytes of each part of the payload of one block of `numel` elements, which are 1 to
+        BLOCK."""
 
     def _sizes(self, numel: int) -> list[int]:
         full, rest = divmod(numel, BLOCK)
@@ -58,7 +65,8 @@ class Codec(ABC):
         return sum(self._sizes(numel))
 
     def pieces(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
-        """The parts of a payload, each with all blocks in order, as views. PayloadError if the length is wrong."""
+        """The parts of a payload, each with all blocks in order, as views. PayloadError if the
+        length is wrong."""
         self._check_length(payload, numel)
         return payload.split_with_sizes(self._sizes(numel))
 
@@ -71,7 +79,8 @@ class Codec(ABC):
         """Write the decoded values to `out`."""
 
     def values(self, payload: Tensor, numel: int) -> Tensor:
-        """The decoded values (numel,) fp32, in the payload or this thread's buffer: read them before its next use."""
+        """The decoded values (numel,) fp32, in the payload or this thread's buffer: read them
+        before its next use."""
         values = buffer("chunk", torch.float32, numel)
         self.decode(payload, values)
         return values
@@ -81,15 +90,19 @@ class Codec(ABC):
         return norm_of(self.values(payload, numel))
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
-        """acc += weight * decoded, for a finite weight. With weight 1 the sum is the only rounding."""
+        """acc += weight * decoded, for a finite weight. With weight 1 the sum is the only
+        rounding."""
         values = buffer("values", torch.float32, acc.numel())
         self.decode(payload, values)
         acc.add_(values, alpha=weight)
 
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        """Write to `out` the update that moves `anchor` to `master`, as far as the codec can express it."""
+        """Write to `out` the update that moves `anchor` to `master`, as far as the codec can
+        express it."""
         if not self.carries_values:
-            master = torch.sub(master, anchor, out=buffer("displacement", torch.float32, master.numel()))
+            master = torch.sub(
+                master, anchor, out=buffer("displacement", torch.float32, master.numel())
+            )
         self.encode(master, out)
 
     def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
@@ -100,7 +113,8 @@ class Codec(ABC):
             self.accumulate_(anchor, payload, 1.0)
 
     def updated(self, anchor: Tensor, payload: Tensor) -> Tensor:
-        """What `apply_update_` makes of the anchor: (n,) fp32, in the payload or this thread's buffer."""
+        """What `apply_update_` makes of the anchor: (n,) fp32, in the payload or this thread's
+        buffer."""
         if self.carries_values:
             return self.values(payload, anchor.numel())
         after = buffer("after", torch.float32, anchor.numel()).copy_(anchor)
@@ -110,12 +124,14 @@ class Codec(ABC):
     def _check_length(self, payload: Tensor, numel: int) -> None:
         if payload.numel() != self.nbytes(numel):
             raise PayloadError(
-                f"{self.name} payload of {numel} elements has {payload.numel()} bytes, not {self.nbytes(numel)}"
+                f"{self.name} payload of {numel} elements has {payload.numel()} bytes, not"
+                f" {self.nbytes(numel)}"
             )
 
 
 class Layout:
-    """Where the chunks of a whole fragment lie in its values (`ranges`, half-open) and in its payload of `nbytes`."""
+    """Where the chunks of a whole fragment lie in its values (`ranges`, half-open) and in its
+    payload of `nbytes`."""
 
     def __init__(self, one: Codec, numel: int) -> None:
         self.ranges = tuple(chunks(numel))
@@ -123,16 +139,20 @@ class Layout:
         self.nbytes = sum(self._sizes)
 
     def split(self, payload: Tensor) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Views of the chunks of a whole payload, each with its range. PayloadError if the length is wrong."""
+        """Views of the chunks of a whole payload, each with its range. PayloadError if the length
+        is wrong."""
         if payload.numel() != self.nbytes:
-            raise PayloadError(f"{self.nbytes} bytes of a fragment are expected, these are {payload.numel()}")
+            raise PayloadError(
+                f"{self.nbytes} bytes of a fragment are expected, these are {payload.numel()}"
+            )
         return list(zip(payload.split_with_sizes(self._sizes), self.ranges, strict=True))
 
 
 def empty_payload(nbytes: int) -> Tensor:
     """Memory (uint8) for a whole payload or update, which goes back to the system with the tensor.
 
-    Shared memory, which `mmap` makes by default, would take 1.6 times as long to write to, and twice as long to free.
+    Shared memory, which `mmap` makes by default, would take 1.6 times as long to write to, and
+    twice as long to free.
     """
     if nbytes < CHUNK:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -149,7 +169,8 @@ def magnitude_of(x: Tensor) -> float:
 def is_within(x: Tensor, largest: float, norm: float) -> bool:
     """Whether no magnitude of fp32 values, which have this L2 norm, is above `largest` or NaN.
 
-    The norm takes half the time of the extremes, and bounds them; the factor 2 is far above its rounding.
+    The norm takes half the time of the extremes, and bounds them; the factor 2 is far above its
+    rounding.
     """
     return norm <= largest / 2 or magnitude_of(x) <= largest
 
@@ -157,32 +178,40 @@ def is_within(x: Tensor, largest: float, norm: float) -> bool:
 def norm_of(x: Tensor) -> float:
     """L2 norm of (n,) fp32 values; finite for all values that a codec carries."""
     norm = float(torch.linalg.vector_norm(x))
-    return norm if 1 / SAFE < norm < SAFE else float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    return (
+        norm if 1 / SAFE < norm < SAFE else float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    )
 
 
 def refuse_diverged(x: Tensor, name: str, largest: float) -> None:
     """Raises DivergedError if a magnitude of fp32 values is above `largest` or NaN."""
     if not is_within(x, largest, norm_of(x)):
         raise DivergedError(
-            f"training diverged: a value of {magnitude_of(x):g} cannot be sent ({name} carries at most {largest:g}); "
-            "resume from an earlier checkpoint with a lower inner.lr or outer.lr"
+            f"training diverged: a value of {magnitude_of(x):g} cannot be sent ({name} carries at"
+            f" most {largest:g}); resume from an earlier checkpoint with a lower inner.lr or"
+            " outer.lr"
         )
 
 
 def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
-    """Exponents (r,) of the largest magnitudes of rows (r, n): 2**exponent <= magnitude < 2**(exponent + 1).
+    """Exponents (r,) of the largest magnitudes of rows (r, n): 2**exponent <= magnitude <
+    2**(exponent + 1).
 
-    From a mantissa of `round_up_from` on, a multiple of 2**-23 in (1, 2], it is one more. A row of zeros or subnormals
-    gives -127. Raises DivergedError if a value is not finite or too large.
+    From a mantissa of `round_up_from` on, a multiple of 2**-23 in (1, 2], it is one more. A row of
+    zeros or subnormals gives -127. Raises DivergedError if a value is not finite or too large.
     """
-    magnitudes = np.maximum(rows.amax(1).numpy(), -rows.amin(1).numpy())  # quicker than abs and one maximum
+    # quicker than abs and one maximum
+    magnitudes = np.maximum(rows.amax(1).numpy(), -rows.amin(1).numpy())
     refuse_diverged(torch.from_numpy(magnitudes), name, LIMIT)
     bits: Integers = magnitudes.view(np.int32) + int((2 - round_up_from) * 2**23)
     return (bits >> 23) - 127
 
 
-def blockwise(x: Tensor, parts: Sequence[Tensor], widths: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield `x` and vectors that belong to it as rows, one per block: all full blocks, then the rest.
+def blockwise(
+    x: Tensor, parts: Sequence[Tensor], widths: Sequence[int]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield `x` and vectors that belong to it as rows, one per block: all full blocks, then the
+    rest.
 
     `widths` are the elements of each vector that belong to a full block.
     """
@@ -195,18 +224,26 @@ def blockwise(x: Tensor, parts: Sequence[Tensor], widths: Sequence[int]) -> Iter
 
 
 def power_of_two(exponents: Integers, shift: int) -> Tensor:
-    """2**(exponent + shift), exactly, for sums in -126..127: (r,) -> (r, 1) fp32, to multiply rows with."""
-    return torch.from_numpy(((exponents.astype(np.int32) + (127 + shift)) << 23).view(np.float32)).unsqueeze(1)
+    """2**(exponent + shift), exactly, for sums in -126..127: (r,) -> (r, 1) fp32, to multiply rows
+    with."""
+    return torch.from_numpy(
+        ((exponents.astype(np.int32) + (127 + shift)) << 23).view(np.float32)
+    ).unsqueeze(1)
 
 
 def is_aligned(payload: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch can view the bytes as `dtype`. A slice of a larger message may lie at any offset."""
-    return payload.storage_offset() % dtype.itemsize == 0 and payload.data_ptr() % dtype.itemsize == 0
+    """Whether torch can view the bytes as `dtype`. A slice of a larger message may lie at any
+    offset."""
+    return (
+        payload.storage_offset() % dtype.itemsize == 0 and payload.data_ptr() % dtype.itemsize == 0
+    )
 
 
 def assert_chunk(x: Tensor, out: Tensor, nbytes: int) -> None:
     """Assert that `x` is one chunk, and that `out` has the size of its payload."""
-    assert x.dtype == torch.float32 and x.dim() == 1 and 0 < x.numel() <= CHUNK, "values must be one fp32 chunk"
+    assert x.dtype == torch.float32 and x.dim() == 1 and 0 < x.numel() <= CHUNK, (
+        "values must be one fp32 chunk"
+    )
     assert out.dtype == torch.uint8 and out.numel() == nbytes, f"out must be {nbytes} bytes"
 
 
@@ -225,13 +262,16 @@ _buffers = _Buffers()
 
 
 def buffer(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-    """This thread's buffer of that name and dtype in that shape, as it was last written; at most CHUNK elements.
+    """This thread's buffer of that name and dtype in that shape, as it was last written; at most
+    CHUNK elements.
 
-    A new tensor of a chunk's size would take ten times as long as a pass over it: the system maps its pages anew.
+    A new tensor of a chunk's size would take ten times as long as a pass over it: the system maps
+    its pages anew.
     """
     view = _buffers.views.get((name, dtype, shape))
     if view is None:
-        with torch.inference_mode(False):  # memory allocated in inference mode can never be written outside of it
+        # memory allocated in inference mode can never be written outside of it
+        with torch.inference_mode(False):
             if (name, dtype) not in _buffers.memory:
                 _buffers.memory[name, dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
             view = _buffers.memory[name, dtype][: math.prod(shape)].view(shape)

@@ -1,19 +1,23 @@
-"""A peer's half of every fragment: the anchor, the pseudo-gradient against it, and the updates that move it.
+"""A peer's half of every fragment: the anchor, the pseudo-gradient against it, and the updates that
+move it.
 
     capture          base - local, chunk by chunk, as payload                    (every peer)
     aggregates       payloads -> update (see `aggregate`)                        (the author)
-    apply_update_    update -> anchor, momentum and window                       (everybody, the author too)
+    apply_update_    update -> anchor, momentum and window                       (everybody, the
+                     author too)
 
-The *base* is the anchor that the local parameters started from. At a barrier it is the anchor itself. Where a fragment
-moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges. Parameters narrower than fp32
-started from a rounded base. The pseudo-gradient is measured from there; else it would hold the same rounding error in
-every round and on every peer, and the anchor would drift while nobody trains.
+The *base* is the anchor that the local parameters started from. At a barrier it is the anchor
+itself. Where a fragment moves on while this peer trains, `keep_base` keeps a copy until the peer
+exchanges. Parameters narrower than fp32 started from a rounded base. The pseudo-gradient is
+measured from there; else it would hold the same rounding error in every round and on every peer,
+and the anchor would drift while nobody trains.
 
-Memory, in fp32 copies of the parameters: 1 for the anchors, 1 for the masters of this peer's own fragments, and for
-these and those that it may inherit 1 for the momentum, or 2 with a windowed optimizer. A payload for each fragment that
-is being exchanged (a quarter of a copy with int8), and whatever payloads wait for their version. Settings that add to
-it: 1 for error feedback, a base where versions do not wait for this peer. Everything else is chunk-sized. All tensors
-here live on the CPU; local parameters may be on any device (see `local`).
+Memory, in fp32 copies of the parameters: 1 for the anchors, 1 for the masters of this peer's own
+fragments, and for these and those that it may inherit 1 for the momentum, or 2 with a windowed
+optimizer. A payload for each fragment that is being exchanged (a quarter of a copy with int8), and
+whatever payloads wait for their version. Settings that add to
+it: 1 for error feedback, a base where versions do not wait for this peer. Everything else is
+chunk-sized. All tensors here live on the CPU; local parameters may be on any device (see `local`).
 """
 
 from __future__ import annotations
@@ -39,21 +43,26 @@ __all__ = ["Replica"]
 
 
 class Replica:
-    """Anchors over the parameters of a model, `aggregates` of the fragments that this peer is author of, and `states`:
-    momentum and window of these and of those that it may inherit.
+    """Anchors over the parameters of a model, `aggregates` of the fragments that this peer is
+    author of, and `states`: momentum and window of these and of those that it may inherit.
 
     Args:
-        parameters: the local parameters, by name or as `Local`; read when encoding, written by `load_local_`. They may
-            get another dtype, device or storage between two calls, but no other shape.
+        parameters: the local parameters, by name or as `Local`; read when encoding, written by
+            `load_local_`. They may get another dtype, device or storage between two calls, but no
+            other shape.
         fragments: a partition of them.
         settings: codecs, merge rule and outer optimizer.
 
-    The anchors start as copies of the local parameters. A non-finite local parameter raises `DivergedError` when it is
-    encoded; an invalid payload raises `PayloadError` and changes nothing.
+    The anchors start as copies of the local parameters. A non-finite local parameter raises
+    `DivergedError` when it is encoded; an invalid payload raises `PayloadError` and changes
+    nothing.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor] | Local, fragments: Sequence[Fragment], settings: OuterConfig
+        self,
+        parameters: Mapping[str, Tensor] | Local,
+        fragments: Sequence[Fragment],
+        settings: OuterConfig,
     ) -> None:
         self.local = parameters if isinstance(parameters, Local) else Local(parameters)
         self.fragments = tuple(fragments)
@@ -61,25 +70,31 @@ class Replica:
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
         self.optimizer = OPTIMIZERS[settings.optimizer](settings)
         self.rng: random.Random = random.SystemRandom()
-        self.anchors = [torch.empty(fragment.numel, dtype=torch.float32) for fragment in self.fragments]
+        self.anchors = [
+            torch.empty(fragment.numel, dtype=torch.float32) for fragment in self.fragments
+        ]
         self.aggregates: dict[int, Aggregate] = {}
         self.states: dict[int, OuterState] = {}
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
         self.payloads = [Layout(self.up, fragment.numel) for fragment in self.fragments]
         self.updates = [Layout(self.down, fragment.numel) for fragment in self.fragments]
-        self._bases: dict[int, Tensor] = {}  # what local parameters started from, where it is not the anchor
+        # what local parameters started from, where it is not the anchor
+        self._bases: dict[int, Tensor] = {}
         self._copies: dict[int, Source] = {}  # of local parameters as they are to be captured
-        for fragment, anchor, layout in zip(self.fragments, self.anchors, self.payloads, strict=True):
+        for fragment, anchor, layout in zip(
+            self.fragments, self.anchors, self.payloads, strict=True
+        ):
             for start, stop in layout.ranges:
                 self.local.gather_(anchor[start:stop], fragment, start)
 
-    # -- what this peer sends -----------------------------------------------------------------------------------------
+    # -- what this peer sends ----------------------------------------------------------------------
 
     def copy_local(self, fragment: int) -> bool:
-        """Copy the fragment's local parameters on their device, for the next `capture`; training may go on at once.
+        """Copy the fragment's local parameters on their device, for the next `capture`; training
+        may go on at once.
 
-        The anchor may move before that capture only after `keep_base`. Returns False, and has no copy, when the device
-        has no memory for one; then `capture` has to come first.
+        The anchor may move before that capture only after `keep_base`. Returns False, and has no
+        copy, when the device has no memory for one; then `capture` has to come first.
         """
         try:
             self._copies[fragment] = self.local.copied(self.fragments[fragment])
@@ -94,14 +109,17 @@ class Replica:
 
     @torch.no_grad()
     def capture(self, fragment: int) -> Tensor:
-        """The payload (uint8) of the whole pseudo-gradient; training may go on. Raises `DivergedError`.
+        """The payload (uint8) of the whole pseudo-gradient; training may go on. Raises
+        `DivergedError`.
 
-        After `copy_local` the pseudo-gradient is that of then, and training goes on meanwhile. The payload is the same,
-        bit for bit: values are copied, and what is computed is computed on the CPU either way.
+        After `copy_local` the pseudo-gradient is that of then, and training goes on meanwhile. The
+        payload is the same, bit for bit: values are copied, and what is computed is computed on the
+        CPU either way.
 
-        With error feedback the residual, which is what the codec loses, is added to the next pseudo-gradient before it
-        is encoded: e = beta e + delta - sent (SparseLoCo, arXiv 2508.15706). With beta = 1 nothing is ever lost, only
-        late; with less, what stays unsent fades, and stale directions are forgotten. The residual is never sent.
+        With error feedback the residual, which is what the codec loses, is added to the next
+        pseudo-gradient before it is encoded: e = beta e + delta - sent (SparseLoCo, arXiv
+        2508.15706). With beta = 1 nothing is ever lost, only late; with less, what stays unsent
+            fades, and stale directions are forgotten. The residual is never sent.
         """
         beta, residual = self.settings.error_feedback, self.residuals.get(fragment)
         payload = empty_payload(self.payloads[fragment].nbytes)
@@ -125,13 +143,17 @@ class Replica:
         local, fragment = self._copies.get(index) or Source(self.local, self.fragments[index])
         ranges = self.payloads[index].ranges
         for (start, stop), own in zip(ranges, local.read(fragment, ranges), strict=True):
-            delta, rounded = (buffer(name, torch.float32, stop - start) for name in ("chunk", "base"))
-            base = self._bases.get(index, self.anchors[index])[start:stop]  # it may move between two chunks
+            delta, rounded = (
+                buffer(name, torch.float32, stop - start) for name in ("chunk", "base")
+            )
+            # it may move between two chunks
+            base = self._bases.get(index, self.anchors[index])[start:stop]
             torch.sub(as_loaded(rounded, base, fragment, start, local.tensors), own, out=delta)
             yield delta
 
     def keep_base(self, fragment: int) -> None:
-        """Copy the anchor before it moves, if local parameters started from it and are not captured yet."""
+        """Copy the anchor before it moves, if local parameters started from it and are not captured
+        yet."""
         if fragment not in self._bases:
             self._bases[fragment] = self.anchors[fragment].clone()
 
@@ -140,18 +162,20 @@ class Replica:
         parts = self.payloads[fragment].split(payload)
         return math.hypot(*(self.up.norm(part, stop - start) for part, (start, stop) in parts))
 
-    # -- what this peer adopts ----------------------------------------------------------------------------------------
+    # -- what this peer adopts ---------------------------------------------------------------------
 
     @torch.no_grad()
     def foresee(self, fragment: int, update: Tensor) -> tuple[float, tuple[str, ...]]:
-        """How far (L2) a whole update (uint8) would move the anchor, and the digests of its parts after that; nothing
-        is changed. `PayloadError` if it is invalid.
+        """How far (L2) a whole update (uint8) would move the anchor, and the digests of its parts
+        after that; nothing is changed. `PayloadError` if it is invalid.
         """
         anchor, norms, parts, hasher = self.anchors[fragment], [], [], blake3()
         ends = {stop for _, stop in part_ranges(anchor.numel())}
         for piece, (start, stop) in self.updates[fragment].split(update):
             after = self.down.updated(anchor[start:stop], piece)
-            moved = torch.sub(after, anchor[start:stop], out=buffer("moved", torch.float32, stop - start))
+            moved = torch.sub(
+                after, anchor[start:stop], out=buffer("moved", torch.float32, stop - start)
+            )
             norms.append(norm_of(moved))
             hasher.update(after.numpy().data.cast("B"))
             if stop in ends:
@@ -162,8 +186,8 @@ class Replica:
     def apply_update_(self, fragment: int, update: Tensor, step: OuterStep) -> None:
         """Move the anchor by a whole update (uint8), with momentum and window if they are here.
 
-        `PayloadError` before anything is changed when the length is wrong. An update that is invalid inside leaves an
-        anchor that the caller repairs by fetching the fragment's state.
+        `PayloadError` before anything is changed when the length is wrong. An update that is
+        invalid inside leaves an anchor that the caller repairs by fetching the fragment's state.
         """
         parts = self.updates[fragment].split(update)
         anchor, state = self.anchors[fragment], self.states.get(fragment)
@@ -177,23 +201,29 @@ class Replica:
     def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
         """Local parameters become the anchors (of these fragments; all by default).
 
-        With `mixing` they keep that part of themselves: local = (1 - a) anchor + a local (Streaming DiLoCo, arXiv
+        With `mixing` they keep that part of themselves: local = (1 - a) anchor + a local (Streaming
+        DiLoCo, arXiv
         2501.18512, Algorithm 2).
         """
         for index in range(len(self.fragments)) if fragments is None else fragments:
-            assert index not in self._copies, f"fragment {index} is not captured yet; its base would be lost"
+            assert index not in self._copies, (
+                f"fragment {index} is not captured yet; its base would be lost"
+            )
             self._bases.pop(index, None)
             if not mixing:
                 self.show_anchor_(index)
                 continue
             ranges = self.payloads[index].ranges
-            for (start, stop), own in zip(ranges, self.local.read(self.fragments[index], ranges), strict=True):
+            for (start, stop), own in zip(
+                ranges, self.local.read(self.fragments[index], ranges), strict=True
+            ):
                 mixed = buffer("chunk", torch.float32, stop - start)
                 torch.lerp(self.anchors[index][start:stop], own, mixing, out=mixed)
                 self.local.scatter_(self.fragments[index], start, mixed)
 
     def show_anchor_(self, fragment: int) -> None:
-        """Local parameters become the anchor for a while; the base of the next pseudo-gradient stays."""
+        """Local parameters become the anchor for a while; the base of the next pseudo-gradient
+        stays."""
         for start, stop in self.payloads[fragment].ranges:
             self.local.scatter_(self.fragments[fragment], start, self.anchors[fragment][start:stop])
 
@@ -201,7 +231,7 @@ class Replica:
         """Digest of the fragment's anchor (hex)."""
         return digest_of(self.anchors[fragment])
 
-    # -- what an author keeps, and who may inherit ---------------------------------------------------------------------
+    # -- what an author keeps, and who may inherit -------------------------------------------------
 
     @property
     def can_follow(self) -> bool:
@@ -209,19 +239,28 @@ class Replica:
         return self.optimizer.can_follow and (self.settings.momentum > 0 or self.settings.windowed)
 
     def follow(self, fragments: Collection[int]) -> None:
-        """Keep momentum and window of these fragments, and of this peer's own, and of no others; from zeros on."""
+        """Keep momentum and window of these fragments, and of this peer's own, and of no others;
+        from zeros on."""
         wanted = {*self.aggregates, *(fragments if self.can_follow else ())}
         self.states = {one: self._state(one) for one in sorted(wanted)}
 
-    def hold(self, fragment: int, master: Tensor | None = None, state: OuterState | None = None) -> None:
+    def hold(
+        self, fragment: int, master: Tensor | None = None, state: OuterState | None = None
+    ) -> None:
         """Become author, with master and outer state of a checkpoint, or keep what there is.
 
-        Without either the master starts at the anchor, and momentum and window as they were followed, or at zeros.
+        Without either the master starts at the anchor, and momentum and window as they were
+        followed, or at zeros.
         """
         self.states[fragment] = state or self._state(fragment)
         if fragment not in self.aggregates or master is not None:
             self.aggregates[fragment] = Aggregate(
-                self.fragments[fragment], self.anchors[fragment], self.settings, self.rng, self.local.shapes, master
+                self.fragments[fragment],
+                self.anchors[fragment],
+                self.settings,
+                self.rng,
+                self.local.shapes,
+                master,
             )
 
     def release(self, fragment: int) -> None:
@@ -231,7 +270,10 @@ class Replica:
     def plan(self, rounds: int | None) -> None:
         """The outer momentum rises over so many rounds."""
         self.settings = self.settings.model_copy(update={"rounds": rounds})
-        for optimizer in (self.optimizer, *(aggregate.optimizer for aggregate in self.aggregates.values())):
+        for optimizer in (
+            self.optimizer,
+            *(aggregate.optimizer for aggregate in self.aggregates.values()),
+        ):
             optimizer.settings = self.settings
 
     def _state(self, fragment: int) -> OuterState:

@@ -1,12 +1,15 @@
-"""The math of judging: how much each contribution counts, so that one bad contribution cannot spoil a version.
+"""The math of judging: how much each contribution counts, so that one bad contribution cannot spoil
+a version.
 
-`clip` scales norms above factor x the median down to that, and leaves out what points against the others.
+`clip` scales norms above factor x the median down to that, and leaves out what points against the
+others.
 
-Limits. There is no defence against a majority that colludes, nor against one person with many identities. A lie that
-stays within the norm and the angle allowed here moves the model, as a back door may. Clipping alone bounds the *length*
-of a lie; the angle is what takes a reversed contribution out. Fewer than `MIN_JUDGED` contributions have no majority to
-compare with. They are compared with earlier ones, with the momentum, and with the author's own. That bounds their
-length, and takes out what opposes all of these.
+Limits. There is no defence against a majority that colludes, nor against one person with many
+identities. A lie that stays within the norm and the angle allowed here moves the model, as a back
+door may. Clipping alone bounds the *length* of a lie; the angle is what takes a reversed
+contribution out. Fewer than `MIN_JUDGED` contributions have no majority to compare with. They are
+compared with earlier ones, with the momentum, and with the author's own. That bounds their length,
+and takes out what opposes all of these.
 """
 
 from __future__ import annotations
@@ -26,18 +29,21 @@ __all__ = ["MEMORY", "MIN_JUDGED", "Comparison", "Judgement", "alike", "clip", "
 
 MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, have no majority.
 OPPOSED_COSINE = -0.1
-"""Least cosine with the mean of the others that is tolerated. Honest pseudo-gradients of one round agree: all cosines
-measured over the presets are positive, and a reversed contribution has the negative of an honest one's."""
+"""Least cosine with the mean of the others that is tolerated. Honest pseudo-gradients of one round
+agree: all cosines measured over the presets are positive, and a reversed contribution has the
+    negative of an honest one's."""
 OPPOSED_DEVIATIONS = 4.0
-"""Cosines of pure noise have a standard deviation of numel ** -0.5, so cosines of few values prove nothing."""
+"""Cosines of pure noise have a standard deviation of numel ** -0.5, so cosines of few values prove
+nothing."""
 ALIKE_COSINE = 0.9995
-"""Contributions with a larger cosine come from the same data. Measured: equal batches 1.0000 with every codec, .99999
-where sums are taken in another order; different data at most .93 in the quick start, .96 in the experiments, each in a
-first version, and .9988 with batches of 256 and 4 steps of SGD. (Over 300 steps the order of sums comes to .988.)"""
+"""Contributions with a larger cosine come from the same data. Measured: equal batches 1.0000 with
+every codec, .99999 where sums are taken in another order; different data at most .93 in the quick
+start, .96 in the experiments, each in a first version, and .9988 with batches of 256 and 4 steps of
+SGD. (Over 300 steps the order of sums comes to .988.)"""
 ALIKE_VALUES = 1024  # Fewer are a toy, whose different data may well say the same.
 RISE = 4 / 3
-"""Extra tolerance for norms of earlier rounds, which say less than norms of the same round: while the learning rate
-warms up, norms rise up to threefold from one round to the next."""
+"""Extra tolerance for norms of earlier rounds, which say less than norms of the same round: while
+the learning rate warms up, norms rise up to threefold from one round to the next."""
 SKETCH = 8192  # values of a chunk that are compared
 MEMORY = 8  # norms remembered; few, because norms follow the learning rate
 
@@ -46,7 +52,8 @@ MEMORY = 8  # norms remembered; few, because norms follow the learning rate
 class Judgement:
     """What each contribution to a version counts, in the order in which they were given.
 
-    It is multiplied with its scale, and then averaged with its weight; with weight 0 it is left out.
+    It is multiplied with its scale, and then averaged with its weight; with weight 0 it is left
+    out.
     """
 
     weights: tuple[float, ...]
@@ -55,13 +62,17 @@ class Judgement:
     left_out: tuple[int, ...] = ()
 
 
-def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor: float, numel: int) -> Judgement:
-    """Clip norms at `factor` times their median, and leave out the contributions that oppose the others.
+def clip(
+    norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor: float, numel: int
+) -> Judgement:
+    """Clip norms at `factor` times their median, and leave out the contributions that oppose the
+    others.
 
     Honest contributions come out with scale 1, so that the mean is the plain one, bit for bit.
 
     Args:
-        norms: L2 norms of n contributions, at least `MIN_JUDGED`. weights: what they count in the mean; positive.
+        norms: L2 norms of n contributions, at least `MIN_JUDGED`. weights: what they count in the
+            mean; positive.
         gram: (n, n) float64, cosines of the contributions with each other, of `numel` values each.
     """
     limit = factor * statistics.median_low(norms)
@@ -80,21 +91,33 @@ def clip_few(
     factor: float,
     own: int | None,
 ) -> Judgement:
-    """As `clip`, for fewer than `MIN_JUDGED` contributions: they are compared with what came before, and with the own.
+    """As `clip`, for fewer than `MIN_JUDGED` contributions: they are compared with what came
+    before, and with the own.
 
-    A contribution is left out if it opposes every reference. Without an own contribution those are a minority at most,
-    because the momentum may have to turn; the others that oppose it may be as long as is usual, and no longer.
+    A contribution is left out if it opposes every reference. Without an own contribution those are
+    a minority at most, because the momentum may have to turn; the others that oppose it may be as
+    long as is usual, and no longer.
 
     Args:
         expected: norm that contributions usually have; 0 if none is known.
-        references: directions that are known, the (n,) cosines of the contributions with each. numel: as in `clip`.
+        references: directions that are known, the (n,) cosines of the contributions with each.
+            numel: as in `clip`.
         own: index of the author's own contribution, which is neither scaled down nor left out.
     """
     limit = _least_cosine(numel)
-    out = [i for i in range(len(norms)) if references and all(float(cosines[i]) < limit for cosines in references)]
+    out = [
+        i
+        for i in range(len(norms))
+        if references and all(float(cosines[i]) < limit for cosines in references)
+    ]
     left_out = tuple(i for i in out if i != own and (own is not None or 2 * len(out) < len(norms)))
-    longest = [(1.0 if i in out else RISE * factor) * expected if expected else math.inf for i in range(len(norms))]
-    clipped = tuple(i for i, norm in enumerate(norms) if norm > longest[i] and i != own and i not in left_out)
+    longest = [
+        (1.0 if i in out else RISE * factor) * expected if expected else math.inf
+        for i in range(len(norms))
+    ]
+    clipped = tuple(
+        i for i, norm in enumerate(norms) if norm > longest[i] and i != own and i not in left_out
+    )
     scales = tuple(longest[i] / norms[i] if i in clipped else 1.0 for i in range(len(norms)))
     return Judgement(_without(left_out, weights), scales, clipped, left_out)
 
@@ -108,16 +131,19 @@ def _least_cosine(numel: int) -> float:
 
 
 def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
-    """Indices of contributions that point against the mean direction of the others; none if they are not a minority.
+    """Indices of contributions that point against the mean direction of the others; none if they
+    are not a minority.
 
-    The worst one goes first, and the rest are compared again without it: two liars would make an honest one look bad.
+    The worst one goes first, and the rest are compared again without it: two liars would make an
+    honest one look bad.
     """
     limit = _least_cosine(numel)
     left, out = list(range(gram.shape[0])), list[int]()
     while len(left) > 2:
         among = gram[left][:, left]
         with_others = among.sum(1) - among.diagonal()  # <u_i, sum of the others>
-        others = (among.sum() - 2 * with_others - among.diagonal()).clamp_min(1e-12).sqrt()  # |sum of the others|
+        # |sum of the others|
+        others = (among.sum() - 2 * with_others - among.diagonal()).clamp_min(1e-12).sqrt()
         cosines = with_others / others
         worst = int(cosines.argmin())
         if not float(cosines[worst]) < limit:
@@ -135,9 +161,11 @@ def alike(gram: Tensor, numel: int) -> list[tuple[int, int, float]]:
 
 
 def usual(norms: Sequence[float], momentum: Tensor | None) -> float:
-    """The norm that a contribution may be expected to have: the median of those before; 0 if nothing says it.
+    """The norm that a contribution may be expected to have: the median of those before; 0 if
+    nothing says it.
 
-    Until an author knows `MIN_JUDGED`, the norm of the momentum takes its place, which is longer where it sums means.
+    Until an author knows `MIN_JUDGED`, the norm of the momentum takes its place, which is longer
+    where it sums means.
     """
     if len(norms) >= MIN_JUDGED:
         return statistics.median_low(norms)
@@ -147,10 +175,11 @@ def usual(norms: Sequence[float], momentum: Tensor | None) -> float:
 class Comparison:
     """The directions of the contributions to one version, as far as sketches show them.
 
-    A *sketch* is some 8,000 values of a chunk at equal distances; a short chunk is its own sketch. The distance is odd,
-    so it is in step with no layer's width. A generator that only the author knows chooses where each sketch begins,
-    anew for each version, so nobody can be honest in exactly the sketched values. A cosine is known to about 0.01 from
-    one chunk, and better from several.
+    A *sketch* is some 8,000 values of a chunk at equal distances; a short chunk is its own sketch.
+    The distance is odd, so it is in step with no layer's width. A generator that only the author
+    knows chooses where each sketch begins, anew for each version, so nobody can be honest in
+    exactly the sketched values. A cosine is known to about 0.01 from one chunk, and better from
+    several.
 
     Args:
         payloads: n whole contributions (uint8); `PayloadError` if one is invalid.
@@ -161,7 +190,9 @@ class Comparison:
         cosines: (n, n) float64, of the sketches with each other.
     """
 
-    def __init__(self, payloads: Sequence[Tensor], up: Codec, layout: Layout, rng: random.Random) -> None:
+    def __init__(
+        self, payloads: Sequence[Tensor], up: Codec, layout: Layout, rng: random.Random
+    ) -> None:
         self._taken: list[slice] = []  # of each chunk, in the whole fragment
         for start, stop in layout.ranges:
             distance = max(1, (stop - start) // SKETCH - 1 | 1)
@@ -174,14 +205,17 @@ class Comparison:
             for one, whole in enumerate(parts):
                 payload, (start, stop) = whole[chunk]
                 sketch = up.values(payload, stop - start)[taken.start - start :: taken.step]
-                torch.mul(sketch, math.sqrt(taken.step), out=self._sketches[one, begin:end])  # as long as the chunk
-        self._sketches /= self._sketches.abs().amax(1, keepdim=True).clamp_min(1e-30)  # keeps squares finite
+                # as long as the chunk
+                torch.mul(sketch, math.sqrt(taken.step), out=self._sketches[one, begin:end])
+        # keeps squares finite
+        self._sketches /= self._sketches.abs().amax(1, keepdim=True).clamp_min(1e-30)
         gram = (self._sketches @ self._sketches.T).double()
         lengths = gram.diagonal().clamp_min(1e-30).sqrt()
         self.cosines = gram / lengths.outer(lengths)
 
     def cosines_with(self, vector: Tensor) -> Tensor:
-        """(n,) float64 cosines of the contributions with a vector (numel,) fp32, by their sketches."""
+        """(n,) float64 cosines of the contributions with a vector (numel,) fp32, by their
+        sketches."""
         parts = [vector[taken] * math.sqrt(taken.step) for taken in self._taken]
         sketch, sketches = torch.cat(parts).double(), self._sketches.double()
         lengths = torch.linalg.vector_norm(sketches, dim=1) * torch.linalg.vector_norm(sketch)

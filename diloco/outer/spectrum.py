@@ -2,12 +2,14 @@
 
     U S V^T   ->   c U S^(1 - part) V^T         c keeps the Frobenius norm
 
-Peers agree on the few directions with large singular values, which an average of AdamW's steps therefore favours; in
-the many others they learn too, and most of it cancels as noise does. With part=1 all singular values become equal
-(IsoLoCo, arXiv 2607.03011; Iso-C, arXiv 2502.04959), with 0.5 the largest ones are damped.
+Peers agree on the few directions with large singular values, which an average of AdamW's steps
+therefore favours; in the many others they learn too, and most of it cancels as noise does. With
+part=1 all singular values become equal (IsoLoCo, arXiv 2607.03011; Iso-C, arXiv 2502.04959), with
+0.5 the largest ones are damped.
 
-The factor is a power of the smaller Gram matrix, (M M^T)^(-part / 2) M, so no singular vectors are needed. It costs one
-eigenvalue decomposition of the matrix's shorter side, on the author only: the others apply the update.
+The factor is a power of the smaller Gram matrix, (M M^T)^(-part / 2) M, so no singular vectors are
+needed. It costs one eigenvalue decomposition of the matrix's shorter side, on the author only: the
+others apply the update.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from diloco.outer.fragments import Fragment
 
 __all__ = ["Matrix", "flatten_", "matrices"]
 
-_SMALLEST = 1e-6  # Singular values below this part of the largest one are rounding errors, and raised no more than it.
+# Singular values below this part of the largest one are rounding errors, and raised no more than
+# it.
+_SMALLEST = 1e-6
 
 
 class Matrix(NamedTuple):
@@ -34,10 +38,11 @@ class Matrix(NamedTuple):
 
 
 def matrices(fragment: Fragment, shapes: Mapping[str, Sequence[int]]) -> list[Matrix]:
-    """The matrices inside the model, by Muon's rule: two dimensions, and neither embedding nor head.
+    """The matrices inside the model, by Muon's rule: two dimensions, and neither embedding nor
+    head.
 
-    Where a fragment ends inside a matrix, the whole rows on each side count as a matrix; a row that is cut, or alone,
-    belongs to none.
+    Where a fragment ends inside a matrix, the whole rows on each side count as a matrix; a row that
+    is cut, or alone, belongs to none.
     """
     found = []
     for at, piece in fragment.locate(0, fragment.numel):
@@ -53,7 +58,8 @@ def matrices(fragment: Fragment, shapes: Mapping[str, Sequence[int]]) -> list[Ma
 
 @torch.no_grad()
 def flatten_(values: Tensor, where: Sequence[Matrix], part: float) -> None:
-    """Raise the singular values of each matrix to the power 1 - part, and keep its norm; values (numel,) fp32, finite.
+    """Raise the singular values of each matrix to the power 1 - part, and keep its norm; values
+    (numel,) fp32, finite.
 
     A matrix of zeros stays as it is. `part` is 0 to 1.
     """

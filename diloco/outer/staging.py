@@ -1,15 +1,18 @@
-"""Copies between an accelerator and main memory, while the accelerator computes and this process encodes.
+"""Copies between an accelerator and main memory, while the accelerator computes and this process
+encodes.
 
-    training stream   work of the training loop; here, clones of parameters, and writes to them, in between
+    training stream   work of the training loop; here, clones of parameters, and writes to them, in
+                      between
     side stream       reads, which do not wait for what the training loop has queued after them
 
-A copy runs beside other work only from or to pinned (page-locked) memory. So values go through *staging buffers*, each
-of one chunk, of which two take turns: while one is copied, the other is filled or read.
+A copy runs beside other work only from or to pinned (page-locked) memory. So values go through
+*staging buffers*, each of one chunk, of which two take turns: while one is copied, the other is
+    filled or read.
 
 Whoever puts a copy into a stream goes on before it is done. These waits make it safe:
 
-1. The side stream waits for an event of the training stream before it reads, so that it finds the parameters as the
-   last inner step left them.
+1. The side stream waits for an event of the training stream before it reads, so that it finds the
+   parameters as the last inner step left them.
 2. This process waits for the event of a read before it uses the buffer.
 3. This process waits for the event of a write before it fills that buffer again.
 
@@ -37,20 +40,25 @@ IN_TURN = 2  # buffers: one is copied while the other is filled or read
 
 
 class Stream:
-    """Work for an accelerator, done in order, some time after it was put here; `stream` is asked at each use."""
+    """Work for an accelerator, done in order, some time after it was put here; `stream` is asked at
+    each use."""
 
     def __init__(self, device: torch.device, stream: Callable[[], torch.Stream]) -> None:
         self._device, self._stream = device, stream
-        self._entering = threading.Lock()  # what was current before is kept in the stream's object, for one thread only
+        # what was current before is kept in the stream's object, for one thread only
+        self._entering = threading.Lock()
 
     def copy_(self, to: Tensor, source: Tensor) -> None:
-        """Put a copy here, between any devices and dtypes; neither tensor may change until it is done."""
+        """Put a copy here, between any devices and dtypes; neither tensor may change until it is
+        done."""
         with self._entering, self._stream():
             to.copy_(source, non_blocking=True)
 
     def record(self) -> torch.Event:
-        """The place after all that is here now; to `synchronize` with it waits until the stream has got there."""
-        event = torch.Event(self._device, blocking=True)  # sleeps while it waits, as the training loop needs the core
+        """The place after all that is here now; to `synchronize` with it waits until the stream has
+        got there."""
+        # sleeps while it waits, as the training loop needs the core
+        event = torch.Event(self._device, blocking=True)
         event.record(self._stream())
         return event
 
@@ -90,21 +98,30 @@ class Staging:
     """
 
     def __init__(
-        self, training: Stream, side: Stream, empty: Callable[[int, torch.dtype], Tensor], pinned: Callable[[], Tensor]
+        self,
+        training: Stream,
+        side: Stream,
+        empty: Callable[[int, torch.dtype], Tensor],
+        pinned: Callable[[], Tensor],
     ) -> None:
         self.training, self.side = training, side
         self.empty = empty
         self._pinned = pinned
-        self._free: deque[tuple[Tensor, torch.Event | None]] = deque()  # each with the copy that still reads it, if any
+        # each with the copy that still reads it, if any
+        self._free: deque[tuple[Tensor, torch.Event | None]] = deque()
         self._lock = threading.Lock()
 
     def read(
-        self, ranges: Sequence[tuple[int, int]], gather: Callable[[Tensor, int], object], after: torch.Event
+        self,
+        ranges: Sequence[tuple[int, int]],
+        gather: Callable[[Tensor, int], object],
+        after: torch.Event,
     ) -> Iterator[Tensor]:
-        """Yield a buffer for each range [start, stop) of at most CHUNK elements, in which its values are.
+        """Yield a buffer for each range [start, stop) of at most CHUNK elements, in which its
+        values are.
 
-        `gather(out, start)` puts copies of them into the side stream, behind `after`. The values of a range are
-        there until the next one is asked for.
+        `gather(out, start)` puts copies of them into the side stream, behind `after`. The values of
+        a range are there until the next one is asked for.
         """
         self.side.wait(after)
         reads = (self._begin(start, stop, gather) for start, stop in ranges)
@@ -127,7 +144,8 @@ class Staging:
 
     @contextmanager
     def staged(self, values: Tensor) -> Iterator[Tensor]:
-        """A copy of (n,) fp32 values, n <= CHUNK, of which the training stream makes copies in this context.
+        """A copy of (n,) fp32 values, n <= CHUNK, of which the training stream makes copies in this
+        context.
 
         `values` may change as soon as the context is left.
         """
@@ -136,7 +154,8 @@ class Staging:
         self._give(buffer, self.training.record())
 
     def sent(self, values: Tensor) -> Tensor:
-        """A copy of (n,) fp32 values on the device, n <= CHUNK, for work that is put into the training stream."""
+        """A copy of (n,) fp32 values on the device, n <= CHUNK, for work that is put into the
+        training stream."""
         with self.staged(values) as staged:
             out = self.empty(values.numel(), torch.float32)
             self.training.copy_(out, staged)
@@ -159,7 +178,8 @@ _training: dict[torch.device, torch.Stream] = {}
 
 
 def train_on_current_stream(device: torch.device) -> None:
-    """The training stream of this device is the one that is current in this thread, which waits for its copies now.
+    """The training stream of this device is the one that is current in this thread, which waits for
+    its copies now.
 
     Other threads have other current streams: of theirs a training loop knows nothing.
     """
@@ -190,5 +210,6 @@ def _empty_on(device: torch.device) -> Callable[[int, torch.dtype], Tensor]:
 
 
 def _buffer(pinned: bool) -> Tensor:
-    with torch.inference_mode(False):  # memory allocated in inference mode can never be written outside of it
+    # memory allocated in inference mode can never be written outside of it
+    with torch.inference_mode(False):
         return torch.empty(CHUNK, dtype=torch.float32, device="cpu", pin_memory=pinned)

@@ -37,10 +37,12 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 
 FORMAT = 3
 STATE_FILE = "state.json"
-BLOCK_BYTES = 16 * 2**20  # a block is still in the cache when it is hashed; hashing and writing release the GIL
+# a block is still in the cache when it is hashed; hashing and writing release the GIL
+BLOCK_BYTES = 16 * 2**20
 
 _TEMPORARY = ".tmp-"
-_NAME = re.compile(r"step-\d{8,}(\.\d+)?")  # a suffix ".1", ".2", ... counts repeated saves of a step
+# a suffix ".1", ".2", ... counts repeated saves of a step
+_NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 _STEM = re.compile(r"[A-Za-z0-9_-]+")
 _FILE = re.compile(rf"{_STEM.pattern}\.safetensors")
 _DTYPES = {
@@ -60,15 +62,16 @@ logger = logging.getLogger(__name__)
 
 
 class _UnusableError(Exception):
-    """One checkpoint cannot be used. The text goes into `Checkpoint.skipped` or into a `CheckpointError`."""
+    """One checkpoint cannot be used. The text goes into `Checkpoint.skipped` or into a
+    `CheckpointError`."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint, after every byte of it was verified.
 
-    `tensors[stem]` reads that file again at each access, into copies on the CPU; it stays readable if it is pruned.
-    `skipped` names newer checkpoints that could not be used, with the reasons.
+    `tensors[stem]` reads that file again at each access, into copies on the CPU; it stays readable
+    if it is pruned. `skipped` names newer checkpoints that could not be used, with the reasons.
     """
 
     path: Path
@@ -81,8 +84,8 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one peer in one directory; the `keep` newest stay.
 
-    A directory has one writer and any number of readers: nothing is created or deleted before the first `save`. A crash
-    leaves at most a temporary directory, which the next `save` removes.
+    A directory has one writer and any number of readers: nothing is created or deleted before the
+    first `save`. A crash leaves at most a temporary directory, which the next `save` removes.
     """
 
     def __init__(self, directory: Path, keep: int, key: str = "run.dir") -> None:
@@ -94,15 +97,18 @@ class CheckpointStore:
         self._clean = False
 
     def save(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> Path:
-        """Writes `tensors` (file stem -> name -> tensor of any shape and device) and the JSON-able `state`.
+        """Writes `tensors` (file stem -> name -> tensor of any shape and device) and the JSON-able
+        `state`.
 
-        When it returns, `load_latest` gives exactly this checkpoint, even if there were later steps before: they belong
-        to a timeline that this run has left. Saving a step again replaces it. Raises `CheckpointError` when there is no
-        space, no permission or the like; nothing half-written remains.
+        When it returns, `load_latest` gives exactly this checkpoint, even if there were later steps
+        before: they belong to a timeline that this run has left. Saving a step again replaces it.
+        Raises `CheckpointError` when there is no space, no permission or the like; nothing
+        half-written remains.
         """
         assert step >= 0, f"step={step}"
         assert all(_STEM.fullmatch(stem) for stem in tensors), f"file stems {sorted(tensors)}"
-        # As a reader gets it. A state that JSON cannot hold is our bug: raise before there are files.
+        # As a reader gets it. A state that JSON cannot hold is our bug: raise before there are
+        # files.
         plain = json.loads(json.dumps(state))
         temporary = self.directory / f"{_TEMPORARY}step-{step:08d}-{os.getpid()}"
         try:
@@ -123,21 +129,23 @@ class CheckpointStore:
             if not isinstance(error, OSError):
                 raise
             raise CheckpointError(
-                f"{self._key}: cannot write the checkpoint of outer step {step} to {self.directory}: "
-                f"{error.strerror or error}; free some space or choose another {self._key} "
-                f"(older checkpoints are intact)"
+                f"{self._key}: cannot write the checkpoint of outer step {step} to"
+                f" {self.directory}: {error.strerror or error}; free some space or choose another"
+                f" {self._key} (older checkpoints are intact)"
             ) from error
         self._prune(target.name)
         return target
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest usable checkpoint, or None if there never was one. An unusable one is skipped with a warning.
+        """The newest usable checkpoint, or None if there never was one. An unusable one is skipped
+        with a warning.
 
         Raises `CheckpointError` if there are checkpoints and none of them can be used.
         """
         reasons: list[str] = []
         tried: set[str] = set()
-        # Listed again each time: while we read one checkpoint, its writer may prune it and add a newer one.
+        # Listed again each time: while we read one checkpoint, its writer may prune it and add a
+        # newer one.
         while names := [name for name in self._names() if name not in tried]:
             name = names[0]
             tried.add(name)
@@ -154,15 +162,18 @@ class CheckpointStore:
             return Checkpoint(self.directory / name, step, state, tensors, skipped)
         if reasons:
             raise CheckpointError(
-                f"{self._key}: no usable checkpoint in {self.directory} ({'; '.join(reasons)}); "
-                f"put a good copy back, or delete that directory or choose another {self._key} to start over"
+                f"{self._key}: no usable checkpoint in {self.directory} ({'; '.join(reasons)}); put"
+                f" a good copy back, or delete that directory or choose another {self._key} to"
+                " start over"
             )
         return None
 
     def _names(self) -> list[str]:
         """Names of the checkpoint directories, newest first."""
         try:
-            return sorted(filter(_NAME.fullmatch, os.listdir(self.directory)), key=_age, reverse=True)
+            return sorted(
+                filter(_NAME.fullmatch, os.listdir(self.directory)), key=_age, reverse=True
+            )
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -175,11 +186,14 @@ class CheckpointStore:
         """Keeps `saved` and the newest older ones. A failure to delete does not stop the run."""
         try:
             names = self._names()
-            older = [name for name in names[names.index(saved) :] if _age(name)[0] != _age(saved)[0]]
+            older = [
+                name for name in names[names.index(saved) :] if _age(name)[0] != _age(saved)[0]
+            ]
             kept = {saved, *[name for name in older if name not in self._rejected][: self.keep - 1]}
             for name in names:
                 if name not in kept:
-                    # Renamed first: a crash during the deletion must not leave an apparently damaged checkpoint.
+                    # Renamed first: a crash during the deletion must not leave an apparently
+                    # damaged checkpoint.
                     doomed = self.directory / f"{_TEMPORARY}{name}-{os.getpid()}"
                     os.replace(self.directory / name, doomed)
                     shutil.rmtree(doomed)
@@ -210,14 +224,17 @@ class BackgroundWriter:
         return self._writing is not None and not self._writing.done()
 
     def begin(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> None:
-        """Write `tensors`, which must stay as they are, and `state` as it is now. Take `result` of the one before
-        first.
+        """Write `tensors`, which must stay as they are, and `state` as it is now. Take `result` of
+        the one before first.
         """
         assert self._writing is None, "one checkpoint at a time"
-        self._writing = self._threads.submit(self._store.save, step, tensors, json.loads(json.dumps(state)))
+        self._writing = self._threads.submit(
+            self._store.save, step, tensors, json.loads(json.dumps(state))
+        )
 
     def result(self) -> CheckpointError | None:
-        """Wait until nothing is being written; returns why the last checkpoint could not be written, once."""
+        """Wait until nothing is being written; returns why the last checkpoint could not be
+        written, once."""
         writing, self._writing = self._writing, None
         error = None if writing is None else writing.exception()
         if error is not None and not isinstance(error, CheckpointError):
@@ -235,7 +252,9 @@ def _write_directory(path: Path, step: int, tensors: Groups, state: dict[str, An
     os.mkdir(path)
     files = {}
     for stem, group in tensors.items():
-        files[f"{stem}.safetensors"] = _write_file(path / f"{stem}.safetensors", _safetensors(group))
+        files[f"{stem}.safetensors"] = _write_file(
+            path / f"{stem}.safetensors", _safetensors(group)
+        )
     body = {"format": FORMAT, "step": step, "files": files, "state": state}
     text = json.dumps({"sha256": _digest(body), **body}, indent=1)
     _write_file(path / STATE_FILE, [text.encode()])
@@ -250,7 +269,9 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
     if not isinstance(body, dict):
         raise _UnusableError(f"{STATE_FILE} is corrupt")
     if body.get("format", FORMAT) != FORMAT:
-        raise _UnusableError(f"it has format {body['format']}, this version of diloco reads {FORMAT}")
+        raise _UnusableError(
+            f"it has format {body['format']}, this version of diloco reads {FORMAT}"
+        )
     if body.pop("sha256", None) != _digest(body):
         raise _UnusableError(f"{STATE_FILE} is corrupt (its digest differs)")
     if not _is_complete(body):
@@ -272,7 +293,8 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
 
 
 def _is_complete(body: dict[str, Any]) -> bool:
-    """Whether a state file has all fields that we write, and names no file outside of its directory."""
+    """Whether a state file has all fields that we write, and names no file outside of its
+    directory."""
     try:
         kinds = {(type(entry["bytes"]), type(entry["sha256"])) for entry in body["files"].values()}
         known = all(map(_FILE.fullmatch, body["files"])) and kinds <= {(int, str)}
@@ -286,7 +308,9 @@ class _Groups(UserDict[str, Any]):
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
         try:
-            super().__init__({Path(name).stem: safe_open(path / name, framework="pt") for name in files})
+            super().__init__(
+                {Path(name).stem: safe_open(path / name, framework="pt") for name in files}
+            )
         except (OSError, SafetensorError) as error:
             raise _UnusableError(f"its tensors cannot be read: {error}") from error
 
@@ -299,19 +323,25 @@ class _Groups(UserDict[str, Any]):
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """A safetensors file in pieces: length of the header (u64), header (JSON), data.
 
-    We do not use the library's `save_file`: it can neither hash nor fsync, and it refuses tensors that share memory or
-    are not contiguous. Here each tensor is written in full. The library reads the result.
+    We do not use the library's `save_file`: it can neither hash nor fsync, and it refuses tensors
+    that share memory or are not contiguous. Here each tensor is written in full. The library reads
+    the result.
     """
     assert "__metadata__" not in tensors, "safetensors reserves this name"
     header: dict[str, Any] = {}
     stop = 0
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps the data aligned
+    # keeps the data aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name}: a checkpoint cannot hold {tensor.dtype}")
         start, stop = stop, stop + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
@@ -349,8 +379,14 @@ def _fsync_directory(path: Path) -> None:
 def _reason(name: str, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
-    return f"{name} cannot be read: {error.strerror}" if isinstance(error, OSError) else f"{name} is corrupt"
+    return (
+        f"{name} cannot be read: {error.strerror}"
+        if isinstance(error, OSError)
+        else f"{name} is corrupt"
+    )
 
 
 def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()

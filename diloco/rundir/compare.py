@@ -1,7 +1,8 @@
 """`diloco.compare`: what `diloco compare` prints, as a value for notebooks and scripts.
 
-It reads `config.yaml`, `summary.json` and `metrics.jsonl` of each run directory. A run that broke or is still going on
-has only some of these files; then unknown values are None. Losses are on held-out text, in nats per token.
+It reads `config.yaml`, `summary.json` and `metrics.jsonl` of each run directory. A run that broke
+or is still going on has only some of these files; then unknown values are None. Losses are on
+held-out text, in nats per token.
 """
 
 from __future__ import annotations
@@ -25,9 +26,26 @@ from diloco.rundir.files import number, prepare_run_directory, read_json_lines, 
 from diloco.rundir.plot import picture
 
 NOT_A_DIFFERENCE = (
-    "run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard", "eval.prompt",
-)  # fmt: skip
-RESULTS = ("loss", "perplexity", "tokens", "virtual_s", "wall_s", "bytes_sent", "utilization", "exit")
+    "run.dir",
+    "run.id",
+    "run.name",
+    "run.lead",
+    "run.report",
+    "train.threads",
+    "wandb.",
+    "data.shard",
+    "eval.prompt",
+)
+RESULTS = (
+    "loss",
+    "perplexity",
+    "tokens",
+    "virtual_s",
+    "wall_s",
+    "bytes_sent",
+    "utilization",
+    "exit",
+)
 TOKENS_WITHIN = 0.02  # of each other; a budget ends with the outer step that reaches it
 AXES = {  # of the pictures: field of `Point`, and label
     "tokens": ("tokens", "tokens applied by the swarm"),
@@ -49,7 +67,8 @@ class Point:
 
 @dataclass
 class Run:
-    """One run, as far as it is known. `bytes_sent` is the sum over the peers, `utilization` the mean."""
+    """One run, as far as it is known. `bytes_sent` is the sum over the peers, `utilization` the
+    mean."""
 
     directory: Path
     settings: dict[str, Any]
@@ -70,10 +89,15 @@ class Run:
     @property
     def compared(self) -> dict[str, Any]:
         """The settings of which somebody may want to know what they change."""
-        return {key: value for key, value in self.settings.items() if not key.startswith(NOT_A_DIFFERENCE)}
+        return {
+            key: value
+            for key, value in self.settings.items()
+            if not key.startswith(NOT_A_DIFFERENCE)
+        }
 
     def time_to_loss(self, loss: float) -> float | None:
-        """Seconds (virtual if simulated) until the held-out loss was at most `loss`, on the line between two points.
+        """Seconds (virtual if simulated) until the held-out loss was at most `loss`, on the line
+        between two points.
 
         None if it never was, or if the times are unknown.
         """
@@ -97,7 +121,8 @@ class Arm:
 
     @property
     def counted(self) -> tuple[Run, ...]:
-        """The runs that have ended well, or all if none has: those of which `mean` and `spread` are."""
+        """The runs that have ended well, or all if none has: those of which `mean` and `spread`
+        are."""
         return tuple(run for run in self.runs if run.exit == 0) or self.runs
 
     def mean(self, of: str = "loss") -> float | None:
@@ -119,7 +144,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Gap:
-    """`percent` has a value for each of the `seeds`; it is negative where `name` ends below `baseline`."""
+    """`percent` has a value for each of the `seeds`; it is negative where `name` ends below
+    `baseline`."""
 
     name: str
     baseline: str
@@ -138,7 +164,9 @@ class Gap:
     def __str__(self) -> str:
         spread = f" ± {self.spread:.1f}" if self.spread is not None else ""
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
-        return f"{self.name}: held-out loss {self.mean:+.1f}{spread} % over {self.baseline} ({seeds})"
+        return (
+            f"{self.name}: held-out loss {self.mean:+.1f}{spread} % over {self.baseline} ({seeds})"
+        )
 
 
 @dataclass(frozen=True)
@@ -146,7 +174,8 @@ class Comparison:
     """Runs side by side, as `compare` returns it.
 
     arms: runs that differ in run.seed only, by their mean loss, the lowest first.
-    gaps: how far each arm ends from data parallel at the same tokens, in percent; empty without such a run.
+    gaps: how far each arm ends from data parallel at the same tokens, in percent; empty without
+        such a run.
     """
 
     arms: tuple[Arm, ...]
@@ -157,13 +186,15 @@ class Comparison:
         return [run for arm in self.arms for run in arm.runs]
 
     def worst_loss(self) -> float | None:
-        """The largest final loss of the finished runs (of all, if none finished): every one of them has reached it."""
+        """The largest final loss of the finished runs (of all, if none finished): every one of them
+        has reached it."""
         finished = [run for run in self.runs if run.exit == 0] or self.runs
         return max((run.loss for run in finished if run.loss is not None), default=None)
 
     def rows(self, loss: float | None = None) -> list[dict[str, Any]]:
-        """A dict per run, for example for `pandas.DataFrame`: arm, directory, the settings that differ by dotted key,
-        the results, and `time_to_loss_s`, the seconds to a held-out loss (None: the worst final loss of all).
+        """A dict per run, for example for `pandas.DataFrame`: arm, directory, the settings that
+        differ by dotted key, the results, and `time_to_loss_s`, the seconds to a held-out loss
+        (None: the worst final loss of all).
         """
         reached = self.worst_loss() if loss is None else loss
         names, keys = _names(self.runs), _differing([run.compared for run in self.runs])
@@ -177,7 +208,8 @@ class Comparison:
         ]
 
     def to_csv(self, file: str | Path, loss: float | None = None) -> None:
-        """Writes `rows` as a table with a line of names first. Raises ConfigError if `file` cannot be written."""
+        """Writes `rows` as a table with a line of names first. Raises ConfigError if `file` cannot
+        be written."""
         rows, text = self.rows(loss), io.StringIO()
         writer = csv.DictWriter(text, rows[0])
         writer.writeheader()
@@ -185,7 +217,8 @@ class Comparison:
         write_atomic(Path(file), text.getvalue())
 
     def plot(self, directory: str | Path) -> list[Path]:
-        """Draws the loss by tokens, time and bytes, a line per run. Raises ConfigError if one cannot be written."""
+        """Draws the loss by tokens, time and bytes, a line per run. Raises ConfigError if one
+        cannot be written."""
         from matplotlib import colormaps
 
         prepare_run_directory(Path(directory))
@@ -200,10 +233,22 @@ class Comparison:
                 for index, arm in enumerate(self.arms):
                     colour = palette(index / (len(self.arms) - 1) if many else index)
                     for run in arm.counted:
-                        known = [(x, one.loss) for one in run.curve if (x := getattr(one, of)) is not None]
-                        arm_name = None if run is not arm.counted[0] else arm.name.replace("$", r"\$")
+                        known = [
+                            (x, one.loss)
+                            for one in run.curve
+                            if (x := getattr(one, of)) is not None
+                        ]
+                        arm_name = (
+                            None if run is not arm.counted[0] else arm.name.replace("$", r"\$")
+                        )
                         if known:
-                            axes.plot(*zip(*known, strict=True), "o-", color=colour, markersize=3, label=arm_name)
+                            axes.plot(
+                                *zip(*known, strict=True),
+                                "o-",
+                                color=colour,
+                                markersize=3,
+                                label=arm_name,
+                            )
                 if axes.lines:
                     axes.legend(frameon=False, fontsize=8, ncols=2 if many else 1)
         return written
@@ -217,7 +262,8 @@ def compare(*places: str | Path) -> Comparison:
         found.arms[0].name, found.arms[0].mean("loss"), found.arms[0].spread("loss")
         pandas.DataFrame(found.rows())
 
-    `places` are run directories or directories of sweeps. Raises ConfigError if one of them is neither.
+    `places` are run directories or directories of sweeps. Raises ConfigError if one of them is
+    neither.
     """
     arms = _arms([read_run(directory) for directory in _run_directories(map(Path, places))])
     return Comparison(tuple(arms), tuple(_gaps(arms)))
@@ -228,24 +274,33 @@ def gap_of(loss: float, baseline: float) -> float:
     return 100 * (loss / baseline - 1)
 
 
-# -- what is left of a run --------------------------------------------------------------------------------------------
+# -- what is left of a run -------------------------------------------------------------------------
 
 
 def _run_directories(places: Iterable[Path]) -> list[Path]:
-    """The run directories that `places` are or, for a sweep, contain; each once, in the given order."""
+    """The run directories that `places` are or, for a sweep, contain; each once, in the given
+    order."""
     found: dict[Path, None] = {}
     for place in places:
         if not place.is_dir():
-            raise ConfigError(f"{place} is no directory; give the run.dir of a run, or the directory of a sweep")
+            raise ConfigError(
+                f"{place} is no directory; give the run.dir of a run, or the directory of a sweep"
+            )
         runs = [place] if _is_run(place) else sorted(one for one in place.iterdir() if _is_run(one))
         if not runs:
-            raise ConfigError(f"{place} holds no run (no metrics.jsonl, summary.json or config.yaml); give a run.dir")
+            raise ConfigError(
+                f"{place} holds no run (no metrics.jsonl, summary.json or config.yaml); give a"
+                " run.dir"
+            )
         found.update(dict.fromkeys(runs))
     return list(found)
 
 
 def _is_run(place: Path) -> bool:
-    return any((place / name).is_file() for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json"))
+    return any(
+        (place / name).is_file()
+        for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json")
+    )
 
 
 def read_run(directory: Path) -> Run:
@@ -259,7 +314,10 @@ def read_run(directory: Path) -> Run:
     run.loss = number(_get(summary, "eval", "loss"))
     if run.loss is None and run.curve:
         run.loss = run.curve[-1].loss
-    applied, code = number(_get(summary, "tokens", "applied")), number(summary.get("exit", member.get("exit")))
+    applied, code = (
+        number(_get(summary, "tokens", "applied")),
+        number(summary.get("exit", member.get("exit"))),
+    )
     if applied is None:
         applied = max((number(record.get("tokens")) or 0 for record in records), default=0) or None
     run.tokens, run.exit = (None if value is None else int(value) for value in (applied, code))
@@ -268,7 +326,10 @@ def read_run(directory: Path) -> Run:
         [value for peer in peers if (value := number(_get(peer, name))) is not None]
         for name in ("bytes_sent", "utilization")
     )
-    run.bytes_sent, run.utilization = int(sum(sent)) if sent else None, statistics.mean(busy) if busy else None
+    run.bytes_sent, run.utilization = (
+        int(sum(sent)) if sent else None,
+        statistics.mean(busy) if busy else None,
+    )
     return run
 
 
@@ -294,7 +355,9 @@ def _curve(records: Sequence[Mapping[str, Any]], is_virtual: bool) -> list[Point
             continue
         at, so_far = number(record.get("time")), sum(sent.values()) if sent else None
         time_s = None if at is None else at - began
-        points[int(version)] = Point(int(version), loss, number(record.get("tokens")), time_s, so_far)
+        points[int(version)] = Point(
+            int(version), loss, number(record.get("tokens")), time_s, so_far
+        )
     return [points[version] for version in sorted(points)]
 
 
@@ -313,11 +376,12 @@ def _get(tree: Any, *keys: str) -> Any:
     return tree
 
 
-# -- arms and gaps ----------------------------------------------------------------------------------------------------
+# -- arms and gaps ---------------------------------------------------------------------------------
 
 
 def _arms(runs: Sequence[Run]) -> list[Arm]:
-    """The arms by their mean loss, the lowest first and those without one last. Each has a name of its own."""
+    """The arms by their mean loss, the lowest first and those without one last. Each has a name of
+    its own."""
     groups: dict[str, list[Run]] = {}
     seen: Counter[str] = Counter()
     for run in runs:
@@ -338,7 +402,9 @@ def _names(runs: Sequence[Run], with_seed: bool = True) -> list[str]:
     """A name for each by the settings in which it differs from others, or else by its directory."""
     settings = [run.compared if with_seed else _without_seed(run) for run in runs]
     keys, places = _differing(settings), [run.directory.resolve().name for run in runs]
-    names = [" ".join(f"{key}={_shown(one[key])}" for key in keys if key in one) for one in settings]
+    names = [
+        " ".join(f"{key}={_shown(one[key])}" for key in keys if key in one) for one in settings
+    ]
     often = Counter(names)
     good = [0 < len(name) <= 80 and often[name] == 1 for name in names]
     names = [name if its else place for its, name, place in zip(good, names, places, strict=True)]
@@ -349,7 +415,9 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys in which settings differ; of another model its name only."""
     known = [one for one in settings if one]
     keys = dict.fromkeys(key for one in known for key in one)
-    found = [key for key in keys if any(key not in one or one[key] != known[0].get(key) for one in known)]
+    found = [
+        key for key in keys if any(key not in one or one[key] != known[0].get(key) for one in known)
+    ]
     if "model.name" in found:  # it implies the model's settings
         found = [key for key in found if key == "model.name" or not key.startswith("model.")]
     return found
@@ -358,21 +426,32 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    return str(value).replace(" ", "") if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return (
+        str(value).replace(" ", "")
+        if isinstance(value, str)
+        else json.dumps(value, separators=(",", ":"))
+    )
 
 
 def _gaps(arms: Sequence[Arm]) -> list[Gap]:
-    """The gap of each arm to the best data parallel arm with its model, data and tokens, if there is one."""
+    """The gap of each arm to the best data parallel arm with its model, data and tokens, if there
+    is one."""
     baselines = [arm for arm in arms if arm.runs[0].settings.get("outer.method") == "data_parallel"]
     found = []
     for arm in arms:
-        rivals = [one for one in baselines if _is_comparable(arm, one)] if arm not in baselines else []
+        rivals = (
+            [one for one in baselines if _is_comparable(arm, one)] if arm not in baselines else []
+        )
         if rivals:
             best = min(rivals, key=lambda one: statistics.mean(one.losses().values()))
             mine, theirs = arm.losses(), best.losses()
             seeds = tuple(sorted(mine.keys() & theirs.keys()))
             name = "data parallel" if len(baselines) == 1 else f"data parallel {best.name}"
-            found.append(Gap(arm.name, name, seeds, tuple(gap_of(mine[seed], theirs[seed]) for seed in seeds)))
+            found.append(
+                Gap(
+                    arm.name, name, seeds, tuple(gap_of(mine[seed], theirs[seed]) for seed in seeds)
+                )
+            )
     return found
 
 

@@ -1,8 +1,9 @@
 """Files of a run directory that stay readable when a writer dies.
 
-All peers of `diloco local` append to the same JSON-lines files. A line is one `write` in append mode; therefore lines
-of several processes never mix. A process that dies during a write leaves at most one torn line, and `read_json_lines`
-skips it. Other files are replaced as a whole. Non-finite numbers become null: any JSON reader can read every file.
+All peers of `diloco local` append to the same JSON-lines files. A line is one `write` in append
+mode; therefore lines of several processes never mix. A process that dies during a write leaves at
+most one torn line, and `read_json_lines` skips it. Other files are replaced as a whole. Non-finite
+numbers become null: any JSON reader can read every file.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ logger = logging.getLogger(__name__)
 
 
 def data_home() -> Path:
-    """Where this user's peers keep their keys and the runs that they joined; `ConfigError` for one without a home."""
+    """Where this user's peers keep their keys and the runs that they joined; `ConfigError` for one
+    without a home."""
     try:
         return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share", "diloco")
     except RuntimeError:
-        raise ConfigError("this user has no home directory; set XDG_DATA_HOME=DIRECTORY for keys and runs") from None
+        raise ConfigError(
+            "this user has no home directory; set XDG_DATA_HOME=DIRECTORY for keys and runs"
+        ) from None
 
 
 def prepare_run_directory(path: Path) -> None:
-    """Creates the run directory and checks that it can be written, before anything slow or shared starts. Raises
-    `ConfigError` if it cannot be created or written.
+    """Creates the run directory and checks that it can be written, before anything slow or shared
+    starts. Raises `ConfigError` if it cannot be created or written.
     """
     probe = path / f".probe-{os.getpid()}"
     try:
@@ -49,19 +53,23 @@ def prepare_run_directory(path: Path) -> None:
 
 
 def origin_of(config: Config) -> Path:
-    """Where a peer keeps the small files that the run starts from: tokenizer, and tensors that are not trained."""
+    """Where a peer keeps the small files that the run starts from: tokenizer, and tensors that are
+    not trained."""
     return (config.run.dir / "origin").absolute()
 
 
 def files_of(config: Config) -> dict[str, Path]:
     """Where the small files are that the manifest names, by digest."""
     origin = origin_of(config)
-    tokenizer = {digest: origin / "tokenizer" / name for name, digest in config.data.tokenizer_files.items()}
+    tokenizer = {
+        digest: origin / "tokenizer" / name for name, digest in config.data.tokenizer_files.items()
+    }
     return tokenizer | {digest: origin / digest for digest in config.model.frozen.values()}
 
 
 def check_same_run(config: Config, manifest: str) -> Config:
-    """The configuration with the greater of its budget and planned rounds and those of the run's `manifest`.
+    """The configuration with the greater of its budget and planned rounds and those of the run's
+    `manifest`.
 
     Raises `CheckpointError`, which names them, if other settings differ.
     """
@@ -69,24 +77,27 @@ def check_same_run(config: Config, manifest: str) -> Config:
         saved = Manifest.from_json(manifest, any_wire_version=True)
     except ConfigError as error:
         raise CheckpointError(
-            f"run.dir={config.run.dir} holds a run of another diloco ({error}); use that one, or another run.dir"
+            f"run.dir={config.run.dir} holds a run of another diloco ({error}); use that one, or"
+            " another run.dir"
         ) from None
     differing = config.manifest().differences(saved)
     differing = [line for line in differing if not line.startswith(("budget.", "outer.rounds:"))]
     if differing:
         raise CheckpointError(
-            f"run.dir={config.run.dir} holds a run with other settings ({'; '.join(differing[:4])}); "
-            "use the same settings, or another run.dir"
+            f"run.dir={config.run.dir} holds a run with other settings"
+            f" ({'; '.join(differing[:4])}); use the same settings, or another run.dir"
         )
     return raised(config, planned(saved))
 
 
 @contextlib.contextmanager
 def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
-    """Locks a directory for this process, and creates it if it is missing. The lock ends with the process.
+    """Locks a directory for this process, and creates it if it is missing. The lock ends with the
+    process.
 
-    Two commands in one run directory would overwrite each other's checkpoints. Without effect on file systems that have
-    no locks. Raises `ConfigError` if another process holds it or it cannot be made; `key` is the setting that chose it.
+    Two commands in one run directory would overwrite each other's checkpoints. Without effect on
+    file systems that have no locks. Raises `ConfigError` if another process holds it or it cannot
+    be made; `key` is the setting that chose it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -98,7 +109,8 @@ def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{key}: {directory} is in use by another process; end that process, or choose another {key}"
+                f"{key}: {directory} is in use by another process; end that process, or choose"
+                f" another {key}"
             ) from None
         except OSError as error:
             logger.debug("%s cannot be locked: %s", directory, error)
@@ -117,8 +129,9 @@ def in_use(directory: Path) -> bool:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a crash. Raises
-    `ConfigError` when there is no space, no permission or the like; the old content stays.
+    """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a
+    crash. Raises `ConfigError` when there is no space, no permission or the like; the old content
+    stays.
     """
     try:
         replace_file(path, content.encode() if isinstance(content, str) else content)
@@ -127,9 +140,9 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 class JsonLines:
-    """Appends objects to a file that several processes and threads share; one `write` per line. Raises `ConfigError` if
-    the file cannot be opened or written. A full disk or a dying process may cut a line short; the next write ends that
-    line first, so that only this one is lost.
+    """Appends objects to a file that several processes and threads share; one `write` per line.
+    Raises `ConfigError` if the file cannot be opened or written. A full disk or a dying process may
+    cut a line short; the next write ends that line first, so that only this one is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,7 +172,8 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file in order, without torn lines; empty if there is no such file."""
+    """The objects of a JSON-lines file in order, without torn lines; empty if there is no such
+    file."""
     records = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
@@ -172,8 +186,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"run.dir: cannot write {path}: {error.strerror or error}; "
-        f"choose a directory that you may write to and that has free space, such as run.dir=runs/mine"
+        f"run.dir: cannot write {path}: {error.strerror or error}; choose a directory that you may"
+        " write to and that has free space, such as run.dir=runs/mine"
     )
 
 

@@ -1,4 +1,5 @@
-"""Logs of one peer: metrics and events in the run directory, and in Weights & Biases if configured."""
+"""Logs of one peer: metrics and events in the run directory, and in Weights & Biases if
+configured."""
 
 from __future__ import annotations
 
@@ -18,23 +19,30 @@ from diloco.rundir.files import JsonLines
 logger = logging.getLogger(__name__)
 
 AGGREGATE_EVERY_S = 30.0
-SHARED = {"eval_loss": "swarm/held_out_loss", "swarm_tokens_per_s": "swarm/tokens_per_s"}  # a peer's figures of all
+# a peer's figures of all
+SHARED = {"eval_loss": "swarm/held_out_loss", "swarm_tokens_per_s": "swarm/tokens_per_s"}
 
 
 class RunLog:
-    """`metrics.jsonl` and `events.jsonl` of one peer; each line carries `time` (unix seconds) and `peer`.
+    """`metrics.jsonl` and `events.jsonl` of one peer; each line carries `time` (unix seconds) and
+    `peer`.
 
-    `metrics.jsonl`: version, inner_step (counted over this peer's sessions), tokens (swarm clock) and the measured
-    values; one line per outer step has bytes_sent, swarm_tokens_per_s (applied since the one before) and the seconds of
-    each phase so far. grad_norm is that of the last step before it is clipped, mfu needs a device whose peak is known.
+    `metrics.jsonl`: version, inner_step (counted over this peer's sessions), tokens (swarm clock)
+    and the measured values; one line per outer step has bytes_sent, swarm_tokens_per_s (applied
+    since the one before) and the seconds of each phase so far. grad_norm is that of the last step
+    before it is clipped, mfu needs a device whose peak is known.
     `events.jsonl`: `kind` and the fields of that kind.
 
-    Raises `ConfigError` if a file cannot be opened. If a line cannot be written later (the disk is full), that line is
-    lost, one warning says so, and the run goes on.
+    Raises `ConfigError` if a file cannot be opened. If a line cannot be written later (the disk is
+    full), that line is lost, one warning says so, and the run goes on.
     """
 
     def __init__(
-        self, run_dir: Path, peer: str, wandb: WandbLog | None = None, clock: Callable[[], float] = time.time
+        self,
+        run_dir: Path,
+        peer: str,
+        wandb: WandbLog | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.peer = peer
         self._clock = clock
@@ -44,8 +52,12 @@ class RunLog:
         self._writable = True
 
     def metric(self, *, version: int, inner_step: int, tokens: int, **measured: Any) -> None:
-        """Logs a line; None is left out, and a non-finite number becomes null. Losses are in nats per token."""
-        assert not measured.keys() & {"time", "peer"}, f"the line has its own time and peer: {sorted(measured)}"
+        """Logs a line; None is left out, and a non-finite number becomes null. Losses are in nats
+        per token."""
+        assert not measured.keys() & {
+            "time",
+            "peer",
+        }, f"the line has its own time and peer: {sorted(measured)}"
         record = {"version": version, "inner_step": inner_step, "tokens": tokens}
         record |= {name: value for name, value in measured.items() if value is not None}
         self._write(self._metrics, {"time": self._clock(), "peer": self.peer, **record})
@@ -60,12 +72,20 @@ class RunLog:
             self._wandb.samples([[version, *one] for one in written])
 
     def event(self, kind: str, **fields: Any) -> None:
-        assert not fields.keys() & {"time", "peer"}, f"{kind}: the line has its own time and peer: {sorted(fields)}"
-        self._write(self._events, {"time": self._clock(), "peer": self.peer, "kind": kind, **fields})
+        assert not fields.keys() & {
+            "time",
+            "peer",
+        }, f"{kind}: the line has its own time and peer: {sorted(fields)}"
+        self._write(
+            self._events, {"time": self._clock(), "peer": self.peer, "kind": kind, **fields}
+        )
 
     def swarm_event(self, kind: str, fields: Mapping[str, object]) -> None:
-        """An event of the swarm node. Its `peer` is written as `subject`, for a line's `peer` is the one that tells."""
-        self.event(kind, **{("subject" if key == "peer" else key): value for key, value in fields.items()})
+        """An event of the swarm node. Its `peer` is written as `subject`, for a line's `peer` is
+        the one that tells."""
+        self.event(
+            kind, **{("subject" if key == "peer" else key): value for key, value in fields.items()}
+        )
 
     def _write(self, lines: JsonLines, record: dict[str, Any]) -> None:
         try:
@@ -90,16 +110,20 @@ class RunLog:
 
 
 class WandbLog:
-    """A wandb run for each peer, grouped by run id, with an id that survives a resume; or one run for the whole swarm.
+    """A wandb run for each peer, grouped by run id, with an id that survives a resume; or one run
+    for the whole swarm.
 
-    With `aggregate` the run is called `swarm`. It logs what `figures` returns instead of the peer's own metrics: once
-    per outer step, and every 30 s in a long one. Any other peer with `aggregate` continues the same run.
+    With `aggregate` the run is called `swarm`. It logs what `figures` returns instead of the peer's
+    own metrics: once per outer step, and every 30 s in a long one. Any other peer with `aggregate`
+    continues the same run.
 
-    A failure of the service is one warning, and the run goes on with its own files. wandb is imported only if `mode`
-    needs it.
+    A failure of the service is one warning, and the run goes on with its own files. wandb is
+    imported only if `mode` needs it.
     """
 
-    def __init__(self, config: Config, peer: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: Config, peer: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         settings = config.wandb
         self.figures: Callable[[], Mapping[str, Any]] = dict
         self._aggregate = settings.aggregate
@@ -112,14 +136,16 @@ class WandbLog:
         try:
             import wandb
 
-            # wandb's console capture would swallow the lines for the supervisor, and wandb must never ask for a key.
+            # wandb's console capture would swallow the lines for the supervisor, and wandb must
+            # never ask for a key.
             options = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=10)
             self._table = wandb.Table
             self._run = wandb.init(
                 mode=settings.mode,
                 project=settings.project,
                 entity=settings.entity,
-                group=os.environ.get("WANDB_RUN_GROUP") or config.run.id,  # a sweep sets it for its members
+                # a sweep sets it for its members
+                group=os.environ.get("WANDB_RUN_GROUP") or config.run.id,
                 name=peer,
                 id=re.sub(r"[^A-Za-z0-9_-]", "-", f"{config.run.id}-{peer}")[:128],
                 resume="allow",
@@ -142,7 +168,10 @@ class WandbLog:
 
     def samples(self, rows: list[list[Any]]) -> None:
         """Logs a table of versions, prompts and texts."""
-        self._try("log", lambda: self._run.log({"samples": self._table(["outer step", "prompt", "text"], rows)}))
+        self._try(
+            "log",
+            lambda: self._run.log({"samples": self._table(["outer step", "prompt", "text"], rows)}),
+        )
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
         """The first failure is the last call."""
@@ -153,7 +182,8 @@ class WandbLog:
                 self._give_up(f"wandb: cannot {what}", error)
 
     def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The swarm's figures, if they are due. As anchors are equal, this peer's held-out loss is the swarm's."""
+        """The swarm's figures, if they are due. As anchors are equal, this peer's held-out loss is
+        the swarm's."""
         version, at = self._logged
         shared = {name: record[key] for key, name in SHARED.items() if key in record}
         if not shared and record["version"] <= version and self._clock() - at < AGGREGATE_EVERY_S:

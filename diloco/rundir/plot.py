@@ -1,4 +1,5 @@
-"""Draws `loss.png`: the training loss of every peer and the held-out loss of the anchor over the swarm clock."""
+"""Draws `loss.png`: the training loss of every peer and the held-out loss of the anchor over the
+swarm clock."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Curve:
 
 
 def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
-    """Draws the losses in `metrics_path` (any number of peers, torn lines, missing fields) and replaces `out_png`.
-    Raises `ConfigError` if `out_png` cannot be written.
+    """Draws the losses in `metrics_path` (any number of peers, torn lines, missing fields) and
+    replaces `out_png`. Raises `ConfigError` if `out_png` cannot be written.
     """
     training, held_out = read_curves(metrics_path)
     with picture(out_png, "tokens applied by the swarm") as axes:
@@ -42,7 +43,8 @@ def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
 
 @contextlib.contextmanager
 def picture(path: Path, x_label: str) -> Iterator[Axes]:
-    """Gives axes to draw on, and then replaces the picture `path`. If nothing was drawn, the picture says so.
+    """Gives axes to draw on, and then replaces the picture `path`. If nothing was drawn, the
+    picture says so.
 
     Works without a display. Raises `ConfigError` if `path` cannot be written.
     """
@@ -56,7 +58,15 @@ def picture(path: Path, x_label: str) -> Iterator[Axes]:
     axes.set_xlabel(x_label)
     yield axes
     if not axes.lines:
-        axes.text(0.5, 0.5, "no loss was logged", transform=axes.transAxes, ha="center", va="center", color="gray")
+        axes.text(
+            0.5,
+            0.5,
+            "no loss was logged",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            color="gray",
+        )
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -68,8 +78,9 @@ def picture(path: Path, x_label: str) -> Iterator[Axes]:
 def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve]:
     """Training loss per peer, and held-out loss.
 
-    A resumed peer repeats the steps after its checkpoint: the later lines count. It is the clock that tells them apart,
-    for a peer that rejoins without a checkpoint counts its steps from zero again.
+    A resumed peer repeats the steps after its checkpoint: the later lines count. It is the clock
+    that tells them apart, for a peer that rejoins without a checkpoint counts its steps from zero
+    again.
     """
     training: dict[str, list[tuple[float, float, float]]] = {}  # clock, step, loss
     held_out: dict[int, tuple[float, float]] = {}
@@ -93,8 +104,8 @@ def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve]:
 
 
 def _spread(x: list[float]) -> list[float]:
-    """Spreads equal values up to the next value, the last as widely as those before them: the clock stands still
-    between outer steps. [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]
+    """Spreads equal values up to the next value, the last as widely as those before them: the clock
+    stands still between outer steps. [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]
     """
     values, counts = np.unique(x, return_counts=True)
     widths = np.diff(values)
@@ -105,12 +116,15 @@ def _spread(x: list[float]) -> list[float]:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Centred running mean. Near the start, where losses fall fast, its window shrinks on both sides; near the end it
-    is cut off on one side.
+    """Centred running mean. Near the start, where losses fall fast, its window shrinks on both
+    sides; near the end it is cut off on one side.
     """
     index, reach = np.arange(len(values)), len(values) // (2 * SMOOTHED_SHARE)
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    start, stop = index - np.minimum(reach, index), np.minimum(index + np.minimum(reach, index) + 1, len(values))
+    start, stop = (
+        index - np.minimum(reach, index),
+        np.minimum(index + np.minimum(reach, index) + 1, len(values)),
+    )
     smooth: list[float] = ((sums[stop] - sums[start]) / (stop - start)).tolist()
     return smooth
 
@@ -124,13 +138,31 @@ def _draw(axes: Axes, training: dict[str, Curve], held_out: Curve) -> None:
         colour = palette(index) if few else palette(index / (len(training) - 1))
         if few and len(curve.x) > 2 * SMOOTHED_SHARE:
             axes.plot(curve.x, curve.loss, color=colour, linewidth=0.5, alpha=0.15)
-        label = f"training, {peer}" if few else f"training, {len(training)} peers" if index == 0 else None
+        label = (
+            f"training, {peer}"
+            if few
+            else f"training, {len(training)} peers"
+            if index == 0
+            else None
+        )
         width, alpha = (1.0, 0.85) if few else (0.6, 0.5)
-        axes.plot(curve.x, _smooth(curve.loss), color=colour, linewidth=width, alpha=alpha, label=label)
-    if held_out.x:
-        label, every = f"held-out, anchor: {held_out.loss[-1]:.3f} at the end", max(1, len(held_out.x) // 25)
         axes.plot(
-            held_out.x, held_out.loss, "o-", color="black", linewidth=2.2, markersize=4.5, markevery=every, label=label
+            curve.x, _smooth(curve.loss), color=colour, linewidth=width, alpha=alpha, label=label
+        )
+    if held_out.x:
+        label, every = (
+            f"held-out, anchor: {held_out.loss[-1]:.3f} at the end",
+            max(1, len(held_out.x) // 25),
+        )
+        axes.plot(
+            held_out.x,
+            held_out.loss,
+            "o-",
+            color="black",
+            linewidth=2.2,
+            markersize=4.5,
+            markevery=every,
+            label=label,
         )
     if axes.lines:
         axes.legend(loc="upper right", frameon=False, fontsize=9)

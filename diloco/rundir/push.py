@@ -1,9 +1,11 @@
-"""Models of checkpoints, where others find them while training goes on: `URL/step-00000012/`, as transformers reads it.
+"""Models of checkpoints, where others find them while training goes on: `URL/step-00000012/`, as
+transformers reads it.
 
-The URL is a directory, or whatever fsspec writes to: an object store, or the hub. Of several peers that push, the first
-claims a version by a file, and the others leave it to that one. `complete.json` comes last: what lacks it is not whole.
-Two that push one version at once write the same: a model is the anchor, which is equal on all peers. What an earlier
-training left there, and where anchors move in parts what is not the end of the run, gives way to other values.
+The URL is a directory, or whatever fsspec writes to: an object store, or the hub. Of several peers
+that push, the first claims a version by a file, and the others leave it to that one.
+`complete.json` comes last: what lacks it is not whole. Two that push one version at once write the
+same: a model is the anchor, which is equal on all peers. What an earlier training left there, and
+    where anchors move in parts what is not the end of the run, gives way to other values.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class Pusher:
-    """Pushes one version at a time, in a thread that training never waits for, the newest that waits first. `digest`
-    tells a model from others, and `write` puts it into a directory. What fails after `retry_s` is left to the next.
+    """Pushes one version at a time, in a thread that training never waits for, the newest that
+    waits first. `digest` tells a model from others, and `write` puts it into a directory. What
+    fails after `retry_s` is left to the next.
 
     Raises `ConfigError` if nothing can be written there.
     """
@@ -46,7 +49,13 @@ class Pusher:
         write: Callable[[Any, Path], None],
         retry_s: Sequence[float] = (2.0, 10.0, 60.0),
     ) -> None:
-        self._url, self._digest, self._write, self._retry_s, self._me = url, digest, write, retry_s, token_hex(8)
+        self._url, self._digest, self._write, self._retry_s, self._me = (
+            url,
+            digest,
+            write,
+            retry_s,
+            token_hex(8),
+        )
         self._queue: Queue[tuple[int, Any, bool]] = Queue()
         self._fails = False
         try:
@@ -54,17 +63,20 @@ class Pusher:
             self._is_local = isinstance(self._files, LocalFileSystem)
             self._files.auto_mkdir = self._is_local
             self._files.pipe_file(probe := f"{self._root}/probe-{self._me}", b"diloco")
-            self._old = {name.rpartition("/")[2] for name in self._files.ls(self._root, detail=False)}
+            self._old = {
+                name.rpartition("/")[2] for name in self._files.ls(self._root, detail=False)
+            }
             self._files.rm_file(probe)
         except Exception as error:  # each store has its own exceptions
             raise ConfigError(
-                f"checkpoint.push={url} cannot be written ({one_line(error)}); name a directory, or a URL "
-                "whose library is installed and to which the environment gives access"
+                f"checkpoint.push={url} cannot be written ({one_line(error)}); name a directory, or"
+                " a URL whose library is installed and to which the environment gives access"
             ) from error
         threading.Thread(target=self._work, name="push", daemon=True).start()
 
     def begin(self, version: int, model: Any, final: bool = False) -> None:
-        """Push a model. A `final` version that another peer has claimed is waited for, and then pushed all the same."""
+        """Push a model. A `final` version that another peer has claimed is waited for, and then
+        pushed all the same."""
         with suppress(Empty):
             self._queue.get_nowait()
             self._queue.task_done()
@@ -73,8 +85,14 @@ class Pusher:
     def wait(self, timeout_s: float = PATIENCE_S) -> None:
         """Until all is pushed that was begun, or so long; a warning if it is not."""
         with self._queue.all_tasks_done:
-            if not self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s):
-                logger.warning("checkpoint.push: the last model is not at %s after %.0f s", self._url, timeout_s)
+            if not self._queue.all_tasks_done.wait_for(
+                lambda: not self._queue.unfinished_tasks, timeout_s
+            ):
+                logger.warning(
+                    "checkpoint.push: the last model is not at %s after %.0f s",
+                    self._url,
+                    timeout_s,
+                )
 
     def _work(self) -> None:
         while True:
@@ -87,7 +105,11 @@ class Pusher:
                 with TemporaryDirectory(prefix="diloco-") as scratch:
                     self._upload(version, model, Path(scratch) / "model", final, wait_s is None)
                 if self._fails:
-                    logger.warning("checkpoint.push: %s takes models again, from outer step %d on", self._url, version)
+                    logger.warning(
+                        "checkpoint.push: %s takes models again, from outer step %d on",
+                        self._url,
+                        version,
+                    )
                 self._fails = False
                 return
             except Exception as error:  # of the store, or of this machine's disk
@@ -96,16 +118,24 @@ class Pusher:
                     continue
                 if not self._fails:
                     where = f"outer step {version} is not at {self._url} ({one_line(error)})"
-                    logger.warning("checkpoint.push: %s; training goes on, and later ones are tried", where)
+                    logger.warning(
+                        "checkpoint.push: %s; training goes on, and later ones are tried", where
+                    )
                 self._fails = True
 
     def _upload(self, version: int, model: Any, place: Path, final: bool, last_try: bool) -> None:
         files, name, digest = self._files, f"step-{version:08d}", str(self._digest(model))
         target, anew = f"{self._root}/{name}", final or name in self._old
-        complete, claim, mine = f"{target}/{COMPLETE}", f"{target}/claim", f"{digest} {self._me}".encode()
+        complete, claim, mine = (
+            f"{target}/{COMPLETE}",
+            f"{target}/claim",
+            f"{digest} {self._me}".encode(),
+        )
         whole = json.dumps({"version": version, "values": digest}).encode()
         files.invalidate_cache()
-        there, claimed = (files.cat_file(one) if files.exists(one) else b"" for one in (complete, claim))
+        there, claimed = (
+            files.cat_file(one) if files.exists(one) else b"" for one in (complete, claim)
+        )
         if there == whole or (there and not anew):
             return
         taken = claimed not in (b"", mine) and (claimed.startswith(digest.encode()) or not anew)
@@ -117,8 +147,11 @@ class Pusher:
         if there:
             files.rm_file(complete)
         self._write(model, place)
-        for name in (one.relative_to(place).as_posix() for one in place.rglob("*") if one.is_file()):
-            part = f"{target}/{name}" + f".{self._me}" * self._is_local  # in a store it appears as a whole
+        for name in (
+            one.relative_to(place).as_posix() for one in place.rglob("*") if one.is_file()
+        ):
+            # in a store it appears as a whole
+            part = f"{target}/{name}" + f".{self._me}" * self._is_local
             files.put_file(str(place / name), part)
             if self._is_local:
                 files.mv(part, f"{target}/{name}")

@@ -1,6 +1,8 @@
-"""What one peer reports while it trains: the messages, and their listeners: a supervisor's pipe, lines, the log.
+"""What one peer reports while it trains: the messages, and their listeners: a supervisor's pipe,
+lines, the log.
 
-training loop -> Message -> json_lines -> one JSON object per line -> read_message -> Message -> live table
+training loop -> Message -> json_lines -> one JSON object per line -> read_message -> Message ->
+live table
 """
 
 from __future__ import annotations
@@ -28,13 +30,17 @@ logger = logging.getLogger(__name__)
 LINE_EVERY_S = 10.0  # between lines of a peer whose outer step does not change
 _FROM = {
     "loopback": "on this machine only; swarm=network lets others in",
-    "LAN": "in this network; for elsewhere forward the port and set swarm.announce=[/ip4/PUBLIC_IP/tcp/PORT]",
+    "LAN": (
+        "in this network; for elsewhere forward the port and set"
+        " swarm.announce=[/ip4/PUBLIC_IP/tcp/PORT]"
+    ),
     "public": "from anywhere",
 }
 
 
 class Message(Struct, frozen=True, tag_field="t"):
-    """Base of all messages. `peer` is the name of the peer that reports, `time` unix seconds (virtual if simulated)."""
+    """Base of all messages. `peer` is the name of the peer that reports, `time` unix seconds
+    (virtual if simulated)."""
 
     peer: str = "?"
     time: float = 0.0
@@ -45,8 +51,8 @@ class Message(Struct, frozen=True, tag_field="t"):
 
 
 class Stage(Message, frozen=True, tag="stage"):
-    """A peer prepares to train. `stage` is "data", with bytes of text that are tokenised of how many (0: none is now),
-    or "state", with bytes that came in.
+    """A peer prepares to train. `stage` is "data", with bytes of text that are tokenised of how
+    many (0: none is now), or "state", with bytes that came in.
     """
 
     stage: str = ""
@@ -58,7 +64,8 @@ class Ready(Message, frozen=True, tag="ready"):
     """A peer has joined the swarm, or has started it (`first`).
 
     address: the best one, empty if the peer listens nowhere. addresses: all, the best first.
-    command: the command to which others append an address to join. advice: how to become reachable, if it is not.
+    command: the command to which others append an address to join. advice: how to become reachable,
+        if it is not.
     """
 
     address: str = ""
@@ -68,16 +75,28 @@ class Ready(Message, frozen=True, tag="ready"):
     advice: str = ""
 
     def invitation(self) -> list[str]:
-        """Lines for who has started a swarm: the best address as a whole command, then the others by interface.
+        """Lines for who has started a swarm: the best address as a whole command, then the others
+        by interface.
 
-        `command` is `diloco invite ...` for a closed run: its owner makes a link for each volunteer.
+        `command` is `diloco invite ...` for a closed run: its owner makes a link for each
+        volunteer.
         """
-        addresses, command = self.addresses or ((self.address,) if self.address else ()), self.command
+        addresses, command = (
+            self.addresses or ((self.address,) if self.address else ()),
+            self.command,
+        )
         if not addresses:
             return ["nobody can join through this peer, which listens nowhere"]
         best, *others = addresses
-        what = "others join with this" if command == "diloco join" else "this makes a link by which one volunteer joins"
-        lines = [f"{what} ({reachability(best)}: {_FROM[reachability(best)]}):", f"{command} {best}"]
+        what = (
+            "others join with this"
+            if command == "diloco join"
+            else "this makes a link by which one volunteer joins"
+        )
+        lines = [
+            f"{what} ({reachability(best)}: {_FROM[reachability(best)]}):",
+            f"{command} {best}",
+        ]
         return lines + [f"or, {reachability(other)}: {command} {other}" for other in others[:4]]
 
 
@@ -88,7 +107,8 @@ class Notice(Message, frozen=True, tag="notice"):
 
 
 class Status(Message, frozen=True, tag="status"):
-    """The state of a peer twice a second: losses in nats per token, `outer_steps` of the budget, counts of this peer.
+    """The state of a peer twice a second: losses in nats per token, `outer_steps` of the budget,
+    counts of this peer.
 
     A value that is None is not known, and a display keeps the one before.
     """
@@ -120,7 +140,8 @@ _READER = msgspec.json.Decoder(Stage | Ready | Notice | Status | Finished)
 
 
 def read_message(line: str) -> Message | None:
-    """A message from a line of `json_lines`; None for any other, for a library may write there, too."""
+    """A message from a line of `json_lines`; None for any other, for a library may write there,
+    too."""
     try:
         message: Message = _READER.decode(line)
     except msgspec.MsgspecError:
@@ -129,11 +150,13 @@ def read_message(line: str) -> Message | None:
 
 
 def json_lines(message: Message) -> None:
-    """Writes a message to stdout at once, one JSON object per line: `diloco local` reads its peers this way.
+    """Writes a message to stdout at once, one JSON object per line: `diloco local` reads its peers
+    this way.
 
     Numbers that JSON lacks become null.
     """
-    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this peer is about to leave
+    # the supervisor is gone, and this peer is about to leave
+    with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(msgspec.json.encode(message).decode() + "\n")
         sys.stdout.flush()
 
@@ -150,21 +173,26 @@ class WarningLines(logging.Handler):
 
 
 class Lines:
-    """Writes messages as lines: at most one per peer and outer step, and one every 10 s where a step takes longer.
+    """Writes messages as lines: at most one per peer and outer step, and one every 10 s where a
+    step takes longer.
 
         [ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training
 
-    `known` is the newest state of each peer, and `total` the outer steps of the budget. A value that a message lacks
-    keeps its last one: a display must never end a run.
+    `known` is the newest state of each peer, and `total` the outer steps of the budget. A value
+    that a message lacks keeps its last one: a display must never end a run.
     """
 
     def __init__(
-        self, write: Callable[[str], None], total: int | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        write: Callable[[str], None],
+        total: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.known: dict[str, Status] = {}
         self.total, self.clock, self.began = total, clock, clock()
         self._write = write
-        self._shown: dict[str, tuple[int | None, float]] = {}  # outer step and time of each peer's last line
+        # outer step and time of each peer's last line
+        self._shown: dict[str, tuple[int | None, float]] = {}
         self._told = set[str]()
 
     def __call__(self, message: Message) -> None:
@@ -203,15 +231,19 @@ class Lines:
 
     def _status(self, peer: str, status: Status) -> None:
         now, (version, at) = self.clock(), self._shown.get(peer, (None, self.began))
-        settled = status.state in ("training", "waiting", "leaving", "done")  # the evaluation of the step is over
+        # the evaluation of the step is over
+        settled = status.state in ("training", "waiting", "leaving", "done")
         is_due = now - at >= LINE_EVERY_S or (status.version != version and settled)
         if not is_due and status.state not in ("done", "left"):
             return
         self._shown[peer] = status.version, now
-        loss, eval_loss = ("-" if one is None else f"{one:.2f}" for one in (status.loss, status.eval_loss))
+        loss, eval_loss = (
+            "-" if one is None else f"{one:.2f}" for one in (status.loss, status.eval_loss)
+        )
         self.note(
-            f"{peer} v{self.step_of(status)} loss {loss} held-out {eval_loss} {human_count(status.tokens_per_s)} tok/s "
-            f"{human_bytes(status.bytes_sent)} sent {status.state}"
+            f"{peer} v{self.step_of(status)} loss {loss} held-out {eval_loss}"
+            f" {human_count(status.tokens_per_s)} tok/s {human_bytes(status.bytes_sent)} sent"
+            f" {status.state}"
         )
 
     def step_of(self, status: Status) -> str:
@@ -221,7 +253,8 @@ class Lines:
 
 
 def log_lines(config: Config, clock: Callable[[], float] = time.monotonic) -> Listener:
-    """Writes messages to the log, for a peer without a terminal; at the end one line says where the model is."""
+    """Writes messages to the log, for a peer without a terminal; at the end one line says where the
+    model is."""
     lines, notice = Lines(lambda text: logger.info("%s", text), clock=clock), who_can_join(config)
 
     def listen(message: Message) -> None:
@@ -238,7 +271,8 @@ def log_lines(config: Config, clock: Callable[[], float] = time.monotonic) -> Li
 
 
 def who_can_join(config: Config) -> tuple[str, bool] | None:
-    """One line on whether strangers can join, and whether that line is a warning; None without a swarm.
+    """One line on whether strangers can join, and whether that line is a warning; None without a
+    swarm.
 
     Commands show it first, because everybody who starts a peer should know it.
     """
@@ -246,15 +280,24 @@ def who_can_join(config: Config) -> tuple[str, bool] | None:
     if config.outer.method != "diloco":
         return None
     if run_key is not None and config.swarm.admit == "anyone":
-        return f"public run: anyone may contribute, invited peers make the versions, by key {run_key[:16]}", False
+        return (
+            (
+                "public run: anyone may contribute, invited peers make the versions, by key"
+                f" {run_key[:16]}"
+            ),
+            False,
+        )
     if run_key is not None:
         return f"closed run: invited peers only, by key {run_key[:16]}", False
     if config.only_here:
         return "open run, on this machine only", False
     return (
-        "open run: anyone who can reach this peer can join, read the model and change it; "
-        "to close a run, start it with a key: diloco keygen run.key, then swarm.key_path=run.key"
-    ), True
+        (
+            "open run: anyone who can reach this peer can join, read the model and change it; to"
+            " close a run, start it with a key: diloco keygen run.key, then swarm.key_path=run.key"
+        ),
+        True,
+    )
 
 
 def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
@@ -269,7 +312,10 @@ def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
         "steps_per_s": sum(row.steps_per_s for row in peers),
         "payload_bytes": sum(row.bytes for row in ledger.contributions),
     }
-    figures |= {f"tokens/{name}": getattr(ledger, name) for name in ("processed", "applied", "discarded", "in_flight")}
+    figures |= {
+        f"tokens/{name}": getattr(ledger, name)
+        for name in ("processed", "applied", "discarded", "in_flight")
+    }
     if snapshot.loss:
         figures["loss"] = snapshot.loss[-1].loss
     newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)

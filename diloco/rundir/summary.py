@@ -1,4 +1,5 @@
-"""`summary.json`: the result of a run, for people and for other tools; and the timer of a peer's phases."""
+"""`summary.json`: the result of a run, for people and for other tools; and the timer of a peer's
+phases."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from diloco.rundir.files import finite, write_atomic
 
 
 class PhaseTimer:
-    """Counts every second of one thread in exactly one phase, on from the `start` of a resumed run; `settle` waits for
-    the device, so that what it was given counts in the phase in which it was given.
+    """Counts every second of one thread in exactly one phase, on from the `start` of a resumed run;
+    `settle` waits for the device, so that what it was given counts in the phase in which it was
+    given.
     """
 
     def __init__(
@@ -37,20 +39,25 @@ class PhaseTimer:
         self._since = 0.0
 
     def switch(self, phase: Phase | None) -> Phase | None:
-        """Ends the current phase and starts `phase` (None: nothing is timed); returns the phase that ended."""
+        """Ends the current phase and starts `phase` (None: nothing is timed); returns the phase
+        that ended."""
         self._settle()
         self._done, previous = self.seconds(), self._phase
         self._phase, self._since = phase, self._clock()
         return previous
 
     def move(self, source: Phase, target: Phase, seconds: float) -> None:
-        """Moves seconds from one phase to another, because only afterwards is it known what the thread waited for.
+        """Moves seconds from one phase to another, because only afterwards is it known what the
+        thread waited for.
 
         No more than the phase has: a second counts once, and none is negative.
         """
         done = self.seconds()
         seconds = min(seconds, getattr(done, source))
-        self._done = replace(done, **{source: getattr(done, source) - seconds, target: getattr(done, target) + seconds})
+        self._done = replace(
+            done,
+            **{source: getattr(done, source) - seconds, target: getattr(done, target) + seconds},
+        )
         self._since = self._clock()
 
     @contextlib.contextmanager
@@ -91,7 +98,8 @@ class Evaluation(Struct, frozen=True):
 
 
 class PeerSummary(Struct, frozen=True):
-    """One peer's part of a run; `steps` and `tokens` count its own inner steps over all its sessions."""
+    """One peer's part of a run; `steps` and `tokens` count its own inner steps over all its
+    sessions."""
 
     peer_id: str
     name: str | None
@@ -130,10 +138,15 @@ class Summary(Struct, frozen=True):
     def result(self, of_steps: int | None = None) -> str:
         """How far it came, and its held-out loss, for people."""
         at = f"outer step {self.outer_steps}" + (f" of {of_steps}" if of_steps else "")
-        return at if self.eval.loss is None else f"{at}, held-out loss {self.eval.loss:.3f} nats per token"
+        return (
+            at
+            if self.eval.loss is None
+            else f"{at}, held-out loss {self.eval.loss:.3f} nats per token"
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """With what follows from it: perplexity and utilization. Contributions are left out if there are none."""
+        """With what follows from it: perplexity and utilization. Contributions are left out if
+        there are none."""
         content: dict[str, Any] = to_builtins(self)
         content["eval"]["perplexity"] = self.eval.perplexity
         for told, peer in zip(content["peers"], self.peers, strict=True):
@@ -151,7 +164,8 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def write_contributions(path: Path, contributions: Sequence[Contributor]) -> None:
-    """Writes the public record as CSV, one line per peer. Raises `ConfigError` if `path` cannot be written."""
+    """Writes the public record as CSV, one line per peer. Raises `ConfigError` if `path` cannot be
+    written."""
     text = io.StringIO()
     table = csv.DictWriter(text, list(Contributor.__struct_fields__), lineterminator="\n")
     table.writeheader()
@@ -161,18 +175,31 @@ def write_contributions(path: Path, contributions: Sequence[Contributor]) -> Non
 
 
 def _cell(value: object) -> object:
-    """A value for a spreadsheet, which would read some texts as formulas; names and ids are what strangers choose."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    """A value for a spreadsheet, which would read some texts as formulas; names and ids are what
+    strangers choose."""
+    return (
+        f"'{value}"
+        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+        else value
+    )
 
 
 def merge_peer_summaries(
-    parts: Sequence[Summary], *, run_id: str, manifest_hash: str, mode: str, wall_s: float, exit: int
+    parts: Sequence[Summary],
+    *,
+    run_id: str,
+    manifest_hash: str,
+    mode: str,
+    wall_s: float,
+    exit: int,
 ) -> Summary:
     """One summary of a swarm from the summaries of its peers.
 
-    applied, discarded: the largest count of any peer, because the swarm clock only grows. processed: the sum over the
-    peers, and at least both, which may have tokens of a killed peer that left no summary. in_flight: the rest. eval,
-    contributions: from the peer with the most outer steps that has them. heals, takeovers: only one peer counts each.
+    applied, discarded: the largest count of any peer, because the swarm clock only grows.
+    processed: the sum over the peers, and at least both, which may have tokens of a killed peer
+        that left no summary. in_flight: the rest. eval,
+    contributions: from the peer with the most outer steps that has them. heals, takeovers: only one
+        peer counts each.
     """
     applied = max((part.tokens.applied for part in parts), default=0)
     discarded = max((part.tokens.discarded for part in parts), default=0)

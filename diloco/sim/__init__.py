@@ -1,1 +1,2 @@
-"""Many peers in one process and in virtual time: the production node, with time and transport replaced."""
+"""Many peers in one process and in virtual time: the production node, with time and transport
+replaced."""

@@ -22,7 +22,8 @@ def parse(texts: Sequence[str], peers: int) -> list[SimEvent]:
 
     Args:
         texts: as in `sim.events`, whose pattern they fit.
-        peers: how many there are at second 0; a peer that joins before anything else happens to it is not.
+        peers: how many there are at second 0; a peer that joins before anything else happens to it
+            is not.
 
     Raises:
         ConfigError: a peer that is not there leaves or crashes, or one that is there joins.
@@ -38,8 +39,9 @@ def parse(texts: Sequence[str], peers: int) -> list[SimEvent]:
         if (event.kind == "join") == (event.peer in present):
             state = "is there already" if event.kind == "join" else "is not there"
             raise ConfigError(
-                f"sim.events: {event.kind}:{event.peer}@{event.at_s:g}, but peer {event.peer} {state}; with "
-                f"local.peers={peers}, peers 0 to {peers - 1} are there from the start, unless they join first"
+                f"sim.events: {event.kind}:{event.peer}@{event.at_s:g}, but peer {event.peer}"
+                f" {state}; with local.peers={peers}, peers 0 to {peers - 1} are there from the"
+                " start, unless they join first"
             )
         present ^= {event.peer}
     return events

@@ -1,11 +1,13 @@
 """A training loop that knows nothing of event loops, driven by one in virtual time.
 
-1. The loop of a peer runs in a thread of its own. Until it asks for something, everything else stands still, so it
-   computes in no virtual time, and only one thread ever runs.
-2. It asks by `Lockstep.call`, with a coroutine: a sleep, an exchange. The thread stops, virtual time goes on.
+1. The loop of a peer runs in a thread of its own. Until it asks for something, everything else
+   stands still, so it computes in no virtual time, and only one thread ever runs.
+2. It asks by `Lockstep.call`, with a coroutine: a sleep, an exchange. The thread stops, virtual
+   time goes on.
 3. The coroutine ends; the thread has its result, and step 1 begins anew.
 
-So the trainer of `diloco train` is the trainer of the simulator, and the order of everything is that of the loop.
+So the trainer of `diloco train` is the trainer of the simulator, and the order of everything is
+that of the loop.
 """
 
 from __future__ import annotations
@@ -20,20 +22,23 @@ R = TypeVar("R")
 
 
 class Killed(BaseException):
-    """Unwinds the thread of a peer that crashed; nothing may catch it, as nothing catches SIGKILL."""
+    """Unwinds the thread of a peer that crashed; nothing may catch it, as nothing catches
+    SIGKILL."""
 
 
 class Lockstep(Generic[R]):
     """One function in a thread, and its turns with the event loop.
 
-    `run` returns what the function returns, and raises what it raises. When `run` is cancelled, `Killed` is raised in
-    the function where it waits, and again from whatever it still asks for.
+    `run` returns what the function returns, and raises what it raises. When `run` is cancelled,
+    `Killed` is raised in the function where it waits, and again from whatever it still asks for.
     """
 
     def __init__(self, work: Callable[[], R], name: str) -> None:
         self._work = work
         context = contextvars.copy_context()  # the thread belongs to whom its maker belongs to
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name=name, daemon=True
+        )
         self._asked, self._answered = threading.Semaphore(0), threading.Semaphore(0)
         self._request: Coroutine[Any, Any, Any] | None = None
         self._answer: Any = None

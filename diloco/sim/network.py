@@ -1,9 +1,12 @@
-"""A network in memory and in virtual time: links with bandwidth and latency, streams that share them, and failures.
+"""A network in memory and in virtual time: links with bandwidth and latency, streams that share
+them, and failures.
 
-    write -> uplink (pieces, round-robin over the streams) -> latency -> downlink (the same) -> reader
+    write -> uplink (pieces, round-robin over the streams) -> latency -> downlink (the same) ->
+    reader
 
 A piece may enter the downlink while its end still leaves the uplink: n bytes alone on a link take
-n / min(up, down) + latency seconds, and equal streams get equal parts of a link. Opening a stream takes a round trip.
+n / min(up, down) + latency seconds, and equal streams get equal parts of a link. Opening a stream
+takes a round trip.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ PIECE_BYTES = 64 * 1024
 BACKLOG_BYTES = 256 * 1024  # what a stream holds before its writer has to wait
 UNANSWERED_S = 30.0  # how long a call across a cut lasts
 HEAD_BYTES = 4  # of a frame: its length
-DOOMED_WRITES = (1, 5)  # which write of both sides breaks a doomed stream; the second is an answer, or begins a payload
+# which write of both sides breaks a doomed stream; the second is an answer, or begins a payload
+DOOMED_WRITES = (1, 5)
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,14 @@ class _Piece:
 
 
 class _Pipe:
-    """One direction of a stream. `fate` tells of each write, of both directions, whether the stream breaks with it."""
+    """One direction of a stream. `fate` tells of each write, of both directions, whether the stream
+    breaks with it."""
 
     def __init__(self, network: Network, source: str, target: str, fate: Iterator[bool]) -> None:
         self.source, self.target = source, target
         self.reader = asyncio.StreamReader(loop=network.loop)
-        self.waiting: deque[_Piece] = deque()  # for the uplink, then on the way, then for the downlink, then on it
+        # for the uplink, then on the way, then for the downlink, then on it
+        self.waiting: deque[_Piece] = deque()
         self.flying: deque[_Piece] = deque()
         self.arrived: deque[_Piece] = deque()
         self.landing: deque[_Piece] = deque()
@@ -90,7 +96,8 @@ class _Pipe:
             raise ConnectionResetError(f"{self.target} has ended the stream")
 
     def close(self) -> None:
-        """End the stream in both directions: what was written still arrives, what comes back is dropped."""
+        """End the stream in both directions: what was written still arrives, what comes back is
+        dropped."""
         if not self.ended and not self.broken:
             self.ended = True
             self.waiting.append(_Piece(None))
@@ -105,7 +112,8 @@ class _Pipe:
         return piece
 
     def land(self) -> None:
-        """The first piece on the downlink has reached the reader. (Of timers with equal times any may be first.)"""
+        """The first piece on the downlink has reached the reader. (Of timers with equal times any
+        may be first.)"""
         piece = self.landing.popleft()
         if piece.data is None:
             self.end_reader()
@@ -179,15 +187,20 @@ class Network:
     Args:
         loop: where virtual time passes.
         seed: of the losses; everything else has no randomness.
-        loss: probability that a stream is doomed: one of its messages or chunks, instead of arriving, breaks it.
+        loss: probability that a stream is doomed: one of its messages or chunks, instead of
+            arriving, breaks it.
         lossy: protocols whose streams that happens to.
 
-    `crash` ends a peer and all its streams at once; `cut` is silence between two peers until `mend`. A handler that
-    fails is a bug: the transport of its peer fails with it.
+    `crash` ends a peer and all its streams at once; `cut` is silence between two peers until
+    `mend`. A handler that fails is a bug: the transport of its peer fails with it.
     """
 
     def __init__(
-        self, loop: VirtualLoop, seed: int = 0, loss: float = 0.0, lossy: Collection[str] = frozenset()
+        self,
+        loop: VirtualLoop,
+        seed: int = 0,
+        loss: float = 0.0,
+        lossy: Collection[str] = frozenset(),
     ) -> None:
         self.loop = loop
         self.uplinks: dict[str, _Direction] = {}
@@ -198,14 +211,21 @@ class Network:
         self._links: dict[str, PeerLink] = {}
         self._transports: dict[str, SimTransport] = {}
         self._pipes: dict[_Pipe, None] = {}
-        self._landings: dict[float, list[_Pipe]] = {}  # by the second at which a piece reaches the reader
+        # by the second at which a piece reaches the reader
+        self._landings: dict[float, list[_Pipe]] = {}
         self._cuts: dict[tuple[str, str], asyncio.Event] = {}  # from, to, and when it is mended
-        self.garbling: set[str] = set()  # peers whose next message or chunk is noise behind its length
+        # peers whose next message or chunk is noise behind its length
+        self.garbling: set[str] = set()
 
-    def join(self, peer: str, seeds: list[str], link: PeerLink | None = None, gate: Gate | None = None) -> SimTransport:
-        """A peer's access to the network; a peer that crashed can join again. The gate decides who may open streams."""
+    def join(
+        self, peer: str, seeds: list[str], link: PeerLink | None = None, gate: Gate | None = None
+    ) -> SimTransport:
+        """A peer's access to the network; a peer that crashed can join again. The gate decides who
+        may open streams."""
         self._links[peer] = link = link or PeerLink()
-        self.uplinks[peer] = _Direction(self.loop, link.up, lambda p: p.waiting, _Pipe.take, self._fly)
+        self.uplinks[peer] = _Direction(
+            self.loop, link.up, lambda p: p.waiting, _Pipe.take, self._fly
+        )
         self.uplinks[peer].held = lambda pipe: (pipe.source, pipe.target) in self._cuts
         self._downlinks[peer] = _Direction(
             self.loop, link.down, lambda p: p.arrived, lambda p: p.arrived.popleft(), self._land
@@ -214,7 +234,8 @@ class Network:
         return transport
 
     def crash(self, peer: str) -> None:
-        """The peer is gone: what it was sending is lost, and the others read the end of its streams."""
+        """The peer is gone: what it was sending is lost, and the others read the end of its
+        streams."""
         self._transports.pop(peer, None)
         for pipe in [pipe for pipe in self._pipes if pipe.source == peer]:
             self.break_stream(pipe)
@@ -225,7 +246,8 @@ class Network:
             self.crash(transport.me)
 
     def cut(self, one: str, other: str, one_way: bool = False) -> None:
-        """From now on nothing passes between two peers, or nothing from one to the other; neither is told."""
+        """From now on nothing passes between two peers, or nothing from one to the other; neither
+        is told."""
         mended = asyncio.Event()
         for pair in [(one, other)] if one_way else [(one, other), (other, one)]:
             self._cuts.setdefault(pair, mended)
@@ -247,8 +269,11 @@ class Network:
         """Seconds that a byte is on the way from one peer to another."""
         return (self._links[one].latency_s + self._links[other].latency_s) / 2
 
-    async def open(self, source: str, target: str, protocol: str) -> tuple[asyncio.StreamReader, _Pipe]:
-        """Open a stream; its writer is the outgoing pipe. A call into a cut, either way, is answered if that ends."""
+    async def open(
+        self, source: str, target: str, protocol: str
+    ) -> tuple[asyncio.StreamReader, _Pipe]:
+        """Open a stream; its writer is the outgoing pipe. A call into a cut, either way, is
+        answered if that ends."""
         if cut := self._cuts.get((source, target)) or self._cuts.get((target, source)):
             try:
                 async with asyncio.timeout(UNANSWERED_S):
@@ -339,7 +364,9 @@ class SimTransport:
         self.may_call: Callable[[str], bool] = lambda address: True
         self.reachable, self.advice = True, ""
         self.addresses_of: Callable[[str], Sequence[str]] = lambda peer: ()
-        self.handlers: dict[str, Handler] = {} if gate.admission is None else {GREETING: gate.welcome}
+        self.handlers: dict[str, Handler] = (
+            {} if gate.admission is None else {GREETING: gate.welcome}
+        )
         self.owner = network.loop.owner  # what others begin here is this peer's
         self._gate = gate
         self._network = network
@@ -353,7 +380,9 @@ class SimTransport:
 
     async def open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, _Pipe]:
         if self._gate.admission is not None:
-            await self._gate.greet(peer, lambda: self._network.open(self.me, peer, GREETING), protocol == CONTROL)
+            await self._gate.greet(
+                peer, lambda: self._network.open(self.me, peer, GREETING), protocol == CONTROL
+            )
         return await self._network.open(self.me, peer, protocol)
 
     def sign(self, content: bytes) -> bytes:
@@ -370,7 +399,11 @@ class SimTransport:
     async def announced(self) -> dict[str, list[str]]:
         await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
         now = self._network.loop.seconds
-        return {peer: addresses for peer, (addresses, ends_at) in self._network.announced.items() if ends_at > now}
+        return {
+            peer: addresses
+            for peer, (addresses, ends_at) in self._network.announced.items()
+            if ends_at > now
+        }
 
     async def observed(self, peer: str) -> str:
         return ""  # a simulated peer has no address: nobody is ever called anew
@@ -385,7 +418,12 @@ class SimTransport:
         self._network.leave(self)
 
     def served(self, task: asyncio.Future[None]) -> None:
-        """A handler has returned; one that raises is a bug, and must not pass for a peer that vanished."""
-        if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
+        """A handler has returned; one that raises is a bug, and must not pass for a peer that
+        vanished."""
+        if (
+            not task.cancelled()
+            and (error := task.exception()) is not None
+            and not self._failure.done()
+        ):
             self._failure.set_exception(SwarmError(f"a handler of {self.me} failed: {error!r}"))
             self._failure.exception()  # seen, should nobody wait for it

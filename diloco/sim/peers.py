@@ -1,7 +1,8 @@
 """A simulated peer: the production trainer and node over a simulated clock and network.
 
-Nothing of the algorithm is here. An inner step takes its virtual seconds when it fetches its batch, evaluation and the
-arithmetic of outer steps take none, and transfers take what the links make of them.
+Nothing of the algorithm is here. An inner step takes its virtual seconds when it fetches its batch,
+evaluation and the arithmetic of outer steps take none, and transfers take what the links make of
+them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ class SimRuntime:
     node_type = Node
 
     def __init__(
-        self, loop: VirtualLoop, lockstep: Lockstep[Any], connect: Connect, seed: int = 0, gate: Gate | None = None
+        self,
+        loop: VirtualLoop,
+        lockstep: Lockstep[Any],
+        connect: Connect,
+        seed: int = 0,
+        gate: Gate | None = None,
     ) -> None:
         self._loop, self._lockstep, self._connect = loop, lockstep, connect
         self._seed, self._gate = seed, gate
@@ -61,9 +67,12 @@ class SimRuntime:
 
 
 class PacedStream:
-    """A stream of batches, each of which takes an inner step's virtual seconds, spread by `jitter`."""
+    """A stream of batches, each of which takes an inner step's virtual seconds, spread by
+    `jitter`."""
 
-    def __init__(self, stream: Stream, step_s: float, jitter: float, seed: str, lockstep: Lockstep[Any]) -> None:
+    def __init__(
+        self, stream: Stream, step_s: float, jitter: float, seed: str, lockstep: Lockstep[Any]
+    ) -> None:
         self._stream, self._step_s, self._lockstep = stream, step_s, lockstep
         self._jitter, self._random = jitter, random.Random(seed)
 
@@ -84,7 +93,8 @@ class PacedStream:
 class SimTrainer(Trainer):
     """The trainer of `diloco train`. Peers with one anchor are evaluated once."""
 
-    evaluated: dict[str | None, float | None] = field(default_factory=dict)  # by anchor digest; one for all peers
+    # by anchor digest; one for all peers
+    evaluated: dict[str | None, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,8 +1,10 @@
 """`diloco simulate`: a whole run in virtual time, from configuration to summary.
 
 1. The peers of `local.peers` start, the first one before the others, as with `diloco local`.
-2. Each trains in a thread in lockstep with the virtual clock; `sim.events` happen when it is their time.
-3. It ends when nobody trains any more. The run directory is that of a real run, with virtual seconds in its logs.
+2. Each trains in a thread in lockstep with the virtual clock; `sim.events` happen when it is their
+   time.
+3. It ends when nobody trains any more. The run directory is that of a real run, with virtual
+   seconds in its logs.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ from diloco.swarm.wire.transport import Transport
 from diloco.train.checkpoint import RunCheckpoints
 
 LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "contributions.csv", "loss.png")
-PATIENCE_S = 3600.0  # virtual; with nothing learnt for that long (and some steps and transfers), it hangs
+# virtual; with nothing learnt for that long (and some steps and transfers), it hangs
+PATIENCE_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The summary of the run, whose `wall_s` are real seconds and whose phases are virtual ones, and its length."""
+    """The summary of the run, whose `wall_s` are real seconds and whose phases are virtual ones,
+    and its length."""
 
     summary: Summary
     virtual_s: float
@@ -73,9 +77,14 @@ def simulate(config: Config, listen: Listener) -> Simulated:
         DilocoError: whatever would stop the run.
     """
     if config.outer.method == "data_parallel":
-        raise ConfigError("outer.method=data_parallel has no swarm to simulate; use diloco local, or another outer")
+        raise ConfigError(
+            "outer.method=data_parallel has no swarm to simulate; use diloco local, or another"
+            " outer"
+        )
     if any((config.run.dir / "checkpoints").glob("*/step-*")):
-        raise ConfigError(f"run.dir={config.run.dir} holds a run with checkpoints; choose another run.dir")
+        raise ConfigError(
+            f"run.dir={config.run.dir} holds a run with checkpoints; choose another run.dir"
+        )
     prepare_run_directory(config.run.dir)
     with exclusive(config.run.dir):
         for name in LOGS:
@@ -102,7 +111,8 @@ class Simulation:
         self.num_shards = max([peers, *(event.peer + 1 for event in self.events)])
         if len(sim.step_s) not in (1, self.num_shards):
             raise ConfigError(
-                f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per peer, or one"
+                f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per"
+                " peer, or one"
             )
         if config.train.threads is not None:
             torch.set_num_threads(config.train.threads)
@@ -114,7 +124,9 @@ class Simulation:
         self.dataset = data.load(config.data, config.run.seed)
         self.holdout = self.dataset.holdout(config.eval.sequences)
         length = config.data.sequence_length
-        model = models.build(config.model, config.run.seed, tokenizer=self.dataset.tokenizer, sequence_length=length)
+        model = models.build(
+            config.model, config.run.seed, tokenizer=self.dataset.tokenizer, sequence_length=length
+        )
         self.model = model.to(self.ranks.device)
         self.evaluated: dict[str | None, float | None] = {}
         self.peers: dict[int, SimPeer] = {}
@@ -137,9 +149,14 @@ class Simulation:
     async def _run(self) -> None:
         timeline = self.loop.create_task(self._timeline())
         watch = self.loop.create_task(self._watch())
-        while self.peers or not (timeline.done() or self.summaries):  # with the last peer the run is over
+        # with the last peer the run is over
+        while self.peers or not (timeline.done() or self.summaries):
             running = {peer.task for peer in self.peers.values()}
-            pending: set[asyncio.Task[Any]] = {*running, watch, *([] if timeline.done() else [timeline])}
+            pending: set[asyncio.Task[Any]] = {
+                *running,
+                watch,
+                *([] if timeline.done() else [timeline]),
+            }
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for peer in [peer for peer in self.peers.values() if peer.task in done]:
                 if not peer.crashed:
@@ -148,21 +165,23 @@ class Simulation:
             for task in done - running:
                 task.result()
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     async def _timeline(self) -> None:
         """The start, then the events of the configuration, each at its time."""
         starters = events.starters(self.events, self.config.local.peers)
         for number, index in enumerate(starters):
             self._join(index, len(starters))
-            if number == 0 and not await self._is_ready(self.peers[index]):  # the others join this one
+            # the others join this one
+            if number == 0 and not await self._is_ready(self.peers[index]):
                 return
         for event in self.events:
             await asyncio.sleep(max(0.0, event.at_s - self.loop.time()))
             self._happen(event)
 
     async def _is_ready(self, peer: SimPeer) -> bool:
-        """Wait until others can join this peer; False when it ended before, and `_run` raises why."""
+        """Wait until others can join this peer; False when it ended before, and `_run` raises
+        why."""
         ready = self.loop.create_task(peer.ready.wait())
         await asyncio.wait({ready, peer.task}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -183,7 +202,9 @@ class Simulation:
             self.listen(self._message(peer, Status(state="killed")))
 
     def _join(self, index: int, min_peers: int) -> None:
-        seeds = [peer.name for peer in self.peers.values() if peer.ready.is_set() and not peer.crashed]
+        seeds = [
+            peer.name for peer in self.peers.values() if peer.ready.is_set() and not peer.crashed
+        ]
         name = f"p{index}"
         lockstep: Lockstep[Summary] = Lockstep(lambda: self._live(peer, min_peers), name)
         with self.loop.owned_by(name):
@@ -199,13 +220,20 @@ class Simulation:
         patience_s = PATIENCE_S + 1000 * max(sim.step_s) + 100 * transfer_s
         before: object = None
         while True:
-            now = [(p.index, p.sync.steps, p.sync.version) for p in self.peers.values() if p.sync is not None]
+            now = [
+                (p.index, p.sync.steps, p.sync.version)
+                for p in self.peers.values()
+                if p.sync is not None
+            ]
             if now == before:
-                raise SwarmError(f"nothing has moved for {patience_s:.0f} virtual seconds: {now} (peer, step, version)")
+                raise SwarmError(
+                    f"nothing has moved for {patience_s:.0f} virtual seconds: {now} (peer, step,"
+                    " version)"
+                )
             before = now
             await asyncio.sleep(patience_s)
 
-    # -- one peer, in its thread --------------------------------------------------------------------------------------
+    # -- one peer, in its thread -------------------------------------------------------------------
 
     def _live(self, peer: SimPeer, min_peers: int) -> Summary:
         """As `diloco train`, without checkpoints."""
@@ -215,16 +243,29 @@ class Simulation:
             model = copy.deepcopy(self.model)
             optimizer = inner_optimizer(model, config.inner)
             step_s = config.sim.step_s[peer.index % len(config.sim.step_s)]
-            batches = self.dataset.batches(config.inner.batch_size, shard=peer.index, shards=self.num_shards)
+            batches = self.dataset.batches(
+                config.inner.batch_size, shard=peer.index, shards=self.num_shards
+            )
             seed = f"{config.run.seed}/{peer.name}"
             paced = PacedStream(batches, step_s, config.sim.jitter, seed, peer.lockstep)
             swarm = self._swarm(peer, config, log)
             peer.sync = sync = swarm.attach(model, optimizer, ranks=self.ranks, phases=phases)
             trainer = SimTrainer(
-                config, self.ranks, model, model, optimizer, paced, self.holdout,
-                sync, RunCheckpoints(config), phases, log, lambda message: self.listen(self._message(peer, message)),
-                self.dataset.tokenizer, evaluated=self.evaluated,
-            )  # fmt: skip
+                config,
+                self.ranks,
+                model,
+                model,
+                optimizer,
+                paced,
+                self.holdout,
+                sync,
+                RunCheckpoints(config),
+                phases,
+                log,
+                lambda message: self.listen(self._message(peer, message)),
+                self.dataset.tokenizer,
+                evaluated=self.evaluated,
+            )
             with sync:
                 trainer.train()
             if sync.version > 0 and not sync.interrupted:
@@ -243,7 +284,9 @@ class Simulation:
         runtime = SimRuntime(self.loop, peer.lockstep, connect, config.run.seed)
         identity = config.run.dir / "identities" / peer.name  # a file that is named and never made
         manifest = config.manifest()
-        return Swarm.of(config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime)
+        return Swarm.of(
+            config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime
+        )
 
     def _message(self, peer: SimPeer, message: Message) -> Message:
         return message.told_by(peer.name, self.loop.time())

@@ -1,10 +1,12 @@
 """An event loop whose clock is virtual: when nothing is ready, it jumps to the next timer.
 
-The node is asyncio code, so whoever owns the loop owns its time. Nothing sleeps, and no thread runs beside the loop.
-The same program therefore runs in the same order each time, on every version of Python.
+The node is asyncio code, so whoever owns the loop owns its time. Nothing sleeps, and no thread runs
+beside the loop. The same program therefore runs in the same order each time, on every version of
+Python.
 
-A fuzz makes the loop as unkind as an operating system: work for threads takes time (`executor_s`), a peer's clock runs
-at a rate of its own (`set_clock`), and a peer stops in the middle of everything (`freeze`, `kill`).
+A fuzz makes the loop as unkind as an operating system: work for threads takes time (`executor_s`),
+a peer's clock runs at a rate of its own (`set_clock`), and a peer stops in the middle of everything
+(`freeze`, `kill`).
 """
 
 from __future__ import annotations
@@ -18,22 +20,27 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-RESOLUTION_S = 1e-7  # of timers; floats of 20 years of seconds are finer, else a timer would never be due
+# of timers; floats of 20 years of seconds are finer, else a timer would never be due
+RESOLUTION_S = 1e-7
 NAMED = 5  # tasks that the report of a deadlock names
 POLL_EVERY = 256  # turns of the loop between two looks for signals
 MANY_TURNS = 100_000  # in which no time passes: something is busy for ever
 MANY_CANCELLED = 100  # timers; as many of them, and half of all, are worth a new heap
 
-_owner: contextvars.ContextVar[str | None] = contextvars.ContextVar("diloco_sim_owner", default=None)
+_owner: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "diloco_sim_owner", default=None
+)
 _NOBODY = contextvars.Context()
 
 
 class DeadlockError(RuntimeError):
-    """Nothing is ready and no timer is left, or much happens and no time passes: a bug, here or in the simulated."""
+    """Nothing is ready and no timer is left, or much happens and no time passes: a bug, here or in
+    the simulated."""
 
 
 class _Task(asyncio.Task[T]):
-    """A task whose hash is a count and no address, so that a set of tasks has the same order in every run."""
+    """A task whose hash is a count and no address, so that a set of tasks has the same order in
+    every run."""
 
     def __init__(self, work: Coroutine[Any, Any, T], *, loop: VirtualLoop, **options: Any) -> None:
         self.number = loop.count_task()  # asyncio asks for the hash while it makes the task
@@ -54,11 +61,12 @@ class _Clock:
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Virtual seconds begin at 0 and pass only by timers.
 
-    Tasks, timers and callbacks belong to an owner (a simulated peer). They inherit it from their creator. `time` is the
-    clock of the owner that asks; `seconds` is the clock of the simulation.
+    Tasks, timers and callbacks belong to an owner (a simulated peer). They inherit it from their
+    creator. `time` is the clock of the owner that asks; `seconds` is the clock of the simulation.
 
     Attributes:
-        executor_s: draws the virtual seconds before and after work that a thread would do; None does it at once.
+        executor_s: draws the virtual seconds before and after work that a thread would do; None
+            does it at once.
         on_turn: called after every turn of the loop. turns: how many there were.
 
     `run_until_complete` raises `DeadlockError`, which names the tasks that wait.
@@ -75,14 +83,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._num_tasks = 0
         self._owned: dict[str, dict[asyncio.Task[Any], None]] = {}  # ordered, unlike a set
         self._num_works = 0
-        self._working: dict[str | None, dict[int, tuple[asyncio.TimerHandle, asyncio.Future[Any]]]] = {}  # of threads
+        # of threads
+        self._working: dict[
+            str | None, dict[int, tuple[asyncio.TimerHandle, asyncio.Future[Any]]]
+        ] = {}
         self._clocks: dict[str | None, _Clock] = {}
         self._frozen: dict[str, list[asyncio.Handle]] = {}
         super().__init__()
         self._clock_resolution = RESOLUTION_S
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
-    # -- time ---------------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     def time(self) -> float:
         """Seconds of the clock of the owner that asks."""
@@ -100,7 +111,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return super().call_at(when, callback, *args, context=context)
 
     def at(self, second: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """Call back at a second of the simulation, on behalf of nobody: no peer's freeze or death prevents it."""
+        """Call back at a second of the simulation, on behalf of nobody: no peer's freeze or death
+        prevents it."""
         return super().call_at(second, callback, *args, context=_NOBODY)
 
     def set_clock(self, owner: str, rate: float, offset_s: float) -> None:
@@ -108,14 +120,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._clocks[owner] = _Clock(rate, offset_s)
 
     def set_back(self, owner: str, seconds: float) -> None:
-        """The owner's clock stood still for so many virtual seconds, as that of a suspended machine does."""
+        """The owner's clock stood still for so many virtual seconds, as that of a suspended machine
+        does."""
         clock = self._clocks.get(owner, _Clock())
         self._clocks[owner] = _Clock(clock.rate, clock.offset_s - clock.rate * seconds)
 
-    # -- turns --------------------------------------------------------------------------------------------------------
+    # -- turns -------------------------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        """One turn: everything that is ready runs once; asyncio's own turn would wait for files and real timers."""
+        """One turn: everything that is ready runs once; asyncio's own turn would wait for files and
+        real timers."""
         ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
         self._drop_cancelled(timers)
         if self.turns % POLL_EVERY == 0:
@@ -171,14 +185,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         try:
             return super().run_until_complete(future)
         except DeadlockError:
-            names = sorted(task.get_name() + ": " + _place(task) for task in asyncio.all_tasks(self))
-            shown = "; ".join(names[:NAMED]) + (f"; and {len(names) - NAMED} more" if len(names) > NAMED else "")
+            names = sorted(
+                task.get_name() + ": " + _place(task) for task in asyncio.all_tasks(self)
+            )
+            shown = "; ".join(names[:NAMED]) + (
+                f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            )
             busy = "time does not pass" if self._ready else "nothing can happen"  # type: ignore[attr-defined]
-            raise DeadlockError(f"at {self.seconds:.3f} s {busy} any more; these wait: {shown}") from None
+            raise DeadlockError(
+                f"at {self.seconds:.3f} s {busy} any more; these wait: {shown}"
+            ) from None
 
-    # -- threads ------------------------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
         """Do the work here: at once, or in the middle of the time that `executor_s` gives it.
 
         As with real threads, work goes on when nobody waits for it any more.
@@ -197,18 +219,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def _later(
-        self, owner: str | None, future: asyncio.Future[Any], delay_s: float, callback: Callable[[], None]
+        self,
+        owner: str | None,
+        future: asyncio.Future[Any],
+        delay_s: float,
+        callback: Callable[[], None],
     ) -> None:
         self._num_works += 1
         number, working = self._num_works, self._working.setdefault(owner, {})
 
-        def run() -> None:  # knows its timer by number: in a cycle the work would live until garbage is collected
+        # knows its timer by number: in a cycle the work would live until garbage is collected
+        def run() -> None:
             del working[number]
             callback()
 
         working[number] = self.call_later(delay_s, run), future
 
-    # -- owners -------------------------------------------------------------------------------------------------------
+    # -- owners ------------------------------------------------------------------------------------
 
     def count_task(self) -> int:
         """The number of a task that is being made."""
@@ -230,7 +257,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             _owner.reset(token)
 
     def kill(self, owner: str) -> None:
-        """End an owner as SIGKILL would: what its threads do is lost, and its tasks are cancelled in their order."""
+        """End an owner as SIGKILL would: what its threads do is lost, and its tasks are cancelled
+        in their order."""
         for timer, future in self._working.pop(owner, {}).values():
             timer.cancel()
             future.cancel()  # who waits for the thread whatever happens would wait for ever
@@ -243,7 +271,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return list(self._owned.get(owner, ()))
 
     def freeze(self, owner: str) -> None:
-        """Stop an owner as SIGSTOP would: its timers pass and its callbacks wait. Its clock goes on (`set_back`)."""
+        """Stop an owner as SIGSTOP would: its timers pass and its callbacks wait. Its clock goes on
+        (`set_back`)."""
         self._frozen.setdefault(owner, [])
 
     def thaw(self, owner: str) -> None:
@@ -286,7 +315,8 @@ def _place(task: asyncio.Task[Any]) -> str:
 
 @contextmanager
 def virtual_time() -> Iterator[VirtualLoop]:
-    """A loop for the length of a `with` block; what is left of its tasks is cancelled at the end."""
+    """A loop for the length of a `with` block; what is left of its tasks is cancelled at the
+    end."""
     loop = VirtualLoop()
     try:
         yield loop

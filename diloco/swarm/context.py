@@ -28,8 +28,9 @@ OnEvent = Callable[[str, dict[str, object]], None]
 class Context:
     """The core of a node, its tensors and its network.
 
-    `locks`, by fragment, are held to read or move an anchor. The node sets `carry_out`, which does what the core asks
-    for, and `watch`, which keeps events for watchers. `tap` sees every event before the core does.
+    `locks`, by fragment, are held to read or move an anchor. The node sets `carry_out`, which does
+    what the core asks for, and `watch`, which keeps events for watchers. `tap` sees every event
+    before the core does.
     """
 
     core: Peer
@@ -54,9 +55,12 @@ class Context:
         return asyncio.get_running_loop().time()
 
     def note(self, kind: str, **fields: object) -> None:
-        """Log one event and keep it for watchers; of those that others cause only so many (`limits`)."""
+        """Log one event and keep it for watchers; of those that others cause only so many
+        (`limits`)."""
         if kind in CAUSED_BY_OTHERS:
-            suppressed = self.lines.suppressed(kind, str(fields.get(CAUSED_BY_OTHERS[kind], "")), self.now())
+            suppressed = self.lines.suppressed(
+                kind, str(fields.get(CAUSED_BY_OTHERS[kind], "")), self.now()
+            )
             if suppressed is None:
                 return
             fields |= {"suppressed": suppressed} if suppressed else {}
@@ -65,10 +69,17 @@ class Context:
             self.on_event(kind, fields)
         if kind == "other_data":  # nobody would look for that in a log of events
             who = f"{plain(str(fields['name']))} ...{str(fields['peer'])[-6:]}"
-            logger.warning("%s has other data (%s; here %s): %s", who, fields["there"], fields["here"], fields["so"])
+            logger.warning(
+                "%s has other data (%s; here %s): %s",
+                who,
+                fields["there"],
+                fields["here"],
+                fields["so"],
+            )
 
     def do(self, event: Event) -> Sequence[Action]:
-        """Tell the core what happened, and do what it asks for, which is returned. Whoever waits looks again."""
+        """Tell the core what happened, and do what it asks for, which is returned. Whoever waits
+        looks again."""
         now = self.now()
         self.tap(event, now)
         actions = self.core.receive(event, now)
@@ -77,7 +88,8 @@ class Context:
         return actions
 
     def offence(self, peer: str, reason: str) -> None:
-        """A peer sent what no honest one sends: it is refused for a while, and is no member meanwhile."""
+        """A peer sent what no honest one sends: it is refused for a while, and is no member
+        meanwhile."""
         known = self.penalties.refusal(peer, self.now()) is not None
         seconds = self.penalties.offence(peer, reason, self.now())
         if not known:

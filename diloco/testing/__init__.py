@@ -1,4 +1,5 @@
-"""What tests, `scripts/` and those who extend diloco share: swarms in virtual time, faults, liars, links, tables.
+"""What tests, `scripts/` and those who extend diloco share: swarms in virtual time, faults, liars,
+links, tables.
 
 The product imports nothing of it.
 """

@@ -1,4 +1,5 @@
-"""What the benchmarks share: the machine they run on, processor time, and the tables of the pages in scripts/."""
+"""What the benchmarks share: the machine they run on, processor time, and the tables of the pages
+in scripts/."""
 
 from __future__ import annotations
 
@@ -18,13 +19,18 @@ PAGES = tuple(Path(__file__).parents[2] / "scripts" / name for name in ("README.
 
 
 def describe() -> dict[str, Any]:
-    """This machine: processor, cores, memory in GiB, torch's build, and the load of the last minute."""
+    """This machine: processor, cores, memory in GiB, torch's build, and the load of the last
+    minute."""
     kind, count = devices.count_devices()
     accelerator = devices.name_of(torch.device(kind)) if count else "none"
     return {
         "cpu": _first("/proc/cpuinfo", "model name") or platform.processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(int((_first("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20),
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
+        "memory_gib": round(
+            int((_first("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20
+        ),
         "accelerator": f"{count} x {accelerator}" if count > 1 else accelerator,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -33,7 +39,8 @@ def describe() -> dict[str, Any]:
 
 
 def cpu_seconds(processes: set[int]) -> float:
-    """Processor time that these processes and all that they started have used so far; 0 elsewhere than on Linux."""
+    """Processor time that these processes and all that they started have used so far; 0 elsewhere
+    than on Linux."""
     ticks, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -50,7 +57,8 @@ def cpu_seconds(processes: set[int]) -> float:
 
 
 def _first(file: str, key: str) -> str | None:
-    """The value of the first `key: value` line of a file under /proc; None elsewhere than on Linux."""
+    """The value of the first `key: value` line of a file under /proc; None elsewhere than on
+    Linux."""
     path = Path(file)
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), None)
@@ -61,7 +69,8 @@ def place(machine: Mapping[str, Any]) -> str:
     return f"{machine['cores']} cores {machine['cpu']}, torch {machine['torch']}"
 
 
-# -- tables: each stands between <!-- name --> and <!-- end of name --> in scripts/README.md or TABLES.md --------------
+# -- tables: each stands between <!-- name --> and <!-- end of name --> in scripts/README.md or
+#     TABLES.md
 
 
 def rows_of(name: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""`python -m diloco.train [overrides]`: one peer without a terminal, and each rank of `torchrun -m diloco.train`."""
+"""`python -m diloco.train [overrides]`: one peer without a terminal, and each rank of `torchrun -m
+diloco.train`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def peer(arguments: list[str]) -> int:
 
     stub_hivemind_packages(["hivemind"])  # half a second less
     from diloco.rundir.reporting import WarningLines, json_lines, log_lines
-    from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds
+
+    # after the configuration is known to be good: torch takes seconds
+    from diloco.train.run import run
 
     if config.run.report:
         threading.Thread(target=_leave_with_supervisor, daemon=True).start()
@@ -37,7 +40,8 @@ def peer(arguments: list[str]) -> int:
 
 
 def _start(arguments: list[str]) -> tuple[ConfigSource, list[str]]:
-    """The options that say where settings come from, as `diloco train` has them, and the other arguments."""
+    """The options that say where settings come from, as `diloco train` has them, and the other
+    arguments."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--config-dir", "-cd", type=Path)

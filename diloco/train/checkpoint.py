@@ -1,8 +1,10 @@
-"""What survives the process of a peer: everything that must be restored is in one checkpoint, and only there.
+"""What survives the process of a peer: everything that must be restored is in one checkpoint, and
+only there.
 
-Written at outer boundaries: anchors and their versions, outer states of the fragments held, inner optimizer, random
-generators, position in the data, counters. At a barrier the local parameters are the anchors, so they are not stored
-twice; where they differ (overlap, mixing, no barrier), a resumed peer goes on from the anchors.
+Written at outer boundaries: anchors and their versions, outer states of the fragments held, inner
+optimizer, random generators, position in the data, counters. At a barrier the local parameters are
+the anchors, so they are not stored twice; where they differ (overlap, mixing, no barrier), a
+resumed peer goes on from the anchors.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def identity_path(config: Config, name: str) -> Path:
 
 
 def write_address(config: Config, address: str) -> None:
-    """Writes where others find the swarm, unless this peer finds it by that file: it would call itself next time."""
+    """Writes where others find the swarm, unless this peer finds it by that file: it would call
+    itself next time."""
     file = config.run.dir / "address"
     named = (Path(one[1:]) for one in config.swarm.initial_peers if one.startswith("@"))
     if address and not any(one.absolute() == file.absolute() for one in named):
@@ -46,7 +49,8 @@ def write_address(config: Config, address: str) -> None:
 
 
 def checkpoints_name(config: Config) -> str:
-    """The directory of this peer's checkpoints. Processes in data parallel are alike, so all go on from one of them."""
+    """The directory of this peer's checkpoints. Processes in data parallel are alike, so all go on
+    from one of them."""
     return "rank0" if config.outer.method == "data_parallel" else config.run.name or "peer"
 
 
@@ -56,7 +60,8 @@ class RunCheckpoints:
     Raises `CheckpointError` for those of another run (more differs than the budget).
 
     Attributes:
-        saved_version: outer step of the checkpoint that this peer goes on from, then of the newest; -1 without one.
+        saved_version: outer step of the checkpoint that this peer goes on from, then of the newest;
+            -1 without one.
         skipped: which newer checkpoints could not be used, and why.
         seconds, traffic: wall time per phase, and bytes sent and received, up to that checkpoint.
         loss_scale: what `LossScale` goes on from; empty without fp16. Set it before `save`.
@@ -64,7 +69,9 @@ class RunCheckpoints:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.store = CheckpointStore(config.run.dir / "checkpoints" / checkpoints_name(config), config.checkpoint.keep)
+        self.store = CheckpointStore(
+            config.run.dir / "checkpoints" / checkpoints_name(config), config.checkpoint.keep
+        )
         self._writer = BackgroundWriter(self.store)
         found = self._checkpoint = self.store.load_latest()
         self.saved_version = self._intact_version = -1
@@ -87,17 +94,20 @@ class RunCheckpoints:
         return None if found is None else restore_swarm(found.tensors, found.state)
 
     def restore(self, sync: Sync, model: nn.Module, optimizer: Optimizer, stream: Stream) -> None:
-        """Restore everything but the swarm's part, before `sync` is entered; then the files are released."""
+        """Restore everything but the swarm's part, before `sync` is entered; then the files are
+        released."""
         if self._checkpoint is None:
             return
         state, tensors = self._checkpoint.state, self._checkpoint.tensors
         self._checkpoint = None
         sync.steps, sync.tokens, sync.discarded_tokens = state["counters"]
-        stream.restore({**state["stream"], "merged": state.get("merged")})  # the data that is in the model
+        # the data that is in the model
+        stream.restore({**state["stream"], "merged": state.get("merged")})
         restore_own(optimizer, tensors, state)
         if isinstance(sync, DataParallel):
             sync.version, sync.applied_tokens = state["version"], state["applied_tokens"]
-            sync.inner_step = sync.steps - sync.version * sync.target_steps  # it may have ended within a cycle
+            # it may have ended within a cycle
+            sync.inner_step = sync.steps - sync.version * sync.target_steps
             for name, parameter in model.named_parameters():
                 load_rows_(parameter, tensors["anchor"][name])
 
@@ -112,16 +122,20 @@ class RunCheckpoints:
         is_rank0: bool = True,
         background: bool = False,
     ) -> None:
-        """All ranks: have rank 0 write a checkpoint of the last outer boundary, unless there is one.
+        """All ranks: have rank 0 write a checkpoint of the last outer boundary, unless there is
+        one.
 
-        In the `background` it is written from copies; call `written` before the next one. In data parallel it is that
-        of the last inner step.
+        In the `background` it is written from copies; call `written` before the next one. In data
+        parallel it is that of the last inner step.
         """
         if sync.version == self.saved_version:
             return
         with ExitStack() as stack:
             if isinstance(sync, DataParallel):
-                parameters = {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
+                parameters = {
+                    name: full_tensor(parameter.detach())
+                    for name, parameter in model.named_parameters()
+                }
                 swarm: Groups = {"anchor": parameters, "outer": {}, "residual": {}}
                 swarm_json = {"version": sync.version, "applied_tokens": sync.applied_tokens}
             elif is_rank0:
@@ -153,7 +167,8 @@ class RunCheckpoints:
         return self._writer.busy
 
     def written(self) -> CheckpointError | None:
-        """Wait until nothing is being written; returns why the last checkpoint is not there, once."""
+        """Wait until nothing is being written; returns why the last checkpoint is not there,
+        once."""
         error = self._writer.result()
         if error is None:
             self._intact_version = self.saved_version

@@ -1,7 +1,9 @@
-"""Ordinary synchronous data parallel training, against which every claim about outer steps is measured.
+"""Ordinary synchronous data parallel training, against which every claim about outer steps is
+measured.
 
-Every process averages its gradients with all others in every inner step. There is no swarm; `sync_every` inner steps
-count as one outer step, so that budgets, evaluations and curves of both methods line up.
+Every process averages its gradients with all others in every inner step. There is no swarm;
+`sync_every` inner steps count as one outer step, so that budgets, evaluations and curves of both
+methods line up.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ class DataParallel:
     """The same methods as `Attachment`, for the training loop. If one process dies, all end."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup, sync_every: int, phases: PhaseTimer
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: RankGroup,
+        sync_every: int,
+        phases: PhaseTimer,
     ) -> None:
         self.ranks = ranks
         self.phases = phases
@@ -43,7 +50,12 @@ class DataParallel:
         self.phases.switch("compute")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.phases.switch(None)
         self._hook.remove()
 

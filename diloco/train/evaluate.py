@@ -18,8 +18,8 @@ from diloco.errors import ConfigError, DataError, DivergedError
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Mean cross entropy in nats per predicted token (T - 1 in a sequence), its exp, and bits per byte with a
-    tokenizer.
+    """Mean cross entropy in nats per predicted token (T - 1 in a sequence), its exp, and bits per
+    byte with a tokenizer.
     """
 
     loss: float
@@ -36,52 +36,77 @@ def evaluate(
     tokenizer: Tokenizer | None = None,
     ranks: RankGroup | None = None,
 ) -> EvalResult:
-    """The loss of `model` on the sequences `holdout`, (N, T) int64, of which each rank computes a part.
+    """The loss of `model` on the sequences `holdout`, (N, T) int64, of which each rank computes a
+    part.
 
-    Deterministic, sums in float64. Raises `DivergedError` if the loss is not finite, `ConfigError` without sequences.
+    Deterministic, sums in float64. Raises `DivergedError` if the loss is not finite, `ConfigError`
+    without sequences.
     """
     assert holdout.ndim == 2, tuple(holdout.shape)
     if not len(holdout):
-        raise ConfigError("data.holdout=0 holds out no text to test; give data=text data.path=FILE data.holdout=0.5")
+        raise ConfigError(
+            "data.holdout=0 holds out no text to test; give data=text data.path=FILE"
+            " data.holdout=0.5"
+        )
     total = torch.zeros((), dtype=torch.float64)
     ranks = ranks or RankGroup(torch.device(device))
     rank, size = ranks.batch_slice
     with models.evaluating(model):
         for tokens in torch.split(holdout, batch_size * size):
             own = tokens[rank::size]
-            # A rank without sequences goes forward as well, because sharded layers are gathered from all ranks.
+            # A rank without sequences goes forward as well, because sharded layers are gathered
+            # from all ranks.
             found = models.loss(model, (own if len(own) else tokens[:1]).to(device)).double().cpu()
             # Every sequence predicts T - 1 tokens, so weighing by sequences is weighing by tokens.
             total += found * len(own) if len(own) else 0.0
     [summed] = ranks.sum(total.item())
     loss = summed / len(holdout)
     if not math.isfinite(loss):
-        raise DivergedError(f"the held-out loss is {loss}; lower inner.lr or outer.lr and resume from a checkpoint")
+        raise DivergedError(
+            f"the held-out loss is {loss}; lower inner.lr or outer.lr and resume from a checkpoint"
+        )
     predicted = holdout[:, 1:]
     bits_per_byte = None
     if tokenizer is not None:
         num_bytes = sum(tokenizer.num_bytes(row) for row in predicted.tolist())
         bits_per_byte = loss * predicted.numel() / max(num_bytes, 1) / math.log(2)
-    return EvalResult(loss, math.exp(loss) if loss < 700 else math.inf, predicted.numel(), bits_per_byte)
+    return EvalResult(
+        loss, math.exp(loss) if loss < 700 else math.inf, predicted.numel(), bits_per_byte
+    )
 
 
 def generate(
-    model: nn.Module, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, temperature: float, seed: int = 0
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int = 0,
 ) -> str:
-    """The text that `model` writes after `prompt`, without it, until the end of the document or `max_new_tokens`.
+    """The text that `model` writes after `prompt`, without it, until the end of the document or
+    `max_new_tokens`.
 
-    Temperature 0 takes the likeliest token. The same arguments give the same text; the global RNG is left as it was.
-    Raises `ConfigError` if the tokens do not fit the model's positions, or a value is out of range.
+    Temperature 0 takes the likeliest token. The same arguments give the same text; the global RNG
+    is left as it was. Raises `ConfigError` if the tokens do not fit the model's positions, or a
+    value is out of range.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens: {max_new_tokens} is too small; expected at least 1")
     if not 0 <= temperature < math.inf:
-        raise ConfigError(f"temperature: {temperature} is out of range; expected 0 (likeliest token) or more")
+        raise ConfigError(
+            f"temperature: {temperature} is out of range; expected 0 (likeliest token) or more"
+        )
     model_any: Any = model  # a PreTrainedModel
     tokens = prompt_tokens(model, tokenizer, prompt, max_new_tokens)
     device = next(model.parameters()).device
     given = torch.tensor([tokens], device=device)  # (1, P)
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    sampling: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
     with models.evaluating(model), forked_random(device):
         seed_random(device, seed)
         output = model_any.generate(
@@ -99,23 +124,31 @@ def generate(
 
 
 def prompt_tokens(
-    model: Any, tokenizer: Tokenizer, prompt: str, more: int, keys: tuple[str, str] = ("prompt", "max_new_tokens")
+    model: Any,
+    tokenizer: Tokenizer,
+    prompt: str,
+    more: int,
+    keys: tuple[str, str] = ("prompt", "max_new_tokens"),
 ) -> list[int]:
-    """The tokens of a prompt. Raises `ConfigError` with `keys` for it and for the `more` tokens that are to follow."""
+    """The tokens of a prompt. Raises `ConfigError` with `keys` for it and for the `more` tokens
+    that are to follow."""
     try:
-        tokens = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0].tolist() or [tokenizer.end or 0]
+        tokens = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0].tolist() or [
+            tokenizer.end or 0
+        ]
     except DataError as error:
         raise ConfigError(f"{keys[0]}: {error}") from error
     config = model.config.get_text_config()
     if max(tokens) >= config.vocab_size:
         raise ConfigError(
-            f"{keys[0]}: the tokenizer makes the id {max(tokens)} of {tokenizer.decode([max(tokens)])!r}, and the "
-            f"model's vocabulary has {config.vocab_size}; leave it out, or use the model's own tokenizer"
+            f"{keys[0]}: the tokenizer makes the id {max(tokens)} of"
+            f" {tokenizer.decode([max(tokens)])!r}, and the model's vocabulary has"
+            f" {config.vocab_size}; leave it out, or use the model's own tokenizer"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and len(tokens) + more > positions:
         raise ConfigError(
-            f"{keys[1]}: {more} and {len(tokens)} tokens of prompt exceed the model's {positions} positions; expected "
-            f"at most {max(positions - len(tokens), 0)}, or shorten the prompt"
+            f"{keys[1]}: {more} and {len(tokens)} tokens of prompt exceed the model's {positions}"
+            f" positions; expected at most {max(positions - len(tokens), 0)}, or shorten the prompt"
         )
     return tokens

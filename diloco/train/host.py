@@ -1,4 +1,5 @@
-"""A host is a peer without an accelerator. It makes versions, adopts every update, and gives newcomers the state."""
+"""A host is a peer without an accelerator. It makes versions, adopts every update, and gives
+newcomers the state."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ from diloco.train.checkpoint import identity_path, write_address
 
 
 class Host:
-    """A swarm `node` over parameters that it does not train. On leaving it names others as authors of its fragments.
+    """A swarm `node` over parameters that it does not train. On leaving it names others as authors
+    of its fragments.
 
-    Entering raises `SwarmError` when the swarm cannot be reached or refuses this host; nothing stays open then.
+    Entering raises `SwarmError` when the swarm cannot be reached or refuses this host; nothing
+    stays open then.
     """
 
     def __init__(self, config: Config, name: str) -> None:
@@ -41,11 +44,16 @@ class Host:
         manifest = config.manifest()
         if config.swarm.initial_peers:
             gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
-            found = inspect_swarm(config.swarm.initial_peers, identity_path(config, name), gate=gate)
+            found = inspect_swarm(
+                config.swarm.initial_peers, identity_path(config, name), gate=gate
+            )
             check_clock(found)
             manifest = parse_manifest(found.manifest_text)
             config = start_files.fetch(
-                start_files.with_manifest(config, manifest), found.addresses, gate, identity_path(config, name)
+                start_files.with_manifest(config, manifest),
+                found.addresses,
+                gate,
+                identity_path(config, name),
             )
         self.manifest = manifest
         model = models.build(config.model, manifest.run.seed)
@@ -54,7 +62,9 @@ class Host:
         outer = manifest.outer
         if outer.method != "diloco":
             raise ConfigError(f"outer.method={outer.method} has no swarm to host")
-        fragments = partition({key: p.numel() for key, p in parameters.items()}, outer.fragments, outer.pattern)
+        fragments = partition(
+            {key: p.numel() for key, p in parameters.items()}, outer.fragments, outer.pattern
+        )
         swarm = Swarm.of(config, manifest, identity_path(config, name), name, self._log.swarm_event)
         self._options = swarm.options(parameters, None, trains=False, device="cpu")
         self._replica = Replica(parameters, fragments, outer)
@@ -64,7 +74,8 @@ class Host:
 
     def __enter__(self) -> Host:
         with ExitStack() as stack:
-            stack.enter_context(exclusive(self._config.run.dir / "checkpoints" / self._name))  # it lives
+            # it lives
+            stack.enter_context(exclusive(self._config.run.dir / "checkpoints" / self._name))
             stack.callback(self._log.close)
             stack.callback(self._runtime.close)
             self.node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
@@ -74,10 +85,17 @@ class Host:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         with self._open:
             self._runtime.call(self.node.leave(finished=False))
-            write_contributions(self._config.run.dir / "contributions.csv", self._view.contributions())
+            write_contributions(
+                self._config.run.dir / "contributions.csv", self._view.contributions()
+            )
 
     @property
     def address(self) -> str:
@@ -85,8 +103,8 @@ class Host:
         return self._view.address
 
     def is_over(self) -> bool:
-        """Whether the run's budget is used up, and no peer that trains is left. Ask at least once a second: the last
-        version may not come here when its peers leave; then their word counts.
+        """Whether the run's budget is used up, and no peer that trains is left. Ask at least once a
+        second: the last version may not come here when its peers leave; then their word counts.
         """
         core, tip = self.node.core.facts, self.node.core.facts.control.tip.head
         self.manifest = raised(self.manifest, core.planned)

@@ -1,7 +1,9 @@
-"""What training a model takes of the memory of a device and of the machine, before anything is allocated.
+"""What training a model takes of the memory of a device and of the machine, before anything is
+allocated.
 
-`memory_rows` is the table, `memory_need` its sum, `fit_micro_batch` what fits; where that was too much, the loop halves
-it. Each sequence that is computed at a time adds activations, about 36 vectors per layer and token.
+`memory_rows` is the table, `memory_need` its sum, `fit_micro_batch` what fits; where that was too
+much, the loop halves it. Each sequence that is computed at a time adds activations, about 36
+vectors per layer and token.
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ GIB = 2**30
 FP32 = 4
 TOKEN_BYTES = 8  # of a batch, which lies in main memory whole
 LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
-CHUNK_COPIES = 2.5  # of a chunk's logits: themselves, their gradient and its copy in a narrower dtype
-# Vectors of the hidden size that a layer keeps of a token, in fp32 and beside 16 bits: what autograd keeps of llama
-# models of 5M to 1B parameters, and half of it again for gradients of activations and the allocator's fragmentation.
+# of a chunk's logits: themselves, their gradient and its copy in a narrower dtype
+CHUNK_COPIES = 2.5
+# Vectors of the hidden size that a layer keeps of a token, in fp32 and beside 16 bits: what
+# autograd keeps of llama models of 5M to 1B parameters, and half of it again for gradients of
+# activations and the allocator's fragmentation.
 ACTIVATION_VECTORS, MIXED_VECTORS = 36.0, 23.0
 INPUT_VECTORS = 1.5  # of a layer that is recomputed
-STAGING_BUFFERS = 4  # of fp32 and CHUNK elements: two that are read from an accelerator, and two that are written to it
+# of fp32 and CHUNK elements: two that are read from an accelerator, and two that are written to it
+STAGING_BUFFERS = 4
 COPIED = ("anchors", "what the codec lost", "master and momentum as author")  # for a checkpoint
 RECORDS = Settings.records  # updates that a peer keeps for others, if they are less than an anchor
 STREAM_BLOCKS = 2  # of fp32 and CHUNK elements, for each contribution and update that is under way
@@ -47,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """A line of the table: bytes on the `device`, in `main` memory, or `spare`, without which training is slower. One
-    without `per_parameter` does not depend on the size of the model.
+    """A line of the table: bytes on the `device`, in `main` memory, or `spare`, without which
+    training is slower. One without `per_parameter` does not depend on the size of the model.
     """
 
     what: str
@@ -59,7 +64,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that training a model needs, on each device without activations, and those that it takes if there are."""
+    """Bytes that training a model needs, on each device without activations, and those that it
+    takes if there are."""
 
     parameters: int
     device_bytes: float
@@ -69,10 +75,15 @@ class MemoryNeed:
 
 
 def memory_rows(
-    config: Config, peers: int, num_ranks: int = 1, sharded: bool = False, accelerator: bool | None = None
+    config: Config,
+    peers: int,
+    num_ranks: int = 1,
+    sharded: bool = False,
+    accelerator: bool | None = None,
 ) -> list[Row]:
-    """The table for a peer of a swarm of so many, without activations, by default on what this machine has. Each of its
-    `num_ranks` has all parameters, or rows of them if `sharded`. Raises `ConfigError` as `diloco.model.build`.
+    """The table for a peer of a swarm of so many, without activations, by default on what this
+    machine has. Each of its `num_ranks` has all parameters, or rows of them if `sharded`. Raises
+    `ConfigError` as `diloco.model.build`.
     """
     accelerator = bool(devices.count_devices()[1]) if accelerator is None else accelerator
     config = _resolved(config, "bf16" if accelerator else "fp32")
@@ -82,10 +93,14 @@ def memory_rows(
 def _resolved(config: Config, native: devices.Precision) -> Config:
     if config.train.precision != "auto":
         return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": native})})
+    return config.model_copy(
+        update={"train": config.train.model_copy(update={"precision": native})}
+    )
 
 
-def _rows(config: Config, peers: int, num_ranks: int, sharded: bool, accelerator: bool) -> Iterator[Row]:
+def _rows(
+    config: Config, peers: int, num_ranks: int, sharded: bool, accelerator: bool
+) -> Iterator[Row]:
     model, outer, data = _outline(config.model), config.outer, config.data
     numel = models.num_parameters(model)
     moments = FP32 * moment_numel(model, config.inner) / max(numel, 1)
@@ -98,7 +113,9 @@ def _rows(config: Config, peers: int, num_ranks: int, sharded: bool, accelerator
     yield row("gradients", "device", FP32 * part)
     yield row("inner optimizer", "device", moments * part)
     if sharded:
-        yield row("layers that are gathered", "device", 2 * FP32 * _largest_layer(model) / max(numel, 1))
+        yield row(
+            "layers that are gathered", "device", 2 * FP32 * _largest_layer(model) / max(numel, 1)
+        )
     elif config.train.precision != "fp32":
         yield row(f"weights in {config.train.precision}", "device", 2)
     vocabulary = int(models.config_of(config.model).get_text_config().vocab_size)
@@ -148,7 +165,8 @@ def _largest_layer(model: nn.Module) -> int:
 
 
 def parameters_of(settings: ModelConfig) -> int:
-    """The number of parameters; tied ones count once. Raises `ConfigError` as `diloco.model.build` does."""
+    """The number of parameters; tied ones count once. Raises `ConfigError` as `diloco.model.build`
+    does."""
     return models.num_parameters(_outline(settings))
 
 
@@ -158,19 +176,30 @@ def _outline(settings: ModelConfig) -> nn.Module:
 
 
 def memory_need(
-    config: Config, machine: Machine, peers: int | None = None, num_ranks: int = 1, sharded: bool = False
+    config: Config,
+    machine: Machine,
+    peers: int | None = None,
+    num_ranks: int = 1,
+    sharded: bool = False,
 ) -> MemoryNeed:
-    """Memory for training this configuration, with its precision. Without `peers` there is one for each fragment."""
+    """Memory for training this configuration, with its precision. Without `peers` there is one for
+    each fragment."""
     config = _resolved(config, machine.precision)
-    rows = memory_rows(config, peers or config.outer.fragments, num_ranks, sharded, machine.device.type != "cpu")
-    on_device, in_main, spare = (
-        sum(row.nbytes for row in rows if row.where == where) for where in ("device", "main", "spare")
+    rows = memory_rows(
+        config, peers or config.outer.fragments, num_ranks, sharded, machine.device.type != "cpu"
     )
-    return MemoryNeed(parameters_of(config.model), on_device, in_main, sequence_bytes(config), spare)
+    on_device, in_main, spare = (
+        sum(row.nbytes for row in rows if row.where == where)
+        for where in ("device", "main", "spare")
+    )
+    return MemoryNeed(
+        parameters_of(config.model), on_device, in_main, sequence_bytes(config), spare
+    )
 
 
 def sequence_bytes(config: Config) -> float:
-    """About the bytes of activations of one sequence; 0 of a model whose config does not say its layers."""
+    """About the bytes of activations of one sequence; 0 of a model whose config does not say its
+    layers."""
     shape = models.config_of(config.model).get_text_config()
     layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
     each = ACTIVATION_VECTORS if config.train.precision in ("fp32", "auto") else MIXED_VECTORS
@@ -178,12 +207,12 @@ def sequence_bytes(config: Config) -> float:
     return float(FP32 * config.data.sequence_length * width * vectors)
 
 
-# -- what fits --------------------------------------------------------------------------------------------------------
+# -- what fits -------------------------------------------------------------------------------------
 
 
 def fit_micro_batch(need: MemoryNeed, machine: Machine, batch_size: int) -> int:
-    """The sequences to compute at a time: the batch in the fewest equal parts that fit; `ConfigError` if not even one
-    does.
+    """The sequences to compute at a time: the batch in the fewest equal parts that fit;
+    `ConfigError` if not even one does.
     """
     rooms = [(machine.device_bytes, need.device_bytes, str(machine.device))]
     if machine.shared:
@@ -202,15 +231,17 @@ def _too_small(need: MemoryNeed, wanted: float, free: float, where: str) -> Conf
     fixed = min(LIBRARIES_BYTES, need.main_bytes) if where == "main memory" else 0.0
     fits = max(0.0, need.parameters * (free - fixed) / max(wanted - fixed, 1.0))
     return ConfigError(
-        f"this machine is too small for the run's model of {need.parameters / 1e6:.4g}M parameters: it needs "
-        f"{wanted / GIB:.1f} GiB of {where}, and {free / GIB:.1f} GiB are free, {(wanted - free) / GIB:.1f} GiB too "
-        f"little; end other programs, use a larger machine, or join a run of at most some {fits / 1e6:.2g}M parameters"
+        f"this machine is too small for the run's model of {need.parameters / 1e6:.4g}M parameters:"
+        f" it needs {wanted / GIB:.1f} GiB of {where}, and {free / GIB:.1f} GiB are free,"
+        f" {(wanted - free) / GIB:.1f} GiB too little; end other programs, use a larger machine, or"
+        f" join a run of at most some {fits / 1e6:.2g}M parameters"
     )
 
 
 def fit_to_memory(config: Config, ranks: RankGroup) -> Config:
-    """All ranks: the configuration with a micro-batch that fits the memory of all, if none is set. Checkpoints are not
-    written in the background where there is no room for a copy. Raises `ConfigError` if not one sequence fits.
+    """All ranks: the configuration with a micro-batch that fits the memory of all, if none is set.
+    Checkpoints are not written in the background where there is no room for a copy. Raises
+    `ConfigError` if not one sequence fits.
     """
     alone = config.outer.method == "data_parallel"  # with a batch of its own
     rows = max(1, config.inner.batch_size // (1 if alone else ranks.size))
@@ -220,9 +251,14 @@ def fit_to_memory(config: Config, ranks: RankGroup) -> Config:
         peers = config.swarm.min_peers if founds else None
         need = memory_need(config, machine, peers, ranks.size, ranks.sharded)
         micro_batch = fit_micro_batch(need, machine, rows)
-        used = need.main_bytes + (need.device_bytes + micro_batch * need.sequence_bytes if machine.shared else 0.0)
+        used = need.main_bytes + (
+            need.device_bytes + micro_batch * need.sequence_bytes if machine.shared else 0.0
+        )
         if config.checkpoint.background and used + need.spare_bytes > machine.main_bytes:
-            logger.warning("training waits for checkpoints: %.1f GiB are not free for a copy", need.spare_bytes / GIB)
+            logger.warning(
+                "training waits for checkpoints: %.1f GiB are not free for a copy",
+                need.spare_bytes / GIB,
+            )
             config = config.model_copy(
                 update={"checkpoint": config.checkpoint.model_copy(update={"background": False})}
             )
@@ -236,12 +272,13 @@ def fit_to_memory(config: Config, ranks: RankGroup) -> Config:
     return config.model_copy(update={"train": train})
 
 
-# -- this machine -----------------------------------------------------------------------------------------------------
+# -- this machine ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine: the device, and the free bytes on it and in main memory (equal if the device is the CPU)."""
+    """This machine: the device, and the free bytes on it and in main memory (equal if the device is
+    the CPU)."""
 
     device: torch.device
     name: str
@@ -257,7 +294,8 @@ class Machine:
 
 
 def inspect_machine(device: str, threads: int | None = None) -> Machine:
-    """This machine with its present load; `ConfigError` if it lacks `device`, a value of train.device."""
+    """This machine with its present load; `ConfigError` if it lacks `device`, a value of
+    train.device."""
     return machine_at(devices.pick_device(device), threads)
 
 
@@ -273,22 +311,28 @@ def machine_at(device: torch.device, threads: int | None = None) -> Machine:
 
 def _cores() -> int:
     """Cores that the affinity of this process and the quota of its container allow."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max 1").partition(" ")
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period or 100_000)))
 
 
 def free_memory() -> float:
     """Bytes of main memory that the kernel has left and that the limit of this container allows."""
-    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # where the kernel does not say more
+    # where the kernel does not say more
+    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for line in (_read("/proc/meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):
             free = float(line.split()[1]) * 1024
     limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
     if limit and used and limit.isdigit() and used.isdigit():
         lines = (_read("/sys/fs/cgroup/memory.stat") or "").splitlines()
-        cache = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file")), 0)
-        free = min(free, int(limit) - int(used) + cache)  # the kernel drops caches before it refuses memory
+        cache = next(
+            (int(line.split()[1]) for line in lines if line.startswith("inactive_file")), 0
+        )
+        # the kernel drops caches before it refuses memory
+        free = min(free, int(limit) - int(used) + cache)
     return free
 
 

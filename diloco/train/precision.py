@@ -1,10 +1,12 @@
-"""The arithmetic of the inner steps: its precision, chosen for the device, and the scale of the loss that fp16 needs.
+"""The arithmetic of the inner steps: its precision, chosen for the device, and the scale of the
+loss that fp16 needs.
 
     bf16   autocast, where the device computes it natively (CUDA from compute capability 8.0 on)
     fp16   autocast with a scaled loss, on other CUDA devices: V100, T4, RTX 20
     fp32   elsewhere; on CUDA with TF32 in matrix products (`train.tf32`)
 
-Weights, gradients and moments are fp32 in all of them, and what the swarm exchanges does not depend on it.
+Weights, gradients and moments are fp32 in all of them, and what the swarm exchanges does not depend
+on it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from diloco.attach.devices import Precision, native_precision
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config
 from diloco.errors import ConfigError, DivergedError
-from diloco.model.forward import choose_attention_, compile_layers_, never_wait_for_masks, recompute_layers_
+from diloco.model.forward import (
+    choose_attention_,
+    compile_layers_,
+    never_wait_for_masks,
+    recompute_layers_,
+)
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler
 
@@ -38,14 +45,18 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str, object]:
-    """Have the model compute as `train.` says, before `RankGroup.wrap`; returns what was chosen, for the log."""
+    """Have the model compute as `train.` says, before `RankGroup.wrap`; returns what was chosen,
+    for the log."""
     settings, precision = config.train, precision_of(config, device)
     if settings.attention.startswith("flash") and (device.type != "cuda" or precision == "fp32"):
         raise ConfigError(
-            f"train.attention={settings.attention} computes in bf16 or fp16 on CUDA, and this is {precision} on "
-            f"{device.type}; use sdpa"
+            f"train.attention={settings.attention} computes in bf16 or fp16 on CUDA, and this is"
+            f" {precision} on {device.type}; use sdpa"
         )
-    chosen: dict[str, object] = {"precision": precision, "attention": choose_attention_(model, settings.attention)}
+    chosen: dict[str, object] = {
+        "precision": precision,
+        "attention": choose_attention_(model, settings.attention),
+    }
     if device.type == "cuda":
         tf32 = chosen["tf32"] = settings.tf32 and precision == "fp32"
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -58,12 +69,12 @@ def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str
 
 
 class LossScale:
-    """The factor by which an fp16 loss is multiplied, or small gradients would be rounded to zero (Micikevicius et al.
-    2018, arXiv:1710.03740, section 3.2). It halves when gradients overflow, and doubles after `GROWTH_STEPS` steps
-    without.
+    """The factor by which an fp16 loss is multiplied, or small gradients would be rounded to zero
+    (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). It halves when gradients overflow,
+    and doubles after `GROWTH_STEPS` steps without.
 
-    All ranks skip a step whose gradients overflow; it counts as an inner step, as its tokens were read. `DivergedError`
-    is raised when gradients are not finite even unscaled.
+    All ranks skip a step whose gradients overflow; it counts as an inner step, as its tokens were
+    read. `DivergedError` is raised when gradients are not finite even unscaled.
     """
 
     def __init__(self, config: Config, ranks: RankGroup) -> None:
@@ -90,15 +101,19 @@ class LossScale:
     @torch.no_grad()
     def unscale_(self, model: nn.Module) -> None:
         """Gradients of the scaled loss become those of the loss."""
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         if self.enabled and gradients:
             torch._foreach_mul_(gradients, 1 / self.scale)
 
     def skips(self, norm: Any) -> bool:
-        """All ranks: whether to skip the step whose gradients have this norm. Only for fp16 it waits for the device."""
+        """All ranks: whether to skip the step whose gradients have this norm. Only for fp16 it
+        waits for the device."""
         if not self.enabled:
             return False
-        # A norm that is not finite belongs to gradients that are not. With FSDP2 each rank has a part of it.
+        # A norm that is not finite belongs to gradients that are not. With FSDP2 each rank has a
+        # part of it.
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if self._ranks.all_reduce_min(math.isfinite(float(norm))):
             self._good_steps += 1
@@ -107,8 +122,8 @@ class LossScale:
             return False
         if self.scale <= 1:
             raise DivergedError(
-                "training diverged: gradients overflow fp16 also without a scaled loss; use train.precision=fp32, or "
-                "lower inner.lr; the last checkpoint is good"
+                "training diverged: gradients overflow fp16 also without a scaled loss; use"
+                " train.precision=fp32, or lower inner.lr; the last checkpoint is good"
             )
         self.scale, self._good_steps = self.scale / 2, 0
         self.skipped_steps += 1

@@ -1,4 +1,5 @@
-"""One peer's run from configuration to summary, from top to bottom: ranks, data, model, optimizer, swarm, loop, end."""
+"""One peer's run from configuration to summary, from top to bottom: ranks, data, model, optimizer,
+swarm, loop, end."""
 
 from __future__ import annotations
 
@@ -30,10 +31,22 @@ from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures
-from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
+from diloco.rundir.summary import (
+    PhaseTimer,
+    Summary,
+    merge_peer_summaries,
+    write_contributions,
+    write_summary,
+)
 from diloco.swarm.wire.identity import identity_number
 from diloco.train import start_files
-from diloco.train.checkpoint import RunCheckpoints, Sync, checkpoints_name, identity_path, write_address
+from diloco.train.checkpoint import (
+    RunCheckpoints,
+    Sync,
+    checkpoints_name,
+    identity_path,
+    write_address,
+)
 from diloco.train.data_parallel import DataParallel
 from diloco.train.loop import Trainer
 from diloco.train.memory import fit_to_memory
@@ -47,7 +60,8 @@ ARRIVAL_EVERY_S = 0.2
 def run(config: Config, listen: Listener) -> Summary:
     """Train as one peer until the budget is used up, or until Ctrl+C.
 
-    Raises `DilocoError`, one line for the user, if anything else ends the run early; the last checkpoint is good then.
+    Raises `DilocoError`, one line for the user, if anything else ends the run early; the last
+    checkpoint is good then.
     """
     ranks = RankGroup.from_environment(config.train.device, config.train.parallel)
     try:
@@ -57,7 +71,9 @@ def run(config: Config, listen: Listener) -> Summary:
                 return _run(config, ranks, lambda message: None)
             name = _name(config)
             prepare_run_directory(config.run.dir)
-            stack.enter_context(exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)))
+            stack.enter_context(
+                exclusive(config.run.dir / "checkpoints" / checkpoints_name(config))
+            )
             return _run(config, ranks, lambda message: listen(message.told_by(name, time.time())))
     finally:
         ranks.close()
@@ -68,14 +84,17 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     config = fit_to_memory(config, ranks)
-    ranks.broadcast_floats([0])  # other ranks read the run directory only after rank 0 has claimed it
+    # other ranks read the run directory only after rank 0 has claimed it
+    ranks.broadcast_floats([0])
     checkpoints = RunCheckpoints(config)
     ranks.check_newest(checkpoints.saved_version, f"run.dir={config.run.dir}")
     config = checkpoints.config
 
     tell(Stage(stage="data"))
     dataset = data.load(
-        config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))
+        config.data,
+        config.run.seed,
+        lambda done, total: tell(Stage(stage="data", received=done, wanted=total)),
     )
     holdout, tokenizer = dataset.holdout(config.eval.sequences), dataset.tokenizer
 
@@ -96,14 +115,27 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
             if checkpoints.saved_version >= 0:
                 log.event("resume", version=checkpoints.saved_version, skipped=checkpoints.skipped)
         phases = PhaseTimer(checkpoints.seconds, settle=partial(devices.synchronize, ranks.device))
-        sequences = "" if config.data.shards == 1 else dataset.digest  # a single shard is data of this peer's own
+        # a single shard is data of this peer's own
+        sequences = "" if config.data.shards == 1 else dataset.digest
         sync = _attach(config, ranks, model, optimizer, checkpoints, phases, log, tell, sequences)
         stream = stack.enter_context(closing(_stream(config, dataset, shard, ranks, sync)))
         if wandb is not None:
             wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
         checkpoints.restore(sync, model, optimizer, stream)
         trainer = Trainer(
-            config, ranks, model, wrapped, optimizer, stream, holdout, sync, checkpoints, phases, log, tell, tokenizer
+            config,
+            ranks,
+            model,
+            wrapped,
+            optimizer,
+            stream,
+            holdout,
+            sync,
+            checkpoints,
+            phases,
+            log,
+            tell,
+            tokenizer,
         )
         if ranks.is_rank0 and config.run.lead:
             _prepare_files(trainer)
@@ -118,15 +150,22 @@ def _name(config: Config) -> str:
 
 
 def _check_ranks(config: Config, ranks: RankGroup) -> None:
-    """Raise `ConfigError` for ranks that were started with different settings, or cannot share a batch."""
-    own = ("run.", "data.shard", "train.device")  # which `diloco local` gives each process in data parallel
-    alike = {key: value for key, value in flatten(config.model_dump(mode="json")) if not key.startswith(own)}
-    # `auto` may be another precision on another device, and a loss is scaled on all ranks or on none.
+    """Raise `ConfigError` for ranks that were started with different settings, or cannot share a
+    batch."""
+    # which `diloco local` gives each process in data parallel
+    own = ("run.", "data.shard", "train.device")
+    alike = {
+        key: value
+        for key, value in flatten(config.model_dump(mode="json"))
+        if not key.startswith(own)
+    }
+    # `auto` may be another precision on another device, and a loss is scaled on all ranks or on
+    # none.
     ranks.check_same({**alike, "train.precision": precision_of(config, ranks.device)})
     if config.outer.method == "diloco" and config.inner.batch_size % ranks.size:
         ranks.refuse(
-            f"inner.batch_size={config.inner.batch_size} cannot be shared evenly by {ranks.size} processes; "
-            f"use a multiple of {ranks.size}"
+            f"inner.batch_size={config.inner.batch_size} cannot be shared evenly by {ranks.size}"
+            f" processes; use a multiple of {ranks.size}"
         )
 
 
@@ -156,26 +195,48 @@ def _attach(
     def ready(address: str) -> None:
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
-        first, addresses, command = not swarm.network.initial_peers, tuple(node.addresses), config.joining_command
-        tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=node.advice))
+        first, addresses, command = (
+            not swarm.network.initial_peers,
+            tuple(node.addresses),
+            config.joining_command,
+        )
+        tell(
+            Ready(
+                address=address,
+                addresses=addresses,
+                first=first,
+                command=command,
+                advice=node.advice,
+            )
+        )
         if config.run.lead:
             write_address(config, address)
 
     name = _name(config)
-    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
+    swarm = Swarm.of(
+        config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready
+    )
     swarm.sequences = sequences
     return swarm.attach(
-        model, optimizer, ranks=ranks, saved=checkpoints.swarm() if ranks.is_rank0 else None, phases=phases
+        model,
+        optimizer,
+        ranks=ranks,
+        saved=checkpoints.swarm() if ranks.is_rank0 else None,
+        phases=phases,
     )
 
 
-def _stream(config: Config, dataset: data.Dataset, shard: int, ranks: RankGroup, sync: Sync) -> data.Prefetched:
+def _stream(
+    config: Config, dataset: data.Dataset, shard: int, ranks: RankGroup, sync: Sync
+) -> data.Prefetched:
     """Leased units, where peers share one list of them and nobody has cut it into shards."""
     batch_size, settings = config.inner.batch_size, config.data
     if isinstance(sync, DataParallel):
         stream = dataset.batches(batch_size, shard=ranks.rank, shards=ranks.size)
     elif settings.shards is not None:
-        stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=ranks.batch_slice)
+        stream = dataset.batches(
+            batch_size, shard=shard, shards=settings.shards, rows=ranks.batch_slice
+        )
     else:
         leases = sync.lease_units(dataset.units(batch_size * config.outer.sync_every), data.AHEAD)
         stream = dataset.batches(batch_size, shard=shard, rows=ranks.batch_slice, leases=leases)
@@ -183,10 +244,13 @@ def _stream(config: Config, dataset: data.Dataset, shard: int, ranks: RankGroup,
 
 
 def _prepare_files(trainer: Trainer) -> None:
-    """Of the peer that leads: where its models go, and, as nothing else can be wrong with them, its settings."""
+    """Of the peer that leads: where its models go, and, as nothing else can be wrong with them, its
+    settings."""
     config = trainer.config
     if config.checkpoint.push is not None:
-        trainer.pusher = Pusher(config.checkpoint.push, values_digest, partial(_write, config, trainer.tokenizer))
+        trainer.pusher = Pusher(
+            config.checkpoint.push, values_digest, partial(_write, config, trainer.tokenizer)
+        )
     if not config.run.report:  # a supervisor writes its own, which names all of its peers
         write_atomic(config.run.dir / "config.yaml", config.to_yaml())
     write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
@@ -214,7 +278,8 @@ def _take_part(trainer: Trainer) -> None:
             stack.enter_context(sync)
         if sync.version == 0 and not ranks.sharded:
             start_files.check_start(trainer.config, trainer.model)
-        with ranks.report_lost_rank():  # before the swarm is left, which takes longer than torchrun waits
+        # before the swarm is left, which takes longer than torchrun waits
+        with ranks.report_lost_rank():
             trainer.train()
         if ranks.is_rank0:
             trainer.tell(trainer.status("leaving"))
@@ -242,16 +307,26 @@ def _arriving(sync: Sync, tell: Tell) -> Iterator[None]:
 
 
 def _finish(trainer: Trainer, began_at: float) -> Summary:
-    """After the swarm, all ranks: evaluate the final anchor. Rank 0 writes the model, the picture and the summary."""
-    config, sync, tell, is_rank0 = trainer.config, trainer.sync, trainer.tell, trainer.ranks.is_rank0
+    """After the swarm, all ranks: evaluate the final anchor. Rank 0 writes the model, the picture
+    and the summary."""
+    config, sync, tell, is_rank0 = (
+        trainer.config,
+        trainer.sync,
+        trainer.tell,
+        trainer.ranks.is_rank0,
+    )
     if trainer.lead:
         if is_rank0:
             tell(trainer.status("evaluating"))
-        # In the middle of a round the parameters are no anchor, and before the first there is nothing to show.
+        # In the middle of a round the parameters are no anchor, and before the first there is
+        # nothing to show.
         if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
             trainer.push(final=True)
-            state = {name: full_tensor(value.detach()) for name, value in trainer.model.state_dict().items()}
+            state = {
+                name: full_tensor(value.detach())
+                for name, value in trainer.model.state_dict().items()
+            }
             if is_rank0:
                 _write(config, trainer.tokenizer, state, config.run.dir / "model")
     digest = sync.anchor_digest() if is_rank0 or isinstance(sync, DataParallel) else ""
@@ -260,7 +335,12 @@ def _finish(trainer: Trainer, began_at: float) -> Summary:
     mine = trainer.summary(time.monotonic() - began_at, digest)
     tell(Finished(summary=mine))
     summary = merge_peer_summaries(
-        [mine], run_id=mine.run_id, manifest_hash=mine.manifest_hash, mode=mine.mode, wall_s=mine.wall_s, exit=mine.exit
+        [mine],
+        run_id=mine.run_id,
+        manifest_hash=mine.manifest_hash,
+        mode=mine.mode,
+        wall_s=mine.wall_s,
+        exit=mine.exit,
     )
     if config.run.lead and not config.run.report:
         title = f"{config.run.id}: {config.model.name}"
@@ -275,7 +355,8 @@ def _finish(trainer: Trainer, began_at: float) -> Summary:
 
 
 def _write(config: Config, tokenizer: Any, state: dict[str, Tensor], place: Path) -> None:
-    """Write a model with these parameters and buffers, as `diloco export` does. No random number is drawn."""
+    """Write a model with these parameters and buffers, as `diloco export` does. No random number is
+    drawn."""
     with torch.device("meta"):
         model: Any = models.outline(config.model)
     model.load_state_dict(state, assign=True)

@@ -1,9 +1,11 @@
-"""What a run starts from, so that it can be joined from anywhere: the files behind `model.path` and `data.tokenizer`.
+"""What a run starts from, so that it can be joined from anywhere: the files behind `model.path` and
+`data.tokenizer`.
 
-Whoever starts a run has them, from a directory or the hub (`resolved`). The manifest gets the model's config, and
-digests of the trained weights, of each tensor that is not trained, and of the tokenizer's files, but no path. Each peer
-keeps the small files (`keep`), and its node gives them to whoever names a digest (`fetch`). The trained weights come as
-the swarm's anchor; before the first outer step nothing certifies one, so it is compared with the manifest.
+Whoever starts a run has them, from a directory or the hub (`resolved`). The manifest gets the
+model's config, and digests of the trained weights, of each tensor that is not trained, and of the
+tokenizer's files, but no path. Each peer keeps the small files (`keep`), and its node gives them to
+whoever names a digest (`fetch`). The trained weights come as the swarm's anchor; before the first
+outer step nothing certifies one, so it is compared with the manifest.
 """
 
 from __future__ import annotations
@@ -30,17 +32,19 @@ from diloco.rundir.files import files_of, origin_of, write_atomic
 from diloco.swarm.client.ask import fetch_files
 from diloco.swarm.wire.gate import Gate
 
-MAX_TOKENIZER_BYTES = 2**26  # that travel through the swarm; the largest public vocabularies have some 40 MB
+# that travel through the swarm; the largest public vocabularies have some 40 MB
+MAX_TOKENIZER_BYTES = 2**26
 HEADER_BYTES = 2**12  # of a file with one tensor, beside its values
 
 Values = Mapping[str, object]
 
 
 def resolved(config: Config) -> Config:
-    """The configuration with config and digests in place of names of directories; `Config.names_files` is false then.
+    """The configuration with config and digests in place of names of directories;
+    `Config.names_files` is false then.
 
-    A tokenizer of the hub without a commit stays as it is: nobody can join such a run. Raises ConfigError, DataError
-    and CheckpointError for files that no run can start from.
+    A tokenizer of the hub without a commit stays as it is: nobody can join such a run. Raises
+    ConfigError, DataError and CheckpointError for files that no run can start from.
     """
     model: Values = {}
     if config.model.path is not None and config.model.weights is None:
@@ -49,32 +53,39 @@ def resolved(config: Config) -> Config:
 
 
 def with_origin(config: Config, run_dir: Path | None = None) -> Config:
-    """The configuration of a peer that has nothing but what is in `run.dir/origin`; `run_dir` is where it is now."""
+    """The configuration of a peer that has nothing but what is in `run.dir/origin`; `run_dir` is
+    where it is now."""
     origin = origin_of(config) if run_dir is None else (run_dir / "origin").absolute()
     model = {"directory": str(origin)} if config.model.weights is not None else {}
     return _with(
-        config, model, {"tokenizer_directory": str(origin / "tokenizer")} if config.data.tokenizer_files else {}
+        config,
+        model,
+        {"tokenizer_directory": str(origin / "tokenizer")} if config.data.tokenizer_files else {},
     )
 
 
 def with_manifest(config: Config, manifest: Manifest) -> Config:
     """The configuration of a host, which trains on nothing, with what a run starts from."""
     names = ("tokenizer", "tokenizer_revision", "tokenizer_files")
-    return _with(config, manifest.model.model_dump(), {name: getattr(manifest.data, name) for name in names})
+    return _with(
+        config, manifest.model.model_dump(), {name: getattr(manifest.data, name) for name in names}
+    )
 
 
 def keep(config: Config, model: nn.Module) -> None:
-    """Keep the small files of the run, where `files_of` says; raises CheckpointError if one is not that of the run."""
+    """Keep the small files of the run, where `files_of` says; raises CheckpointError if one is not
+    that of the run."""
     weights = config.model.weights
     if weights is not None and models.has_files(config.model) and _trained_digest(model) != weights:
         raise CheckpointError(
-            f"model.directory={config.model.directory} has other weights than {weights[:12]}, from which the run "
-            "starts; drop it, and they come from the swarm"
+            f"model.directory={config.model.directory} has other weights than {weights[:12]}, from"
+            " which the run starts; drop it, and they come from the swarm"
         )
     frozen = models.frozen_of(model) if config.model.weights is not None else {}
     if unknown := sorted(frozen.keys() ^ config.model.frozen.keys()):
         raise CheckpointError(
-            f"model.frozen.{unknown[0]} is here or in the run, and not in both; start from other files"
+            f"model.frozen.{unknown[0]} is here or in the run, and not in both; start from other"
+            " files"
         )
     packed = {name: models.pack(name, tensor) for name, tensor in frozen.items()}
     for name, digest in config.model.frozen.items():
@@ -86,8 +97,11 @@ def keep(config: Config, model: nn.Module) -> None:
             _keep(_read(Path(here) / name), place, digest, f"data.tokenizer_files.{name}")
 
 
-def fetch(config: Config, addresses: Sequence[str], gate: Gate | None = None, identity: Path | None = None) -> Config:
-    """Take the small files of the run from its peers, or raise SwarmError; returns the config with their places."""
+def fetch(
+    config: Config, addresses: Sequence[str], gate: Gate | None = None, identity: Path | None = None
+) -> Config:
+    """Take the small files of the run from its peers, or raise SwarmError; returns the config with
+    their places."""
     places = files_of(config)
     if places:
         shutil.rmtree(origin_of(config), ignore_errors=True)  # of an earlier run of that name
@@ -98,8 +112,15 @@ def fetch(config: Config, addresses: Sequence[str], gate: Gate | None = None, id
             for name, digest in config.model.frozen.items()
             if name in expected
         }
-        wanted = {digest: (place, sizes.get(digest, MAX_TOKENIZER_BYTES)) for digest, place in places.items()}
-        asyncio.run(fetch_files(addresses, wanted, MAX_TOKENIZER_BYTES + sum(sizes.values()), identity, gate))
+        wanted = {
+            digest: (place, sizes.get(digest, MAX_TOKENIZER_BYTES))
+            for digest, place in places.items()
+        }
+        asyncio.run(
+            fetch_files(
+                addresses, wanted, MAX_TOKENIZER_BYTES + sum(sizes.values()), identity, gate
+            )
+        )
     return with_origin(config)
 
 
@@ -107,8 +128,8 @@ def check_start(config: Config, model: nn.Module) -> None:
     """Raises SwarmError unless the trained parameters are those that the manifest names."""
     if config.model.weights is not None and _trained_digest(model) != config.model.weights:
         raise SwarmError(
-            f"the run starts from weights {config.model.weights[:12]}, and the swarm sent others; join at the address "
-            "of another peer"
+            f"the run starts from weights {config.model.weights[:12]}, and the swarm sent others;"
+            " join at the address of another peer"
         )
 
 
@@ -119,10 +140,12 @@ def _model(config: Config) -> Values:
     frozen = models.frozen_of(built)
     if len(frozen) > MAX_FROZEN:
         raise ConfigError(
-            f"model.path={config.model.path} has {len(frozen)} buffers and parameters that are not trained; a run has "
-            f"room for the digests of {MAX_FROZEN}"
+            f"model.path={config.model.path} has {len(frozen)} buffers and parameters that are not"
+            f" trained; a run has room for the digests of {MAX_FROZEN}"
         )
-    digests = {name: sha256(models.pack(name, tensor)).hexdigest() for name, tensor in frozen.items()}
+    digests = {
+        name: sha256(models.pack(name, tensor)).hexdigest() for name, tensor in frozen.items()
+    }
     at_commit = config.model.path if config.model.revision is not None else None
     here = {"path": at_commit, "directory": str(directory.resolve())}
     return {**models.recipe_of(built), **here, "weights": _trained_digest(built), "frozen": digests}
@@ -141,16 +164,21 @@ def _tokenizer(config: Config) -> Values:
         return {"tokenizer": "bytes", "tokenizer_revision": None}
     if not directory.is_dir():
         return {}
-    files = [file for file in sorted(directory.iterdir()) if any(fnmatch(file.name, one) for one in TOKENIZER_FILES)]
+    files = [
+        file
+        for file in sorted(directory.iterdir())
+        if any(fnmatch(file.name, one) for one in TOKENIZER_FILES)
+    ]
     nbytes = sum(file.stat().st_size for file in files)
     if not files:
         raise DataError(
-            f"data.tokenizer={named} has no tokenizer; set it to bytes, or to a directory or name that has one"
+            f"data.tokenizer={named} has no tokenizer; set it to bytes, or to a directory or name"
+            " that has one"
         )
     if len(files) > MAX_TOKENIZER_FILES or nbytes > MAX_TOKENIZER_BYTES:
         raise DataError(
-            f"data.tokenizer: {named} has {len(files)} files of a tokenizer with {nbytes} bytes; a run takes at "
-            f"most {MAX_TOKENIZER_FILES} of {MAX_TOKENIZER_BYTES} bytes in all"
+            f"data.tokenizer: {named} has {len(files)} files of a tokenizer with {nbytes} bytes; a"
+            f" run takes at most {MAX_TOKENIZER_FILES} of {MAX_TOKENIZER_BYTES} bytes in all"
         )
     return {
         "tokenizer": FILES if commit is None else named,
@@ -168,19 +196,25 @@ def _with(config: Config, model: Values, tokenizer: Values) -> Config:
 
 
 def _trained_digest(model: nn.Module) -> str | None:
-    return values_digest({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+    return values_digest(
+        {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    )
 
 
 def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"data.tokenizer: {file} cannot be read ({error.strerror})") from error
+        raise CheckpointError(
+            f"data.tokenizer: {file} cannot be read ({error.strerror})"
+        ) from error
 
 
 def _keep(content: bytes, place: Path, digest: str, what: str) -> None:
     if sha256(content).hexdigest() != digest:
-        raise CheckpointError(f"{what} is not what the run starts from; use the files of the run, or join it instead")
+        raise CheckpointError(
+            f"{what} is not what the run starts from; use the files of the run, or join it instead"
+        )
     if not place.is_file() or place.read_bytes() != content:  # of another run that was here
         place.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(place, content)

@@ -1,11 +1,13 @@
 """A loop over Accelerate as a peer, by three lines.
 
-    python scripts/examples/accelerate_loop.py            starts a swarm, prints its ADDRESS and waits for a second peer
+    python scripts/examples/accelerate_loop.py            starts a swarm, prints its ADDRESS and
+                                                          waits for a second peer
     python scripts/examples/accelerate_loop.py ADDRESS    joins it, from another terminal
 
-A small network learns to guess the next character of the sources of torch. `swarm.shard` gives each peer an order of
-the data of its own. The schedule is brought to the swarm's step before each step, so a peer that joins late has the
-learning rate of the others. 120 steps each, in 20 s; the swarm's figures go where the loop logs its own.
+A small network learns to guess the next character of the sources of torch. `swarm.shard` gives each
+peer an order of the data of its own. The schedule is brought to the swarm's step before each step,
+so a peer that joins late has the learning rate of the others. 120 steps each, in 20 s; the swarm's
+figures go where the loop logs its own.
 """
 
 import sys
@@ -27,11 +29,19 @@ rows = [(row[:-1], row[-1]) for row in tokens.unfold(0, CONTEXT + 1, 3)]
 train, held_out = rows[:-1000], rows[-1000:]
 
 accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-model = nn.Sequential(nn.Embedding(128, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 128))
+model = nn.Sequential(
+    nn.Embedding(128, 16),
+    nn.Flatten(),
+    nn.Linear(16 * CONTEXT, 256),
+    nn.GELU(),
+    nn.Linear(256, 128),
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
 
-swarm = Swarm(run_id="accelerate", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2)
+swarm = Swarm(
+    run_id="accelerate", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2
+)
 loader = DataLoader(swarm.shard(train), batch_size=32)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 

@@ -1,11 +1,12 @@
 """A LightningModule as a peer, by one callback.
 
-    python scripts/examples/lightning_module.py            starts a swarm, prints its ADDRESS, waits for a second peer
+    python scripts/examples/lightning_module.py            starts a swarm, prints its ADDRESS, waits
+                                                           for a second peer
     python scripts/examples/lightning_module.py ADDRESS    joins it, from another terminal
 
-Needs `pip install 'diloco[lightning]'`. A small network learns to guess the next character of the sources of torch.
-The callback gives each peer an order of the data of its own, and says so, also after `seed_everything(42)`. 100 steps
-each, in 20 s; both print the same anchors.
+Needs `pip install 'diloco[lightning]'`. A small network learns to guess the next character of the
+sources of torch. The callback gives each peer an order of the data of its own, and says so, also
+after `seed_everything(42)`. 100 steps each, in 20 s; both print the same anchors.
 """
 
 import sys
@@ -32,7 +33,11 @@ class NextLetter(LightningModule):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Embedding(128, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 128)
+            nn.Embedding(128, 16),
+            nn.Flatten(),
+            nn.Linear(16 * CONTEXT, 256),
+            nn.GELU(),
+            nn.Linear(256, 128),
         )
 
     def loss(self, batch):
@@ -50,7 +55,9 @@ class NextLetter(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-own = DilocoLightningCallback(run_id="lightning", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2)
+own = DilocoLightningCallback(
+    run_id="lightning", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2
+)
 loader = DataLoader(train, batch_size=32, shuffle=True)
 trainer = Trainer(
     max_steps=STEPS,

@@ -1,11 +1,14 @@
-"""nanoGPT's style of loop: settings at the top, `get_batch` from an array of tokens, a schedule by hand, a small GPT.
+"""nanoGPT's style of loop: settings at the top, `get_batch` from an array of tokens, a schedule by
+hand, a small GPT.
 
-    python scripts/examples/nanogpt.py              starts a swarm, prints its ADDRESS and waits for a second peer
+    python scripts/examples/nanogpt.py              starts a swarm, prints its ADDRESS and waits for
+                                                    a second peer
     python scripts/examples/nanogpt.py ADDRESS      joins it, from another terminal
 
-What makes a script of this kind a peer is marked: four lines. The seed of `get_batch` is the peer's own, because with
-1337 all peers would train on the same batches, and learn what one learns. The schedule follows `swarm.steps`, so a peer
-that joins late has the learning rate of the others. 100 steps in 20 s; both print the same anchors.
+What makes a script of this kind a peer is marked: four lines. The seed of `get_batch` is the peer's
+own, because with 1337 all peers would train on the same batches, and learn what one learns. The
+schedule follows `swarm.steps`, so a peer that joins late has the learning rate of the others. 100
+steps in 20 s; both print the same anchors.
 """
 
 import math
@@ -28,10 +31,13 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(n_embd), nn.LayerNorm(n_embd)
         self.qkv, self.proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
-        self.mlp = nn.Sequential(nn.Linear(n_embd, 4 * n_embd), nn.GELU(), nn.Linear(4 * n_embd, n_embd))
+        self.mlp = nn.Sequential(
+            nn.Linear(n_embd, 4 * n_embd), nn.GELU(), nn.Linear(4 * n_embd, n_embd)
+        )
 
     def forward(self, x):  # (B, T, n_embd)
-        heads = self.qkv(self.ln_1(x)).unflatten(2, (3, n_head, -1)).permute(2, 0, 3, 1, 4)  # (3, B, head, T, width)
+        # (3, B, head, T, width)
+        heads = self.qkv(self.ln_1(x)).unflatten(2, (3, n_head, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
         return x + self.mlp(self.ln_2(x))
@@ -77,8 +83,13 @@ def estimate_loss():
 
 
 model = GPT()
-optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-swarm = Swarm(run_id="nanogpt", address=sys.argv[1:], sync_every=10, rounds=max_iters // 10, min_peers=2)  # <- 1
+optimizer = torch.optim.AdamW(
+    model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+)
+# <- 1
+swarm = Swarm(
+    run_id="nanogpt", address=sys.argv[1:], sync_every=10, rounds=max_iters // 10, min_peers=2
+)
 generator = torch.Generator().manual_seed(swarm.seed)  # <- 2, instead of 1337
 
 sync = swarm.attach(model, optimizer).open()  # <- 3

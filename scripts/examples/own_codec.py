@@ -1,15 +1,18 @@
 """A codec from your own code: how pseudo-gradients travel.
 
-    python scripts/examples/own_codec.py              starts a swarm, prints its ADDRESS and waits for a second peer
+    python scripts/examples/own_codec.py              starts a swarm, prints its ADDRESS and waits
+                                                      for a second peer
     python scripts/examples/own_codec.py ADDRESS      joins it, from another terminal
 
-A bit for each value, its sign, and the mean magnitude of each block of 4096: a thirty-second of fp32. What it loses is
-sent in later rounds (`error_feedback`). A payload has its parts one after another, and each part has all blocks in
-order. The codec encodes contributions; updates go out in int8. One that encodes updates, too, says `publishes = True`,
-and decodes to the same bits on every machine.
+A bit for each value, its sign, and the mean magnitude of each block of 4096: a thirty-second of
+fp32. What it loses is sent in later rounds (`error_feedback`). A payload has its parts one after
+another, and each part has all blocks in order. The codec encodes contributions; updates go out in
+int8. One that encodes updates, too, says `publishes = True`, and decodes to the same bits on every
+machine.
 
-For `diloco train outer.codec_up=sign1` and `diloco join` see own_optimizer.py: the entry point is the same. Two
-networks learn from a teacher, each from inputs of its own, drawn with `swarm.seed`; both print the same anchors.
+For `diloco train outer.codec_up=sign1` and `diloco join` see own_optimizer.py: the entry point is
+the same. Two networks learn from a teacher, each from inputs of its own, drawn with `swarm.seed`;
+both print the same anchors.
 """
 
 import sys

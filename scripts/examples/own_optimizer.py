@@ -1,20 +1,22 @@
 """An outer optimizer from your own code.
 
-    python scripts/examples/own_optimizer.py              starts a swarm, prints its ADDRESS and waits for a second peer
+    python scripts/examples/own_optimizer.py              starts a swarm, prints its ADDRESS and
+                                                          waits for a second peer
     python scripts/examples/own_optimizer.py ADDRESS      joins it, from another terminal
 
-`push` says what one merged pseudo-gradient does. It is linear in its four values, so an heir goes on with its momentum
-as with that of the built-in ones. A step that is not linear, such as a sign, defines `transition` instead
-(`diloco.outer.optimizer`), and does without this. Another step needs another name, because peers compare names and not
-code.
+`push` says what one merged pseudo-gradient does. It is linear in its four values, so an heir goes
+on with its momentum as with that of the built-in ones. A step that is not linear, such as a sign,
+defines `transition` instead (`diloco.outer.optimizer`), and does without this. Another step needs
+another name, because peers compare names and not code.
 
-For `diloco train outer.optimizer=heavy_ball` and `diloco join` put the class into a package that all install:
+For `diloco train outer.optimizer=heavy_ball` and `diloco join` put the class into a package that
+all install:
 
     [project.entry-points."diloco.extensions"]
     heavy_ball = "my_package.heavy_ball"
 
-Whoever lacks it is told so in one line. Two networks learn from a teacher, each from inputs of its own, drawn with
-`swarm.seed`; in ten seconds both print the same anchors.
+Whoever lacks it is told so in one line. Two networks learn from a teacher, each from inputs of its
+own, drawn with `swarm.seed`; in ten seconds both print the same anchors.
 """
 
 import sys

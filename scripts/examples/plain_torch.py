@@ -1,11 +1,12 @@
 """DiLoCo in plain torch: a loop of your own becomes a peer by two lines.
 
-    python scripts/examples/plain_torch.py              starts a swarm, prints its ADDRESS and waits for a second peer
+    python scripts/examples/plain_torch.py              starts a swarm, prints its ADDRESS and waits
+                                                        for a second peer
     python scripts/examples/plain_torch.py ADDRESS      joins it, from another terminal
 
-A small network learns to guess the next character of the sources of torch. Each peer draws its batches with its
-own `swarm.seed`, so the two see different text. After 200 steps each, in ten seconds, both print the same anchors: all
-peers end with the same weights, bit for bit.
+A small network learns to guess the next character of the sources of torch. Each peer draws its
+batches with its own `swarm.seed`, so the two see different text. After 200 steps each, in ten
+seconds, both print the same anchors: all peers end with the same weights, bit for bit.
 """
 
 import sys
@@ -30,9 +31,17 @@ def batch(data, size, generator):
     return torch.stack([data[i : i + CONTEXT] for i in at]), data[at + CONTEXT]
 
 
-model = nn.Sequential(nn.Embedding(128, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 128))
+model = nn.Sequential(
+    nn.Embedding(128, 16),
+    nn.Flatten(),
+    nn.Linear(16 * CONTEXT, 256),
+    nn.GELU(),
+    nn.Linear(256, 128),
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-swarm = Swarm(run_id="plain_torch", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2)
+swarm = Swarm(
+    run_id="plain_torch", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2
+)
 
 generator = torch.Generator().manual_seed(swarm.seed)  # another one on each peer
 with swarm, swarm.attach(model, optimizer) as sync:

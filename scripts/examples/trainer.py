@@ -1,11 +1,14 @@
 """The Trainer of Hugging Face as a peer, by one callback.
 
-    python scripts/examples/trainer.py              starts a swarm, prints its ADDRESS and waits for a second peer
+    python scripts/examples/trainer.py              starts a swarm, prints its ADDRESS and waits for
+                                                    a second peer
     python scripts/examples/trainer.py ADDRESS      joins it, from another terminal
 
-A small GPT-2 learns the sources of torch. The Trainer's seed is 42 everywhere; the callback gives each peer an order of
-the data of its own, and says so. 60 steps each, in half a minute, with an evaluation of the same model on both at the
-end: they print the same loss and the same anchors. The swarm's figures are in the Trainer's log, wandb included.
+A small GPT-2 learns the sources of torch. The Trainer's seed is 42 everywhere; the callback gives
+each peer an order of the data of its own, and says so. 60 steps each, in half a minute, with an
+evaluation of the same model on both at the
+end: they print the same loss and the same anchors. The swarm's figures are in the Trainer's log,
+    wandb included.
 """
 
 import sys
@@ -22,10 +25,15 @@ LENGTH = 64  # tokens of a sequence
 files = sorted(Path(torch.__file__).parent.glob("*.py"))
 text = "".join(file.read_text(errors="ignore") for file in files)[:500_000]
 tokens = torch.tensor([min(ord(letter), 127) for letter in text])
-rows = [{"input_ids": row, "labels": row} for row in tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)]
+rows = [
+    {"input_ids": row, "labels": row}
+    for row in tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
+]
 train, held_out = rows[:-200], rows[-200:]
 
-model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4))
+model = GPT2LMHeadModel(
+    GPT2Config(vocab_size=128, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4)
+)
 arguments = TrainingArguments(
     tempfile.mkdtemp(),
     max_steps=60,  # a multiple of sync_every: what comes after the last exchange reaches nobody
@@ -42,4 +50,6 @@ own = DilocoCallback(run_id="trainer", address=sys.argv[1:], sync_every=10, roun
 trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=held_out, callbacks=[own])
 
 trainer.train()
-print(f"held-out loss {trainer.evaluate()['eval_loss']:.3f}, anchors {own.attachment.anchor_digest()}")
+print(
+    f"held-out loss {trainer.evaluate()['eval_loss']:.3f}, anchors {own.attachment.anchor_digest()}"
+)

@@ -32,13 +32,19 @@ def test_pages_become_html_whose_headings_have_the_names_that_links_use(
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "image.png").write_bytes(b"png")
-    (tmp_path / "README.md").write_text("# One\n\n[two](folder/two.md#what-is-it) [files](folder)\n")
-    (tmp_path / "folder" / "two.md").write_text("# Two\n\n## What is `it`?\n\n![x](image.png) [no](#nothing)\n")
+    (tmp_path / "README.md").write_text(
+        "# One\n\n[two](folder/two.md#what-is-it) [files](folder)\n"
+    )
+    (tmp_path / "folder" / "two.md").write_text(
+        "# Two\n\n## What is `it`?\n\n![x](image.png) [no](#nothing)\n"
+    )
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     for page in (tmp_path / "README.md", tmp_path / "folder" / "two.md"):
         docs._render(page, page.read_text(), tmp_path / "site")
     frame = re.compile(r"(reference|settings|commands|diloco)\.html$")
-    assert [link for link in docs.broken(tmp_path / "site") if not frame.search(link)] == ["folder/two.html: #nothing"]
+    assert [link for link in docs.broken(tmp_path / "site") if not frame.search(link)] == [
+        "folder/two.html: #nothing"
+    ]
     assert (tmp_path / "site" / "folder" / "image.png").read_bytes() == b"png"
 
 
@@ -62,25 +68,41 @@ def test_the_documents_are_in_a_source_distribution_and_not_in_a_wheel() -> None
     assert {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")} <= source
 
 
-RECIPES = sorted({(page.name, line) for page in (*DOCS.glob("*.md"), ROOT / "README.md") for line in typed(page)})
+RECIPES = sorted(
+    {(page.name, line) for page in (*DOCS.glob("*.md"), ROOT / "README.md") for line in typed(page)}
+)
 
 
-@pytest.mark.parametrize(("page", "line"), RECIPES, ids=[f"{page}: {line}" for page, line in RECIPES])
+@pytest.mark.parametrize(
+    ("page", "line"), RECIPES, ids=[f"{page}: {line}" for page, line in RECIPES]
+)
 def test_a_command_of_a_page_can_be_typed(
-    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its options exist, and its settings make a configuration; nothing is started."""
     monkeypatch.chdir(tmp_path)
     if "swarm.key_path=run.key" in line:
         assert exit_code("keygen", "run.key") == 0
     line = line.replace("COMMIT", "0" * 40)
-    _, name, *words = ["diloco", "train", *line.split()[4:]] if line.startswith("torchrun") else shlex.split(line)
+    _, name, *words = (
+        ["diloco", "train", *line.split()[4:]] if line.startswith("torchrun") else shlex.split(line)
+    )
     if "-m" in words or name == "sweep":
-        arguments = ["sweep", *([name] if name != "sweep" else []), *(one for one in words if one != "-m"), "--dry-run"]
+        arguments = [
+            "sweep",
+            *([name] if name != "sweep" else []),
+            *(one for one in words if one != "-m"),
+            "--dry-run",
+        ]
     elif name in ("train", "local", "simulate") or words[:1] == ["--new"]:
         arguments = [name, *words, "--cfg", "job"]
     else:
-        cli.commands[name].make_context(name, words)  # click's own error for an option that is not there
+        # click's own error for an option that is not there
+        cli.commands[name].make_context(name, words)
         return
     assert exit_code(*arguments) == 0, capsys.readouterr().err
 
@@ -91,7 +113,9 @@ def sentences() -> str:
     for module in (ROOT / "diloco").rglob("*.py"):
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                parts = (
+                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+                )
                 found.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
@@ -113,7 +137,9 @@ def _pattern(text: str) -> str:
 
 def test_the_front_page_leads_to_every_page_of_the_documents() -> None:
     front = (ROOT / "README.md").read_text()
-    assert [page.name for page in DOCS.glob("*.md") if f"](diloco/docs/{page.name}" not in front] == []
+    assert [
+        page.name for page in DOCS.glob("*.md") if f"](diloco/docs/{page.name}" not in front
+    ] == []
     assert "](#presets)" in front and "\n## Presets\n" in front
     assert len(front.splitlines()) <= 150
 
@@ -126,8 +152,16 @@ def test_there_is_no_more_to_read_than_somebody_reads() -> None:
 
 def test_a_page_that_starts_another_peer_says_how_its_data_differs() -> None:
     texts = {page: page.read_text() for page in docs.pages()}
-    joining = {page for page, text in texts.items() if re.search(r"(?m)^diloco join |[Tt]he next peer", text)}
-    said = {page for page in joining if re.search(r"(other|different)[\s-]+data|data\s+differs", texts[page], re.I)}
+    joining = {
+        page
+        for page, text in texts.items()
+        if re.search(r"(?m)^diloco join |[Tt]he next peer", text)
+    }
+    said = {
+        page
+        for page in joining
+        if re.search(r"(other|different)[\s-]+data|data\s+differs", texts[page], re.I)
+    }
     assert joining and joining == said
 
 
@@ -143,5 +177,10 @@ def test_the_reference_names_everything_that_a_user_imports_and_what_a_swarm_has
 
 def test_the_optimizer_of_a_page_can_be_registered_and_chosen() -> None:
     said = "\nprint(swarm.outer.optimizer)"
-    done = subprocess.run([sys.executable, "-c", code("extend.md") + said], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code("extend.md") + said],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout == "heavy_ball\n", done.stderr

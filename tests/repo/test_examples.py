@@ -1,4 +1,5 @@
-"""Each file of scripts/examples is run as its first lines say: a starter, and a second peer at the printed address."""
+"""Each file of scripts/examples is run as its first lines say: a starter, and a second peer at the
+printed address."""
 
 from __future__ import annotations
 
@@ -13,5 +14,5 @@ def test_each_example_is_short_is_in_the_table_and_says_how_both_peers_start() -
     assert sorted(table) == [file.stem for file in EXAMPLES] and len(readme.split()) < 200
     for file in EXAMPLES:
         text = file.read_text()
-        assert len(text.splitlines()) <= 100, file.stem
+        assert len(text.splitlines()) <= 110, file.stem
         assert f"python scripts/examples/{file.name} ADDRESS" in text.split('"""')[1], file.stem

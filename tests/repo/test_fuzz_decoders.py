@@ -33,7 +33,11 @@ def test_a_message_of_an_unknown_kind_writes_no_second_line_into_our_log() -> No
 
 def test_a_checkpoint_whose_checksum_fits_and_whose_fields_do_not_is_unusable() -> None:
     target = fuzz.targets()["checkpoint"]()
-    for body in (b"{}", b'{"files": [], "step": 1, "state": {}}', b'{"files": {"../a": {}}, "step": 1, "state": {}}'):
+    for body in (
+        b"{}",
+        b'{"files": [], "step": 1, "state": {}}',
+        b'{"files": {"../a": {}}, "step": 1, "state": {}}',
+    ):
         with pytest.raises(CheckpointError, match="something is missing"):
             target.decode(b"b" + body)
 

@@ -1,7 +1,8 @@
-"""Imports point down and never in a circle, every third-party package has a home, and the core touches neither clock
-nor socket.
+"""Imports point down and never in a circle, every third-party package has a home, and the core
+touches neither clock nor socket.
 
-The imports are read from the syntax tree, so one inside a function or under TYPE_CHECKING counts like any other.
+The imports are read from the syntax tree, so one inside a function or under TYPE_CHECKING counts
+like any other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import pytest
 
 from tests.support.places import PACKAGE
 
-# From the bottom up; a part may import the parts of lower rows and itself. Parts of one row do not know each other.
+# From the bottom up; a part may import the parts of lower rows and itself. Parts of one row do not
+# know each other.
 LAYERS = [
     {"text", "atomic"},
     {"errors"},
@@ -44,7 +46,8 @@ STOREYS = {
         {"node", "client"},
     ],
 }
-# Where a package may be imported; anything else that is not in the standard library may not be imported at all.
+# Where a package may be imported; anything else that is not in the standard library may not be
+# imported at all.
 HOMES = {
     "hivemind": {"swarm"},
     "transformers": {"model", "data", "integrations"},
@@ -86,7 +89,8 @@ HOMES = {
     "click": {"cli"},
     "rich": {"cli", "testing"},
 }
-# Sans-IO: these parts are told what happened and what time it is. (`outer` keeps scratch memory per thread.)
+# Sans-IO: these parts are told what happened and what time it is. (`outer` keeps scratch memory per
+# thread.)
 IO_MODULES = {"asyncio", "datetime", "multiprocessing", "select", "socket", "subprocess", "time"}
 SANS_IO = {
     "admission": IO_MODULES | {"threading"},
@@ -99,7 +103,8 @@ NEVER = {"pickle", "dill", "marshal", "shelve"}
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yields (line, dotted name) of everything a module imports; for `from a import b` this is `a.b`."""
+    """Yields (line, dotted name) of everything a module imports; for `from a import b` this is
+    `a.b`."""
     parents = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -109,7 +114,11 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, s
             start = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            function = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", None)
+            )
             if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
                 yield node.lineno, node.args[0].value
 
@@ -134,7 +143,9 @@ def _forbidden(module: str, name: str) -> str | None:
         return f"{part} reads no clock and opens no socket"
     if top in sys.stdlib_module_names:
         return None
-    package = max((home for home in HOMES if f"{name}.".startswith(f"{home}.")), key=len, default=None)
+    package = max(
+        (home for home in HOMES if f"{name}.".startswith(f"{home}.")), key=len, default=None
+    )
     if package is None:
         return "no part is its home"
     return None if part in HOMES[package] else f"its home is {' or '.join(sorted(HOMES[package]))}"
@@ -142,7 +153,8 @@ def _forbidden(module: str, name: str) -> str | None:
 
 def _points_up(part: str, name: str) -> str | None:
     target = [*name.split("."), ""][1]
-    if part in ("", "__main__") or target in ("", "__version__", part):  # the facade, and what it defines itself
+    # the facade, and what it defines itself
+    if part in ("", "__main__") or target in ("", "__version__", part):
         return None
     rank = _ranks(LAYERS)
     if target not in rank or part not in rank:
@@ -152,7 +164,9 @@ def _points_up(part: str, name: str) -> str | None:
 
 def _points_up_inside(module: str, name: str) -> str | None:
     """The same for two folders of one part."""
-    (_, part, storey), (_, target_part, target) = ([*dotted.split("."), "", ""][:3] for dotted in (module, name))
+    (_, part, storey), (_, target_part, target) = (
+        [*dotted.split("."), "", ""][:3] for dotted in (module, name)
+    )
     rank = _ranks(STOREYS.get(part, []))
     if part != target_part or storey == target or not {storey, target} <= rank.keys():
         return None
@@ -165,12 +179,18 @@ def _ranks(rows: list[set[str]]) -> dict[str, int]:
 
 def modules() -> list[tuple[str, Path]]:
     files = sorted(PACKAGE.rglob("*.py"))
-    names = [file.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".") for file in files]
+    names = [
+        file.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")
+        for file in files
+    ]
     return [(name.removesuffix(".__init__"), file) for name, file in zip(names, files, strict=True)]
 
 
 def test_imports_point_down_and_third_party_packages_stay_at_home() -> None:
-    found = [complaints(file.read_text(encoding="utf-8"), name, file.name == "__init__.py") for name, file in modules()]
+    found = [
+        complaints(file.read_text(encoding="utf-8"), name, file.name == "__init__.py")
+        for name, file in modules()
+    ]
     assert [complaint for some in found for complaint in some] == []
 
 
@@ -178,7 +198,9 @@ def test_every_part_of_the_package_is_in_a_layer() -> None:
     parts = {name.split(".")[1] for name, _ in modules() if "." in name} - {"__main__"}
     assert parts <= set().union(*LAYERS)
     for part, rows in STOREYS.items():
-        folders = {place.name for place in (PACKAGE / part).iterdir() if (place / "__init__.py").is_file()}
+        folders = {
+            place.name for place in (PACKAGE / part).iterdir() if (place / "__init__.py").is_file()
+        }
         assert folders == set().union(*rows)
 
 
@@ -200,7 +222,9 @@ def test_no_module_takes_a_private_name_of_another() -> None:
     taken = [
         f"{module}:{line} imports {name}"
         for module, file in modules()
-        for line, name in imports(file.read_text(encoding="utf-8"), module, file.name == "__init__.py")
+        for line, name in imports(
+            file.read_text(encoding="utf-8"), module, file.name == "__init__.py"
+        )
         if name.startswith("diloco.") and re.match(r"_[a-z]", name.rpartition(".")[2])
     ]
     assert taken == []
@@ -209,12 +233,24 @@ def test_no_module_takes_a_private_name_of_another() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("diloco.outer.codecs", "import diloco.config.schema\nimport diloco.train", "outer is not above train"),
-        ("diloco.swarm.node", "import importlib\nimportlib.import_module('diloco.cli')", "swarm is not above cli"),
+        (
+            "diloco.outer.codecs",
+            "import diloco.config.schema\nimport diloco.train",
+            "outer is not above train",
+        ),
+        (
+            "diloco.swarm.node",
+            "import importlib\nimportlib.import_module('diloco.cli')",
+            "swarm is not above cli",
+        ),
         ("diloco.train.loop", "if TYPE_CHECKING:\n    import hivemind", "its home is swarm"),
         ("diloco.core.tips", "import time", "core reads no clock and opens no socket"),
         ("diloco.rundir.checkpoint", "import pickle", "it can run code from a file"),
-        ("diloco.swarm.client.ask", "from ..node import node", "swarm.client is not above swarm.node"),
+        (
+            "diloco.swarm.client.ask",
+            "from ..node import node",
+            "swarm.client is not above swarm.node",
+        ),
     ],
 )
 def test_the_checker_finds_what_is_wrong(module: str, source: str, complaint: str) -> None:
@@ -227,7 +263,12 @@ def test_the_checker_finds_what_is_wrong(module: str, source: str, complaint: st
     "statement", ["import diloco", "import diloco.cli.main", "import diloco.config, diloco.errors"]
 )
 def test_nothing_heavy_is_imported_before_a_command_runs(statement: str) -> None:
-    heavy = "{'torch', 'transformers', 'hivemind', 'datasets', 'numpy', 'wandb', 'matplotlib', 'lightning'}"
+    heavy = (
+        "{'torch', 'transformers', 'hivemind', 'datasets', 'numpy', 'wandb', 'matplotlib',"
+        " 'lightning'}"
+    )
     code = f"import sys; {statement}; print(sorted({heavy} & set(sys.modules)))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
     assert shown.stdout == "[]\n"

@@ -1,4 +1,5 @@
-"""What is installed and run is named exactly: the lock of deployments, the build backend, and the actions of CI."""
+"""What is installed and run is named exactly: the lock of deployments, the build backend, and the
+actions of CI."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ def locked() -> dict[str, str]:
 
 def test_every_file_of_a_deployment_has_a_hash_and_the_version_that_is_tested() -> None:
     text = (ROOT / "scripts" / "constraints.txt").read_text()
-    tested = {normal(name): version for name, version in re.findall(r"^([A-Za-z][\w.-]*)==([^;\s]+)", text, re.M)}
+    tested = {
+        normal(name): version
+        for name, version in re.findall(r"^([A-Za-z][\w.-]*)==([^;\s]+)", text, re.M)
+    }
     assert {name: tested.get(name, version) for name, version in locked().items()} == locked()
     assert f"torch=={tested['torch']}" in LOCK and "torch" not in locked()
     assert not re.search(r"^[^#]*(://|--index|--extra)", LOCK, re.M)

@@ -1,4 +1,5 @@
-"""A model that is attached to a swarm, in virtual time: its states, its accounts, and what it does between rounds."""
+"""A model that is attached to a swarm, in virtual time: its states, its accounts, and what it does
+between rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_a_loop_of_ones_own_trains_again_after_each_exchange(outer: dict[str, An
         for _ in range(8):
             loop.step()
             core = loop.node.core.facts
-            seen.append((loop.sync.exchanged, core.trains_now and not core.says_waits, loop.sync.version))
+            seen.append(
+                (loop.sync.exchanged, core.trains_now and not core.says_waits, loop.sync.version)
+            )
         loop.pass_s(0.5)  # the last word of the other one is here
         if not outer:
             [other] = core.members.all()
@@ -43,7 +46,9 @@ def last_flight(node: LastFlight, steps: int, **outer: Any) -> Attachment:
     """A loop of one's own that ends after some steps while contributions are on their way."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    swarm = Swarm(run_id="run", identity=Path("a"), sync_every=4, overlap=2, runtime=Direct(node), **outer)  # type: ignore[arg-type]
+    swarm = Swarm(
+        run_id="run", identity=Path("a"), sync_every=4, overlap=2, runtime=Direct(node), **outer
+    )  # type: ignore[arg-type]
     with swarm.attach(model, optimizer, phases=PhaseTimer()) as sync:
         for _ in range(steps):
             optimizer.step()
@@ -58,7 +63,9 @@ def test_what_is_discarded_of_the_last_contributions_is_counted() -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "e3m0"])
 @pytest.mark.parametrize(("seeds", "times"), [("aab", 1), ("abc", 0)])
-def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times: int, codec: str) -> None:
+def test_two_peers_that_train_on_the_same_data_are_named_once(
+    seeds: str, times: int, codec: str
+) -> None:
     def work(loop: Loop) -> None:
         loop.noise = torch.Generator().manual_seed(ord(seeds["abc".index(loop.name)]))
         loop.step(12)
@@ -71,19 +78,31 @@ def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times:
         assert fields["cosine"] > 0.9999  # type: ignore[operator]
 
 
-def test_peers_whose_numbers_stand_for_other_text_are_told_of_each_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_whose_numbers_stand_for_other_text_are_told_of_each_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     data = {"a": f"{1:016x}-24x16", "b": f"{2:016x}-25x16", "c": f"{1:016x}-24x16", "d": ""}
     loops = train("abcd", lambda loop: loop.step(5), sync_every=4, data=data)
-    told = {name: sorted(fields["peer"] for fields in loop.told("other_data")) for name, loop in loops.items()}
+    told = {
+        name: sorted(fields["peer"] for fields in loop.told("other_data"))
+        for name, loop in loops.items()
+    }
     assert told == {"a": ["b"], "b": ["a", "c"], "c": ["b"], "d": []}
-    lines = [record.getMessage() for record in caplog.records if "other data" in record.getMessage()]
-    line = "b ...b has other data (25 sequences, 00000000; here 24 sequences, 00000000): peers share sequences out by "
+    lines = [
+        record.getMessage() for record in caplog.records if "other data" in record.getMessage()
+    ]
+    line = (
+        "b ...b has other data (25 sequences, 00000000; here 24 sequences, 00000000): peers share"
+        " sequences out by "
+    )
     assert len(lines) == 4 and sum(one.startswith(line) for one in lines) == 2
 
 
 def test_who_goes_on_after_the_planned_rounds_is_told_once() -> None:
     loops = train("ab", lambda loop: loop.step(16), sync_every=4, rounds=2)
-    assert [loop.told("rounds_over") for loop in loops.values()] == 2 * [[{"rounds": 2, "version": 3}]]
+    assert [loop.told("rounds_over") for loop in loops.values()] == 2 * [
+        [{"rounds": 2, "version": 3}]
+    ]
     loops = train("ab", lambda loop: loop.step(16), sync_every=4, rounds=4)
     assert not any(loop.told("rounds_over") for loop in loops.values())
 
@@ -118,7 +137,8 @@ def test_what_torch_is_set_to_means_nothing_inside(state: str) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.9])
 def test_what_is_written_back_beside_the_optimizer_is_an_error(share: float) -> None:
-    """Such as an average of the parameters; a part of what was given may go: weights are clipped, or decay."""
+    """Such as an average of the parameters; a part of what was given may go: weights are clipped,
+    or decay."""
 
     def work(loop: Loop) -> None:
         for _ in range(12):
@@ -128,12 +148,16 @@ def test_what_is_written_back_beside_the_optimizer_is_an_error(share: float) -> 
                 for one, kept in zip(loop.sync.parameters.values(), before, strict=True):
                     one.detach().copy_(kept.lerp(one, share))
 
-    error = pytest.raises(ConfigError, match=r"^model: between two steps, something went back to the parameters of be")
+    error = pytest.raises(
+        ConfigError, match=r"^model: between two steps, something went back to the parameters of be"
+    )
     with error if share < 0.5 else nullcontext():
         train("ab", work, sync_every=4, lr=0.1, momentum=0.0)
 
 
-def test_of_different_plans_the_longest_counts_for_all_from_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_different_plans_the_longest_counts_for_all_from_the_first_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plans, seen, rates = {"a": 2, "b": 6, "c": 4}, set(), OuterOptimizer.rates
 
     def watched(optimizer: OuterOptimizer, step: OuterStep) -> tuple[float, float]:
@@ -142,17 +166,22 @@ def test_of_different_plans_the_longest_counts_for_all_from_the_first_round(monk
         return rates(optimizer, step)
 
     monkeypatch.setattr(OuterOptimizer, "rates", watched)
-    monkeypatch.setattr(support, "Swarm", lambda **settings: Swarm(**settings, rounds=plans[settings["name"]]))
+    monkeypatch.setattr(
+        support, "Swarm", lambda **settings: Swarm(**settings, rounds=plans[settings["name"]])
+    )
     loops = train("abc", lambda loop: loop.step(12), sync_every=4)
-    assert seen == {(0, 6), (1, 6), (2, 6)} and not any(loop.told("rounds_over") for loop in loops.values())
+    assert seen == {(0, 6), (1, 6), (2, 6)} and not any(
+        loop.told("rounds_over") for loop in loops.values()
+    )
 
 
-# -- between two rounds -----------------------------------------------------------------------------------------------
+# -- between two rounds ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slow", ["a", "b"])
 def test_a_minute_of_checkpointing_costs_no_contribution(slow: str) -> None:
-    """Nor does one of evaluating. One of the two is syncer; what is written stays one version, whoever is slow."""
+    """Nor does one of evaluating. One of the two is syncer; what is written stays one version,
+    whoever is slow."""
 
     def work(loop: Loop) -> None:
         for _ in range(12):
@@ -161,11 +190,17 @@ def test_a_minute_of_checkpointing_costs_no_contribution(slow: str) -> None:
                 with loop.sync.anchored():
                     loop.pass_s(60.0)
                 with loop.sync.checkpointing() as saved:
-                    outer = [vector for master, state in saved.outer.values() for vector in (master, *state.vectors)]
+                    outer = [
+                        vector
+                        for master, state in saved.outer.values()
+                        for vector in (master, *state.vectors)
+                    ]
                     tensors = [*saved.anchors, *outer]
                     before = [tensor.clone() for tensor in tensors]
                     loop.pass_s(60.0)
-                    assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+                    assert all(
+                        torch.equal(now, then) for now, then in zip(tensors, before, strict=True)
+                    )
                     assert list(saved.tips) == [f.tip for f in loop.node.core.facts.fragments]
         assert loop.sync.version == 3
 

@@ -1,4 +1,5 @@
-"""The promises of the core hold in schedules of faults; `scripts/fuzz_protocol --kind cores` plays more of them."""
+"""The promises of the core hold in schedules of faults; `scripts/fuzz_protocol --kind cores` plays
+more of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every rule of core and nodes is needed: without it a schedule of faults or a test of the core fails."""
+"""Every rule of core and nodes is needed: without it a schedule of faults or a test of the core
+fails."""
 
 from __future__ import annotations
 

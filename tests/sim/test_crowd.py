@@ -1,7 +1,9 @@
-"""Swarms of production peers in virtual time: whatever fails, and in whatever order things arrive, they end as one.
+"""Swarms of production peers in virtual time: whatever fails, and in whatever order things arrive,
+they end as one.
 
-Every story is also watched: `diloco.testing.fuzz.invariants` has what must hold with every event and at the end.
-Freezes, splits, restarts and mixtures of faults are those of the fuzz (`test_fuzz.py`) and of `tests/unit/core`.
+Every story is also watched: `diloco.testing.fuzz.invariants` has what must hold with every event
+and at the end. Freezes, splits, restarts and mixtures of faults are those of the fuzz
+(`test_fuzz.py`) and of `tests/unit/core`.
 """
 
 from __future__ import annotations
@@ -20,21 +22,31 @@ def contributors(swarm: Story) -> set[str]:
     return {"".join(line.peer for line, _ in head.lines) for head in swarm.made()}
 
 
-# -- nobody fails -----------------------------------------------------------------------------------------------------
+# -- nobody fails ----------------------------------------------------------------------------------
 
 
 @seeds
 def test_four_peers_share_the_fragments_and_merge_everybody(seed: int) -> None:
     with story(seed) as swarm:
         swarm.start("abcd", min_peers=4)
-        swarm.run_until(lambda: swarm.version("a") == 1 if "a" in swarm.nodes() else False, "the first outer step")
+        swarm.run_until(
+            lambda: swarm.version("a") == 1 if "a" in swarm.nodes() else False,
+            "the first outer step",
+        )
         assert Counter(swarm.authors("a")) == dict.fromkeys("abcd", 1)
         nodes = swarm.run_to_the_end()
         assert contributors(swarm) == {"abcd"}
         assert set(swarm.lost.values()) == {0}
-        assert all(node.core.facts.takeovers == node.core.facts.heals == 0 for node in nodes.values())
+        assert all(
+            node.core.facts.takeovers == node.core.facts.heals == 0 for node in nodes.values()
+        )
         assert min(swarm.work(name) for name in nodes) > 2 * 4 * TOKENS_PER_ROUND
-        assert {kind for name in "abcd" for kind in swarm.kinds(name)} <= {"join", "tip", "done", "leave"}
+        assert {kind for name in "abcd" for kind in swarm.kinds(name)} <= {
+            "join",
+            "tip",
+            "done",
+            "leave",
+        }
 
 
 def test_versions_have_the_same_bits_whatever_arrives_first() -> None:
@@ -43,10 +55,14 @@ def test_versions_have_the_same_bits_whatever_arrives_first() -> None:
         with story(seed, fragments=3, outer={"codec_up": "fp32", "codec_down": "int8"}) as swarm:
             swarm.crowd.seed = 0  # of models and gradients
             arrivals: list[tuple[int, str]] = []
-            swarm.crowd.on_note = lambda life, kind, fields, arrivals=arrivals: arrivals.append((len(kind), life.name))
+            swarm.crowd.on_note = lambda life, kind, fields, arrivals=arrivals: arrivals.append(
+                (len(kind), life.name)
+            )
             for name in "abc":
                 latency_s = swarm.random.choice([0.02, 0.1, 0.3])
-                life = swarm.crowd.start(PeerSpec(name, step_s=5.0, latency_s=latency_s), min_peers=3)
+                life = swarm.crowd.start(
+                    PeerSpec(name, step_s=5.0, latency_s=latency_s), min_peers=3
+                )
                 swarm.run_until(lambda life=life: life.ready, "it listens")
             nodes = swarm.run_to_the_end()
             first = [made for made in swarm.watch.lineage.made.values() if made.head.number == 1]
@@ -70,13 +86,15 @@ def test_hosts_make_versions_for_a_trainer_and_follow_it(seed: int) -> None:
     with story(seed, loss=0.1) as swarm:
         swarm.start("hi", min_peers=3, trains=False)
         swarm.start("a", min_peers=3)
-        swarm.run_until(lambda: len(swarm.nodes()) == 3 and swarm.version("a") == 2, "two outer steps")
+        swarm.run_until(
+            lambda: len(swarm.nodes()) == 3 and swarm.version("a") == 2, "two outer steps"
+        )
         assert sorted(Counter(swarm.authors("a")).values()) == [1, 1, 2]
         swarm.run_to_the_end(1)
         assert contributors(swarm) == {"a"}
 
 
-# -- peers come and go ------------------------------------------------------------------------------------------------
+# -- peers come and go -----------------------------------------------------------------------------
 
 
 @seeds
@@ -114,7 +132,7 @@ def test_a_leaver_loses_nothing_and_its_heirs_have_its_momentum(seed: int) -> No
         assert all(swarm.kinds(name)["leave"] == 1 for name in swarm.nodes())
 
 
-# -- out of phase -----------------------------------------------------------------------------------------------------
+# -- out of phase ----------------------------------------------------------------------------------
 
 
 def test_peers_out_of_phase_are_all_merged_without_a_barrier() -> None:
@@ -133,7 +151,7 @@ def test_peers_out_of_phase_are_all_merged_without_a_barrier() -> None:
         assert sum(swarm.discarded(name) for name in names) <= 0.05 * swarm.work("p00")
 
 
-# -- a public run -----------------------------------------------------------------------------------------------------
+# -- a public run ----------------------------------------------------------------------------------
 
 
 def test_who_was_not_invited_is_merged_and_makes_no_version_even_when_the_invited_go() -> None:

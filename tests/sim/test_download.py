@@ -1,4 +1,5 @@
-"""Nodes over the simulated network: an anchor comes in parts, from all who have it, and only right ones are kept."""
+"""Nodes over the simulated network: an anchor comes in parts, from all who have it, and only right
+ones are kept."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from diloco.testing.fuzz.crowd import small_pieces
 
 PART = 2**15  # elements: small parts, so that a small fragment has many
 NUMEL = 10 * PART + 1000
-UP, LATENCY_S = 2e5, 0.01  # bytes per second of every donor, and half a round trip between any two peers
+# bytes per second of every donor, and half a round trip between any two peers
+UP, LATENCY_S = 2e5, 0.01
 MANIFEST = "0" * 64
 PARTS, NBYTES, PART_NBYTES = 11, 4 * NUMEL, 4 * PART
 CONTROL_NBYTES = 30_000  # of heartbeats and headers, at most
@@ -67,8 +69,8 @@ class Villager:
 
 
 class Village:
-    """Peers of one fragment in virtual time; `asked` and `came` list the joiner's parts as (donor, part), and `at`
-    when each came.
+    """Peers of one fragment in virtual time; `asked` and `came` list the joiner's parts as (donor,
+    part), and `at` when each came.
     """
 
     def __init__(self, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +97,9 @@ class Village:
 
         monkeypatch.setattr(state, "ask", watched)
 
-    def peer(self, name: str, *seeds: str, values: Tensor, down: float | None = None, **options: Any) -> Villager:
+    def peer(
+        self, name: str, *seeds: str, values: Tensor, down: float | None = None, **options: Any
+    ) -> Villager:
         """A started node."""
         exact = {"lr": 1.0, "momentum": 0.0, "codec_up": "fp32", "codec_down": "fp32"}
         settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, "fragments": 1, **exact})
@@ -107,8 +111,12 @@ class Village:
             return self.network.join(name, list(seeds), PeerLink(down=down, latency_s=LATENCY_S))
 
         network = SwarmConfig(min_peers=options.pop("min_peers", 1))
-        chosen = NodeOptions(RunSpec("run", MANIFEST, "{}"), network, Path(name), name, wall=1e9, **options)
-        opening = Node.open(chosen, replica, lambda kind, fields: events.append((kind, fields)), connect)
+        chosen = NodeOptions(
+            RunSpec("run", MANIFEST, "{}"), network, Path(name), name, wall=1e9, **options
+        )
+        opening = Node.open(
+            chosen, replica, lambda kind, fields: events.append((kind, fields)), connect
+        )
         with self.loop.owned_by(name):
             villager.node = self.run(opening)
         return villager
@@ -182,7 +190,8 @@ def test_an_anchor_comes_from_all_donors_at_once(village: Village, count: int) -
     assert {source for source, _ in village.came} == {donor.name for donor in donors}
     assert len(village.asked) == PARTS and village.parts() == list(range(PARTS))
     took_s = village.at[-1] - began_at
-    first_s = PART_NBYTES / UP  # then the donor of the first part, which has told what there is, is one of many
+    # then the donor of the first part, which has told what there is, is one of many
+    first_s = PART_NBYTES / UP
     assert took_s < first_s + NBYTES / UP / count + 2 * first_s + 1.0
     assert NBYTES < joiner.node.traffic.bytes_received < NBYTES + CONTROL_NBYTES
     assert torch.equal(joiner.replica.anchors[0], donors[0].replica.anchors[0])
@@ -190,7 +199,9 @@ def test_an_anchor_comes_from_all_donors_at_once(village: Village, count: int) -
 
 
 @pytest.mark.parametrize("victim", ["author", "other"])
-def test_when_a_donor_crashes_only_its_parts_are_fetched_again(village: Village, victim: str) -> None:
+def test_when_a_donor_crashes_only_its_parts_are_fetched_again(
+    village: Village, victim: str
+) -> None:
     donors = village.donors(3)
     dying = donors[0 if victim == "author" else 1].name
     joiner = village.joiner()
@@ -239,7 +250,9 @@ def test_a_broken_download_goes_on_with_what_is_missing(village: Village, count:
     assert joiner.version == 0 and 6 <= len(village.came) < PARTS
     village.broken = False
     village.until(lambda: joiner.version == 1)
-    assert set(village.parts()) == set(range(PARTS)) and len(village.came) <= PARTS + count, "one was under way"
+    assert set(village.parts()) == set(range(PARTS)) and len(village.came) <= PARTS + count, (
+        "one was under way"
+    )
 
 
 def test_what_is_not_here_is_answered_with_no(village: Village) -> None:
@@ -258,7 +271,9 @@ def test_what_is_not_here_is_answered_with_no(village: Village) -> None:
     assert isinstance(village.run(answer(Get(0, nothing))), PartHeader)
 
 
-def test_a_node_that_cannot_join_leaves_nothing_open(village: Village, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_cannot_join_leaves_nothing_open(
+    village: Village, monkeypatch: pytest.MonkeyPatch
+) -> None:
     village.donors(1)
 
     async def nobody(mesh: object) -> list[str]:

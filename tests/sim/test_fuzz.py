@@ -1,4 +1,5 @@
-"""Fault schedules: the fast part of `scripts/fuzz_protocol`, and small cases of what it found in node and core."""
+"""Fault schedules: the fast part of `scripts/fuzz_protocol`, and small cases of what it found in
+node and core."""
 
 from __future__ import annotations
 
@@ -18,12 +19,16 @@ from tests.support import core as support
 from tests.support.slow import slow
 from tests.support.stories import story
 
-# -- schedules --------------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", range(0, 16, 4))
 def test_no_fault_schedule_breaks_an_invariant(first: int) -> None:
-    failed = {seed: why for seed in range(first, first + 4) if (why := play(scenario(seed)).violation) is not None}
+    failed = {
+        seed: why
+        for seed in range(first, first + 4)
+        if (why := play(scenario(seed)).violation) is not None
+    }
     assert failed == {}
 
 
@@ -37,7 +42,9 @@ def test_the_same_seed_is_the_same_run_line_by_line() -> None:
     traced: list[str] = []
     outcome = play(scenario(3), traced.append)
     assert outcome.violation is None and len(traced) > 30
-    assert play(scenario(3)) == outcome and tuple(traced) == outcome.story != play(scenario(4)).story
+    assert (
+        play(scenario(3)) == outcome and tuple(traced) == outcome.story != play(scenario(4)).story
+    )
 
 
 @pytest.mark.parametrize("lives", [30, slow(1000)])
@@ -48,7 +55,10 @@ def test_nothing_runs_out_when_a_peer_restarts_again_and_again(lives: int) -> No
         for life in range(1, lives + 1):
             swarm.run_until(lambda life=life: swarm.version("a") >= life, f"version {life}")
             last = swarm.crowd.lives["a"]
-            swarm.run_until(lambda last=last: last.checkpoints[-1].saved.steps >= last.node.clock()[0], "it is written")
+            swarm.run_until(
+                lambda last=last: last.checkpoints[-1].saved.steps >= last.node.clock()[0],
+                "it is written",
+            )
             swarm.crowd.crash("a")
             swarm.crowd.start(last.member, checkpoint=last.checkpoints[-1])
             swarm.run_until(lambda: swarm.crowd.lives["a"].node is not None, "it is back")
@@ -56,7 +66,7 @@ def test_nothing_runs_out_when_a_peer_restarts_again_and_again(lives: int) -> No
         assert swarm.merged("a", "a")[0] == swarm.version("a") >= lives
 
 
-# -- what was found ---------------------------------------------------------------------------------------------------
+# -- what was found --------------------------------------------------------------------------------
 
 
 def core(*others: str, fragments: int = 1, **settings: Any) -> Peer:
@@ -142,7 +152,9 @@ def test_a_load_that_is_asked_for_while_a_newcomer_begins_is_not_forgotten() -> 
             await load(fragment)
             if len(moved) < 3 and fragment == 0:
                 number = b.facts.fragments[0].tip.head.number
-                await swarm.node("b").context.tasks.until(lambda: b.facts.fragments[0].tip.head.number > number)
+                await swarm.node("b").context.tasks.until(
+                    lambda: b.facts.fragments[0].tip.head.number > number
+                )
                 moved.append(number)
 
         anchors.load = slowly  # type: ignore[method-assign]
@@ -151,9 +163,12 @@ def test_a_load_that_is_asked_for_while_a_newcomer_begins_is_not_forgotten() -> 
 
 
 def test_tokens_that_no_batch_has_are_no_contribution() -> None:
-    """Nor does the sum of what lines say leave its bounds, for which their author would be blamed."""
+    """Nor does the sum of what lines say leave its bounds, for which their author would be
+    blamed."""
     peer = core()
     peer.receive(Stepped(8), 2.0)
     captures(peer, 2.1)
-    lie = contributions.Line(0, "b", 1, peer.facts.control.tip.head.id, 1, MAX_TOKENS, (), 1.0, support.D)
+    lie = contributions.Line(
+        0, "b", 1, peer.facts.control.tip.head.id, 1, MAX_TOKENS, (), 1.0, support.D
+    )
     assert contributions.impossible(peer.facts, lie)

@@ -1,6 +1,7 @@
 """A liar whose numbers are at their bounds, among production nodes: no exception, no stuck node.
 
-`scripts/fuzz_protocol --kind numbers` plays all fields with all of their extreme values; here are a few.
+`scripts/fuzz_protocol --kind numbers` plays all fields with all of their extreme values; here are a
+few.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ def test_every_number_of_every_message_fits_at_its_bounds(example: Any) -> None:
     for kind, path in targets():
         if kind != example.kind or path[-1] == "wire_version":
             continue
-        lies = [changed(example, Target(kind, path, value), random.Random(0)) for value in range(NUM_VALUES)]
+        lies = [
+            changed(example, Target(kind, path, value), random.Random(0))
+            for value in range(NUM_VALUES)
+        ]
         assert sum(lie != example for lie in lies) >= 2, path
         assert all(decode(encode(lie)) == lie for lie in lies)

@@ -1,4 +1,5 @@
-"""The table of the way of a contribution (diloco/README.md) is what a traced run does, in that order."""
+"""The table of the way of a contribution (diloco/README.md) is what a traced run does, in that
+order."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ ROW = re.compile(r"^\| [a-z]* ?\| `([\w.]+)` \| ([\w/]+\.py) \|$", re.MULTILINE)
 
 
 def test_the_way_of_a_contribution_is_as_the_table_says(tmp_path: Path) -> None:
-    hops = ROW.findall((PACKAGE / "README.md").read_text().split("## One hop per storey")[1].split("## What")[0])
+    hops = ROW.findall(
+        (PACKAGE / "README.md").read_text().split("## One hop per storey")[1].split("## What")[0]
+    )
     wanted = {(name.split(".")[-1], str(PACKAGE / file)) for name, file in hops}
     called: list[tuple[str, str]] = []
 
@@ -34,5 +37,8 @@ def test_the_way_of_a_contribution_is_as_the_table_says(tmp_path: Path) -> None:
         threading.setprofile(None)
     rest = iter(called)
     for name, file in hops:  # each comes after the one before
-        assert (name.split(".")[-1], str(PACKAGE / file)) in rest, f"{name} of {file} does not follow"
+        assert (
+            name.split(".")[-1],
+            str(PACKAGE / file),
+        ) in rest, f"{name} of {file} does not follow"
     assert len(hops) == 12 and len({file for _, file in hops}) == 10

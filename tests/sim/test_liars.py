@@ -1,7 +1,9 @@
-"""Contributors that lie: the honest peers of a whole swarm of production peers lose next to nothing by it.
+"""Contributors that lie: the honest peers of a whole swarm of production peers lose next to nothing
+by it.
 
-One peer lies from the third version on, and is honest in everything else. What judging alone promises is in
-`tests/unit/outer/test_robust.py`, numbers at their bounds in `test_fuzz_semantics.py`, floods in `test_limits.py`.
+One peer lies from the third version on, and is honest in everything else. What judging alone
+promises is in `tests/unit/outer/test_robust.py`, numbers at their bounds in
+`test_fuzz_semantics.py`, floods in `test_limits.py`.
 """
 
 from __future__ import annotations
@@ -36,9 +38,12 @@ SECONDS = 1.5, 30.0  # times theirs, and more
 
 
 class Swarm(Crowd):
-    """Five peers that learn a target from noisy gradients; `liar` is one of them that makes no versions."""
+    """Five peers that learn a target from noisy gradients; `liar` is one of them that makes no
+    versions."""
 
-    def __init__(self, loop: VirtualLoop, peers: str, outer: dict[str, Any], adamw: bool, units: bool) -> None:
+    def __init__(
+        self, loop: VirtualLoop, peers: str, outer: dict[str, Any], adamw: bool, units: bool
+    ) -> None:
         settings = {"sync_every": 4, "fragments": 1, "lr": 0.7, "momentum": 0.5, **outer}
         super().__init__(loop, 0, settings, elements=ELEMENTS, units=units)
         self.goal, self.adamw = VERSIONS, adamw
@@ -55,7 +60,11 @@ class Swarm(Crowd):
         return torch.zeros(ELEMENTS)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=0.02) if self.adamw else super().optimizer(model)
+        return (
+            torch.optim.AdamW(model.parameters(), lr=0.02)
+            if self.adamw
+            else super().optimizer(model)
+        )
 
     def gradient(self, life: Life, w: Tensor, r: random.Random) -> Tensor:
         noise = torch.randn(w.numel(), generator=torch.Generator().manual_seed(r.getrandbits(62)))
@@ -78,7 +87,8 @@ class Swarm(Crowd):
         self.loop.run_until_complete(wait())
 
     def finish(self, *liars: str) -> tuple[float, float]:
-        """Until all honest peers are done, with one model; their loss (1 at the start), and when that was."""
+        """Until all honest peers are done, with one model; their loss (1 at the start), and when
+        that was."""
         honest = [name for name in self.lives if name not in liars]
         self.until(lambda: all(self.lives[name].ended for name in honest))
         assert {self.lives[name].ended for name in honest} == {"done"}, self.failures
@@ -87,7 +97,8 @@ class Swarm(Crowd):
         return float(distance.mean() / (self.target**2).mean()), self.loop.seconds
 
     def unharmed(self) -> set[str]:
-        """The honest peers end as well, and nearly as early, as they do alone; which events of theirs name the liar."""
+        """The honest peers end as well, and nearly as early, as they do alone; which events of
+        theirs name the liar."""
         (loss, seconds), alone = self.finish(self.liar), calm()
         assert loss <= LOSS * alone[0] and seconds <= SECONDS[0] * alone[1] + SECONDS[1]
         told = [line.split(maxsplit=3) for line in self.story if f"'{self.liar}'" in line]
@@ -96,7 +107,10 @@ class Swarm(Crowd):
 
 @contextmanager
 def swarm_of(
-    peers: str = "abcde", outer: dict[str, Any] | None = None, adamw: bool = False, units: bool = False
+    peers: str = "abcde",
+    outer: dict[str, Any] | None = None,
+    adamw: bool = False,
+    units: bool = False,
 ) -> Iterator[Swarm]:
     with quiet_process(), virtual_time() as loop, small_pieces(64, 128):
         yield Swarm(loop, peers, outer or {}, adamw, units)
@@ -110,7 +124,8 @@ def calm() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("factor", "accused"), [(-10.0, "left_out"), (-1.0, "left_out"), (100.0, "clipped"), (1e6, "clipped")]
+    ("factor", "accused"),
+    [(-10.0, "left_out"), (-1.0, "left_out"), (100.0, "clipped"), (1e6, "clipped")],
 )
 def test_what_is_sent_as_learned_harms_nobody(factor: float, accused: str) -> None:
     with swarm_of() as swarm:
@@ -158,7 +173,9 @@ def test_a_newcomer_is_not_thrown_far_by_the_moments_that_it_gets() -> None:
 
         def lie(honest: InnerState) -> InnerState:
             sizes = zip(honest.layout.names, honest.layout.numels, strict=True)
-            values = [torch.full((numel,), 0.0 if name.endswith("_sq") else 1e6) for name, numel in sizes]
+            values = [
+                torch.full((numel,), 0.0 if name.endswith("_sq") else 1e6) for name, numel in sizes
+            ]
             return replace(honest, steps=(1000,) * len(honest.steps), values=torch.cat(values))
 
         for life in swarm.living():  # whom the newcomer asks is drawn

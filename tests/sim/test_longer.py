@@ -46,7 +46,9 @@ class Again(Simulation):
         with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
             model, phases = copy.deepcopy(self.model), PhaseTimer(clock=self.loop.time)
             optimizer = inner_optimizer(model, config.inner)
-            batches = self.dataset.batches(config.inner.batch_size, shard=peer.index, shards=self.num_shards)
+            batches = self.dataset.batches(
+                config.inner.batch_size, shard=peer.index, shards=self.num_shards
+            )
             stream = PacedStream(batches, 1.0, 0.0, peer.name, peer.lockstep)
             saved = session.swarm()
             peer.sync = sync = self._swarm(peer, config, log).attach(
@@ -54,9 +56,19 @@ class Again(Simulation):
             )
             session.restore(sync, model, optimizer, stream)
             trainer = Trainer(
-                config, self.ranks, model, model, optimizer, stream, self.holdout, sync, session, phases, log,
+                config,
+                self.ranks,
+                model,
+                model,
+                optimizer,
+                stream,
+                self.holdout,
+                sync,
+                session,
+                phases,
+                log,
                 lambda message: None,
-            )  # fmt: skip
+            )
             with sync:
                 trainer.train()
                 trainer.save()
@@ -64,7 +76,10 @@ class Again(Simulation):
 
 
 def played(run_dir: Path, budgets: dict[int, Sequence[str]]) -> list[Summary]:
-    configs = {index: compose([*SETTINGS, f"run.dir={run_dir}", *budget]) for index, budget in budgets.items()}
+    configs = {
+        index: compose([*SETTINGS, f"run.dir={run_dir}", *budget])
+        for index, budget in budgets.items()
+    }
     with virtual_time() as time:
         simulation = Again(time, configs)
         time.run_until_complete(simulation.run())
@@ -75,7 +90,10 @@ def played(run_dir: Path, budgets: dict[int, Sequence[str]]) -> list[Summary]:
     ("before", "after"),
     [
         (["budget.outer_steps=3"], ["budget.outer_steps=6"]),
-        (["budget.outer_steps=null", "budget.tokens=1152"], ["budget.outer_steps=null", "budget.tokens=2304"]),
+        (
+            ["budget.outer_steps=null", "budget.tokens=1152"],
+            ["budget.outer_steps=null", "budget.tokens=2304"],
+        ),
     ],
     ids=["outer steps", "tokens"],
 )

@@ -1,4 +1,5 @@
-"""A training loop of one's own goes on from its checkpoints as if nothing had happened, in virtual time."""
+"""A training loop of one's own goes on from its checkpoints as if nothing had happened, in virtual
+time."""
 
 from __future__ import annotations
 
@@ -39,15 +40,21 @@ def peers(directory: Path, rounds: int, **outer: Any) -> dict[str, Loop]:
 
 
 @pytest.mark.parametrize(
-    "outer", [{}, {"optimizer": "delayed_nesterov", "quorum": 2, "delay": 2}], ids=["nesterov", "delayed"]
+    "outer",
+    [{}, {"optimizer": "delayed_nesterov", "quorum": 2, "delay": 2}],
+    ids=["nesterov", "delayed"],
 )
-def test_a_run_that_stopped_ends_where_an_uninterrupted_one_ends(outer: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_stopped_ends_where_an_uninterrupted_one_ends(
+    outer: dict[str, Any], tmp_path: Path
+) -> None:
     peers(tmp_path / "stopped", 2, **outer)
     stopped, whole = peers(tmp_path / "stopped", 4, **outer), peers(tmp_path / "whole", 4, **outer)
     assert len({loop.sync.anchor_digest() for loop in (*stopped.values(), *whole.values())}) == 1
     for name in "ab":
         here, there = stopped[name], whole[name]
-        assert (here.sync.steps, here.sync.tokens) == (there.sync.steps, there.sync.tokens) == (16, 16)
+        assert (
+            (here.sync.steps, here.sync.tokens) == (there.sync.steps, there.sync.tokens) == (16, 16)
+        )
         assert here._optimizer.param_groups[0]["lr"] == there._optimizer.param_groups[0]["lr"]
         [drawn] = here.told("drawn")
         assert len(drawn["all"]) == 16, "the loop has its own state again"
@@ -82,7 +89,9 @@ def refused(said: str, kind: type[Exception] = ConfigError) -> Iterator[None]:
     assert "\n" not in str(error.value)
 
 
-def attached(directory: Path, model: nn.Module, optimizer: Any = torch.optim.SGD, **settings: Any) -> Swarm:
+def attached(
+    directory: Path, model: nn.Module, optimizer: Any = torch.optim.SGD, **settings: Any
+) -> Swarm:
     swarm = Swarm(**{"run_id": "run", "runtime": Direct(LastFlight()), **EXACT, **settings})
     swarm.attach(model, optimizer(model.parameters(), lr=0.1), checkpoints=directory)
     return swarm
@@ -90,11 +99,19 @@ def attached(directory: Path, model: nn.Module, optimizer: Any = torch.optim.SGD
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     alone(tmp_path, 4)
-    with refused("^checkpoints=.* holds a run with other settings .outer.sync_every is 4 there, 5 here"):
+    with refused(
+        "^checkpoints=.* holds a run with other settings .outer.sync_every is 4 there, 5 here"
+    ):
         attached(tmp_path, nn.Linear(4, 1), sync_every=5)
-    with refused(r"^checkpoints=.* holds another model .weight is \[1, 4\] there, and \[1, 5\] here.; build the model"):
+    with refused(
+        r"^checkpoints=.* holds another model .weight is \[1, 4\] there, and \[1, 5\] here.; build"
+        r" the model"
+    ):
         attached(tmp_path, nn.Linear(5, 1))
-    with refused("^checkpoints directory: its checkpoint holds the state of SGD for 5 parameters", CheckpointError):
+    with refused(
+        "^checkpoints directory: its checkpoint holds the state of SGD for 5 parameters",
+        CheckpointError,
+    ):
         attached(tmp_path, nn.Linear(4, 1), torch.optim.AdamW)
 
 

@@ -18,9 +18,14 @@ from tests.support.core import core, join
 
 EXTREME = {"steps": MAX_COUNT, "position": MAX_COUNT, "cycle": MAX_COUNT, "steps_per_s": MAX_RATE}
 FIGURES = Figures(
-    tokens=MAX_TOKENS, discarded=MAX_TOKENS, loss=MAX_LOSS, bytes_sent=MAX_BYTES, bytes_received=MAX_BYTES,
-    rounds=MAX_COUNT, seconds=[MAX_SECONDS] * 4,
-)  # fmt: skip
+    tokens=MAX_TOKENS,
+    discarded=MAX_TOKENS,
+    loss=MAX_LOSS,
+    bytes_sent=MAX_BYTES,
+    bytes_received=MAX_BYTES,
+    rounds=MAX_COUNT,
+    seconds=[MAX_SECONDS] * 4,
+)
 
 
 def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
@@ -34,20 +39,31 @@ def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
     for now in (1.0, 2.0, 3.0):
         recorder.sample(now)
     snapshot = recorder.snapshot(4.0)
-    assert snapshot is not None and snapshot.ledger.processed == MAX_TOKENS == snapshot.ledger.discarded
+    assert (
+        snapshot is not None
+        and snapshot.ledger.processed == MAX_TOKENS == snapshot.ledger.discarded
+    )
     assert snapshot.loss[-1].loss == MAX_LOSS
     assert unpack(b"".join(pack(snapshot))) == snapshot
 
 
 @given(prompt=st.text(max_size=5000), text=st.text(max_size=5000))
-def test_what_a_model_writes_reaches_watchers_as_lines_of_printable_text(prompt: str, text: str) -> None:
+def test_what_a_model_writes_reaches_watchers_as_lines_of_printable_text(
+    prompt: str, text: str
+) -> None:
     """As much of it as has room."""
     recorder = Recorder(core(), "{}")
     recorder.add_samples(3, [(prompt, text)] * 16)
     snapshot = recorder.snapshot(0.0)
-    assert snapshot is not None and unpack(b"".join(pack(snapshot))) == snapshot and len(snapshot.samples) == 16
+    assert (
+        snapshot is not None
+        and unpack(b"".join(pack(snapshot))) == snapshot
+        and len(snapshot.samples) == 16
+    )
     version, *said = snapshot.samples[0]
-    assert version == 3 and all(character.isprintable() or character == "\n" for one in said for character in one)
+    assert version == 3 and all(
+        character.isprintable() or character == "\n" for one in said for character in one
+    )
     assert [len(one) for one in said] == [min(len(prompt), 4096), min(len(text), 4096)]
 
 
@@ -66,9 +82,10 @@ def test_no_pace_that_a_peer_claims_costs_the_others_their_steps() -> None:
 def said(peer: Peer) -> Status:
     """What everybody hears at the next heartbeat."""
     [status] = [
-        action.message for action in peer.receive(Tick(), peer.facts.now + 2.0)
+        action.message
+        for action in peer.receive(Tick(), peer.facts.now + 2.0)
         if isinstance(action, Broadcast) and isinstance(action.message, Status)
-    ]  # fmt: skip
+    ]
     return status
 
 

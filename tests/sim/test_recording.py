@@ -39,7 +39,9 @@ def test_a_recording_leads_to_the_same_tips(
         recorded(swarm, tmp_path / NAME, "b")
         swarm.start("abc", min_peers=3)
         nodes = swarm.run_to_the_end()
-        tips = {f.index: (f.tip.head.number, f.tip.head.id) for f in nodes["b"].core.facts.fragments}
+        tips = {
+            f.index: (f.tip.head.number, f.tip.head.id) for f in nodes["b"].core.facts.fragments
+        }
     said = plays(tmp_path / NAME, monkeypatch, capsys)
     assert said.splitlines()[-1] == str(tips) and "-> Capture" in said
 

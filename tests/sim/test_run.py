@@ -1,4 +1,5 @@
-"""Whole runs in virtual time: equal anchors, the same again with the same seed, failures, and the real swarm."""
+"""Whole runs in virtual time: equal anchors, the same again with the same seed, failures, and the
+real swarm."""
 
 from __future__ import annotations
 
@@ -22,36 +23,68 @@ from tests.support.simulated import digests, simulated
 def test_four_peers_end_with_one_anchor_and_a_run_directory(tmp_path: Path) -> None:
     outcome = simulated(tmp_path, "sim.step_s=[1,1.5,2,3]")
     assert len(digests(outcome)) == 1 and None not in digests(outcome)
-    assert outcome.virtual_s == pytest.approx(2 * 4 * 3.0)  # the slowest peer's steps; nothing else takes time
-    assert [peer.seconds.compute for peer in outcome.summary.peers] == pytest.approx([8, 12, 16, 24])
+    # the slowest peer's steps; nothing else takes time
+    assert outcome.virtual_s == pytest.approx(2 * 4 * 3.0)
+    assert [peer.seconds.compute for peer in outcome.summary.peers] == pytest.approx(
+        [8, 12, 16, 24]
+    )
     assert [peer.seconds.total for peer in outcome.summary.peers] == pytest.approx([24] * 4)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["virtual_s"] == outcome.virtual_s
     assert summary["outer_steps"] == 2 and summary["eval"]["loss"] == outcome.summary.eval.loss
-    assert {path.name for path in tmp_path.iterdir()} >= {"config.yaml", "manifest.json", "loss.png"}
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "config.yaml",
+        "manifest.json",
+        "loss.png",
+    }
     held_out = [line for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line]
-    assert [(line["version"], line["time"]) for line in held_out] == [(0, 0.0), (1, 12.0), (2, 24.0)]
+    assert [(line["version"], line["time"]) for line in held_out] == [
+        (0, 0.0),
+        (1, 12.0),
+        (2, 24.0),
+    ]
 
 
-def test_what_the_model_writes_is_told_once_per_version_and_changes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_the_model_writes_is_told_once_per_version_and_changes_nothing(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     told: list[tuple[int, list[tuple[str, str]]]] = []
-    monkeypatch.setattr(Recorder, "add_samples", lambda self, version, written: told.append((version, written)))
+    monkeypatch.setattr(
+        Recorder, "add_samples", lambda self, version, written: told.append((version, written))
+    )
     plain, writing = (
         simulated(tmp_path / name, "local.peers=2", *typed)
-        for name, typed in {"plain": (), "writing": ("eval.prompts=['def ',x]", "eval.prompt_tokens=5")}.items()
+        for name, typed in {
+            "plain": (),
+            "writing": ("eval.prompts=['def ',x]", "eval.prompt_tokens=5"),
+        }.items()
     )
     assert digests(plain) == digests(writing) and plain.virtual_s == writing.virtual_s
-    samples = [(one["version"], one["prompt"], one["text"]) for one in events(tmp_path / "writing", "sample")]
-    assert [one[:2] for one in samples] == [(version, prompt) for version in range(3) for prompt in ("def ", "x")]
+    samples = [
+        (one["version"], one["prompt"], one["text"])
+        for one in events(tmp_path / "writing", "sample")
+    ]
+    assert [one[:2] for one in samples] == [
+        (version, prompt) for version in range(3) for prompt in ("def ", "x")
+    ]
     assert samples == [(version, *one) for version, written in told for one in written]
 
 
 def test_the_same_seed_gives_the_same_run_to_the_last_event(tmp_path: Path) -> None:
-    hard = ("sim.bandwidth=20000", "sim.latency_s=0.05", "sim.loss=0.3", "sim.events=[crash:2@6,join:2@9]")
+    hard = (
+        "sim.bandwidth=20000",
+        "sim.latency_s=0.05",
+        "sim.loss=0.3",
+        "sim.events=[crash:2@6,join:2@9]",
+    )
     one, two = (simulated(tmp_path / name, *hard) for name in ("one", "two"))
     other = simulated(tmp_path / "other", *hard, "run.seed=1")
-    assert [peer.anchor_digest for peer in one.summary.peers] == [peer.anchor_digest for peer in two.summary.peers]
-    assert (tmp_path / "one/events.jsonl").read_text() == (tmp_path / "two/events.jsonl").read_text()
+    assert [peer.anchor_digest for peer in one.summary.peers] == [
+        peer.anchor_digest for peer in two.summary.peers
+    ]
+    assert (tmp_path / "one/events.jsonl").read_text() == (
+        tmp_path / "two/events.jsonl"
+    ).read_text()
     assert one.virtual_s == two.virtual_s != other.virtual_s
     assert any(events(tmp_path / name, "contribution_broke") for name in ("one", "other"))
     assert events(tmp_path / "one", "lost") and len(digests(one)) == 1
@@ -59,16 +92,25 @@ def test_the_same_seed_gives_the_same_run_to_the_last_event(tmp_path: Path) -> N
 
 def accounts(run_dir: Path) -> list[dict[str, Any]]:
     """What the first peer wrote of each of its outer steps."""
-    return [line for line in json_lines(run_dir / "metrics.jsonl") if "live" in line and line["peer"] == "p0"]
+    return [
+        line
+        for line in json_lines(run_dir / "metrics.jsonl")
+        if "live" in line and line["peer"] == "p0"
+    ]
 
 
 def test_a_joiner_is_counted_in_and_a_leaver_hands_over(tmp_path: Path) -> None:
-    outcome = simulated(tmp_path, "budget.outer_steps=4", "sim.events=[join:4@2.5,leave:1@6.5]", "sim.latency_s=0.01")
+    outcome = simulated(
+        tmp_path,
+        "budget.outer_steps=4",
+        "sim.events=[join:4@2.5,leave:1@6.5]",
+        "sim.latency_s=0.01",
+    )
     peers = {peer.name: peer for peer in outcome.summary.peers}
     record = {row.name: row for row in outcome.summary.contributions}
-    assert {name: (row.first_version, row.last_version, row.outer_steps) for name, row in record.items()} == {
-        **dict.fromkeys(("p0", "p2", "p3"), (1, 4, 4)), "p1": (1, 2, 2), "p4": (1, 4, 4)
-    }  # fmt: skip
+    assert {
+        name: (row.first_version, row.last_version, row.outer_steps) for name, row in record.items()
+    } == {**dict.fromkeys(("p0", "p2", "p3"), (1, 4, 4)), "p1": (1, 2, 2), "p4": (1, 4, 4)}
     assert sum(row.tokens for row in record.values()) == outcome.summary.tokens.applied
     assert len({row.bytes // row.outer_steps for row in record.values()}) == 1, "payloads are equal"
     with (tmp_path / "contributions.csv").open() as file:
@@ -82,15 +124,23 @@ def test_a_joiner_is_counted_in_and_a_leaver_hands_over(tmp_path: Path) -> None:
     assert counted[1] == (4, 4, 5), "what the one that left had learned"
 
 
-def test_nobody_waits_for_a_joiner_that_fetches_its_inner_state(tmp_path: Path, monkeypatch: Any) -> None:
+def test_nobody_waits_for_a_joiner_that_fetches_its_inner_state(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     async def slow(*_: object) -> None:
         await asyncio.sleep(21.0)
 
     monkeypatch.setattr(node, "fetch_inner", slow)
-    outcome = simulated(tmp_path, "budget.outer_steps=6", "sim.events=[join:4@5]", "sim.step_s=[1.0]")
+    outcome = simulated(
+        tmp_path, "budget.outer_steps=6", "sim.events=[join:4@5]", "sim.step_s=[1.0]"
+    )
     lines = accounts(tmp_path)
-    assert [line["live"] for line in lines] == [4, *[5] * 5] and {line["merged"] for line in lines} == {4}
-    assert [line["time"] for line in lines] == pytest.approx([4.0 * version for version in range(1, 7)], abs=0.1)
+    assert [line["live"] for line in lines] == [4, *[5] * 5] and {
+        line["merged"] for line in lines
+    } == {4}
+    assert [line["time"] for line in lines] == pytest.approx(
+        [4.0 * version for version in range(1, 7)], abs=0.1
+    )
     assert outcome.summary.outer_steps == 6
 
 
@@ -105,14 +155,18 @@ def test_a_thin_link_costs_utilization_and_moves_no_anchor(tmp_path: Path) -> No
 
 def test_a_run_that_holds_out_nothing_has_no_held_out_loss(tmp_path: Path) -> None:
     outcome = simulated(tmp_path, "data.holdout=0", "budget.outer_steps=2")
-    assert outcome.summary.eval.loss is None and "eval_loss" not in (tmp_path / "metrics.jsonl").read_text()
+    assert (
+        outcome.summary.eval.loss is None
+        and "eval_loss" not in (tmp_path / "metrics.jsonl").read_text()
+    )
 
 
 def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
     for message, *overrides in (
         (r"sim\.step_s has 2 values for 4 peers", "sim.step_s=[1,2]"),
         (r"outer\.method=data_parallel has no swarm", "outer=data_parallel"),
-        ("as the model has 2 layers", "outer.fragments=3", "outer.pattern=strided"),  # the first peer's start finds it
+        # the first peer's start finds it
+        ("as the model has 2 layers", "outer.fragments=3", "outer.pattern=strided"),
     ):
         with pytest.raises(ConfigError, match=message):
             simulated(tmp_path, *overrides)
@@ -127,7 +181,8 @@ def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
 def test_a_joiner_that_begins_behind_the_others_gets_in_step(
     fragments: int, sync_every: int, joins_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It follows the versions that the others make without it, and all that it learns from then on is merged."""
+    """It follows the versions that the others make without it, and all that it learns from then on
+    is merged."""
     position = lifecycle.first_position
     asked = 0
 
@@ -139,5 +194,13 @@ def test_a_joiner_that_begins_behind_the_others_gets_in_step(
     monkeypatch.setattr(lifecycle, "first_position", behind)
     cycle = (f"fragments={fragments}", f"sync_every={sync_every}", "staggered=true", "overlap=2")
     joins = f"sim.events=[join:4@{joins_at}]"
-    simulated(tmp_path, *(f"outer.{one}" for one in cycle), "budget.outer_steps=6", joins, "sim.latency_s=0.01")
-    assert not any(events(tmp_path, kind) for kind in ("discarded", "contribution_broke", "missing"))
+    simulated(
+        tmp_path,
+        *(f"outer.{one}" for one in cycle),
+        "budget.outer_steps=6",
+        joins,
+        "sim.latency_s=0.01",
+    )
+    assert not any(
+        events(tmp_path, kind) for kind in ("discarded", "contribution_broke", "missing")
+    )

@@ -61,7 +61,8 @@ def stepped(schedule: Made, steps: int) -> list[Any]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_schedule_is_brought_to_what_a_loop_would_have(schedule: Made) -> None:
-    """Forward and back; from a checkpoint, which the library restores in mid-round, to the last exchange, too."""
+    """Forward and back; from a checkpoint, which the library restores in mid-round, to the last
+    exchange, too."""
     optimizer, scheduler = made(schedule)
     schedules = Schedulers([scheduler])
     kept = json.loads(json.dumps(schedules.state()))
@@ -82,7 +83,9 @@ def test_a_schedule_is_brought_to_what_a_loop_would_have(schedule: Made) -> None
 
 
 @pytest.mark.parametrize(("times", "every", "steps", "taken"), [(1, 4, 11, 2), (3, 1, 5, 15)])
-def test_who_steps_seldom_or_often_keeps_its_pace(times: int, every: int, steps: int, taken: int) -> None:
+def test_who_steps_seldom_or_often_keeps_its_pace(
+    times: int, every: int, steps: int, taken: int
+) -> None:
     optimizer, scheduler = made(SCHEDULES["exponential"])
     Schedulers([ScheduledStep(scheduler, times, every)]).step_to(steps)
     assert moved(optimizer) == stepped(SCHEDULES["exponential"], taken)
@@ -101,9 +104,18 @@ def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (torchs.ReduceLROnPlateau, "schedulers: ReduceLROnPlateau follows a metric of this peer, and no step"),
-        (lambda optimizer: optimizer, "schedulers: AdamW is no learning rate scheduler; name those of torch"),
-        (SCHEDULES["one cycle"], ".*OneCycleLR is over after 40 steps, and the swarm is at 41; make it as long"),
+        (
+            torchs.ReduceLROnPlateau,
+            "schedulers: ReduceLROnPlateau follows a metric of this peer, and no step",
+        ),
+        (
+            lambda optimizer: optimizer,
+            "schedulers: AdamW is no learning rate scheduler; name those of torch",
+        ),
+        (
+            SCHEDULES["one cycle"],
+            ".*OneCycleLR is over after 40 steps, and the swarm is at 41; make it as long",
+        ),
     ],
 )
 def test_what_is_no_schedule_of_so_many_steps_is_refused(wrong: Made, said: str) -> None:
@@ -122,7 +134,9 @@ def test_a_schedule_stepped_for_each_micro_batch_is_an_error() -> None:
         scheduler.step()
         if step % 10 == 0:
             scheduler.step()
-    with pytest.raises(ConfigError, match="schedulers: before 9 steps of the optimizer in a row, one was further"):
+    with pytest.raises(
+        ConfigError, match="schedulers: before 9 steps of the optimizer in a row, one was further"
+    ):
         for step in range(100, 200):
             schedules.step_to(step)
             scheduler.step()
@@ -149,7 +163,8 @@ def test_a_step_that_a_scaler_skips_is_no_step(fused: bool) -> None:
 
 @pytest.mark.parametrize("outer", [{}, {"fragments": 4, "staggered": True, "overlap": 3}])
 def test_every_step_has_the_learning_rate_of_the_swarm(outer: dict[str, Any]) -> None:
-    """One pauses for so long that the others go on without it. It has their learning rate from then on."""
+    """One pauses for so long that the others go on without it. It has their learning rate from then
+    on."""
     places: list[int] = []
 
     def attach(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -159,7 +174,9 @@ def test_every_step_has_the_learning_rate_of_the_swarm(outer: dict[str, Any]) ->
         while loop.sync.version < 5:
             before = swarm_steps(loop.sync, 40)
             loop.step()
-            assert loop._optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.001 / (1 + before), rel=1e-9)
+            assert loop._optimizer.param_groups[0]["lr"] == pytest.approx(
+                0.1 * 0.001 / (1 + before), rel=1e-9
+            )
             if loop.name == "c":
                 places.append(before)
                 if loop.sync.exchanged and loop.sync.version == 1:
@@ -178,7 +195,9 @@ class Twice(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.parametrize(("order", "ends"), [("aba", 1), ("ababab", 3), ("aabaab", 2), ("baabaa", 2), ("bbbabba", 2)])
+@pytest.mark.parametrize(
+    ("order", "ends"), [("aba", 1), ("ababab", 3), ("aabaab", 2), ("baabaa", 2), ("bbbabba", 2)]
+)
 def test_a_step_of_several_optimizers_is_one_of_each(order: str, ends: int) -> None:
     """In any order, also where one takes more steps. Gradients that wait for a step stay."""
     parameters = {name: nn.Parameter(torch.ones(2)) for name in "ab"}
@@ -190,7 +209,9 @@ def test_a_step_of_several_optimizers_is_one_of_each(order: str, ends: int) -> N
         calls.append("after")
         hooks.free_gradients()
 
-    hooks = StepHooks(CombinedOptimizer(*optimizers.values()), lambda: calls.append("before"), after)
+    hooks = StepHooks(
+        CombinedOptimizer(*optimizers.values()), lambda: calls.append("before"), after
+    )
     for name in order:
         parameters[name].grad = torch.ones(2)
     waiting = parameters["a"].grad
@@ -201,7 +222,10 @@ def test_a_step_of_several_optimizers_is_one_of_each(order: str, ends: int) -> N
             parameters[name].grad = torch.ones(2)
         if number == 0 and name == "b":
             assert parameters["a"].grad is waiting
-    assert (calls.count("after"), calls.count("before")) == (ends, ends + 1 + (calls[-1] == "before"))
+    assert (calls.count("after"), calls.count("before")) == (
+        ends,
+        ends + 1 + (calls[-1] == "before"),
+    )
     hooks.remove()
     optimizers["a"].step()
     assert calls.count("after") == ends
@@ -220,10 +244,14 @@ def test_gradients_of_the_next_step_are_not_freed() -> None:
 
 
 def test_an_optimizer_that_takes_no_steps_is_named() -> None:
-    one, other = torch.optim.SGD([nn.Parameter(torch.ones(2))]), torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    one, other = (
+        torch.optim.SGD([nn.Parameter(torch.ones(2))]),
+        torch.optim.Adam([nn.Parameter(torch.ones(2))]),
+    )
     StepHooks(CombinedOptimizer(one, other), lambda: None, lambda: None)
     with pytest.raises(
-        ConfigError, match=r"^optimizer\[1\]=Adam has taken no step in 101 of another; a step of the swarm is"
+        ConfigError,
+        match=r"^optimizer\[1\]=Adam has taken no step in 101 of another; a step of the swarm is",
     ):
         for _ in range(200):
             one.step()

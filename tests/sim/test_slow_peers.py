@@ -1,4 +1,5 @@
-"""A volunteer far slower or faster than the others costs a swarm little, and what it learned is merged."""
+"""A volunteer far slower or faster than the others costs a swarm little, and what it learned is
+merged."""
 
 from __future__ import annotations
 
@@ -42,9 +43,13 @@ def test_one_that_is_slow_and_contributes_nothing_stops_nobody() -> None:
         assert swarm.version("a") > 10
 
 
-def test_a_peer_sixteen_times_faster_is_merged_at_its_pace_without_a_barrier(tmp_path: Path) -> None:
+def test_a_peer_sixteen_times_faster_is_merged_at_its_pace_without_a_barrier(
+    tmp_path: Path,
+) -> None:
     """Nobody waits for anybody, although all come in one moment each 4 seconds."""
-    outcome = simulated(tmp_path, "outer=async", "sim.step_s=[1,1,1,0.0625]", "budget.outer_steps=60")
+    outcome = simulated(
+        tmp_path, "outer=async", "sim.step_s=[1,1,1,0.0625]", "budget.outer_steps=60"
+    )
     fast = outcome.summary.peers[3]
     assert fast.steps >= 0.95 * 16 * outcome.virtual_s
     assert [peer.seconds.wait for peer in outcome.summary.peers] == [0.0] * 4

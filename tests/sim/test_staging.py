@@ -1,4 +1,5 @@
-"""Copies that run beside training change no bit of what is sent or loaded, and wait for what they have to wait for."""
+"""Copies that run beside training change no bit of what is sent or loaded, and wait for what they
+have to wait for."""
 
 from __future__ import annotations
 
@@ -55,15 +56,24 @@ class Case(NamedTuple):
 
     def settings(self) -> OuterConfig:
         return OuterConfig(
-            method="diloco", sync_every=4, fragments=self.fragments, codec_up=self.codec_up, codec_down="fp32",
-            momentum=0.0, error_feedback=self.error_feedback if self.codec_up != "fp32" else 0.0, overlap=1,
+            method="diloco",
+            sync_every=4,
+            fragments=self.fragments,
+            codec_up=self.codec_up,
+            codec_down="fp32",
+            momentum=0.0,
+            error_feedback=self.error_feedback if self.codec_up != "fp32" else 0.0,
+            overlap=1,
             mixing=self.mixing,
-        )  # fmt: skip
+        )
 
     def parameters(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
         made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-        made["narrow"], made["turned"] = made["narrow"].to(self.dtype), made["turned"].t().contiguous().t()
+        made["narrow"], made["turned"] = (
+            made["narrow"].to(self.dtype),
+            made["turned"].t().contiguous().t(),
+        )
         return {name: parameter.requires_grad_() for name, parameter in made.items()}
 
     def replica(self, local: Callable[[dict[str, Tensor]], Local]) -> Replica:
@@ -71,10 +81,15 @@ class Case(NamedTuple):
 
 
 CASES = st.builds(
-    Case, st.integers(0, 2**31), st.integers(1, 3), st.sampled_from([*CODECS, *LOSSY]),
-    st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.5]), st.sampled_from(DTYPES),
+    Case,
+    st.integers(0, 2**31),
+    st.integers(1, 3),
+    st.sampled_from([*CODECS, *LOSSY]),
+    st.sampled_from([0.0, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from(DTYPES),
     st.sampled_from([8, 20, CHUNK]),
-)  # fmt: skip
+)
 
 
 @torch.no_grad()
@@ -92,9 +107,11 @@ def move(replica: Replica, fragment: int, seed: int) -> None:
 
 
 def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
-    """What is sent in three rounds, and what residuals and parameters are after each; without a device, on the CPU.
+    """What is sent in three rounds, and what residuals and parameters are after each; without a
+    device, on the CPU.
 
-    With one, training goes on and the anchor moves while a payload is made; without, both come after it.
+    With one, training goes on and the anchor moves while a payload is made; without, both come
+    after it.
     """
     replica, found = case.replica(Local if device is None else device.local), list[Tensor]()
     train = (lambda step: step()) if device is None else device.training.put
@@ -108,7 +125,9 @@ def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
                 moves()
                 train(go_on)
             else:
-                assert replica.local.can_copy(replica.fragments[fragment]) and replica.copy_local(fragment)
+                assert replica.local.can_copy(replica.fragments[fragment]) and replica.copy_local(
+                    fragment
+                )
                 train(go_on)
                 device.on_wait = once(moves)
                 found.append(replica.capture(fragment))
@@ -148,7 +167,8 @@ def test_what_is_handed_to_other_ranks_is_on_the_device() -> None:
 
 
 class FakeStream:
-    """In place of `torch.Stream`, where there is none: it says what it is asked for, and copies at once."""
+    """In place of `torch.Stream`, where there is none: it says what it is asked for, and copies at
+    once."""
 
     def __init__(self, device: torch.device, name: str = "side") -> None:
         self.device, self.name, self.log = device, name, list[str]()
@@ -173,18 +193,28 @@ class FakeEvent:
         assert self.of
 
 
-def test_the_node_copies_in_the_stream_in_which_training_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_copies_in_the_stream_in_which_training_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device, sides = torch.device("cuda", 7), list[FakeStream]()
     current = {name: FakeStream(device, name) for name in ("training", "node")}
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current[threading.current_thread().name])
-    monkeypatch.setattr(torch, "Stream", lambda device: sides.append(FakeStream(device)) or sides[-1])
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda _: current[threading.current_thread().name]
+    )
+    monkeypatch.setattr(
+        torch, "Stream", lambda device: sides.append(FakeStream(device)) or sides[-1]
+    )
     monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr("diloco.outer.staging._training", {})
     monkeypatch.setattr("diloco.outer.staging._buffer", lambda pinned: torch.empty(CHUNK))
     staging = staging_of.__wrapped__(device)
     staging.empty = lambda numel, dtype: torch.empty(numel, dtype=dtype)
     parameters = {"w": torch.ones(3, requires_grad=True)}
-    replica = Replica(Local(parameters, lambda _: staging), partition({"w": 3}, 1), Case(codec_up="fp32").settings())
+    replica = Replica(
+        Local(parameters, lambda _: staging),
+        partition({"w": 3}, 1),
+        Case(codec_up="fp32").settings(),
+    )
 
     def in_thread(name: str, work: Callable[[], object]) -> None:
         thread = threading.Thread(target=work, name=name)
@@ -201,7 +231,9 @@ def test_the_node_copies_in_the_stream_in_which_training_runs(monkeypatch: pytes
     assert current["node"].log == ["copy"] * 2 and sides[0].log == ["after node", "copy"]
     in_thread("training", lambda: train_on_current_stream(torch.device("cuda", 7)))
     in_thread("node", exchange)
-    assert current["training"].log == current["node"].log == ["copy"] * 2, "a clone and a write in each"
+    assert current["training"].log == current["node"].log == ["copy"] * 2, (
+        "a clone and a write in each"
+    )
     assert sides[0].log == ["after node", "copy", "after training", "copy"] and len(sides) == 1
     assert parameters["w"].tolist() == [3.0] * 3
     train_on_current_stream(torch.device("cpu"))
@@ -212,13 +244,17 @@ def test_the_node_is_told_the_stream_before_each_exchange(monkeypatch: pytest.Mo
     monkeypatch.setattr("diloco.attach.node_link.train_on_current_stream", told.append)
     link = NodeLink(RankGroup(torch.device("cpu")), NodeThread(), PhaseTimer())
     link.share({"w": torch.zeros(2, device="meta"), "v": torch.zeros(3, device="meta")}, ())
-    assert link.run_with_parameters(lambda node: node.load_anchors()) is None and told == [torch.device("meta")]
+    assert link.run_with_parameters(lambda node: node.load_anchors()) is None and told == [
+        torch.device("meta")
+    ]
     link.show_anchors()
     assert len(told) == 2
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("case", [Case(), Case(mixing=0.5, dtype=torch.bfloat16), Case(chunk=CHUNK)])
+@pytest.mark.parametrize(
+    "case", [Case(), Case(mixing=0.5, dtype=torch.bfloat16), Case(chunk=CHUNK)]
+)
 def test_an_accelerator_sends_what_the_cpu_sends(case: Case) -> None:
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
 
@@ -243,7 +279,7 @@ def test_an_accelerator_sends_what_the_cpu_sends(case: Case) -> None:
                 assert torch.equal(values, on_device.local.tensors[name].cpu())
 
 
-# -- in a node --------------------------------------------------------------------------------------------------------
+# -- in a node -------------------------------------------------------------------------------------
 
 
 class Sending:
@@ -282,10 +318,15 @@ class Sending:
 
     def moves(self, target: Tensor) -> Apply:
         """Another peer's version, to which the anchor is about to move."""
-        tip, update = self.control.tip, torch.empty(self.replica.updates[0].nbytes, dtype=torch.uint8)
+        tip, update = (
+            self.control.tip,
+            torch.empty(self.replica.updates[0].nbytes, dtype=torch.uint8),
+        )
         self.replica.down.encode_update(target, self.replica.anchors[0], update)
         book = replace(tip.book, recent=(tip.head.id,))
-        head = Head(0, 1, tip.head.id, OTHER, OTHER, (), 1, 10, D, state_of(book, part_digests(target)))
+        head = Head(
+            0, 1, tip.head.id, OTHER, OTHER, (), 1, 10, D, state_of(book, part_digests(target))
+        )
         self.control.moving = Moving(head, book, update, OTHER)
         return Apply(0, head, book, update, 1e9, 0)
 
@@ -336,7 +377,9 @@ async def test_training_goes_on_while_the_payload_is_made(sending: Sending) -> N
 
 
 @sends()
-async def test_a_node_that_is_closed_while_a_payload_is_made_leaves_nothing(sending: Sending) -> None:
+async def test_a_node_that_is_closed_while_a_payload_is_made_leaves_nothing(
+    sending: Sending,
+) -> None:
     await sending.send()
     closing = asyncio.create_task(sending.node.context.tasks.close(60.0))
     await sending.until_copied()
@@ -369,7 +412,8 @@ async def test_a_checkpoint_has_the_residual_of_a_whole_payload(sending: Sending
     sending.learn(2.0**-20)  # is lost
     await sending.send()
     saving = asyncio.create_task(sending.node.snapshot(copies=True))
-    await until(lambda: sending.node.context.tasks._waiting)  # nothing else waits there before the payload is made
+    # nothing else waits there before the payload is made
+    await until(lambda: sending.node.context.tasks._waiting)
     sending.go_on.set()
     saved = await saving
     assert saved.residuals[0].tolist() == [2.0**-20] * 6

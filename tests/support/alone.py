@@ -41,16 +41,22 @@ class Alone(Node):
 
     @classmethod
     async def made(
-        cls, numel: int = 6, saved: Saved | None = None, local: Callable[[Any], Any] = lambda values: values,
+        cls,
+        numel: int = 6,
+        saved: Saved | None = None,
+        local: Callable[[Any], Any] = lambda values: values,
         **outer: Any,
-    ) -> Alone:  # fmt: skip
+    ) -> Alone:
         """One that has not begun yet; `local` puts its parameters on a device."""
         parameters, said = {"w": torch.arange(float(numel))}, list[str]()
         settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, **EXACT, **outer})
         replica = Replica(local(parameters), partition({"w": numel}, settings.fragments), settings)
         options = NodeOptions(RunSpec("run", D, "{}"), SwarmConfig(), Path("key"), saved=saved)
         transport: Any = Unconnected()
-        node = cls(options, await make_context(options, replica, transport, lambda kind, fields: said.append(kind)))
+        node = cls(
+            options,
+            await make_context(options, replica, transport, lambda kind, fields: said.append(kind)),
+        )
         node.parameters, node.said = parameters, said
         node.context.tasks.spawn(node._tick())
         node.context.do(Discovered())
@@ -66,7 +72,9 @@ class Alone(Node):
         assert await self.exchange() is not None
 
 
-def alone(scene: Callable[[Alone], Awaitable[T]], numel: int = 6, saved: Saved | None = None, **outer: Any) -> T:
+def alone(
+    scene: Callable[[Alone], Awaitable[T]], numel: int = 6, saved: Saved | None = None, **outer: Any
+) -> T:
     """What a scene with such a node comes to, once it has begun."""
 
     async def work() -> T:

@@ -19,14 +19,36 @@ from tests.support.swarm_without_tensors import Peer
 
 MODES = ["barrier", "barrier", "quorum", "immediate", "staggered", "overlap", "dylu"]
 FAULTS = [
-    "kill", "kill", "kill", "freeze", "freeze", "split", "split", "pair", "break", "leave", "join", "stuck", "hang",
-    "damage", "slow",
-]  # fmt: skip
+    "kill",
+    "kill",
+    "kill",
+    "freeze",
+    "freeze",
+    "split",
+    "split",
+    "pair",
+    "break",
+    "leave",
+    "join",
+    "stuck",
+    "hang",
+    "damage",
+    "slow",
+]
 LASTING, FOR_GOOD = sorted({*FAULTS} - {"break", "join", "damage"}), 10.0**9
 BASE = Settings(
-    heartbeat_s=2.0, silence_s=8.0, silence_beats=0.0, settle_s=3.0, stall_s=10.0, first_step_s=10.0, floor_s=6.0,
-    refresh_s=4.0, stuck_s=40.0, delay=1, windowed=True,
-)  # fmt: skip
+    heartbeat_s=2.0,
+    silence_s=8.0,
+    silence_beats=0.0,
+    settle_s=3.0,
+    stall_s=10.0,
+    first_step_s=10.0,
+    floor_s=6.0,
+    refresh_s=4.0,
+    stuck_s=40.0,
+    delay=1,
+    windowed=True,
+)
 
 
 class World(Promises):
@@ -43,16 +65,20 @@ class World(Promises):
         self.saves: defaultdict[str, list[Saved]] = defaultdict(list)
         self.damaged: set[str] = set()
         self.asked: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-        trainers, hosts = r.choice([(1, 1), (2, 0), (2, 1), (3, 0), (3, 0), (3, 1), (4, 0), (4, 1), (5, 0)])
+        trainers, hosts = r.choice(
+            [(1, 1), (2, 0), (2, 1), (3, 0), (3, 0), (3, 1), (4, 0), (4, 1), (5, 0)]
+        )
         self.liar = "a" if trainers >= 3 and r.random() < 0.06 else ""
         for i in range(trainers + hosts):
             self.joins(trains=i < trainers, authors=i in (0, trainers) or r.random() < 0.8)
         self.horizon = r.choice([15.0, 30.0, 50.0])
         self.lasting = r.random() < 0.25  # one fault, that nothing heals
-        alone = self.lasting or self.liar or self.settings.quorum == 1  # where versions are many, some comes late
+        # where versions are many, some comes late
+        alone = self.lasting or self.liar or self.settings.quorum == 1
         self.leaving = not alone and r.random() < 0.1  # peers only come and leave
         kinds = LASTING if self.lasting else ["leave", "join"] if self.leaving else FAULTS
-        kinds = ["freeze", "slow", "break"] if self.liar else kinds  # a newcomer has nothing to measure a lie by
+        # a newcomer has nothing to measure a lie by
+        kinds = ["freeze", "slow", "break"] if self.liar else kinds
         self.lost, self.absurd = (0.0, 0.0) if self.leaving else (self.lost, self.absurd)
         for _ in range(1 if self.lasting else r.choice([0, 1, 2, 2, 3, 4, 6])):
             self.at(r.uniform(1.0, self.horizon), self.fault, r.choice(kinds))
@@ -60,28 +86,43 @@ class World(Promises):
     def _drawn(self) -> Settings:
         r, mode = self.random, self.mode
         settings = replace(
-            BASE, fragments=r.choice([1, 1, 2, 3]), sync_every=r.choice([3, 4, 6]), late=r.choice([4, 8, 16]),
-            fanout=r.choice([1, 2, 3]), tick_s=r.choice([0.0, 0.05]),
-        )  # fmt: skip
+            BASE,
+            fragments=r.choice([1, 1, 2, 3]),
+            sync_every=r.choice([3, 4, 6]),
+            late=r.choice([4, 8, 16]),
+            fanout=r.choice([1, 2, 3]),
+            tick_s=r.choice([0.0, 0.05]),
+        )
         match mode:
             case "quorum":
-                return replace(settings, quorum=r.choice([1, 2, 2, 3]), grace_s=r.choice([0.0, 1.0, 3.0]))
+                return replace(
+                    settings, quorum=r.choice([1, 2, 2, 3]), grace_s=r.choice([0.0, 1.0, 3.0])
+                )
             case "immediate" | "dylu":
                 return replace(settings, quorum=1, late=16, delay=r.choice([1, 3]))
             case "staggered":
                 few = r.choice([None, None, 2])
                 every, fragments = r.choice([6, 8]), r.choice([2, 3])
-                settings = replace(settings, staggered=True, sync_every=every, fragments=fragments, quorum=few)
+                settings = replace(
+                    settings, staggered=True, sync_every=every, fragments=fragments, quorum=few
+                )
                 return replace(settings, overlap=r.choice([0, 1, 1, 2]), grace_s=1.0)
         return replace(settings, overlap=1) if mode == "overlap" else settings
 
-    # -- peers --------------------------------------------------------------------------------------------------------
+    # -- peers -------------------------------------------------------------------------------------
 
     def joins(self, trains: bool, authors: bool = True) -> None:
         r, name = self.random, "abcdefghijklm"[len(self.peers)]
         step_s = r.choice([0.4, 0.5, 0.5, 1.0])
         cycle = max(2, int(self.settings.sync_every * 0.8 / step_s)) if self.mode == "dylu" else 0
-        self.add(name, trains=trains, authors=authors, step_s=step_s, batch=r.choice([1, 1, 2, 4]), cycle=cycle)
+        self.add(
+            name,
+            trains=trains,
+            authors=authors,
+            step_s=step_s,
+            batch=r.choice([1, 1, 2, 4]),
+            cycle=cycle,
+        )
 
     def start(self, peer: Peer, saved: Saved | None = None, wall_ms: int = 0) -> None:
         jump_ms = self.random.choice([0, 0, -5000, 3000]) if peer.life else 0
@@ -101,7 +142,11 @@ class World(Promises):
 
     def lie(self, event: Any) -> Any:
         """Its versions move farther than their contributions allow."""
-        lie = tuple(part * 50 + 10**6 for part in event.update) if isinstance(event, events.Merged) else ()
+        lie = (
+            tuple(part * 50 + 10**6 for part in event.update)
+            if isinstance(event, events.Merged)
+            else ()
+        )
         self.lies.add(hexed(lie))
         return altered(event, update=lie, digest=hexed(lie)) if lie else event
 
@@ -116,43 +161,69 @@ class World(Promises):
             case events.Ask(to, get) if not get.want:
                 times = self.asked[f"{peer.name} {peer.life}", to]
                 times[:] = [at for at in times if at > self.now - 1.0] + [self.now]
-                holds(len(times) <= 8 * self.settings.fragments, peer.name, "asks", to, "again and again")
+                holds(
+                    len(times) <= 8 * self.settings.fragments,
+                    peer.name,
+                    "asks",
+                    to,
+                    "again and again",
+                )
             case events.Reply(_, get, events.Records(records)):
                 times = self.asked[f"{peer.name} {peer.life}", records[-1].head.id]
-                times[:] = [at for at in times if at > self.now - self.settings.refresh_s] + [self.now]
+                times[:] = [at for at in times if at > self.now - self.settings.refresh_s] + [
+                    self.now
+                ]
                 holds(len(times) <= 2 * self.settings.fanout, peer.name, "serves a record to all")
             case events.Exit():
                 self.saves[peer.name].append(peer.saved())
-                for f in peer.facts.fragments if self.leaving and self.now <= peer.facts.leave_by else ():
+                for f in (
+                    peer.facts.fragments if self.leaving and self.now <= peer.facts.leave_by else ()
+                ):
                     kept = peer.facts.processed - contributions.discarded(peer.facts, f)
                     self.left.append((peer.name, f.index, peer.facts.stamp, kept))
         super().do(peer, action)
 
-    # -- faults -------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def fault(self, kind: str) -> None:
-        r, alive = self.random, [peer for peer in self.peers.values() if peer.core and not peer.frozen]
+        r, alive = (
+            self.random,
+            [peer for peer in self.peers.values() if peer.core and not peer.frozen],
+        )
         if not alive:
             return
         peer = r.choice(alive)
         author = self.peers[peer.facts.author_of(r.choice(peer.facts.fragments)) or peer.name]
-        peer = author if author in alive and r.random() < 0.5 else peer  # whoever collects is hit more often
+        # whoever collects is hit more often
+        peer = author if author in alive and r.random() < 0.5 else peer
         seconds = FOR_GOOD if self.lasting else r.choice([1.0, 4.0, 7.0, 10.0, 15.0, 25.0])
-        pairs = sorted((frozenset((a, b)) for a in self.peers for b in self.peers if a < b), key=sorted)
+        pairs = sorted(
+            (frozenset((a, b)) for a in self.peers for b in self.peers if a < b), key=sorted
+        )
         if kind in ("split", "pair", "break"):
             return self.cut(kind, seconds, pairs)
         match kind:
             case "kill":
                 self.die(peer)
-                self.at(self.now + (seconds if self.lasting else r.choice([0.2, 1, 3, 15, 40])), self.back, peer)
+                self.at(
+                    self.now + (seconds if self.lasting else r.choice([0.2, 1, 3, 15, 40])),
+                    self.back,
+                    peer,
+                )
             case "freeze":
                 peer.frozen = True
                 self.at(self.now + seconds, self.wakes, peer, peer.life)
-            case "leave" if self.leaving and (len(alive) < 3 or any(one.facts.leaving for one in alive)):
+            case "leave" if self.leaving and (
+                len(alive) < 3 or any(one.facts.leaving for one in alive)
+            ):
                 pass  # others have to be there for what it leaves behind
             case "leave":
                 self.tell(peer, events.Leave())
-                self.at(self.now + (FOR_GOOD if self.lasting or self.leaving else r.choice([10, 30])), self.back, peer)
+                self.at(
+                    self.now + (FOR_GOOD if self.lasting or self.leaving else r.choice([10, 30])),
+                    self.back,
+                    peer,
+                )
             case "join" if len(self.peers) < 7:
                 self.joins(trains=r.random() < 0.8)
             case "stuck" | "hang":
@@ -167,19 +238,28 @@ class World(Promises):
                 peer.step_s *= r.choice([5, 20])
 
     def cut(self, kind: str, seconds: float, pairs: list[frozenset[str]]) -> None:
-        side = set(self.random.sample(sorted(self.peers), self.random.randint(1, max(1, len(self.peers) - 1))))
+        side = set(
+            self.random.sample(
+                sorted(self.peers), self.random.randint(1, max(1, len(self.peers) - 1))
+            )
+        )
         one = [self.random.choice(pairs)] if pairs else []
         if kind == "break":
             for pair, name in itertools.product(one, sorted(self.peers)):
                 self.drop(pair, name) if name in pair else None
         else:
-            self.block([pair for pair in pairs if len(pair & side) == 1] if kind == "split" else one, seconds)
+            self.block(
+                [pair for pair in pairs if len(pair & side) == 1] if kind == "split" else one,
+                seconds,
+            )
 
     def back(self, peer: Peer) -> None:
         saves = self.saves[peer.name]
         if peer.core is None:
             old = saves and (self.leaving or self.random.random() < 0.9)
-            self.start(peer, (saves[-1] if self.leaving else self.random.choice(saves)) if old else None)
+            self.start(
+                peer, (saves[-1] if self.leaving else self.random.choice(saves)) if old else None
+            )
 
     def wakes(self, peer: Peer, life: int) -> None:
         if peer.life == life and peer.frozen:
@@ -200,15 +280,22 @@ class World(Promises):
             peer.step_s = min(peer.step_s, 1.0)
             self.goes_on(peer)
 
-    # -- the schedule ------------------------------------------------------------------------------------------------
+    # -- the schedule ------------------------------------------------------------------------------
 
     def sides(self) -> list[list[Peer]]:
         """Sets of connected peers among which one trains and one can be an author."""
-        rest, found = [p for p in self.peers.values() if p.core and not p.frozen and p.name != self.liar], []
+        rest, found = (
+            [p for p in self.peers.values() if p.core and not p.frozen and p.name != self.liar],
+            [],
+        )
         while rest:
             side = [rest.pop(0)]
             for peer in side:
-                near = [other for other in rest if frozenset((peer.name, other.name)) not in self.blocked]
+                near = [
+                    other
+                    for other in rest
+                    if frozenset((peer.name, other.name)) not in self.blocked
+                ]
                 side += near
                 rest = [other for other in rest if other not in near]
             if any(p.authors and not p.stuck for p in side) and any(
@@ -220,7 +307,9 @@ class World(Promises):
     def works(self) -> list[list[int]]:
         """By side and fragment; nobody gets what only a damaged peer has."""
         rows = [zip(*(peer.facts.fragments for peer in side), strict=True) for side in self.sides()]
-        return [[max(0 if f.damaged else f.tip.head.work for f in row) for row in side] for side in rows]
+        return [
+            [max(0 if f.damaged else f.tip.head.work for f in row) for row in side] for side in rows
+        ]
 
     def play(self) -> None:
         """Raises `Violation`."""
@@ -233,7 +322,9 @@ class World(Promises):
         holes = [self.holes(side) for side in self.sides()]
         self.until(self.now + (35.0 if not self.lasting else 170.0))
         before = self.works()
-        self.until(self.now + {"barrier": 40.0, "overlap": 40.0, "staggered": 60.0}.get(self.mode, 25.0))
+        self.until(
+            self.now + {"barrier": 40.0, "overlap": 40.0, "staggered": 60.0}.get(self.mode, 25.0)
+        )
         pairs = list(zip(before, self.works(), strict=True))
         holds(all(x < y for one in pairs for x, y in zip(*one, strict=True)), "no progress:", pairs)
         sides = self.sides()

@@ -1,4 +1,5 @@
-"""The promises of the core, checked in a swarm without tensors: after each event, and when nobody trains any more."""
+"""The promises of the core, checked in a swarm without tensors: after each event, and when nobody
+trains any more."""
 
 from __future__ import annotations
 
@@ -36,11 +37,13 @@ class Promises(Swarm):
         self.liar = ""
         self.lies: set[str] = set()  # digests of updates
         self.seen: dict[tuple[str, int], Head] = {}  # the tips of each peer
-        self.bases: dict[tuple[str, int], str] = {}  # of what each peer learns, as it was before the event
+        # of what each peer learns, as it was before the event
+        self.bases: dict[tuple[str, int], str] = {}
         self.since: Counter[tuple[str, int]] = Counter()  # tokens processed when it left a history
         self.learned: defaultdict[str, set[int]] = defaultdict(set)  # stamps of this life
         self.again: set[str] = set()  # began with a checkpoint
-        self.left: list[tuple[str, int, int, int]] = []  # what those had given who left when nothing else happened
+        # what those had given who left when nothing else happened
+        self.left: list[tuple[str, int, int, int]] = []
 
     def begins(self, peer: Peer) -> None:
         """Another life."""
@@ -48,9 +51,14 @@ class Promises(Swarm):
             self.again.add(peer.name)
         self.learned[peer.name].clear()
         for f in peer.facts.fragments:
-            self.lineage.made.setdefault(f.tip.head.id, Made(f.tip.head, f.tip.parts, f.tip.book.digest))
+            self.lineage.made.setdefault(
+                f.tip.head.id, Made(f.tip.head, f.tip.parts, f.tip.book.digest)
+            )
             self.seen[peer.name, f.index] = f.tip.head
-            self.since[peer.name, f.index], self.bases[peer.name, f.index] = peer.facts.processed, f.base
+            self.since[peer.name, f.index], self.bases[peer.name, f.index] = (
+                peer.facts.processed,
+                f.base,
+            )
 
     def check(self, peer: Peer) -> None:
         for f in peer.facts.fragments:
@@ -60,18 +68,32 @@ class Promises(Swarm):
                 holds(head.key > before.key and head.work >= before.work, peer.name, "goes down")
                 if head.id not in self.lineage.made:
                     self.check_version(peer, f)
-                if self.bases[peer.name, f.index] not in [one.id for one in self.lineage.chain(head)]:
+                if self.bases[peer.name, f.index] not in [
+                    one.id for one in self.lineage.chain(head)
+                ]:
                     self.since[peer.name, f.index] = peer.facts.processed
                 what = peer.anchors.now[f.index], f.tip.book.digest
                 holds(self.anchors.setdefault(head.id, what) == what, "two anchors of", head.id)
-                lied = head.update in self.lies and peer.name != self.liar and any(peer.anchors.momenta[f.index])
+                lied = (
+                    head.update in self.lies
+                    and peer.name != self.liar
+                    and any(peer.anchors.momenta[f.index])
+                )
                 holds(not lied, peer.name, "adopts what moves too far")
             self.bases[peer.name, f.index] = f.base
             item = f.pool.get(peer.name)
-            if item and item.line.stamp in self.learned[peer.name] and not f.tip.objection(item.line):
+            if (
+                item
+                and item.line.stamp in self.learned[peer.name]
+                and not f.tip.objection(item.line)
+            ):
                 self.learned[peer.name].discard(item.line.stamp)
                 learned = peer.facts.processed - self.since[peer.name, f.index]
-                holds(item.line.tokens <= learned, peer.name, "sends what it learned in another history")
+                holds(
+                    item.line.tokens <= learned,
+                    peer.name,
+                    "sends what it learned in another history",
+                )
 
     def check_version(self, peer: Peer, f: Fragment) -> None:
         """A head that nobody has seen before."""
@@ -96,11 +118,26 @@ class Promises(Swarm):
             holds(len(set(tips.values())) == 1, "different tips of", i, tips)
         for peer in side:
             for f in peer.facts.fragments:
-                own, applied = contributions.own(peer.facts, f), self.lineage.tokens(f.tip.head, peer.name)
-                holds(own is None or not peer.facts.author_of(f), "a contribution of", peer.name, "stays in flight")
-                holds(applied == f.tip.book.of(peer.name)[1], "the book says other tokens than the heads")
+                own, applied = (
+                    contributions.own(peer.facts, f),
+                    self.lineage.tokens(f.tip.head, peer.name),
+                )
+                holds(
+                    own is None or not peer.facts.author_of(f),
+                    "a contribution of",
+                    peer.name,
+                    "stays in flight",
+                )
+                holds(
+                    applied == f.tip.book.of(peer.name)[1],
+                    "the book says other tokens than the heads",
+                )
                 lost = contributions.discarded(peer.facts, f)
-                notes = [said for _, kind, said in peer.notes if kind == "discarded" and said["fragment"] == f.index]
+                notes = [
+                    said
+                    for _, kind, said in peer.notes
+                    if kind == "discarded" and said["fragment"] == f.index
+                ]
                 told = [said["tokens"] for said in notes]
                 holds(0 <= lost == sum(told), lost, "tokens are discarded, and told are", told)
                 total = applied + lost + f.unsent + (own.tokens if own else 0)
@@ -109,8 +146,13 @@ class Promises(Swarm):
         for name, index, stamp, tokens in self.left:
             lacks = tokens - self.lineage.tokens(side[0].tip(index).head, name, stamp)
             holds(lacks <= 0, lacks, "tokens of", name, "which left, are not in", index)
-        holders = [*side, *(peer for peer in self.peers.values() if peer.core and peer.name == self.liar)]
-        missing = difference(missing, union(side[0].tip().book.merged, *(data.has(peer.facts) for peer in holders)))
+        holders = [
+            *side,
+            *(peer for peer in self.peers.values() if peer.core and peer.name == self.liar),
+        ]
+        missing = difference(
+            missing, union(side[0].tip().book.merged, *(data.has(peer.facts) for peer in holders))
+        )
         for peer in side:
             core, names = peer.facts, {other.name for other in side}
             given = [units for name, (units, _) in core.granted.items() if name in names]

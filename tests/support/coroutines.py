@@ -14,12 +14,14 @@ from diloco.sim.virtual_time import VirtualLoop, virtual_time
 
 __all__ = ["PATIENCE_S", "Slow", "loop", "pytest_pyfunc_call", "turns", "until"]
 
-PATIENCE_S = 120.0  # for what a slow machine does late; a test that hangs ends in pytest's own time limit
+# for what a slow machine does late; a test that hangs ends in pytest's own time limit
+PATIENCE_S = 120.0
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Play a test that is a coroutine function; in virtual time if it, or one of its fixtures, has a `loop`."""
+    """Play a test that is a coroutine function; in virtual time if it, or one of its fixtures, has
+    a `loop`."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters

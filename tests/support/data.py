@@ -19,7 +19,9 @@ ROWS = {text.encode() for texts in TEXTS for text in texts}
 
 def config(source: str, *paths: Path | str, **values: Any) -> DataConfig:
     path = tuple(str(path) for path in paths) or None
-    return DataConfig(**{"source": source, "path": path, "sequence_length": T, "holdout": 0.2, **values})
+    return DataConfig(
+        **{"source": source, "path": path, "sequence_length": T, "holdout": 0.2, **values}
+    )
 
 
 def written(directory: Path, files: dict[str, str | bytes]) -> Path:
@@ -31,9 +33,15 @@ def written(directory: Path, files: dict[str, str | bytes]) -> Path:
 
 
 def hub_directory(place: Path) -> Path:
-    """A dataset directory as on the hub, named corpus: 4 files of 30 rows, in a split named train."""
-    rows = [[json.dumps({"text": text, "url": "u", "likes": len(text)}) for text in texts] for texts in TEXTS]
-    files = {f"data/train-{file}.jsonl": "".join(f"{row}\n" for row in rows[file]) for file in range(4)}
+    """A dataset directory as on the hub, named corpus: 4 files of 30 rows, in a split named
+    train."""
+    rows = [
+        [json.dumps({"text": text, "url": "u", "likes": len(text)}) for text in texts]
+        for texts in TEXTS
+    ]
+    files = {
+        f"data/train-{file}.jsonl": "".join(f"{row}\n" for row in rows[file]) for file in range(4)
+    }
     return written(place / "corpus", dict(files))
 
 
@@ -52,8 +60,12 @@ def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "</s>", *(f"w{number}" for number in range(400))]
-    pipeline = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    pipeline = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
     pipeline.pre_tokenizer = pre_tokenizers.Whitespace()
     directory = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=pipeline, unk_token="<unk>", eos_token="</s>").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=pipeline, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(directory)
     return str(directory)

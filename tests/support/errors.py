@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 
-def error_text(kind: type[Exception], call: Callable[..., object], *arguments: object, **options: object) -> str:
+def error_text(
+    kind: type[Exception], call: Callable[..., object], *arguments: object, **options: object
+) -> str:
     """The text of the error that a call raises: one line, which can be shown on a terminal."""
     with pytest.raises(kind) as caught:
         call(*arguments, **options)

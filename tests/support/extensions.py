@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 MISSING = (
-    "is not installed here; expected one of nesterov, delayed_nesterov, or ask whoever started the run which "
-    "package has it"
+    "is not installed here; expected one of nesterov, delayed_nesterov, or ask whoever started the"
+    " run which package has it"
 )
 
 LION = """
@@ -24,7 +24,8 @@ print("imported")
 
 
 def installed(folder: Path, **points: str) -> str:
-    """A package `others` as pip leaves it, with these entry points, and modules that some of them may name."""
+    """A package `others` as pip leaves it, with these entry points, and modules that some of them
+    may name."""
     about = folder / "others-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")

@@ -44,9 +44,17 @@ class Arithmetic:
     """The bounds that follow from `Anchors._merged`."""
 
     def bounds(
-        self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: tuple[float, ...]
+        self,
+        number: int,
+        contributions: int,
+        pushes: int,
+        delay: int,
+        longest: float,
+        reach: tuple[float, ...],
     ) -> Bounds:
-        return Bounds(longest + reach[0] // 2 + 4, ((3 * reach[0] + 2 * longest) // 4 + 4, 0.0, 0.0))
+        return Bounds(
+            longest + reach[0] // 2 + 4, ((3 * reach[0] + 2 * longest) // 4 + 4, 0.0, 0.0)
+        )
 
 
 class Saved(NamedTuple):
@@ -88,9 +96,15 @@ class Anchors:
         weights = [int(1000 * s.weight * s.discount) * (s.line.norm <= long) for s in merge.shares]
         weights = weights if any(weights) else [1] * len(weights)
         pairs = list(zip(weights, merge.shares, strict=True))
-        mean = [sum(w * share.payload[part] for w, share in pairs) // sum(weights) for part in range(PARTS)]
+        mean = [
+            sum(w * share.payload[part] for w, share in pairs) // sum(weights)
+            for part in range(PARTS)
+        ]
         steps = merge.pushes + sum(map(bool, weights)) >= merge.delay  # a window is full
-        update = tuple(m // 2 * steps - part for m, part in zip(self.momenta[merge.fragment], mean, strict=True))
+        update = tuple(
+            m // 2 * steps - part
+            for m, part in zip(self.momenta[merge.fragment], mean, strict=True)
+        )
         left_out = frozenset(share.line.peer for w, share in pairs if not w)
         return events.Merged(merge.fragment, merge.base, update, hexed(update), left_out)
 
@@ -102,14 +116,18 @@ class Anchors:
         if not apply.own and state_of(apply.book, tuple(map(hexed, anchor))) != apply.head.state:
             damaged = tuple(map(hexed, before)) != self.facts.fragments[index].tip.parts
             return events.Applied(index, apply.head.id, why="digest", damaged=damaged)
-        momentum = tuple((m + u) // 2 for m, u in zip(self.momenta[index], apply.update, strict=True))
+        momentum = tuple(
+            (m + u) // 2 for m, u in zip(self.momenta[index], apply.update, strict=True)
+        )
         return self.moved(index, apply.head.id, anchor, momentum)
 
     def moved(self, index: int, head: str, anchor: Tensor, momentum: Tensor) -> events.Applied:
         """Move an anchor. The one before is kept while others fetch its parts."""
         f = self.facts.fragments[index]
         kept = {**self.pinned[index], f.tip.head.id: self.now[index]}
-        self.pinned[index] = {id_: one for id_, one in kept.items() if f.pinned and id_ == f.pinned[0].head.id}
+        self.pinned[index] = {
+            id_: one for id_, one in kept.items() if f.pinned and id_ == f.pinned[0].head.id
+        }
         self.now[index], self.momenta[index] = anchor, momentum
         return events.Applied(index, head, tuple(map(hexed, anchor)))
 

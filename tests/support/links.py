@@ -1,4 +1,5 @@
-"""Virtual time, and connections between peers that know each other by name: latency, transfers, breaks and splits."""
+"""Virtual time, and connections between peers that know each other by name: latency, transfers,
+breaks and splits."""
 
 from __future__ import annotations
 
@@ -14,10 +15,17 @@ Pair = frozenset[str]
 
 
 class Links:
-    """Messages arrive in order after `latency_s`; bulk takes `bulk_s` more, in any order, and is `lost` sometimes."""
+    """Messages arrive in order after `latency_s`; bulk takes `bulk_s` more, in any order, and is
+    `lost` sometimes."""
 
     def __init__(self, latency_s: float, bulk_s: float, seed: int) -> None:
-        self.latency_s, self.bulk_s, self.random, self.now, self.lost = latency_s, bulk_s, Random(seed), 0.0, 0.0
+        self.latency_s, self.bulk_s, self.random, self.now, self.lost = (
+            latency_s,
+            bulk_s,
+            Random(seed),
+            0.0,
+            0.0,
+        )
         self.epochs: dict[Pair, int] = {}  # of the connections that are up
         self.blocked: set[Pair] = set()
         self.held: list[tuple[Pair, int, str, events.Event]] = []
@@ -45,9 +53,15 @@ class Links:
         self.now = self.now if stop() else end
 
     def carry(
-        self, sender: str, to: str, event: events.Event, back: events.Event | None = None, bulk: bool = False
+        self,
+        sender: str,
+        to: str,
+        event: events.Event,
+        back: events.Event | None = None,
+        bulk: bool = False,
     ) -> None:
-        """Bring an event to another peer; perhaps the stream breaks, of which the sender hears if it asked."""
+        """Bring an event to another peer; perhaps the stream breaks, of which the sender hears if
+        it asked."""
         pair = frozenset((sender, to))
         epoch = self.epochs.get(pair)
         if epoch is None:
@@ -71,7 +85,8 @@ class Links:
             self.arrives(to, event)
 
     def drop(self, pair: Pair, who: str) -> None:
-        """One side closes the connection, or dies; the other hears of it, unless the network is cut."""
+        """One side closes the connection, or dies; the other hears of it, unless the network is
+        cut."""
         if self.epochs.pop(pair, None) and pair not in self.blocked:
             (other,) = pair - {who}
             self.at(self.now + self.latency_s, self._gone, pair, other, who)
@@ -89,7 +104,14 @@ class Links:
                 epoch = self.epochs[pair] = next(self._order)
                 for peer, there, hello in zip((one, other), (other, one), hellos, strict=True):
                     self.arrives(peer, events.Lost(there))
-                    self.at(self.now + self.latency_s, self._arrive, pair, epoch, peer, events.Connected(there, hello))
+                    self.at(
+                        self.now + self.latency_s,
+                        self._arrive,
+                        pair,
+                        epoch,
+                        peer,
+                        events.Connected(there, hello),
+                    )
         self.at(self.now + self.random.uniform(0.3, 2.0), self.reconnect, one, other)
 
     def block(self, pairs: Iterable[Pair], seconds: float) -> None:

@@ -37,7 +37,9 @@ class Listener:
         self.transport, self.notes = NoNetwork(), list[tuple[str, Mapping[str, object]]]()
         replica: Any = SimpleNamespace(fragments=())
         transport: Any = self.transport
-        self.context = Context(self.core, replica, transport, Gate(), lambda *event: self.notes.append(event))
+        self.context = Context(
+            self.core, replica, transport, Gate(), lambda *event: self.notes.append(event)
+        )
         self.context.carry_out = self.carry_out
         self.mesh = ControlMesh(self.context, RunSpec("run", D, "{}"))
 
@@ -58,7 +60,14 @@ class Listener:
 
 def status(**said: Any) -> Status:
     """A whole one of a peer that trains."""
-    return Status(**{"whole": True, "tips": {tip.head.fragment: tip.key for tip in GENESIS}, "trains": True, **said})
+    return Status(
+        **{
+            "whole": True,
+            "tips": {tip.head.fragment: tip.key for tip in GENESIS},
+            "trains": True,
+            **said,
+        }
+    )
 
 
 def hello(**fields: Any) -> Hello:

@@ -33,7 +33,13 @@ class Loop:
     swarm: Swarm
     noise: torch.Generator | None = None  # of the gradients, which are ones without
 
-    def __init__(self, name: str, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        sync: Attachment,
+        optimizer: torch.optim.Optimizer,
+        lockstep: Lockstep[None],
+    ) -> None:
         self.name, self.sync, self._optimizer, self._lockstep = name, sync, optimizer, lockstep
         self.events: list[tuple[str, dict[str, Any]]] = []
 
@@ -49,9 +55,13 @@ class Loop:
         """So many inner steps."""
         for _ in range(count):
             self.pass_s(STEP_S)
-            for parameter in (one for group in self._optimizer.param_groups for one in group["params"]):
+            for parameter in (
+                one for group in self._optimizer.param_groups for one in group["params"]
+            ):
                 ones = torch.ones_like(parameter)
-                parameter.grad = ones if self.noise is None else torch.randn(ones.shape, generator=self.noise)
+                parameter.grad = (
+                    ones if self.noise is None else torch.randn(ones.shape, generator=self.noise)
+                )
             self._optimizer.step()
 
     def told(self, kind: str) -> list[dict[str, Any]]:
@@ -60,13 +70,20 @@ class Loop:
 
 
 def train(
-    names: str, work: Callable[[Loop], None], *, saved: Saved | None = None, width: int = 4,
+    names: str,
+    work: Callable[[Loop], None],
+    *,
+    saved: Saved | None = None,
+    width: int = 4,
     attach: Callable[[str, torch.optim.Optimizer], dict[str, Any]] = lambda name, optimizer: {},
-    data: Mapping[str, str] | None = None, **outer: Any,
-) -> dict[str, Loop]:  # fmt: skip
-    """Peers of these names, all there before the first inner step, each in a loop of its own; they leave at the end.
+    data: Mapping[str, str] | None = None,
+    **outer: Any,
+) -> dict[str, Loop]:
+    """Peers of these names, all there before the first inner step, each in a loop of its own; they
+    leave at the end.
 
-    `attach` gives what else `Swarm.attach` is told, and `data` what its numbers of sequences stand for.
+    `attach` gives what else `Swarm.attach` is told, and `data` what its numbers of sequences stand
+    for.
     """
     loops: dict[str, Loop] = {}
     with virtual_time() as loop:
@@ -80,10 +97,15 @@ def train(
             model = nn.Linear(width, 1, dtype=torch.float32)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             swarm = Swarm(
-                run_id="run", name=name, identity=Path(name), min_peers=len(names),
-                runtime=SimRuntime(loop, lockstep, connect), on_ready=lambda address: None,
-                on_event=lambda kind, fields: loops[name].events.append((kind, fields)), **outer,
-            )  # fmt: skip
+                run_id="run",
+                name=name,
+                identity=Path(name),
+                min_peers=len(names),
+                runtime=SimRuntime(loop, lockstep, connect),
+                on_ready=lambda address: None,
+                on_event=lambda kind, fields: loops[name].events.append((kind, fields)),
+                **outer,
+            )
             swarm.sequences = (data or {}).get(name, "")
             attached = swarm.attach(model, optimizer, saved=saved, **attach(name, optimizer))
             mine = loops[name] = Loop(name, attached, optimizer, lockstep)
@@ -107,7 +129,8 @@ def train(
 
 
 class LastFlight:
-    """A node alone, three outer steps in, which exchanges every 4 inner steps; its last contribution comes too late."""
+    """A node alone, three outer steps in, which exchanges every 4 inner steps; its last
+    contribution comes too late."""
 
     def __init__(self) -> None:
         self.version, self.position, self.cycle, self.discarded = 3, 0, 4, 0

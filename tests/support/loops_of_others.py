@@ -1,8 +1,9 @@
-"""One of two peers in the loops of other libraries: `python tests/support/loops_of_others.py NAME DIRECTORY PHASE...`.
+"""One of two peers in the loops of other libraries: `python tests/support/loops_of_others.py NAME
+DIRECTORY PHASE...`.
 
-Both work in directories of their own below DIRECTORY. Peer `a` starts each swarm and leaves its address for `b`. The
-ranks of torchrun, all called `ranks`, are one peer alone. A phase runs a code block of the README of the integrations,
-or code of this file; each prints lines of JSON.
+Both work in directories of their own below DIRECTORY. Peer `a` starts each swarm and leaves its
+address for `b`. The ranks of torchrun, all called `ranks`, are one peer alone. A phase runs a code
+block of the README of the integrations, or code of this file; each prints lines of JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ def block(name: str) -> str:
 def settings(phase: str) -> Names:
     """What `Swarm` is told besides: who starts, and where the other one finds it."""
     place = Path("..") / f"{phase}.address"
-    common: Names = {"min_peers": 2, "name": NAME, "heartbeat_s": 0.2, "codec_up": "fp32", "codec_down": "fp32"}
+    common: Names = {
+        "min_peers": 2,
+        "name": NAME,
+        "heartbeat_s": 0.2,
+        "codec_up": "fp32",
+        "codec_down": "fp32",
+    }
     if NAME == "ranks":
         return {"name": NAME}
     if NAME == "a":
@@ -62,18 +69,38 @@ def report(phase: str, attachment: Any, model: Any, **more: object) -> None:
     """What the test compares."""
     from diloco.attach.parameters import values_digest
 
-    print(json.dumps({
-        "phase": phase, "version": attachment.version, "steps": attachment.steps, "tokens": attachment.tokens,
-        "applied": attachment.applied_tokens, "discarded": attachment.discarded_tokens,
-        "peer": attachment.node.core.facts.me if attachment.view else None,
-        "model": values_digest({name: one.detach() for name, one in model.named_parameters()}), **more,
-    }), flush=True)  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "phase": phase,
+                "version": attachment.version,
+                "steps": attachment.steps,
+                "tokens": attachment.tokens,
+                "applied": attachment.applied_tokens,
+                "discarded": attachment.discarded_tokens,
+                "peer": attachment.node.core.facts.me if attachment.view else None,
+                "model": values_digest(
+                    {name: one.detach() for name, one in model.named_parameters()}
+                ),
+                **more,
+            }
+        ),
+        flush=True,
+    )
 
 
 def trainer() -> None:
     names = readme("trainer")
-    [own] = (one for one in names["trainer"].callback_handler.callbacks if isinstance(one, names["DilocoCallback"]))
-    rates = [line["learning_rate"] for line in names["trainer"].state.log_history if "learning_rate" in line]
+    [own] = (
+        one
+        for one in names["trainer"].callback_handler.callbacks
+        if isinstance(one, names["DilocoCallback"])
+    )
+    rates = [
+        line["learning_rate"]
+        for line in names["trainer"].state.log_history
+        if "learning_rate" in line
+    ]
     report("trainer", own.attachment, names["model"], rates=rates)
     from transformers import LlamaForCausalLM, Trainer
 
@@ -90,20 +117,39 @@ def accelerate() -> None:
     for phase in ("accelerate", "accelerate_resumed"):
         names = readme("accelerate", phase)
         rates = names["scheduler"].get_last_lr()
-        report(phase, names["swarm"].attachment, names["model"], rates=rates, clock=names["swarm"].steps)
+        report(
+            phase,
+            names["swarm"].attachment,
+            names["model"],
+            rates=rates,
+            clock=names["swarm"].steps,
+        )
 
 
 def lightning() -> None:
     names = readme("lightning")
-    [own] = (one for one in names["trainer"].callbacks if isinstance(one, names["DilocoLightningCallback"]))
+    [own] = (
+        one
+        for one in names["trainer"].callbacks
+        if isinstance(one, names["DilocoLightningCallback"])
+    )
     report("lightning", own.attachment, names["trainer"].lightning_module)
     [saved] = Path("out").rglob("*.ckpt")
-    own = names["DilocoLightningCallback"](run_id="readme", sync_every=4, **settings("lightning_resumed"))
+    own = names["DilocoLightningCallback"](
+        run_id="readme", sync_every=4, **settings("lightning_resumed")
+    )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    again = names["Trainer"](max_steps=16, accumulate_grad_batches=2, default_root_dir="out", callbacks=[own], **quiet)
+    again = names["Trainer"](
+        max_steps=16, accumulate_grad_batches=2, default_root_dir="out", callbacks=[own], **quiet
+    )
     module = names["Regression"]()
     again.fit(module, names["loader"], ckpt_path=saved)
-    report("lightning_resumed", own.attachment, module, rates=again.lr_scheduler_configs[0].scheduler.get_last_lr())
+    report(
+        "lightning_resumed",
+        own.attachment,
+        module,
+        rates=again.lr_scheduler_configs[0].scheduler.get_last_lr(),
+    )
 
 
 def trl() -> None:
@@ -115,15 +161,28 @@ def trl() -> None:
     from diloco import DilocoCallback
 
     words = ["<pad>", "<eos>", "<unk>", *"the cat sat on a mat and ate".split()]
-    plain = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    plain = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    )
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **shape))
     data = Dataset.from_dict({"text": ["the cat sat on a mat", "a cat ate the mat and sat"] * 32})
-    arguments = SFTConfig("sft", max_steps=8, max_length=16, save_strategy="no", bf16=False, report_to="none")
+    arguments = SFTConfig(
+        "sft", max_steps=8, max_length=16, save_strategy="no", bf16=False, report_to="none"
+    )
     own = DilocoCallback(run_id="sft", sync_every=4, **settings("trl"))
-    SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[own]).train()
+    SFTTrainer(
+        model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[own]
+    ).train()
     report("trl", own.attachment, model)
 
 
@@ -139,9 +198,14 @@ def checkpoints() -> None:
 
 
 def ranks() -> None:
-    """A Trainer on all ranks, and then a loop with an ranks, for which the process group is there already."""
+    """A Trainer on all ranks, and then a loop with an ranks, for which the process group is there
+    already."""
     names = readme("trainer")
-    [own] = (one for one in names["trainer"].callback_handler.callbacks if isinstance(one, names["DilocoCallback"]))
+    [own] = (
+        one
+        for one in names["trainer"].callback_handler.callbacks
+        if isinstance(one, names["DilocoCallback"])
+    )
     report("trainer", own.attachment, names["model"], size=own.attachment.ranks.size)
     torch.manual_seed(int(os.environ["RANK"]))  # the ranks have other data, and rank 0's model
     names = {}
@@ -151,9 +215,13 @@ def ranks() -> None:
 
 
 PHASES: dict[str, Callable[[], None]] = {
-    "trainer": trainer, "trl": trl, "accelerate": accelerate, "lightning": lightning, "checkpoints": checkpoints,
+    "trainer": trainer,
+    "trl": trl,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "checkpoints": checkpoints,
     "ranks": ranks,
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     NAME, directory = sys.argv[1], Path(sys.argv[2]) / sys.argv[1]

@@ -21,4 +21,6 @@ SMALL: dict[str, Any] = {
 
 def small_model(model_type: str = "llama", **config: Any) -> nn.Module:
     """A model of `SMALL` with these changes; its weights are always the same."""
-    return models.build(ModelConfig(name="small", model_type=model_type, config={**SMALL, **config}), seed=0)
+    return models.build(
+        ModelConfig(name="small", model_type=model_type, config={**SMALL, **config}), seed=0
+    )

@@ -1,4 +1,5 @@
-"""Outer steps without peers: settings, vectors, what travels, and the versions that an author makes."""
+"""Outer steps without peers: settings, vectors, what travels, and the versions that an author
+makes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def relative_error(x: Tensor, y: Tensor) -> float:
     return float((y - x).norm() / x.norm())
 
 
-# -- what travels -----------------------------------------------------------------------------------------------------
+# -- what travels ----------------------------------------------------------------------------------
 
 
 def encoded(one: str | Codec, x: Tensor) -> Tensor:
@@ -61,12 +62,17 @@ def payload_of(one: Codec, values: Tensor) -> Tensor:
     return torch.cat([encoded(one, values[start:stop]) for start, stop in chunks(len(values))])
 
 
-# -- versions ---------------------------------------------------------------------------------------------------------
+# -- versions --------------------------------------------------------------------------------------
 
 
 def author(parameters: Mapping[str, Tensor], settings: OuterConfig, fragments: int = 1) -> Replica:
-    """A peer that is author of everything, and compares the same values of contributions in every run."""
-    replica = Replica(parameters, partition({name: p.numel() for name, p in parameters.items()}, fragments), settings)
+    """A peer that is author of everything, and compares the same values of contributions in every
+    run."""
+    replica = Replica(
+        parameters,
+        partition({name: p.numel() for name, p in parameters.items()}, fragments),
+        settings,
+    )
     replica.rng = random.Random(0)
     for fragment in range(fragments):
         replica.hold(fragment)
@@ -84,23 +90,32 @@ def named(payloads: Iterable[Tensor], weights: Sequence[float] | None = None) ->
 
 
 def make(
-    replica: Replica, those: Sequence[Weighted], fragment: int = 0, step: OuterStep | None = None, me: str = "",
+    replica: Replica,
+    those: Sequence[Weighted],
+    fragment: int = 0,
+    step: OuterStep | None = None,
+    me: str = "",
     delay: int = 1,
-) -> tuple[Merged, str]:  # fmt: skip
+) -> tuple[Merged, str]:
     """The next version, which this author has adopted, and the anchor's digest."""
     state, before = replica.states[fragment], [one.payload.clone() for one in those]
     with suppress(PayloadError):  # of which `merge` says the same
         those = [one._replace(norm=replica.payload_norm(fragment, one.payload)) for one in those]
-    merged = replica.aggregates[fragment].merge(those, step or state.step(state.version, len(those), delay), state, me)
+    merged = replica.aggregates[fragment].merge(
+        those, step or state.step(state.version, len(those), delay), state, me
+    )
     assert all(map(torch.equal, before, (one.payload for one in those)))
     replica.apply_update_(fragment, merged.update, merged.step)
     return merged, replica.digest(fragment)
 
 
 def exchange(peers: Sequence[Replica], weights: Sequence[float]) -> None:
-    """One outer step of all fragments, of which the first peer is author; every peer adopts the update."""
+    """One outer step of all fragments, of which the first peer is author; every peer adopts the
+    update."""
     for index in peers[0].aggregates:
-        merged, digest = make(peers[0], named([peer.capture(index) for peer in peers], weights), index)
+        merged, digest = make(
+            peers[0], named([peer.capture(index) for peer in peers], weights), index
+        )
         for peer in peers[1:]:
             peer.apply_update_(index, merged.update, merged.step)
             assert peer.digest(index) == digest

@@ -14,7 +14,8 @@ docs = script_module("docs")
 
 
 def typed(page: Path) -> list[str]:
-    """The commands in the code blocks of a page that start diloco; comments behind them are left out."""
+    """The commands in the code blocks of a page that start diloco; comments behind them are left
+    out."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
     blocks = [text for language, text in fenced if not language]
     lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]

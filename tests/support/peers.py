@@ -35,7 +35,8 @@ from tests.support import warm
 from tests.support.places import ROOT
 from tests.support.warm import MARK as MARK
 
-DEADLINE_S = 300.0  # far more than anything here takes on a slow and busy machine; what reaches it hangs
+# far more than anything here takes on a slow and busy machine; what reaches it hangs
+DEADLINE_S = 300.0
 NETWORK = SwarmConfig.model_fields.keys() - {"identity_path"}
 SMOKE = ("experiment=smoke", "swarm.heartbeat_s=0.2")
 
@@ -69,7 +70,8 @@ def eventually(condition: Callable[[], T], what: str, timeout_s: float = DEADLIN
 
 
 def together(*jobs: Callable[[], T], timeout_s: float = DEADLINE_S) -> list[T]:
-    """Results of jobs that run at the same time, each in a thread of its own; the first failure is raised here."""
+    """Results of jobs that run at the same time, each in a thread of its own; the first failure is
+    raised here."""
     results: dict[int, T] = {}
     failures: list[BaseException] = []
     ended = threading.Semaphore(0)
@@ -86,13 +88,15 @@ def together(*jobs: Callable[[], T], timeout_s: float = DEADLINE_S) -> list[T]:
         threading.Thread(target=work, args=(index, job), daemon=True).start()
     deadline = time.monotonic() + timeout_s
     for _ in jobs:
-        assert ended.acquire(timeout=max(0.0, deadline - time.monotonic())), f"jobs hang, {len(results)} have ended"
+        assert ended.acquire(timeout=max(0.0, deadline - time.monotonic())), (
+            f"jobs hang, {len(results)} have ended"
+        )
         if failures:
             raise failures[0]
     return [results[index] for index in range(len(jobs))]
 
 
-# -- nodes in threads -------------------------------------------------------------------------------------------------
+# -- nodes in threads ------------------------------------------------------------------------------
 
 
 def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
@@ -103,7 +107,8 @@ def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor
 
 @dataclass
 class Trainee:
-    """A node with parameters, driven by the test as a training loop would. There is a node once it was started."""
+    """A node with parameters, driven by the test as a training loop would. There is a node once it
+    was started."""
 
     options: NodeOptions
     replica: Replica
@@ -149,7 +154,9 @@ class Trainee:
 
     def start(self) -> Trainee:
         node = self.runtime.open(
-            self.options, self.replica, lambda kind, fields: self.events.append((kind, dict(fields)))
+            self.options,
+            self.replica,
+            lambda kind, fields: self.events.append((kind, dict(fields))),
         )
         self.view = NodeHandle(node, self.runtime)
         return self
@@ -168,7 +175,8 @@ class Trainee:
         return self.call(self._exchange(tokens))
 
     async def _exchange(self, tokens: int) -> ExchangeResult:
-        """The inner steps of a cycle, with so many tokens. One coroutine, so that closing the node finds it waiting."""
+        """The inner steps of a cycle, with so many tokens. One coroutine, so that closing the node
+        finds it waiting."""
         position, steps, _ = self.node.place()
         for step in range(position, steps):
             await self.node.stepped(tokens * (step + 1) // steps - tokens * step // steps)
@@ -186,42 +194,64 @@ class Trainee:
 
     def authors(self) -> list[int]:
         """Fragments of which this peer has made the newest version."""
-        return [f.index for f in self.node.core.facts.fragments if f.tip.head.author == self.peer_id]
+        return [
+            f.index for f in self.node.core.facts.fragments if f.tip.head.author == self.peer_id
+        ]
 
 
 def begin_together(*peers: Trainee, authors: Sequence[Trainee] = ()) -> None:
     """All of them begin, and the authors (default: all) hear of each that it trains.
 
-    A round of these tests takes no time. An author that had not heard yet of a peer that trains would make the first
-    version without that one.
+    A round of these tests takes no time. An author that had not heard yet of a peer that trains
+    would make the first version without that one.
     """
     together(*(peer.begin for peer in peers))
     for author, peer in product(authors or peers, peers):
         if author is not peer:
-            eventually(lambda pair=(author, peer): pair[0].hears_training(pair[1]), "the authors to hear of everybody")
+            eventually(
+                lambda pair=(author, peer): pair[0].hears_training(pair[1]),
+                "the authors to hear of everybody",
+            )
 
 
 class Crowd:
     """The nodes of one swarm; they differ in what they are made of and agree on what the run is."""
 
-    def __init__(self, directory: Path, shapes: Mapping[str, tuple[int, ...]], **outer: Any) -> None:
+    def __init__(
+        self, directory: Path, shapes: Mapping[str, tuple[int, ...]], **outer: Any
+    ) -> None:
         self.directory = directory
         self.shapes = shapes
-        exact = {"codec_up": "fp32", "codec_down": "fp32", "lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
-        self.outer: dict[str, Any] = {"method": "diloco", "sync_every": 10, "fragments": 4, **exact, **outer}
+        exact = {
+            "codec_up": "fp32",
+            "codec_down": "fp32",
+            "lr": 0.7,
+            "momentum": 0.9,
+            "momentum_warmup": 0,
+        }
+        self.outer: dict[str, Any] = {
+            "method": "diloco",
+            "sync_every": 10,
+            "fragments": 4,
+            **exact,
+            **outer,
+        }
         self.members: list[Trainee] = []
 
     def peer(self, *initial_peers: str, seed: int = 0, **options: Any) -> Trainee:
         """A peer that is not started yet."""
         outer, name = self.outer, f"p{len(self.members)}"
         parameters = seeded(self.shapes, seed)
-        fragments = partition({key: value.numel() for key, value in parameters.items()}, outer["fragments"])
+        fragments = partition(
+            {key: value.numel() for key, value in parameters.items()}, outer["fragments"]
+        )
         replica = Replica(parameters, fragments, OuterConfig(**outer))
         network: dict[str, Any] = {"initial_peers": initial_peers, "heartbeat_s": 0.2}
         network |= {key: options.pop(key) for key in sorted(NETWORK & options.keys())}
         settings: dict[str, Any] = {
             "run": RunSpec("crowd", "0" * 64, "{}"),
-            "network": SwarmConfig().model_copy(update=network),  # a copy is not checked: the node has to complain
+            # a copy is not checked: the node has to complain
+            "network": SwarmConfig().model_copy(update=network),
             "name": name,
             "identity_path": self.directory / f"{name}.key",
             **options,
@@ -246,7 +276,7 @@ class Crowd:
         together(*(peer.close for peer in self.members))
 
 
-# -- commands in processes --------------------------------------------------------------------------------------------
+# -- commands in processes -------------------------------------------------------------------------
 
 
 @dataclass
@@ -278,7 +308,9 @@ class Command:
         def reached() -> bool:
             alive = self.process.poll() is None
             versions = [message["version"] for message in self.messages("status")]
-            assert alive or max(versions, default=-1) >= version, f"it ended\n{self.stdout}\n{self.stderr}"
+            assert alive or max(versions, default=-1) >= version, (
+                f"it ended\n{self.stdout}\n{self.stderr}"
+            )
             return max(versions, default=-1) >= version
 
         eventually(reached, f"outer step {version}")
@@ -288,7 +320,9 @@ class Command:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still runs after {timeout_s:.0f} s\n{self.stdout}\n{self.stderr}") from None
+            raise AssertionError(
+                f"still runs after {timeout_s:.0f} s\n{self.stdout}\n{self.stderr}"
+            ) from None
 
     def done(self, code: int = 0, timeout_s: float = DEADLINE_S) -> Command:
         """Itself, when it has ended with this exit code."""
@@ -296,7 +330,8 @@ class Command:
         return self
 
     def family(self) -> list[int]:
-        """Ids of all living processes that descend from this command, however they detached themselves."""
+        """Ids of all living processes that descend from this command, however they detached
+        themselves."""
         return sorted(warm.marked(self.mark)) + marked(MARK, self.mark)
 
     def kill(self) -> None:
@@ -337,9 +372,11 @@ def command(
     modules: Path = ROOT,
     start: Callable[..., subprocess.Popen[bytes]] = warm.Popen,
 ) -> Iterator[Command]:
-    """`python ARGUMENTS` with its output in files of `directory`; nothing of it outlives this context.
+    """`python ARGUMENTS` with its output in files of `directory`; nothing of it outlives this
+    context.
 
-    It finds what is in `modules` first. `start=subprocess.Popen` is for tests of how a process starts.
+    It finds what is in `modules` first. `start=subprocess.Popen` is for tests of how a process
+    starts.
     """
     mark = uuid.uuid4().hex
     out, err = directory / f"{mark}.out", directory / f"{mark}.err"

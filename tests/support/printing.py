@@ -16,7 +16,9 @@ def printed_of(scene: Callable[[], Coroutine[Any, Any, None]]) -> list[str]:
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: printed.append(f"{context['message']} {context.get('task')}"))
+        loop.set_exception_handler(
+            lambda _, context: printed.append(f"{context['message']} {context.get('task')}")
+        )
         await asyncio.wait_for(scene(), DEADLINE_S)
         gc.collect()
 

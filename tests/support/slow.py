@@ -1,4 +1,5 @@
-"""Cases of a test that `scripts/nightly` plays, where one case of its kind is enough for every change."""
+"""Cases of a test that `scripts/nightly` plays, where one case of its kind is enough for every
+change."""
 
 from __future__ import annotations
 

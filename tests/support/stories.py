@@ -1,4 +1,5 @@
-"""Stories told of a `Crowd` of production peers: all invariants are watched, and a test asks what became of whom.
+"""Stories told of a `Crowd` of production peers: all invariants are watched, and a test asks what
+became of whom.
 
 All that a story knows of the insides of a node stands here.
 """
@@ -33,7 +34,8 @@ class Story:
     """Named peers that train in rounds of 4 steps, half a second each.
 
     Args:
-        loop: where virtual time passes. seed: of all that is drawn, also of latencies and of the order of starts.
+        loop: where virtual time passes. seed: of all that is drawn, also of latencies and of the
+            order of starts.
         fragments: of the model. outer_steps: after which trainers are done; None is never.
         outer: more settings of the outer step. settings: of the `Crowd`.
 
@@ -41,34 +43,47 @@ class Story:
     """
 
     def __init__(
-        self, loop: VirtualLoop, seed: int = 0, fragments: int = 4, outer_steps: int | None = 3, *,
-        outer: dict[str, Any] | None = None, heartbeat_s: float = 1.0, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        loop: VirtualLoop,
+        seed: int = 0,
+        fragments: int = 4,
+        outer_steps: int | None = 3,
+        *,
+        outer: dict[str, Any] | None = None,
+        heartbeat_s: float = 1.0,
+        **settings: Any,
+    ) -> None:
         steps = {"sync_every": STEPS, "fragments": fragments, **(outer or {})}
         self.loop, self.fragments, self.random = loop, fragments, random.Random(seed)
         self.crowd = Crowd(loop, seed, steps, heartbeat_s=heartbeat_s, **settings)
         self.watch = Watch(self.crowd)
-        self.lost: dict[str, int] = {}  # tokens of fragment 0 that each counts as discarded when all rest
+        # tokens of fragment 0 that each counts as discarded when all rest
+        self.lost: dict[str, int] = {}
         if outer_steps is not None:
             self.crowd.goal = outer_steps
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     def begin(self, names: str) -> None:
         """All of these peers start, and train."""
         self.start(names, min_peers=len(names))
-        self.run_until(lambda: all(node.core.facts.steps for node in self.nodes().values()), "all train")
+        self.run_until(
+            lambda: all(node.core.facts.steps for node in self.nodes().values()), "all train"
+        )
 
     def start(self, names: str, min_peers: int = 1, trains: bool = True) -> None:
-        """Peers of these names start; where nobody is there yet, one of them does so a little before the others."""
+        """Peers of these names start; where nobody is there yet, one of them does so a little
+        before the others."""
         for name in self.random.sample(names, len(names)):
             first = not self.crowd.living()
             latency_s = self.random.choice([0.02, 0.1, 0.3])
-            life = self.crowd.start(PeerSpec(name, trains, step_s=STEP_S, latency_s=latency_s), min_peers)
+            life = self.crowd.start(
+                PeerSpec(name, trains, step_s=STEP_S, latency_s=latency_s), min_peers
+            )
             if first:
                 self.run_until(lambda life=life: life.ready, "the first peer listens")
 
-    # -- time passes --------------------------------------------------------------------------------------------------
+    # -- time passes -------------------------------------------------------------------------------
 
     def run_for(self, seconds: float) -> None:
         """Let virtual time pass."""
@@ -79,21 +94,24 @@ class Story:
         self.loop.run_until_complete(self.crowd.until(condition, PATIENCE_S, what, LOOKS_EVERY_S))
 
     def run_to_the_end(self, outer_steps: int = 0) -> dict[str, Node]:
-        """Until every living trainer is done; if given, after so many outer steps more. Then all rest and leave.
+        """Until every living trainer is done; if given, after so many outer steps more. Then all
+        rest and leave.
 
         Returns the nodes of those that lived, by name.
         """
         if outer_steps:
             self.crowd.goal = outer_steps + max(self.version(name) for name in self.nodes())
         goal, self.crowd.goal = self.crowd.goal, 10**9
-        self.run_until(lambda: all(self.version(name) >= goal for name in self.nodes()), "all are done")
+        self.run_until(
+            lambda: all(self.version(name) >= goal for name in self.nodes()), "all are done"
+        )
         self.loop.run_until_complete(self.watch.rest())
         nodes = self.nodes()
         self.lost = {name: node.core.discarded() for name, node in nodes.items()}
         self.loop.run_until_complete(self.watch.finish())
         return nodes
 
-    # -- what is so ---------------------------------------------------------------------------------------------------
+    # -- what is so --------------------------------------------------------------------------------
 
     def nodes(self) -> dict[str, Node]:
         """The nodes of peers that are in the swarm and stay there, by name."""

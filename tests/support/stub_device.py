@@ -1,4 +1,5 @@
-"""A device whose streams do nothing until somebody waits for them, made of tensors in main memory."""
+"""A device whose streams do nothing until somebody waits for them, made of tensors in main
+memory."""
 
 from __future__ import annotations
 
@@ -18,13 +19,19 @@ __all__ = ["LazyDevice", "LazyStream", "at_once"]
 def at_once() -> Staging:
     """The staging of a device in main memory that has done each copy when it returns."""
     stream = AtOnce()
-    return Staging(stream, stream, lambda numel, dtype: torch.empty(numel, dtype=dtype), lambda: torch.empty(CHUNK))
+    return Staging(
+        stream,
+        stream,
+        lambda numel, dtype: torch.empty(numel, dtype=dtype),
+        lambda: torch.empty(CHUNK),
+    )
 
 
 class LazyStream:
     """Work that is done in order, as late as possible: when somebody waits for a place behind it.
 
-    Copies find what their source holds then. `log` is of the device: what was put where, and what was waited for.
+    Copies find what their source holds then. `log` is of the device: what was put where, and what
+    was waited for.
     """
 
     def __init__(self, name: str, device: LazyDevice) -> None:
@@ -78,7 +85,9 @@ class LazyDevice:
         self.training, self.side = LazyStream("training", self), LazyStream("side", self)
         self.on_wait: Callable[[str], object] = lambda name: None
         self.vectors: list[int] = []
-        self.staging = Staging(self.training, self.side, self._empty, lambda: torch.full((CHUNK,), torch.nan))
+        self.staging = Staging(
+            self.training, self.side, self._empty, lambda: torch.full((CHUNK,), torch.nan)
+        )
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.vectors.append(numel)

@@ -1,4 +1,5 @@
-"""A Hugging Face hub on loopback, with what the client needs of it: one repository, its errors, and an upload."""
+"""A Hugging Face hub on loopback, with what the client needs of it: one repository, its errors, and
+an upload."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ COMMIT, NAME = "a1" * 20, "org/model"
 class StubHub:
     """`files` of the repository org/model at `COMMIT`, which is also its main branch.
 
-    `gated` and `broken` are how it answers; `asked` are the paths that were asked for, `uploaded` the files that came.
+    `gated` and `broken` are how it answers; `asked` are the paths that were asked for, `uploaded`
+    the files that came.
     """
 
     def __init__(self, url: str, files: dict[str, bytes]) -> None:
@@ -52,9 +54,17 @@ class StubHub:
 
     def _refused(self, name: str, at: str) -> tuple[int, dict[str, str], bytes] | None:
         if name != NAME:
-            return 401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}, b""
+            return (
+                401,
+                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+                b"",
+            )
         if at not in ("main", COMMIT):
-            return 404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {at}"}, b""
+            return (
+                404,
+                {"X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {at}"},
+                b"",
+            )
         return None
 
     def _api(
@@ -70,12 +80,26 @@ class StubHub:
             return refused
         if what == "tree":
             found: Any = [
-                {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                {
+                    "type": "file",
+                    "path": file,
+                    "size": len(content),
+                    "oid": hashlib.sha1(content).hexdigest(),
+                }
                 for file, content in self.files.items()
             ]
         else:
-            siblings = [{"rfilename": file, "size": len(content)} for file, content in self.files.items()]
-            found = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}
+            siblings = [
+                {"rfilename": file, "size": len(content)} for file, content in self.files.items()
+            ]
+            found = {
+                "id": name,
+                "modelId": name,
+                "sha": COMMIT,
+                "siblings": siblings,
+                "tags": [],
+                "private": False,
+            }
         return 200, {"Content-Type": "application/json"}, json.dumps(found).encode()
 
     def _upload(self, parts: list[str], body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -94,7 +118,9 @@ class StubHub:
         elif "commit" in parts:
             for line in map(json.loads, body.decode().splitlines()):
                 if line["key"] == "file":
-                    self.uploaded[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                    self.uploaded[line["value"]["path"]] = base64.b64decode(
+                        line["value"]["content"]
+                    )
             where = f"{self.url}/{'/'.join(parts[1:3])}/commit/{COMMIT}"
             reply = {"success": True, "commitOid": COMMIT, "commitUrl": where, "hookOutput": ""}
         return 200, {"Content-Type": "application/json"}, json.dumps(reply).encode()
@@ -121,9 +147,15 @@ def stub_hub(directory: Path | None = None) -> Iterator[StubHub]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    files = {} if directory is None else {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+    files = (
+        {}
+        if directory is None
+        else {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+    )
     hub = StubHub(f"http://127.0.0.1:{server.server_port}", files)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield hub
@@ -132,7 +164,9 @@ def stub_hub(directory: Path | None = None) -> Iterator[StubHub]:
         server.server_close()
 
 
-def go_online(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path, token: str | None = None) -> None:
+def go_online(
+    monkeypatch: pytest.MonkeyPatch, url: str, cache: Path, token: str | None = None
+) -> None:
     """Let the hub's client in this process ask the hub at `url`, with a cache of its own."""
     from huggingface_hub import constants
 
@@ -141,7 +175,11 @@ def go_online(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path, token: str
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
     for name, value in {
-        "HF_HUB_OFFLINE": False, "ENDPOINT": url, "HF_HUB_CACHE": str(cache), "HF_TOKEN_PATH": str(cache / "token"),
-        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}", "HF_HUB_DISABLE_XET": True,
-    }.items():  # fmt: skip
+        "HF_HUB_OFFLINE": False,
+        "ENDPOINT": url,
+        "HF_HUB_CACHE": str(cache),
+        "HF_TOKEN_PATH": str(cache / "token"),
+        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_DISABLE_XET": True,
+    }.items():
         monkeypatch.setattr(constants, name, value)

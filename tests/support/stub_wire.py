@@ -69,12 +69,15 @@ def connected() -> tuple[End, End]:
 
 
 class Transport:
-    """Each stream that it opens is answered by `answer`; `PayloadError` is told as a refusal, as a server does."""
+    """Each stream that it opens is answered by `answer`; `PayloadError` is told as a refusal, as a
+    server does."""
 
     seeds: tuple[str, ...] = ("donor",)
     addresses: tuple[str, ...] = ()
 
-    def __init__(self, answer: Callable[[Stream, Any], Awaitable[None]], asker: str = "asker") -> None:
+    def __init__(
+        self, answer: Callable[[Stream, Any], Awaitable[None]], asker: str = "asker"
+    ) -> None:
         self._answer, self._asker = answer, asker
         self._serving: dict[asyncio.Task[None], None] = {}
 

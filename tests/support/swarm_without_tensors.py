@@ -1,6 +1,7 @@
 """A swarm of cores alone, in virtual time: messages take a while, and tensors are three integers.
 
-swarm = Swarm(Settings(sync_every=10)); peer = swarm.add("a"); swarm.until(100.0)      peer.tip(), swarm.made
+swarm = Swarm(Settings(sync_every=10)); peer = swarm.add("a"); swarm.until(100.0)      peer.tip(),
+                                                                                       swarm.made
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tests.support.links import Links
 
 @dataclass(eq=False)
 class Peer:
-    """One peer: its core, its anchors, and a training loop whose steps take `step_s`, of `batch` sequences each."""
+    """One peer: its core, its anchors, and a training loop whose steps take `step_s`, of `batch`
+    sequences each."""
 
     name: str
     settings: Settings
@@ -58,7 +60,12 @@ class Swarm(Links):
     """Peers, whose work on tensors takes `work_s`."""
 
     def __init__(
-        self, settings: Settings, latency_s: float = 0.03, bulk_s: float = 0.5, work_s: float = 0.0, seed: int = 0
+        self,
+        settings: Settings,
+        latency_s: float = 0.03,
+        bulk_s: float = 0.5,
+        work_s: float = 0.0,
+        seed: int = 0,
     ) -> None:
         super().__init__(latency_s, bulk_s, seed)
         self.settings, self.work_s = settings, work_s
@@ -66,7 +73,7 @@ class Swarm(Links):
         self.made: list[tuple[float, Head]] = []  # every version, and when its author had it
         self.heads: dict[str, Head] = {}
 
-    # -- peers --------------------------------------------------------------------------------------------------------
+    # -- peers -------------------------------------------------------------------------------------
 
     def add(self, name: str, saved: Saved | None = None, **fields: Any) -> Peer:
         """A peer that starts now."""
@@ -79,21 +86,33 @@ class Swarm(Links):
 
     def start(self, peer: Peer, saved: Saved | None = None, wall_ms: int = 0) -> None:
         """Start its next life."""
-        settings = replace(peer.settings, uplink_bytes_per_s=1e-9)  # so that records go to few at a time
+        # so that records go to few at a time
+        settings = replace(peer.settings, uplink_bytes_per_s=1e-9)
         anchors = tuple(tuple(range(i, i + PARTS)) for i in range(settings.fragments))
         tips = tuple(genesis(i, RUN, tuple(map(hexed, anchor))) for i, anchor in enumerate(anchors))
         saved = saved or Saved(tips, anchors, 0, 0)
-        identity = Identity(peer.name, peer.name, RUN, "0" * 64, Signer(peer.name), peer.trains, peer.authors)
+        identity = Identity(
+            peer.name, peer.name, RUN, "0" * 64, Signer(peer.name), peer.trains, peer.authors
+        )
         peer.life, peer.inbox, peer.notes = peer.life + 1, [], []
         peer.frozen = peer.stuck = peer.stepping = False
         peer.core = Core(
-            identity, settings, Arithmetic(), saved.tips, [Sizes(1, 1, 1000, PARTS)] * settings.fragments, self.now,
-            wall_ms or 10**6 + int(self.now * 1000), saved.processed, saved.stamp,
-        )  # fmt: skip
+            identity,
+            settings,
+            Arithmetic(),
+            saved.tips,
+            [Sizes(1, 1, 1000, PARTS)] * settings.fragments,
+            self.now,
+            wall_ms or 10**6 + int(self.now * 1000),
+            saved.processed,
+            saved.stamp,
+        )
         peer.anchors = Anchors(peer.core.facts, saved.anchors)
         self.heads |= {tip.head.id: tip.head for tip in saved.tips}
         cycle = peer.cycle or settings.sync_every
-        self.at(self.now, self._later, peer, peer.life, events.Wanted(2 * cycle * peer.batch, cycle))
+        self.at(
+            self.now, self._later, peer, peer.life, events.Wanted(2 * cycle * peer.batch, cycle)
+        )
         self.at(self.now + self.random.random(), self._tick, peer, peer.life)
 
     def _tick(self, peer: Peer, life: int) -> None:
@@ -117,7 +136,7 @@ class Swarm(Links):
         for event in [*inbox, events.Tick()]:
             self.tell(peer, event)
 
-    # -- what cores ask for -------------------------------------------------------------------------------------------
+    # -- what cores ask for ------------------------------------------------------------------------
 
     def arrives(self, peer: str, event: Any) -> None:
         """A message of another peer."""
@@ -144,7 +163,12 @@ class Swarm(Links):
             self.do(peer, action)
         if peer.core and peer.core.runs and not peer.stepping and not peer.hangs:
             peer.stepping = True
-            self.at(self.now + peer.step_s * self.random.uniform(0.95, 1.05), self._step, peer, peer.life)
+            self.at(
+                self.now + peer.step_s * self.random.uniform(0.95, 1.05),
+                self._step,
+                peer,
+                peer.life,
+            )
 
     def check(self, peer: Peer) -> None:
         """What the fuzz looks at after each event."""
@@ -166,7 +190,13 @@ class Swarm(Links):
                 for member in peer.facts.members.all():
                     self.carry(peer.name, member.peer, event)
             case events.Push(to, line, payload):
-                self.carry(peer.name, to, events.Delivered(peer.name, line, payload), events.Broke(to, line), True)
+                self.carry(
+                    peer.name,
+                    to,
+                    events.Delivered(peer.name, line, payload),
+                    events.Broke(to, line),
+                    True,
+                )
             case events.Ask(to, get):
                 self.carry(peer.name, to, events.Asked(peer.name, get), events.Broke(to, get))
             case events.Reply(to, get, answer):
@@ -183,7 +213,13 @@ class Swarm(Links):
             case events.Merge() if peer.stuck:
                 pass
             case _:
-                self.at(self.now + self.work_s * self.random.uniform(0.5, 2.0), self._work, peer, peer.life, action)
+                self.at(
+                    self.now + self.work_s * self.random.uniform(0.5, 2.0),
+                    self._work,
+                    peer,
+                    peer.life,
+                    action,
+                )
 
     def _work(self, peer: Peer, life: int, action: events.Action) -> None:
         if peer.life == life:

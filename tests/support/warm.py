@@ -1,10 +1,13 @@
-"""Processes that begin with the libraries imported, because they are forked from one that has done nothing else.
+"""Processes that begin with the libraries imported, because they are forked from one that has done
+nothing else.
 
-    Popen (here) -> a request with three files -> the server forks -> the child becomes `python -m MODULE ...`
+    Popen (here) -> a request with three files -> the server forks -> the child becomes `python -m
+    MODULE ...`
 
-To import torch, transformers and hivemind takes four seconds of a core, and a test of real processes starts several.
-The server has one thread, so its children may use locks. What a warm process starts with `subprocess` and the same
-interpreter is warm as well. The server ends with the process that started it.
+To import torch, transformers and hivemind takes four seconds of a core, and a test of real
+processes starts several. The server has one thread, so its children may use locks. What a warm
+process starts with `subprocess` and the same interpreter is warm as well. The server ends with the
+process that started it.
 """
 
 from __future__ import annotations
@@ -30,21 +33,35 @@ from typing import Any, NamedTuple
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SERVER = "DILOCO_TEST_SERVER"  # the server's socket, for what a warm process starts
 MARKS = (
-    "DILOCO_TEST_MARKS"  # a folder with a file PID.MARK for each warm process: its environment in /proc is the server's
+    # a folder with a file PID.MARK for each warm process: its environment in /proc is the server's
+    "DILOCO_TEST_MARKS"
 )
 MARK = "DILOCO_TEST_MARK"
-MODULES = ("diloco", "diloco.train", "torch.distributed.run")  # that a warm process may become; any script as well
+# that a warm process may become; any script as well
+MODULES = ("diloco", "diloco.train", "torch.distributed.run")
 RANKS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 POPEN = ("subprocess", RANKS)  # where the name stands by which a warm process starts others
 LIBRARIES = (
-    "torch", RANKS, "torch.distributed.run", "transformers", "transformers.trainer", "hivemind", "datasets",
-    "accelerate", "matplotlib.pyplot", "diloco.cli.local", "diloco.cli.join", "diloco.train.run", "diloco.sim.run",
+    "torch",
+    RANKS,
+    "torch.distributed.run",
+    "transformers",
+    "transformers.trainer",
+    "hivemind",
+    "datasets",
+    "accelerate",
+    "matplotlib.pyplot",
+    "diloco.cli.local",
+    "diloco.cli.join",
+    "diloco.train.run",
+    "diloco.sim.run",
     "diloco.integrations",
-)  # fmt: skip
+)
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """As `subprocess.Popen`; what is this interpreter with a module or script of ours is forked from the server."""
+    """As `subprocess.Popen`; what is this interpreter with a module or script of ours is forked
+    from the server."""
 
     def __new__(cls, args: Any = (), *more: Any, **options: Any) -> Any:
         warm = [] if isinstance(args, str) else becomes([os.fspath(one) for one in args])
@@ -52,7 +69,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def becomes(arguments: list[str]) -> list[str]:
-    """What of a command a warm process can become: arguments behind the interpreter; nothing if it cannot."""
+    """What of a command a warm process can become: arguments behind the interpreter; nothing if it
+    cannot."""
     if os.environ.get(SERVER) is None or not arguments or arguments[0] != sys.executable:
         return []
     rest = [one for one in arguments[1:] if one != "-u"]
@@ -65,10 +83,18 @@ class Warm:
     """A process that the server has forked. Should the server die, the process counts as killed."""
 
     def __init__(
-        self, args: list[str], stdin: Any = None, stdout: Any = None, stderr: Any = None, env: Any = None,
-        cwd: Any = None, text: bool = False, start_new_session: bool = False, encoding: str | None = None,
+        self,
+        args: list[str],
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        env: Any = None,
+        cwd: Any = None,
+        text: bool = False,
+        start_new_session: bool = False,
+        encoding: str | None = None,
         errors: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.args, self.returncode = args, None
         self._text, self._pending = text or encoding is not None, b""
         theirs, ours = [0, 1, 2], [None, None, None]
@@ -78,9 +104,11 @@ class Warm:
                 read, write = os.pipe()
                 theirs[number], mine = (read, write) if number == 0 else (write, read)
                 ours[number] = os.fdopen(
-                    mine, ("w" if number == 0 else "r") + ("" if self._text else "b"), 1 if self._text else -1,
+                    mine,
+                    ("w" if number == 0 else "r") + ("" if self._text else "b"),
+                    1 if self._text else -1,
                     errors=errors,
-                )  # fmt: skip
+                )
                 opened.append(theirs[number])
             elif given == subprocess.DEVNULL:
                 theirs[number] = os.open(os.devnull, os.O_RDWR)
@@ -93,9 +121,11 @@ class Warm:
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._line.connect(os.environ[SERVER])
         request = {
-            "arguments": args, "environment": dict(os.environ if env is None else env),
-            "directory": os.fspath(cwd or os.getcwd()), "session": start_new_session,
-        }  # fmt: skip
+            "arguments": args,
+            "environment": dict(os.environ if env is None else env),
+            "directory": os.fspath(cwd or os.getcwd()),
+            "session": start_new_session,
+        }
         content = json.dumps(request).encode()
         socket.send_fds(self._line, [len(content).to_bytes(4, "big")], theirs)
         self._line.sendall(content)
@@ -171,9 +201,13 @@ def start_server() -> None:
     with (place / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.warm", str(place)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-            cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     assert process.stdout is not None and process.stdin is not None
     if process.stdout.readline() != b"ready\n":
         raise RuntimeError(f"the server of warm processes ended: {(place / 'log').read_text()}")
@@ -199,7 +233,10 @@ def marked(mark: str) -> dict[int, Became]:
     """The warm processes that live and have that mark in their environment, by their ids."""
     found = {}
     for file in Path(os.environ[MARKS]).glob(f"*.{mark}") if MARKS in os.environ else ():
-        process, (begun, rank, *arguments) = int(file.name.partition(".")[0]), json.loads(file.read_text())
+        process, (begun, rank, *arguments) = (
+            int(file.name.partition(".")[0]),
+            json.loads(file.read_text()),
+        )
         if begun == _begun(process):
             found[process] = Became(rank, arguments)
     return found
@@ -214,7 +251,7 @@ def _begun(process: int) -> str | None:
     return None if fields[0] == "Z" else fields[19]
 
 
-# -- in the server ----------------------------------------------------------------------------------------------------
+# -- in the server ---------------------------------------------------------------------------------
 
 
 def serve(place: Path) -> dict[str, Any]:

@@ -15,7 +15,8 @@ LIMIT_S = 3 * DEADLINE_S  # of a test, whatever else the machine does
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of pytest-xdist share a server, which the process that starts them has started before."""
+    """The workers of pytest-xdist share a server, which the process that starts them has started
+    before."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         warm.start_server()
 

@@ -1,4 +1,5 @@
-"""`scripts/bench_gpu`: what it counts, what it says of what it cannot run, and that it works without a GPU."""
+"""`scripts/bench_gpu`: what it counts, what it says of what it cannot run, and that it works
+without a GPU."""
 
 from __future__ import annotations
 
@@ -17,6 +18,10 @@ def test_it_measures_a_row_on_the_cpu(tmp_path: Path) -> None:
     arguments = ["--cpu", "--quick", "--modes", "streaming", "--devices", "1", "3"]
     with command(str(SCRIPT), *arguments, directory=tmp_path) as started:
         done = started.done()
-    [row] = [line for line in done.stdout.splitlines() if line.startswith("| smoke | streaming | 1 | 2 |")]
+    [row] = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith("| smoke | streaming | 1 | 2 |")
+    ]
     assert "- smoke, streaming on 3: this machine has 2" in done.stdout
     assert float(row.split("|")[9]) > 0, "steps beside an exchange"

@@ -15,7 +15,9 @@ from tests.support.peers import Command, command, eventually, free_port
 from tests.support.places import ROOT
 
 PEERS = 64
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 @pytest.fixture
@@ -28,7 +30,10 @@ def page(tmp_path: Path) -> Iterator[tuple[str, Command]]:
         def answers() -> bool:
             assert process.process.poll() is None, process.stderr
             try:
-                return urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10).status == 200
+                return (
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10).status
+                    == 200
+                )
             except (urllib.error.URLError, ConnectionError):
                 return False
 
@@ -50,7 +55,9 @@ def test_a_browser_shows_the_swarm_live_and_asks_nobody_else(
     url, process = page
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        tab = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme).new_page()
+        tab = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme
+        ).new_page()
         requested: list[str] = []
         problems: list[str] = []
         tab.on("request", lambda request: requested.append(request.url))

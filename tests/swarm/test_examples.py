@@ -1,4 +1,5 @@
-"""Each file of scripts/examples is run as its first lines say: a starter, and a second peer at the printed address."""
+"""Each file of scripts/examples is run as its first lines say: a starter, and a second peer at the
+printed address."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from tests.support.slow import slow
 SLOW_S = 280.0  # a busy machine; a laptop takes a tenth of it
 
 
-DATA = re.compile(r"^first (?:batch|conversation|file): (.+)$|in an order of its own \((seed \d+)\)$", re.MULTILINE)
+DATA = re.compile(
+    r"^first (?:batch|conversation|file): (.+)$|in an order of its own \((seed \d+)\)$",
+    re.MULTILINE,
+)
 
 
 def printed_address(starter: Command) -> str:
@@ -42,7 +46,9 @@ def anchors(output: str, directory: Path) -> str:
 
 
 # One loop of its own and one of a library; the others are played each night.
-@pytest.mark.parametrize("file", [one if one.stem in ("plain_torch", "trainer") else slow(one) for one in EXAMPLES])
+@pytest.mark.parametrize(
+    "file", [one if one.stem in ("plain_torch", "trainer") else slow(one) for one in EXAMPLES]
+)
 def test_two_peers_of_an_example_have_different_data_and_end_with_the_same_model(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

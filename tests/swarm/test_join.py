@@ -1,4 +1,5 @@
-"""A volunteer's way into a swarm: what it is told, what it keeps, and what its machine makes of the run."""
+"""A volunteer's way into a swarm: what it is told, what it keeps, and what its machine makes of the
+run."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from diloco.admission.keys import RunKey
 from diloco.errors import SwarmError
 from diloco.swarm.client.ask import inspect_swarm, parse_manifest
 from tests.support.joining import OTHER
-from tests.support.peers import SMOKE, Command, Crowd, begin_together, command, dead_port, diloco, eventually, together
+from tests.support.peers import (
+    SMOKE,
+    Command,
+    Crowd,
+    begin_together,
+    command,
+    dead_port,
+    diloco,
+    eventually,
+    together,
+)
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -32,7 +43,15 @@ def crowd(tmp_path: Path) -> Any:
 @contextmanager
 def starting(directory: Path, *settings: str) -> Iterator[Command]:
     """A peer that has an address, with its run in `starter`; Ctrl+C ends it."""
-    begin = ("-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0")
+    begin = (
+        "-m",
+        "diloco",
+        "train",
+        *SMOKE,
+        "run.dir=starter",
+        "budget.outer_steps=4000",
+        "eval.every=0",
+    )
     with command(*begin, *settings, directory=directory) as starter:
         eventually(lambda: (directory / "starter" / "address").exists(), "an address")
         yield starter
@@ -47,7 +66,9 @@ def contributes(guest: Command) -> Command:
     return guest
 
 
-def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_others(crowd: Crowd) -> None:
+def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_others(
+    crowd: Crowd,
+) -> None:
     first, second = crowd.start(2)
     dead = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{OTHER}"
     other = first.address.replace(first.peer_id, OTHER)
@@ -57,16 +78,21 @@ def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_othe
     assert set(seen.addresses) == {first.address, second.address}
     assert seen.silent == {dead: "nobody listens on that port", other: "another peer answers there"}
     for peer in seen.peers:
-        assert abs(peer.ahead_s) <= peer.round_trip_s and peer.up_bytes_per_s and peer.down_bytes_per_s
+        assert (
+            abs(peer.ahead_s) <= peer.round_trip_s and peer.up_bytes_per_s and peer.down_bytes_per_s
+        )
         assert peer.reply.observed.startswith("/ip4/127.0.0.1/tcp/")
-    with pytest.raises(SwarmError, match=rf"{dead} cannot be reached: nobody listens .* nor {other}: another peer"):
+    with pytest.raises(
+        SwarmError, match=rf"{dead} cannot be reached: nobody listens .* nor {other}: another peer"
+    ):
         inspect_swarm([dead, other])
 
 
 def test_a_peer_that_nobody_can_call_trains_and_is_no_author(crowd: Crowd) -> None:
     first = crowd.peer(min_peers=3).start()
     dead = f"/ip4/127.0.0.1/tcp/{dead_port()}"
-    mute = crowd.peer(first.address, reachable="no")  # and these two do not meet, or they would wait for three, too
+    # and these two do not meet, or they would wait for three, too
+    mute = crowd.peer(first.address, reachable="no")
     wrong = crowd.peer(first.address, announce=[dead])
     together(mute.start, wrong.start)
     assert mute.node.addresses == [] and mute.view.address == ""
@@ -76,16 +102,26 @@ def test_a_peer_that_nobody_can_call_trains_and_is_no_author(crowd: Crowd) -> No
     begin_together(first, mute, wrong, authors=[first])
     together(*(lambda peer=peer: peer.round(0.1) for peer in (first, mute, wrong)))
     assert first.authors() == [0, 1, 2, 3] and mute.authors() == wrong.authors() == []
-    assert first.digest == mute.digest == wrong.digest and len(first.node.core.facts.control.tip.head.counted) == 3
+    assert (
+        first.digest == mute.digest == wrong.digest
+        and len(first.node.core.facts.control.tip.head.counted) == 3
+    )
 
 
 def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
     with starting(tmp_path) as starter:
-        lines = eventually(lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")], "it")
+        lines = eventually(
+            lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")],
+            "it",
+        )
         with command("-m", *lines[0].split(), directory=tmp_path) as guest:
             contributes(guest).done()
     said = [line.split("] ")[1].split(":")[0] for line in guest.stdout.splitlines() if "] " in line]
-    stages = [one for one in said if one in ("connect", "manifest", "machine", "data", "first contribution")]
+    stages = [
+        one
+        for one in said
+        if one in ("connect", "manifest", "machine", "data", "first contribution")
+    ]
     assert stages == ["connect", "manifest", "machine", "data", "first contribution"]
     [run_dir] = (tmp_path / "home" / "diloco" / "peer-0" / "runs").iterdir()
     [mine] = json.loads((run_dir / "summary.json").read_text())["peers"]
@@ -94,9 +130,19 @@ def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_of_torchrun_join_as_one_peer(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "diloco", "join"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "diloco",
+        "join",
+    ]
     with starting(tmp_path):
-        with command(*torchrun, "@starter/address", "train.device=cpu", directory=tmp_path) as guest:
+        with command(
+            *torchrun, "@starter/address", "train.device=cpu", directory=tmp_path
+        ) as guest:
             contributes(guest).wait()  # torchrun calls it a failure when Ctrl+C has ended its ranks
     assert "machine: 2 x CPU" in guest.stdout and "tokens from this peer" in guest.stdout
     rows = (tmp_path / "starter" / "contributions.csv").read_text().splitlines()[1:]

@@ -21,7 +21,9 @@ from tests.support.printing import printed_of
 NOBODY = "QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
 
 
-def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     daemons: list[Any] = []
 
     async def kept(*arguments: Any) -> Any:
@@ -57,12 +59,22 @@ def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(monkeypatch: p
     [("diloco", "doctor"), ("diloco.train", *SMOKE, "swarm.initial_peers=")],
     ids=lambda arguments: arguments[-1],
 )
-def test_whom_nobody_answers_reads_one_line_of_ours(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_whom_nobody_answers_reads_one_line_of_ours(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     address = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{NOBODY}"
-    typed = (*arguments[:-1], arguments[-1] + address) if arguments[-1].endswith("=") else (*arguments, address)
+    typed = (
+        (*arguments[:-1], arguments[-1] + address)
+        if arguments[-1].endswith("=")
+        else (*arguments, address)
+    )
     with command("-m", *typed, directory=tmp_path) as started:
         started.done(3)
-    said = [line for line in (started.stderr + started.stdout).splitlines() if "cannot be reached" in line]
+    said = [
+        line
+        for line in (started.stderr + started.stdout).splitlines()
+        if "cannot be reached" in line
+    ]
     assert len(said) == 1 and "Loop" not in started.stderr and "asyncio" not in started.stderr
     assert started.stderr.count("\n") <= 1, started.stderr
 
@@ -71,7 +83,8 @@ def test_whom_nobody_answers_reads_one_line_of_ours(arguments: tuple[str, ...], 
 def test_a_peer_that_libp2p_cannot_find_is_called_where_it_said_that_it_is(tmp_path: Path) -> None:
     crowds = [Crowd(tmp_path / name, {"w": (8, 8)}, fragments=2) for name in ("one", "two")]
     try:
-        [known], [other] = (crowd.start(1) for crowd in crowds)  # neither has ever heard of the other
+        # neither has ever heard of the other
+        [known], [other] = (crowd.start(1) for crowd in crowds)
 
         async def call() -> str:
             visitor = await Libp2p.client([known.address], Gate())
@@ -101,13 +114,18 @@ def test_members_find_each_other_through_any_one_that_lives(tmp_path: Path) -> N
                 peers.append(await Libp2p.connect(network, tmp_path / name, Gate(), "run"))
             first, second, third, fourth = peers
             await first.announce(60.0, [])
-            assert await second.announced() == {first.me: first.addresses[:4]} and await fourth.announced() == {}
+            assert (
+                await second.announced() == {first.me: first.addresses[:4]}
+                and await fourth.announced() == {}
+            )
             second.addresses_of = {third.me: third.addresses[:1]}.__getitem__
             with pytest.raises(ConnectionError, match="not supported"):
                 await second.open(third.me, BULK)
             for one, met in ((second, [third.me]), (third, [second.me]), (first, [second.me])):
                 await one.announce(60.0, met)
-            assert await fourth.announced() == {one.me: one.addresses[:4] for one in (first, second, third)}
+            assert await fourth.announced() == {
+                one.me: one.addresses[:4] for one in (first, second, third)
+            }
         finally:
             for peer in peers:
                 await peer.close()

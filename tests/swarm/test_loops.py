@@ -1,4 +1,5 @@
-"""Peers in the loops of other libraries, with the real libraries: the code of their README, and what it promises."""
+"""Peers in the loops of other libraries, with the real libraries: the code of their README, and
+what it promises."""
 
 from __future__ import annotations
 
@@ -66,8 +67,11 @@ def test_who_goes_on_from_a_checkpoint_is_the_same_peer(peers: list[Found], phas
         assert one[phase]["peer"] == one[f"{phase}_resumed"]["peer"]
 
 
-def test_a_trainer_that_goes_on_from_its_middle_ends_as_if_nothing_had_happened(peers: list[Found]) -> None:
-    """Data, moments, outer momentum and learning rate are those of the run that was not interrupted."""
+def test_a_trainer_that_goes_on_from_its_middle_ends_as_if_nothing_had_happened(
+    peers: list[Found],
+) -> None:
+    """Data, moments, outer momentum and learning rate are those of the run that was not
+    interrupted."""
     for one in peers:
         assert one["trainer_resumed"]["model"] == one["trainer"]["model"]
 
@@ -75,7 +79,11 @@ def test_a_trainer_that_goes_on_from_its_middle_ends_as_if_nothing_had_happened(
 def test_schedules_go_on_where_the_swarm_is(peers: list[Found]) -> None:
     for one in peers:
         assert one["accelerate_resumed"]["clock"] == 24
-        assert one["accelerate_resumed"]["rates"] == one["accelerate"]["rates"] == pytest.approx([1e-3])
+        assert (
+            one["accelerate_resumed"]["rates"]
+            == one["accelerate"]["rates"]
+            == pytest.approx([1e-3])
+        )
 
 
 def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(peers: list[Found]) -> None:
@@ -95,9 +103,15 @@ def test_the_ranks_of_torchrun_are_one_peer(tmp_path: Path) -> None:
         started.done()
     lines = [re.sub(r"^\[\w+\]:", "", line) for line in started.stdout.splitlines()]
     found = [json.loads(line) for line in lines if line.startswith('{"phase"')]
-    for phase, version, steps, tokens in (("trainer", 3, 12, 12 * 8 * 2 * 16 * 2), ("ranks", 3, 60, 60)):
+    for phase, version, steps, tokens in (
+        ("trainer", 3, 12, 12 * 8 * 2 * 16 * 2),
+        ("ranks", 3, 60, 60),
+    ):
         one, other = (line for line in found if line["phase"] == phase)
         assert one["model"] == other["model"]
         assert {one["size"], other["size"]} == {2}
         assert (one["version"], one["steps"], one["tokens"]) == (version, steps, tokens)
-        assert sorted(line["peer"] is None for line in (one, other)) == [False, True], "rank 0 alone is in the swarm"
+        assert sorted(line["peer"] is None for line in (one, other)) == [
+            False,
+            True,
+        ], "rank 0 alone is in the swarm"

@@ -1,4 +1,5 @@
-"""Ways of taking outer steps in real processes over hivemind, and the simulation that has the same anchors."""
+"""Ways of taking outer steps in real processes over hivemind, and the simulation that has the same
+anchors."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from tests.support.peers import SMOKE, diloco, json_lines
 from tests.support.presets import RUNS, name_of
 from tests.support.simulated import SMALL
 
-# Those that ask something of the swarm that no other does. Other tests run diloco; streaming is between the two.
+# Those that ask something of the swarm that no other does. Other tests run diloco; streaming is
+# between the two.
 REAL = [run for run in RUNS if name_of(run) in ("async", "decoupled")]
 
 
@@ -24,14 +26,28 @@ def test_it_runs_for_real_and_all_end_with_one_anchor(run: tuple[str, ...], tmp_
 
 
 def test_four_real_peers_and_their_simulation_have_the_same_anchors(tmp_path: Path) -> None:
-    """Sums of int8 payloads do not depend on the order in which they arrive, so nothing is left to chance."""
+    """Sums of int8 payloads do not depend on the order in which they arrive, so nothing is left to
+    chance."""
     both = (*SMOKE, *SMALL[1:], "budget.outer_steps=3")
     diloco("local", *both, "run.dir=real", directory=tmp_path).done()
-    diloco("simulate", *both, "run.dir=sim", "sim.bandwidth=30000", "sim.latency_s=0.1", directory=tmp_path).done()
-    real, simulation = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("real", "sim"))
+    diloco(
+        "simulate",
+        *both,
+        "run.dir=sim",
+        "sim.bandwidth=30000",
+        "sim.latency_s=0.1",
+        directory=tmp_path,
+    ).done()
+    real, simulation = (
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("real", "sim")
+    )
     assert not [
-        event for event in json_lines(tmp_path / "real/events.jsonl") if event["kind"] in ("missing", "discarded")
+        event
+        for event in json_lines(tmp_path / "real/events.jsonl")
+        if event["kind"] in ("missing", "discarded")
     ]
-    assert {peer["anchor_digest"] for peer in real["peers"]} == {peer["anchor_digest"] for peer in simulation["peers"]}
+    assert {peer["anchor_digest"] for peer in real["peers"]} == {
+        peer["anchor_digest"] for peer in simulation["peers"]
+    }
     assert real["eval"] == simulation["eval"]
     assert real["manifest_hash"] == simulation["manifest_hash"]

@@ -41,7 +41,9 @@ os._exit(0)  # as ranks of `diloco.train` do: the usual end of a process now and
 
 
 @pytest.mark.parametrize("parallel", [slow("ddp"), "fsdp"])
-def test_all_ranks_skip_the_step_of_which_one_has_bad_gradients(parallel: str, tmp_path: Path) -> None:
+def test_all_ranks_skip_the_step_of_which_one_has_bad_gradients(
+    parallel: str, tmp_path: Path
+) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
     with command(*launcher, "ranks.py", parallel, directory=tmp_path) as started:

@@ -1,4 +1,5 @@
-"""What a peer sends and takes does not depend on how many processes it has, nor on which one has which rows."""
+"""What a peer sends and takes does not depend on how many processes it has, nor on which one has
+which rows."""
 
 from __future__ import annotations
 
@@ -31,13 +32,21 @@ from tests.support.peers import command
 from tests.support.slow import slow
 from tests.support.stub_device import at_once
 
-SHAPES = {"even": (8, 3), "uneven": (3, 5), "one": (1, 3), "cut": (7, 4099), "long": (300, 1000), "vector": (6,)}
+SHAPES = {
+    "even": (8, 3),
+    "uneven": (3, 5),
+    "one": (1, 3),
+    "cut": (7, 4099),
+    "long": (300, 1000),
+    "vector": (6,),
+}
 SETTINGS = OuterConfig(method="diloco", sync_every=1, fragments=2)
 LEARNED = 1e-3
 
 
 class Model(nn.Module):
-    """Parameters whose rows can be shared evenly, unevenly, and so that some processes have none; one is used twice."""
+    """Parameters whose rows can be shared evenly, unevenly, and so that some processes have none;
+    one is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +61,18 @@ def learned(parameters: dict[str, Tensor]) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, shape in SHAPES.items():
         step = LEARNED * torch.randn(shape, generator=generator)
-        local_tensor(parameters[name].detach()).sub_(local_tensor(sharded_like(step, parameters[name])))
+        local_tensor(parameters[name].detach()).sub_(
+            local_tensor(sharded_like(step, parameters[name]))
+        )
 
 
 def outcome(replica: Replica) -> dict[str, Tensor]:
     """What rank 0 sends, and what it would publish alone."""
     found: dict[str, Tensor] = {}
     for fragment in range(2):
-        assert not replica.local.can_copy(replica.fragments[fragment]) or replica.copy_local(fragment)
+        assert not replica.local.can_copy(replica.fragments[fragment]) or replica.copy_local(
+            fragment
+        )
         found[f"payload {fragment}"] = replica.capture(fragment)
         replica.anchors[fragment].mul_(1.5)
     replica.load_local_([1])
@@ -114,9 +127,12 @@ def rank(kind: str, place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [slow("ddp", 2), slow("staged", 2), slow("fsdp", 2), ("fsdp", 3), slow("fsdp", 4)]
+    ("kind", "size"),
+    [slow("ddp", 2), slow("staged", 2), slow("fsdp", 2), ("fsdp", 3), slow("fsdp", 4)],
 )
-def test_a_peer_of_any_size_sends_and_takes_the_same_bits(kind: str, size: int, tmp_path: Path) -> None:
+def test_a_peer_of_any_size_sends_and_takes_the_same_bits(
+    kind: str, size: int, tmp_path: Path
+) -> None:
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone")
     with command(
         *launcher, "-m", "tests.swarm.test_rows", kind, str(tmp_path / "found"), directory=tmp_path
@@ -135,7 +151,9 @@ def test_tied_weights_are_one_parameter() -> None:
 
 
 def test_a_layout_that_is_no_range_of_rows_is_refused_by_name(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         mesh = DeviceMesh("cpu", [0])
         columns = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])
@@ -145,7 +163,9 @@ def test_a_layout_that_is_no_range_of_rows_is_refused_by_name(tmp_path: Path) ->
         assert row_range(replicated) == row_range(rows) == (0, 24)
         model = nn.Module()
         model.register_parameter("w", nn.Parameter(columns))
-        with pytest.raises(ConfigError, match=r"^w is laid out as .*shard the model with fully_shard"):
+        with pytest.raises(
+            ConfigError, match=r"^w is laid out as .*shard the model with fully_shard"
+        ):
             TrainedParams(model)
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""A closed run over real libp2p streams: who is not invited, or not any more, gets nowhere, and both sides say why."""
+"""A closed run over real libp2p streams: who is not invited, or not any more, gets nowhere, and
+both sides say why."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Club(Crowd):
         super().__init__(directory, SHAPES, fragments=2)
         self.key = RunKey.create(directory / "run.key")
 
-    def token(self, role: Role = "worker", run: str = RUN, life_s: float = HOUR, peer: str = "") -> Token:
+    def token(
+        self, role: Role = "worker", run: str = RUN, life_s: float = HOUR, peer: str = ""
+    ) -> Token:
         return issue(self.key, run, role, int(time.time() + life_s), peer)
 
     def member(self, *initial_peers: str, token: Token | None = None, **options: Any) -> Trainee:
@@ -64,14 +67,19 @@ def members(club: Club) -> list[Trainee]:
 def refused_by(members: list[Trainee], peer: str) -> str:
     """Why the first of the members refused a peer."""
     return eventually(
-        lambda: next((e["why"] for m in members for e in m.said("refused") if e["peer"] == peer), None), "the event"
+        lambda: next(
+            (e["why"] for m in members for e in m.said("refused") if e["peer"] == peer), None
+        ),
+        "the event",
     )
 
 
 def test_invited_peers_train_together(club: Club, members: list[Trainee]) -> None:
     together(*(lambda peer=peer: peer.round(0.01) for peer in members))  # type: ignore[misc]
     assert {tuple(peer.versions) for peer in members} == {(1, 1)}
-    assert {peer.node.context.gate.role_of(other.peer_id) for peer, other in (members, members[::-1])} == {"worker"}
+    assert {
+        peer.node.context.gate.role_of(other.peer_id) for peer, other in (members, members[::-1])
+    } == {"worker"}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,9 @@ def test_a_stranger_ends_with_a_reason_that_is_an_event_here(
     stranger = club.peer(members[0].address, gate=gate)
     with pytest.raises(SwarmError, match=reason) as caught:
         stranger.start()
-    assert caught.value.exit_code == 3 and str(caught.value).startswith("the swarm refused this peer: ")
+    assert caught.value.exit_code == 3 and str(caught.value).startswith(
+        "the swarm refused this peer: "
+    )
     assert reason in refused_by(members, gate.me)
     assert all(len(peer.members) == 1 for peer in members)
     stranger.close()
@@ -118,7 +128,9 @@ def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_strea
     async def work() -> tuple[str, list[object], list[str]]:
         stranger = await intruder(member)
         try:
-            answers = [await ask(stranger, member.peer_id, name, message) for name, message in questions]
+            answers = [
+                await ask(stranger, member.peer_id, name, message) for name, message in questions
+            ]
             answers.append(await replay(stranger, member))
             return stranger.me, answers, await dht_calls(stranger, member)
         finally:
@@ -177,24 +189,32 @@ async def dht_calls(stranger: Libp2p, member: Trainee) -> list[str]:
     return failures
 
 
-def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(club: Club, members: list[Trainee]) -> None:
+def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(
+    club: Club, members: list[Trainee]
+) -> None:
     first, second = members
     token = club.token()
     third = club.member(first.address, second.address, token=token).start()
-    eventually(lambda: all(len(peer.members) == 2 for peer in (*members, third)), "all to be connected")
+    eventually(
+        lambda: all(len(peer.members) == 2 for peer in (*members, third)), "all to be connected"
+    )
     revoked = Revoked.sign(club.key, RUN, 1, [token.grant.token_id], [])
     visitor = Gate(Admission(issue(club.key, RUN, "observer", 2**40)))
     spread = revoke([second.address], visitor, club.key, revoked)
     assert asyncio.run(spread) == revoked
     eventually(lambda: third.said("revoked"), "the peer itself to hear of it")
-    with pytest.raises(SwarmError, match="the owner of the run has revoked the invitation of this peer") as caught:
+    with pytest.raises(
+        SwarmError, match="the owner of the run has revoked the invitation of this peer"
+    ) as caught:
         third.begin()
     assert caught.value.exit_code == 3
     eventually(lambda: all(len(peer.members) == 1 for peer in members), "both to have put it out")
     assert {peer.said("revoked")[0]["number"] for peer in members} == {1}
     assert all("revoked" in refused_by([peer], third.peer_id) for peer in members)
     third.close()
-    again = club.peer(first.address, gate=Gate(Admission(token)), identity_path=club.directory / "p9.key")
+    again = club.peer(
+        first.address, gate=Gate(Admission(token)), identity_path=club.directory / "p9.key"
+    )
     with pytest.raises(SwarmError, match="revoked"):
         again.start()
     again.close()

@@ -29,6 +29,8 @@ def test_a_sweep_of_simulations_ends_in_a_table(
     shown = capsys.readouterr().out
     rows = [line.split()[0] for line in shown.splitlines() if line.startswith("outer.lr=")]
     assert sorted(rows) == ["outer.lr=0.5", "outer.lr=0.9"]  # the lower loss is first
-    assert all(json.loads(Path("s", one, "summary.json").read_text())["virtual_s"] == 12 for one in "01")
+    assert all(
+        json.loads(Path("s", one, "summary.json").read_text())["virtual_s"] == 12 for one in "01"
+    )
     assert exit_code(*arguments) == 0
     assert "2 of 2 members have ended before" in capsys.readouterr().out

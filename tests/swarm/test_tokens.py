@@ -22,9 +22,14 @@ def documents_of(number: int) -> Iterator[bytes]:
 def test_processes_make_the_same_tokens_in_the_same_order(word_tokenizer: str) -> None:
     settings = config("text", Path("x"), tokenizer=word_tokenizer)
     tokenizer = HubTokenizer(word_tokenizer)
-    one, two = (list(tokenised(documents_of(3000), settings, tokenizer, processes)) for processes in (1, 2))
+    one, two = (
+        list(tokenised(documents_of(3000), settings, tokenizer, processes)) for processes in (1, 2)
+    )
     for a, b in zip(one, two, strict=True):
         assert np.array_equal(a.training, b.training) and np.array_equal(a.held_out, b.held_out)
-    broken = settings.model_copy(update={"tokenizer": "nowhere"})  # so that the processes end as they begin
-    with pytest.raises(DataError, match=r"^data\.path: a process that tokenises was killed, perhaps for want of"):
+    # so that the processes end as they begin
+    broken = settings.model_copy(update={"tokenizer": "nowhere"})
+    with pytest.raises(
+        DataError, match=r"^data\.path: a process that tokenises was killed, perhaps for want of"
+    ):
         list(tokenised(documents_of(3000), broken, tokenizer, 2))

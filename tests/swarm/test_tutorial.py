@@ -14,7 +14,8 @@ from tests.support import warm
 from tests.support.pages import DOCS, typed
 from tests.support.peers import DEADLINE_S
 
-ELSEWHERE = ("diloco local experiment=quickstart", "diloco generate runs/quickstart")  # minutes; `scripts/quickstart`
+# minutes; `scripts/quickstart`
+ELSEWHERE = ("diloco local experiment=quickstart", "diloco generate runs/quickstart")
 
 
 PATIENCE_S = DEADLINE_S
@@ -27,8 +28,13 @@ class Machine:
         self.place = place
         (place / "notes").mkdir(parents=True)
         for number in range(40):  # of 40 documents, 2 % are kept to evaluate
-            (place / "notes" / f"{number}.txt").write_text(f"{place.name} writes note {number} of many.\n" * 40)
-        self.environment = os.environ | {"XDG_DATA_HOME": str(place / "data"), "XDG_CACHE_HOME": str(place / "cache")}
+            (place / "notes" / f"{number}.txt").write_text(
+                f"{place.name} writes note {number} of many.\n" * 40
+            )
+        self.environment = os.environ | {
+            "XDG_DATA_HOME": str(place / "data"),
+            "XDG_CACHE_HOME": str(place / "cache"),
+        }
 
     def start(self, line: str) -> subprocess.Popen[str]:
         arguments = [sys.executable, "-m", *shlex.split(line)]
@@ -71,20 +77,24 @@ def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
                 continue
             command = line.split()[1]
             if command == "train":
-                first_peer = first.start(line.replace(" swarm=network", ""))  # a test stays on the loopback
+                # a test stays on the loopback
+                first_peer = first.start(line.replace(" swarm=network", ""))
                 address = wait_for(first_peer, r"^diloco join (\S+)")
             elif command == "join":
                 second_peer = second.start(line.replace("ADDRESS", address))
                 wait_for(second_peer, r" v([1-9]\d*)/2000 ")
             elif command == "eval":
                 stop(second_peer)
-                second_peer = second.start(f"diloco join {address}")  # "the same command again, and it comes back"
+                # "the same command again, and it comes back"
+                second_peer = second.start(f"diloco join {address}")
                 wait_for(second_peer, r" v(\d+)/2000 .* training")
                 stop(first_peer)
                 stop(second_peer)
                 assert first.run(line)
             else:
-                said = (second if address in line or "ADDRESS" in line else first).run(line.replace("ADDRESS", address))
+                said = (second if address in line or "ADDRESS" in line else first).run(
+                    line.replace("ADDRESS", address)
+                )
                 assert "equal anchors on all peers" in " ".join(said.split()) or command != "local"
             done.append(command)
     finally:
@@ -92,5 +102,15 @@ def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
             if peer is not None and peer.poll() is None:
                 peer.kill()
                 peer.wait()
-    assert done == ["doctor", "local", "local", "train", "doctor", "join", "status", "eval", "export"]
+    assert done == [
+        "doctor",
+        "local",
+        "local",
+        "train",
+        "doctor",
+        "join",
+        "status",
+        "eval",
+        "export",
+    ]
     assert (first.place / "model" / "config.json").is_file()

@@ -16,9 +16,16 @@ from diloco.messages.codec import Refusal, decode, encode
 from tests.support.places import PACKAGE
 
 EXIT_CODES = {
-    "DilocoError": 1, "ConfigError": 2, "DataError": 2, "CheckpointError": 2, "SwarmError": 3, "JoinError": 3,
-    "DivergedError": 4, "UnsavedError": 5, "PayloadError": 1,
-}  # fmt: skip
+    "DilocoError": 1,
+    "ConfigError": 2,
+    "DataError": 2,
+    "CheckpointError": 2,
+    "SwarmError": 3,
+    "JoinError": 3,
+    "DivergedError": 4,
+    "UnsavedError": 5,
+    "PayloadError": 1,
+}
 
 
 def failing(error: BaseException) -> int:
@@ -29,11 +36,14 @@ def failing(error: BaseException) -> int:
 
 
 CASES = [
-    (getattr(errors, name)("outer.lr=-1\n  is bad"), code, "outer.lr=-1 is bad") for name, code in EXIT_CODES.items()
+    (getattr(errors, name)("outer.lr=-1\n  is bad"), code, "outer.lr=-1 is bad")
+    for name, code in EXIT_CODES.items()
 ]
 
 
-@pytest.mark.parametrize(("error", "code", "line"), [*CASES, (KeyboardInterrupt(), 5, "interrupted")])
+@pytest.mark.parametrize(
+    ("error", "code", "line"), [*CASES, (KeyboardInterrupt(), 5, "interrupted")]
+)
 def test_every_error_ends_in_its_exit_code_and_one_line(
     error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,21 +57,30 @@ def test_success_is_zero_with_or_without_a_value() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
-def test_an_unusable_directory_is_a_mistake_and_not_a_bug(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unusable_directory_is_a_mistake_and_not_a_bug(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert failing(OSError(number, "No space left on device", "runs/x/model")) == 2
     text = capsys.readouterr().err
     assert text.startswith("diloco: error: runs/x/model: No space left on device;")
     assert text.count("\n") == 1
 
 
-@pytest.mark.parametrize("bug", [ValueError("x"), AssertionError("x"), OSError(errno.EBADF, "Bad file descriptor")])
-def test_a_bug_prints_its_traceback_and_ends_in_one(bug: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "bug", [ValueError("x"), AssertionError("x"), OSError(errno.EBADF, "Bad file descriptor")]
+)
+def test_a_bug_prints_its_traceback_and_ends_in_one(
+    bug: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert failing(bug) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
 def test_the_module_imports_nothing_but_the_standard_library() -> None:
-    code = "import sys, diloco.errors; print({'torch', 'click', 'pydantic', 'hydra', 'rich'} & {*sys.modules})"
+    code = (
+        "import sys, diloco.errors; print({'torch', 'click', 'pydantic', 'hydra', 'rich'} &"
+        " {*sys.modules})"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "set()\n"
 
@@ -72,28 +91,42 @@ def test_what_a_peer_said_cannot_move_the_cursor(capsys: pytest.CaptureFixture[s
     assert isinstance(refusal, Refusal)
     for said in (refusal.reason, hostile):
         assert failing(SwarmError(f"the swarm refused this peer: {said}")) == 3
-        assert capsys.readouterr().err == "diloco: error: the swarm refused this peer: ]0;owned [2J mil|hs\n"
+        assert (
+            capsys.readouterr().err
+            == "diloco: error: the swarm refused this peer: ]0;owned [2J mil|hs\n"
+        )
     assert refusal.reason.isprintable()
 
 
-@pytest.mark.parametrize("variables", [{"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}])
-def test_what_a_terminal_lacks_is_written_in_plain_characters(variables: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "variables", [{"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}]
+)
+def test_what_a_terminal_lacks_is_written_in_plain_characters(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
     """Also names of files, which Python opens in UTF-8 mode."""
     code = (
-        "import sys; from diloco.errors import *; from diloco.text import BARS; in_utf8(); from pathlib import Path; "
-        "guard(lambda: print(BARS, '\\xb1\\u2026\\xfc', chr(0xdcff))); Path('\\xfc').write_text(''); "
-        "guard(lambda: Path('\\xfc/x').read_text())"
+        "import sys; from diloco.errors import *; from diloco.text import BARS; in_utf8(); from"
+        " pathlib import Path; guard(lambda: print(BARS, '\\xb1\\u2026\\xfc', chr(0xdcff)));"
+        " Path('\\xfc').write_text(''); guard(lambda: Path('\\xfc/x').read_text())"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        env={
+            **os.environ,
+            "PYTHONPATH": str(PACKAGE.parent),
+            "PYTHONUTF8": "0",
+            "PYTHONCOERCECLOCALE": "0",
+        }
         | variables,
         capture_output=True,
     )
     plain = "±...ü" if "latin-1" in variables.values() else "+-...u"
     assert ended.stdout.decode("latin-1") == f"_.-~=+*# {plain} ?\n"
-    assert ended.stderr.decode("latin-1").startswith(f"diloco: error: {plain[-1]}/x: Not a directory")
+    assert ended.stderr.decode("latin-1").startswith(
+        f"diloco: error: {plain[-1]}/x: Not a directory"
+    )
     assert list(tmp_path.iterdir()) == [tmp_path / "ü"]
 
 

@@ -1,4 +1,5 @@
-"""Asks a swarm what it is before joining it, and tells it what its owner revokes. Each call connects and closes."""
+"""Asks a swarm what it is before joining it, and tells it what its owner revokes. Each call
+connects and closes."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
 PATIENCE_S = 15.0  # for each of the peers that are asked at once
 UNSEALED = (
-    "no peer there shows the settings of the run with the signature of its owner; the owner has to start a peer with "
-    "swarm.key_path"
+    "no peer there shows the settings of the run with the signature of its owner; the owner has to"
+    " start a peer with swarm.key_path"
 )
 
 T = TypeVar("T")
@@ -54,7 +55,9 @@ class SwarmInfo:
         return statistics.median(peer.ahead_s for peer in self.peers) if self.peers else None
 
 
-async def _first_answer(peers: Iterable[str], question: Callable[[str], Awaitable[T]]) -> tuple[T | None, list[str]]:
+async def _first_answer(
+    peers: Iterable[str], question: Callable[[str], Awaitable[T]]
+) -> tuple[T | None, list[str]]:
     """The first answer of the peers, asked in turn, and why those before it gave none."""
     reasons = list[str]()
     for peer in peers:
@@ -66,12 +69,17 @@ async def _first_answer(peers: Iterable[str], question: Callable[[str], Awaitabl
 
 
 def inspect_swarm(
-    initial_peers: Sequence[str], identity_path: Path | None = None, measure_bytes: int = 0, gate: Gate | None = None
+    initial_peers: Sequence[str],
+    identity_path: Path | None = None,
+    measure_bytes: int = 0,
+    gate: Gate | None = None,
 ) -> SwarmInfo:
-    """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured with so many.
+    """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured
+    with so many.
 
-    The `gate` shows the invitation to a closed run, and trusts only peers of that run. Raises `SwarmError` when no peer
-    of a run is there, or none admits this one, and `ConfigError` when an entry is no address.
+    The `gate` shows the invitation to a closed run, and trusts only peers of that run. Raises
+    `SwarmError` when no peer of a run is there, or none admits this one, and `ConfigError` when an
+    entry is no address.
     """
     gate = gate or Gate()
 
@@ -86,13 +94,19 @@ def inspect_swarm(
 
             peers = await _probe_all(visitor, visitor.seeds)
             met = {visitor.me, *(peer.peer for peer in peers)}
-            more = dict.fromkeys(one for peer in peers for one in peer.reply.known if one not in met)
+            more = dict.fromkeys(
+                one for peer in peers for one in peer.reply.known if one not in met
+            )
             peers += await _probe_all(visitor, list(more)[: max(0, PEERS_ASKED - len(peers))])
-            text, reasons = await _first_answer([one.peer for one in peers] or visitor.seeds, manifest)
+            text, reasons = await _first_answer(
+                [one.peer for one in peers] or visitor.seeds, manifest
+            )
             if text is None:
                 raise SwarmError(_no_manifest(initial_peers, reasons))
             if measure_bytes:  # after each other, so that they do not share this machine's link
-                peers = [(*await _probe_all(visitor, [one.peer], measure_bytes), one)[0] for one in peers]
+                peers = [
+                    (*await _probe_all(visitor, [one.peer], measure_bytes), one)[0] for one in peers
+                ]
             return SwarmInfo(text, peers, visitor.silent)
 
     return asyncio.run(ask())
@@ -118,36 +132,50 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int = 0) -> 
 
 
 def parse_manifest(text: str) -> Manifest:
-    """The manifest of a swarm; `ConfigError` when it is invalid, or asks for files of this machine."""
+    """The manifest of a swarm; `ConfigError` when it is invalid, or asks for files of this
+    machine."""
     manifest = Manifest.from_json(text)
     check_foreign(manifest)
     return manifest
 
 
 def check_clock(found: SwarmInfo) -> str | None:
-    """One line when this clock is off by more than a second; `SwarmError` when the DHT would not take this peer."""
+    """One line when this clock is off by more than a second; `SwarmError` when the DHT would not
+    take this peer."""
     ahead_s = found.ahead_s
     if ahead_s is None or abs(ahead_s) <= 1.0:
         return None
     side = "ahead of" if ahead_s > 0 else "behind"
-    text = f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's (median of {len(found.peers)})"
+    text = (
+        f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's (median of"
+        f" {len(found.peers)})"
+    )
     if abs(ahead_s) > CLOCK_LIMIT_S:
         raise SwarmError(
-            f"{text}, and {CLOCK_LIMIT_S:.0f} s is the limit; set it, for example by timedatectl set-ntp true"
+            f"{text}, and {CLOCK_LIMIT_S:.0f} s is the limit; set it, for example by timedatectl"
+            " set-ntp true"
         )
     return text
 
 
 async def fetch_files(
-    initial_peers: Sequence[str], wanted: FilesByDigest, most_bytes: int, identity_path: Path | None, gate: Gate | None
+    initial_peers: Sequence[str],
+    wanted: FilesByDigest,
+    most_bytes: int,
+    identity_path: Path | None,
+    gate: Gate | None,
 ) -> None:
-    """Fetch files from the peers at these addresses, `most_bytes` in all; each appears whole or not at all.
+    """Fetch files from the peers at these addresses, `most_bytes` in all; each appears whole or not
+    at all.
 
-    `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or permission.
+    `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or
+        permission.
     """
     async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
         for digest, (place, limit) in wanted.items():
-            request = partial(request_file, visitor, digest=digest, most_bytes=min(limit, most_bytes))
+            request = partial(
+                request_file, visitor, digest=digest, most_bytes=min(limit, most_bytes)
+            )
             content, reasons = await _first_answer(visitor.seeds, request)
             if content is None:
                 needed = f"no peer there gives {place.name}, which the run needs ({reasons[-1]})"
@@ -157,13 +185,20 @@ async def fetch_files(
                 place.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(place, content)
             except OSError as error:
-                raise ConfigError(f"run.dir: {place} cannot be written ({error.strerror}); choose another") from error
+                raise ConfigError(
+                    f"run.dir: {place} cannot be written ({error.strerror}); choose another"
+                ) from error
 
 
 def try_to_listen(
-    seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str], gate: Gate, identity_path: Path
+    seeds: Sequence[str],
+    listen: Sequence[str],
+    announce: Sequence[str],
+    gate: Gate,
+    identity_path: Path,
 ) -> tuple[list[str], bool, str]:
-    """Listen for a moment with these settings, and have a peer at `seeds` call back. Raises as `Libp2p.connect`.
+    """Listen for a moment with these settings, and have a peer at `seeds` call back. Raises as
+    `Libp2p.connect`.
 
     Returns the addresses, whether others can connect there, and what would help if not.
     """
@@ -178,18 +213,27 @@ def try_to_listen(
     return asyncio.run(listen_and_ask())
 
 
-async def revoke(initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked: Revoked) -> Revoked:
-    """Give a list to some peers of a swarm, which tell all others; returns it, with what their own list had before.
+async def revoke(
+    initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked: Revoked
+) -> Revoked:
+    """Give a list to some peers of a swarm, which tell all others; returns it, with what their own
+    list had before.
 
-    The gate is that of an observer with the owner's key. `SwarmError` when nobody answers there, or takes the list.
+    The gate is that of an observer with the owner's key. `SwarmError` when nobody answers there, or
+    takes the list.
     """
     assert gate.admission is not None
-    async with aclosing(await Libp2p.client(initial_peers, gate)) as visitor:  # the greeting brings the swarm's list
+    # the greeting brings the swarm's list
+    async with aclosing(await Libp2p.client(initial_peers, gate)) as visitor:
         there = gate.admission.revoked
         if there.number:
-            revoked = revoked.extended(key, gate.admission.run_id, there.token_ids, there.peer_ids, there.number)
+            revoked = revoked.extended(
+                key, gate.admission.run_id, there.token_ids, there.peer_ids, there.number
+            )
         gate.admission.revoke(revoked)
         answers = await asyncio.gather(*map(visitor.greet, visitor.seeds), return_exceptions=True)
         if all(isinstance(answer, Exception) for answer in answers):
-            raise SwarmError(f"nobody there took the list: {answers[0]}; try another address of the swarm")
+            raise SwarmError(
+                f"nobody there took the list: {answers[0]}; try another address of the swarm"
+            )
         return revoked

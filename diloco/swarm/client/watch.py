@@ -1,4 +1,5 @@
-"""Sees a swarm without joining it: it listens nowhere, has no lasting identity, and leaves no trace in the DHT."""
+"""Sees a swarm without joining it: it listens nowhere, has no lasting identity, and leaves no trace
+in the DHT."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ WATCHER_STUBS = ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht")
 
 
 def stub_hivemind_packages(packages: Sequence[str] = WATCHER_STUBS) -> None:
-    """Let this process import parts of hivemind without `hivemind/__init__`, which imports torch, scipy and more.
+    """Let this process import parts of hivemind without `hivemind/__init__`, which imports torch,
+    scipy and more.
 
-    These packages become empty. By default only `hivemind.p2p` can be imported afterwards, enough to watch; with
-    `hivemind` alone, everything that a peer needs. Nothing happens when hivemind is imported already.
+    These packages become empty. By default only `hivemind.p2p` can be imported afterwards, enough
+    to watch; with `hivemind` alone, everything that a peer needs. Nothing happens when hivemind is
+    imported already.
     """
     if "hivemind" in sys.modules:
         return
@@ -46,8 +49,8 @@ def stub_hivemind_packages(packages: Sequence[str] = WATCHER_STUBS) -> None:
 class SwarmWatcher:
     """Asks one peer at a time what it knows of the swarm; an asynchronous context manager.
 
-    It asks the peer that answered last for as long as that lives, so that histories have no breaks, then the others
-    that this peer has named, and then those of the address.
+    It asks the peer that answered last for as long as that lives, so that histories have no breaks,
+    then the others that this peer has named, and then those of the address.
     """
 
     def __init__(self, addresses: Sequence[str], token: str | None = None) -> None:
@@ -71,14 +74,16 @@ class SwarmWatcher:
             await transport.close()
 
     async def ask(self) -> Snapshot:
-        """The swarm now; `SwarmError` when no peer of this wire version answers, `ConfigError` for no address."""
+        """The swarm now; `SwarmError` when no peer of this wire version answers, `ConfigError` for
+        no address."""
         transport = self._transport or await self._connect()
         try:
             snapshot = await self._ask_all(transport)
         except SwarmError:
             if asyncio.get_running_loop().time() < self._connected_at + RECONNECT_S:
                 raise
-            # Other peers may be at the address by now; those that were known may come back where they were.
+            # Other peers may be at the address by now; those that were known may come back where
+            # they were.
             self._connected_at = asyncio.get_running_loop().time()
             snapshot = await self._ask_all(await self._connect(instead_of=transport))
         self._known = _places(snapshot)
@@ -104,7 +109,9 @@ class SwarmWatcher:
         from diloco.swarm.wire.libp2p import Libp2p
 
         met = [addresses[0] for addresses in self._known.values() if addresses]
-        self._transport = await Libp2p.client([*self._addresses, *met], observer_gate("", self._token))
+        self._transport = await Libp2p.client(
+            [*self._addresses, *met], observer_gate("", self._token)
+        )
         self._transport.addresses_of = lambda peer: self._known.get(peer, ())
         self._connected_at = asyncio.get_running_loop().time()
         if instead_of is not None:
@@ -113,6 +120,11 @@ class SwarmWatcher:
 
 
 def _places(snapshot: Snapshot) -> dict[str, list[str]]:
-    """Where the peers of a snapshot are, the one that answered first. A peer may name anything as an address."""
-    rows = sorted(snapshot.peers, key=lambda row: row.peer_id != snapshot.run.answered_by)[:MAX_KNOWN]
-    return {row.peer_id: [one for one in row.addresses if address_error(one) is None] for row in rows}
+    """Where the peers of a snapshot are, the one that answered first. A peer may name anything as
+    an address."""
+    rows = sorted(snapshot.peers, key=lambda row: row.peer_id != snapshot.run.answered_by)[
+        :MAX_KNOWN
+    ]
+    return {
+        row.peer_id: [one for one in row.addresses if address_error(one) is None] for row in rows
+    }

@@ -1,7 +1,8 @@
-"""The tensors of a node: pseudo-gradients taken, anchors moved and loaded, versions merged, checkpoints copied.
+"""The tensors of a node: pseudo-gradients taken, anchors moved and loaded, versions merged,
+checkpoints copied.
 
-Work on whole fragments runs in a thread. Whoever reads or moves an anchor holds the fragment's lock until the thread
-has ended and the core knows.
+Work on whole fragments runs in a thread. Whoever reads or moves an anchor holds the fragment's lock
+until the thread has ended and the core knows.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ MOST_SAME = 64  # pairs of peers with the same data that are named
 
 
 class Anchors:
-    """Reads and writes anchors. `loaded` are number and work of the heads that the local parameters started from."""
+    """Reads and writes anchors. `loaded` are number and work of the heads that the local parameters
+    started from."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._replica, self._core = context, context.replica, context.core
-        self._copies: dict[int, tuple[str, Tensor]] = {}  # by fragment: an older anchor, whose parts others fetch
+        # by fragment: an older anchor, whose parts others fetch
+        self._copies: dict[int, tuple[str, Tensor]] = {}
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self._same_data: set[tuple[str, str]] = set()
         self.loaded = [(f.tip.head.number, f.tip.head.work) for f in context.core.facts.fragments]
 
     async def capture(self, line: Line) -> None:
-        """Take and encode a pseudo-gradient. With an overlap training may go on once the parameters are copied."""
+        """Take and encode a pseudo-gradient. With an overlap training may go on once the parameters
+        are copied."""
         replica, fragment = self._replica, line.fragment
         can_copy = replica.settings.overlap and replica.local.can_copy(replica.fragments[fragment])
         if can_copy and await in_thread(replica.copy_local, fragment):
@@ -64,7 +68,8 @@ class Anchors:
         return payload, norm, payload_digest(payload)
 
     async def load(self, fragment: int) -> None:
-        """The local parameters of a fragment become its anchor, or are mixed with it where training went on."""
+        """The local parameters of a fragment become its anchor, or are mixed with it where training
+        went on."""
         f = self._core.facts.fragments[fragment]
         mixing = 0.0 if f.waiting is None or f.stale else self._replica.settings.mixing
         async with self._context.locks[fragment].reading():
@@ -81,19 +86,24 @@ class Anchors:
     async def merge(self, action: Merge) -> None:
         """Make the update of the next version."""
         fragment = action.fragment
-        async with self._context.locks[fragment].writing():  # the master moves, which a checkpoint may be reading
+        # the master moves, which a checkpoint may be reading
+        async with self._context.locks[fragment].writing():
             self._replica.hold(fragment)
             aggregate, state = self._replica.aggregates[fragment], self._replica.states[fragment]
             step = OuterStep(action.number - 1, len(action.shares), action.pushes, action.delay)
             weighted = [
-                Weighted(one.line.peer, one.payload, one.line.norm, one.weight, one.discount) for one in action.shares
+                Weighted(one.line.peer, one.payload, one.line.norm, one.weight, one.discount)
+                for one in action.shares
             ]
             made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me)
             digest = await in_thread(payload_digest, made.update)
             self._note_merged(action, made)
-            self._context.do(Merged(fragment, action.base, made.update, digest, frozenset(made.left_out)))
+            self._context.do(
+                Merged(fragment, action.base, made.update, digest, frozenset(made.left_out))
+            )
             moving = self._core.facts.fragments[fragment].moving
-            if not (moving and moving.own):  # the core dropped it, and the next version must not hold it, too
+            # the core dropped it, and the next version must not hold it, too
+            if not (moving and moving.own):
                 await self._restart(fragment)
 
     def _note_merged(self, action: Merge, made: Made) -> None:
@@ -107,11 +117,14 @@ class Anchors:
             if (one, other) not in self._same_data and len(self._same_data) < MOST_SAME:
                 self._same_data.add((one, other))
                 names = [self._core.name(peer) for peer in (one, other)]
-                self._context.note("same_data", **said, peers=[one, other], names=names, cosine=round(cosine, 6))
+                self._context.note(
+                    "same_data", **said, peers=[one, other], names=names, cosine=round(cosine, 6)
+                )
 
     async def apply(self, action: Apply) -> None:
         """Move an anchor by an update, if it leads to what its head says."""
-        await asyncio.sleep(0)  # what comes at the same moment is heard first: a quorum's ties stay as they were
+        # what comes at the same moment is heard first: a quorum's ties stay as they were
+        await asyncio.sleep(0)
         async with self._context.locks[action.fragment].writing():
             self._context.do(await self._apply(action))
 
@@ -145,7 +158,9 @@ class Anchors:
             await self._keep_copies(fragment)
             await in_thread(_fill, anchor, action.parts)
             await self._restart(fragment)
-            self._context.do(Applied(fragment, action.head.id, await in_thread(part_digests, anchor)))
+            self._context.do(
+                Applied(fragment, action.head.id, await in_thread(part_digests, anchor))
+            )
 
     async def _restart(self, fragment: int) -> None:
         if fragment in self._replica.aggregates:
@@ -170,10 +185,15 @@ class Anchors:
         if copy and copy[0] == head:
             return copy[1][start:stop]
         async with self._context.locks[fragment].reading():
-            return self._replica.anchors[fragment][start:stop].clone() if f.tip.head.id == head else None
+            return (
+                self._replica.anchors[fragment][start:stop].clone()
+                if f.tip.head.id == head
+                else None
+            )
 
     def follow(self) -> None:
-        """Keep momentum and window of the fragments of which this peer is author, or would be next."""
+        """Keep momentum and window of the fragments of which this peer is author, or would be
+        next."""
         core = self._core.facts
         heirs = [f.index for f in core.fragments if core.me in (core.author_of(f), core.second(f))]
         for f in core.fragments:
@@ -184,7 +204,8 @@ class Anchors:
     async def snapshot(self, copies: bool) -> Saved:
         """Anchors with their tips, outer states and residuals, each fragment at one moment.
 
-        Without `copies` the tensors are the live ones, locked until `end_snapshot`: there may be no memory for copies.
+        Without `copies` the tensors are the live ones, locked until `end_snapshot`: there may be no
+        memory for copies.
         """
         self.end_snapshot()
         try:
@@ -210,11 +231,16 @@ class Anchors:
                 outer[fragment] = (rest[0], replace(state, vectors=tuple(rest[1:])))
             if copies:
                 self.end_snapshot()
-        await self._context.tasks.until(lambda: not replica.capturing)  # which makes and changes residuals
+        # which makes and changes residuals
+        await self._context.tasks.until(lambda: not replica.capturing)
         residuals = dict(replica.residuals)
         if copies:
-            residuals = dict(zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True))
-        return Saved(anchors, tips, core.processed, core.stamp, outer, residuals, self._core.others_at())
+            residuals = dict(
+                zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True)
+            )
+        return Saved(
+            anchors, tips, core.processed, core.stamp, outer, residuals, self._core.others_at()
+        )
 
     def end_snapshot(self) -> None:
         """The tensors of the last snapshot may move again."""

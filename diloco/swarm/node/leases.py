@@ -1,4 +1,5 @@
-"""The sequences that this peer trains on, between the core, which asks for them, and the training loop."""
+"""The sequences that this peer trains on, between the core, which asks for them, and the training
+loop."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ ROUNDS_AHEAD = 2  # the data must last until an heir answers when an author dies
 
 
 class LeasedData:
-    """What is leased and not trained on yet; called from the training loop and from the node beside it."""
+    """What is leased and not trained on yet; called from the training loop and from the node beside
+    it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: Units = NONE  # as the core knows it: what was taken is in it until the step is done
+        # as the core knows it: what was taken is in it until the step is done
+        self._queue: Units = NONE
         self._taken: Units = NONE
         self.wanted = 0  # sequences that the core should have ahead
 

@@ -1,7 +1,9 @@
-"""The control mesh: one outgoing stream to every peer, one incoming from it, and the DHT to find new ones.
+"""The control mesh: one outgoing stream to every peer, one incoming from it, and the DHT to find
+new ones.
 
-No payload travels here, so a link that is full of pseudo-gradients does not starve heartbeats. When a peer is killed,
-the streams to it and from it end within milliseconds. It is dialled once more; without an answer it is lost.
+No payload travels here, so a link that is full of pseudo-gradients does not starve heartbeats. When
+a peer is killed, the streams to it and from it end within milliseconds. It is dialled once more;
+without an answer it is lost.
 """
 
 from __future__ import annotations
@@ -51,9 +53,10 @@ NAMED_SETTINGS = 5  # that differ between two manifests
 class ControlMesh:
     """Keeps a node connected to all others of the run.
 
-    A peer that cannot be reached is left out, and dialled again when it is heard of again. A wrong run or manifest is
-    refused on the stream with the reason. Nothing here raises at the node; when a peer whose word counts refuses this
-    one, `refusal` says why. After the start it counts only as long as no other lets this peer in.
+    A peer that cannot be reached is left out, and dialled again when it is heard of again. A wrong
+    run or manifest is refused on the stream with the reason. Nothing here raises at the node; when
+    a peer whose word counts refuses this one, `refusal` says why. After the start it counts only as
+    long as no other lets this peer in.
     """
 
     def __init__(self, context: Context, run: RunSpec) -> None:
@@ -61,19 +64,26 @@ class ControlMesh:
         self._context, self._run, self._core = context, run, context.core
         self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, Stream] = {}
-        context.gate.identity_in_use, context.gate.on_revoked = self._identity_in_use, self._pass_on_revocations
+        context.gate.identity_in_use, context.gate.on_revoked = (
+            self._identity_in_use,
+            self._pass_on_revocations,
+        )
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._dials = Dials()  # peers that others have named
         fragments = len(context.core.facts.fragments)
         self._streams, self._messages = Limiter(*CONTROL_STREAMS), control_messages(fragments)
-        self._hello_bytes, self._frame_bytes = frame_bytes(fragments, context.gate.admission is not None)
+        self._hello_bytes, self._frame_bytes = frame_bytes(
+            fragments, context.gate.admission is not None
+        )
         self._checking: set[str] = set()
-        self._lost: dict[str, tuple[float, float]] = {}  # members that vanished: when, and when they were called last
+        # members that vanished: when, and when they were called last
+        self._lost: dict[str, tuple[float, float]] = {}
         self._started = False
         self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
 
     async def start(self) -> list[str]:
-        """Listen, and dial the seeds and the peers that the DHT names; returns the seeds that answered."""
+        """Listen, and dial the seeds and the peers that the DHT names; returns the seeds that
+        answered."""
         await self._context.transport.handle(CONTROL, self._serve)
         seeds = self._context.transport.seeds
         answered = await asyncio.gather(*(self.dial(peer) for peer in seeds))
@@ -99,7 +109,8 @@ class ControlMesh:
             stream.close()
 
     async def close(self) -> None:
-        """Send what was said, and end all streams. The node's tasks are closed already, so no new ones begin."""
+        """Send what was said, and end all streams. The node's tasks are closed already, so no new
+        ones begin."""
         for outgoing in self._outgoing.values():
             outgoing.end()
         if senders := list(self._senders):
@@ -107,11 +118,16 @@ class ControlMesh:
         for sender in senders:
             sender.cancel()
         for stream in self._incoming.values():
-            stream.close()  # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
+            # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
+            stream.close()
 
     def _pass_on_revocations(self, revoked: Revocations) -> None:
         """A newer list came in. The peers on it are told too, before they are put out."""
-        said = {"number": revoked.number, "token_ids": revoked.token_ids, "peer_ids": revoked.peer_ids}
+        said = {
+            "number": revoked.number,
+            "token_ids": revoked.token_ids,
+            "peer_ids": revoked.peer_ids,
+        }
         self._context.note("revoked", **said)
         self.broadcast(revoked)
         self.expel()
@@ -143,7 +159,8 @@ class ControlMesh:
         return task
 
     def _dial_named(self, peers: Iterable[str]) -> None:
-        """Dial peers that another peer or the DHT names: many at once would make this peer a tool of whoever did."""
+        """Dial peers that another peer or the DHT names: many at once would make this peer a tool
+        of whoever did."""
         waiting = len(self._dials) > 0
         self._dialling = {peer: task for peer, task in self._dialling.items() if not task.done()}
         known = {self._core.facts.me, *self._outgoing, *self._dialling}
@@ -152,7 +169,8 @@ class ControlMesh:
             self._dial_due()
 
     def _dial_lost(self) -> None:
-        """Call those again that vanished, ever more seldom: their network may have been gone, or ours."""
+        """Call those again that vanished, ever more seldom: their network may have been gone, or
+        ours."""
         now = self._context.now()
         for peer, (lost_at, called_at) in list(self._lost.items()):
             if now - lost_at > FORGET_LOST_S:
@@ -181,7 +199,9 @@ class ControlMesh:
                 reader, writer = await self._context.transport.open(peer, CONTROL)
             stream = Stream(peer, reader, writer, self._context.traffic)
             gate = self._context.gate
-            await stream.send(replace(self._core.hello(), seal=gate.memory.seal, instance=gate.instance))
+            await stream.send(
+                replace(self._core.hello(), seal=gate.memory.seal, instance=gate.instance)
+            )
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
@@ -196,22 +216,31 @@ class ControlMesh:
         if self._started:
             self.refusal = None
         outgoing = self._outgoing[peer] = Outgoing(stream)
-        outgoing.say(self._core.status())  # what changed since the hello was broadcast to the others only
+        # what changed since the hello was broadcast to the others only
+        outgoing.say(self._core.status())
         sender = asyncio.create_task(self._send_queued(peer, outgoing))
         self._senders[sender] = None
         sender.add_done_callback(self._senders.pop)
         return True
 
     async def _refused(self, peer: str, reason: str) -> None:
-        """A peer does not let this one in. Only the word of a seed, or of a peer that is believed, counts."""
+        """A peer does not let this one in. Only the word of a seed, or of a peer that is believed,
+        counts."""
         context = self._context
         context.note("refused_us", peer=peer, why=reason)
-        if peer not in context.transport.seeds and not (context.gate.trusts(peer) and context.gate.authors(peer)):
+        if peer not in context.transport.seeds and not (
+            context.gate.trusts(peer) and context.gate.authors(peer)
+        ):
             return
         if "manifest" in reason:
             try:
-                differing = self._run.differences((await request_manifest(context.transport, peer))[0])
-                reason = f"the run there has other settings: {'; '.join(differing[:NAMED_SETTINGS])}; use the same"
+                differing = self._run.differences(
+                    (await request_manifest(context.transport, peer))[0]
+                )
+                reason = (
+                    f"the run there has other settings: {'; '.join(differing[:NAMED_SETTINGS])};"
+                    " use the same"
+                )
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
         if not (self._started and self._outgoing):
@@ -265,7 +294,9 @@ class ControlMesh:
                 return
             with offences():
                 hello = expect(await stream.receive(limit=self._hello_bytes), Hello)
-            objection = self._objection(peer, hello) or await self._identity_in_use(peer, hello.instance)
+            objection = self._objection(peer, hello) or await self._identity_in_use(
+                peer, hello.instance
+            )
             if objection is not None:
                 await stream.refuse(objection, discard=0)
                 return
@@ -307,12 +338,17 @@ class ControlMesh:
         return "this peer is leaving" if self._context.tasks.closed else self._core.objection(hello)
 
     async def _identity_in_use(self, peer: str, instance: str) -> str | None:
-        """Why a process may not connect: another one has its identity and still speaks, as a killed one does not."""
+        """Why a process may not connect: another one has its identity and still speaks, as a killed
+        one does not."""
         older, member = self._incoming.get(peer), self._core.facts.members.get(peer)
         if older is None or member is None or older.instance == instance:
             return None
         spoke, until = older.received, self._context.now() + ALIVE_S
-        while older.received == spoke and self._incoming.get(peer) is older and self._context.now() < until:
+        while (
+            older.received == spoke
+            and self._incoming.get(peer) is older
+            and self._context.now() < until
+        ):
             await asyncio.sleep(ALIVE_S / 60)
         silent = older.received == spoke and 0.0 < 3 * member.interval_s < ALIVE_S
         return None if silent or self._incoming.get(peer) is not older else IN_USE
@@ -328,7 +364,8 @@ class ControlMesh:
         return self._context.penalties.refusal(peer, self._context.now())
 
     async def _give_up(self, peer: str, stream: Stream, error: PayloadError) -> None:
-        """A peer that said something invalid is lost. When it calls again it hears for how long it is refused."""
+        """A peer that said something invalid is lost. When it calls again it hears for how long it
+        is refused."""
         context, new = self._context, self._incoming.get(peer) is not stream
         if isinstance(error, Offence):
             context.offence(peer, str(error))
@@ -339,11 +376,13 @@ class ControlMesh:
                 await stream.refuse(str(error), discard=0)
 
     async def _call_back(self, peer: str) -> None:
-        """Dial a peer that connected, twice: a call that had begun before fails when its connection is replaced."""
+        """Dial a peer that connected, twice: a call that had begun before fails when its connection
+        is replaced."""
         await self.dial(peer) or await self.dial(peer)
 
     async def _ended(self, peer: str) -> None:
-        """A stream ended. A peer that said goodbye is gone; any other gets one more call before it counts as lost."""
+        """A stream ended. A peer that said goodbye is gone; any other gets one more call before it
+        counts as lost."""
         member = self._core.facts.members.get(peer)
         if self._context.tasks.closed or member is None or peer in self._checking:
             return
@@ -360,12 +399,15 @@ class ControlMesh:
             self._checking.discard(peer)
 
     async def _discover(self) -> None:
-        """Once in a while: tell the DHT where this peer is, and dial the peers that it names. It only gives hints."""
+        """Once in a while: tell the DHT where this peer is, and dial the peers that it names. It
+        only gives hints."""
         transport = self._context.transport
         while True:
             named: dict[str, list[str]] = {}
             try:
-                await transport.announce(RECORD_LIFE_S, [member.peer for member in self._core.facts.members.all()])
+                await transport.announce(
+                    RECORD_LIFE_S, [member.peer for member in self._core.facts.members.all()]
+                )
                 named = await transport.announced()
             except BROKEN as error:
                 logger.debug("the DHT did not answer: %r", error)
@@ -373,7 +415,8 @@ class ControlMesh:
             self._dial_named(named)
             for member in self._core.facts.members.all():
                 self._lost.pop(member.peer, None)
-                self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
+                # it may hear nothing of us, if it refused our call when it called us
+                self.dial(member.peer)
             self._dial_lost()
             await asyncio.sleep(RECORD_PERIOD_S)
 

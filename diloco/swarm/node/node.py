@@ -57,8 +57,8 @@ Connect = Callable[[NodeOptions], Awaitable[Transport]]
 class ExchangeResult:
     """Where the model is after an exchange, and where the time went (seconds).
 
-    `version` are the fewest outer steps of all fragments, `applied_tokens` the swarm clock at the anchors here,
-    `discarded_tokens` this peer's own that are not in them and never will be.
+    `version` are the fewest outer steps of all fragments, `applied_tokens` the swarm clock at the
+    anchors here, `discarded_tokens` this peer's own that are not in them and never will be.
     """
 
     version: int
@@ -71,17 +71,20 @@ class ExchangeResult:
 class Node:
     """One peer in the swarm; `open` makes it.
 
-    On failure: peers that vanish are dealt with by the core and become events. A task of the node that fails re-raises
-    in every coroutine that waits for the swarm, now and later. `interrupt` ends all waiting for others.
+    On failure: peers that vanish are dealt with by the core and become events. A task of the node
+    that fails re-raises in every coroutine that waits for the swarm, now and later. `interrupt`
+    ends all waiting for others.
     """
 
     def __init__(self, options: NodeOptions, context: Context) -> None:
         self.context, self.core, self.replica = context, context.core, context.replica
         self.traffic, self.addresses = context.traffic, context.transport.addresses
-        self.advice = context.transport.advice  # what would let others connect to this peer, where they cannot
+        # what would let others connect to this peer, where they cannot
+        self.advice = context.transport.advice
         self.leased = LeasedData()
         self.anchors = Anchors(context)
-        self._options = replace(options, saved=None)  # it may be as large as the model, and mapped from a file
+        # it may be as large as the model, and mapped from a file
+        self._options = replace(options, saved=None)
         self.recorder = Recorder(context.core, options.run.manifest_text)
         self.recorder.on_failure = lambda why: context.on_event("recorder_failed", {"why": why})
         context.watch, context.carry_out = self.recorder.note, self.carry_out
@@ -95,8 +98,11 @@ class Node:
         self._exited = self._interrupted = False
 
     @classmethod
-    async def open(cls, options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect) -> Node:
-        """A node that is connected and has said hello to its seeds; `SwarmError` when none is there or admits it."""
+    async def open(
+        cls, options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect
+    ) -> Node:
+        """A node that is connected and has said hello to its seeds; `SwarmError` when none is there
+        or admits it."""
         options.gate.on_refused = lambda peer, why: on_event("refused", {"peer": peer, "why": why})
         transport = await connect(options)
         try:
@@ -121,8 +127,8 @@ class Node:
             raise SwarmError(self._mesh.refusal)
         if transport.seeds and not answered:
             raise SwarmError(
-                f"swarm.initial_peers={list(self._options.network.initial_peers)} answer, but no diloco peer of "
-                f"run.id={self._options.run.id} is there"
+                f"swarm.initial_peers={list(self._options.network.initial_peers)} answer, but no"
+                f" diloco peer of run.id={self._options.run.id} is there"
             )
         for work in (transport.failed(), self._tick(), self._discover()):
             context.tasks.spawn(work)
@@ -133,7 +139,9 @@ class Node:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DISCOVERY_S):
                     members = self.core.facts.members
-                    await self.context.tasks.until(lambda: self._mesh.all_greeted() and len(members) > 0)
+                    await self.context.tasks.until(
+                        lambda: self._mesh.all_greeted() and len(members) > 0
+                    )
         self.context.do(events.Discovered())
 
     async def _tick(self) -> None:
@@ -145,7 +153,8 @@ class Node:
             await asyncio.sleep(self._options.network.heartbeat_s)
 
     async def close(self) -> None:
-        """End every task and every stream, and the transport. Threads that still work are named in an event."""
+        """End every task and every stream, and the transport. Threads that still work are named in
+        an event."""
         context = self.context
         self.anchors.end_snapshot()
         late = await context.tasks.close(CLOSE_S)
@@ -209,7 +218,9 @@ class Node:
                 await contribution.send(stream, action)
         except (*BROKEN, PayloadError) as error:
             why = str(error) or type(error).__name__
-            self.context.note("contribution_broke", fragment=action.line.fragment, author=action.peer, why=why)
+            self.context.note(
+                "contribution_broke", fragment=action.line.fragment, author=action.peer, why=why
+            )
             self.context.do(events.Broke(action.peer, action.line))
 
     def _answers(self) -> dict[type[Message], RequestHandler]:
@@ -226,33 +237,45 @@ class Node:
     async def _answer_get(self, stream: Stream, get: Get) -> None:
         if get.fragment >= len(self.replica.fragments):
             raise PayloadError(f"fragment {get.fragment} does not exist")
-        [reply] = [one for one in self.context.do(events.Asked(stream.peer, get)) if isinstance(one, events.Reply)]
+        [reply] = [
+            one
+            for one in self.context.do(events.Asked(stream.peer, get))
+            if isinstance(one, events.Reply)
+        ]
         await state.serve(stream, reply, self.replica, self.anchors.read_part)
 
     async def _receive(self, stream: Stream, push: Push) -> None:
         if not self.core.wants(push.line):
-            raise PayloadError(f"no contribution of {push.line.peer} to fragment {push.line.fragment} is wanted")
+            raise PayloadError(
+                f"no contribution of {push.line.peer} to fragment {push.line.fragment} is wanted"
+            )
         payload = await contribution.receive(stream, push, self.replica, self._received)
         self.context.do(events.Delivered(stream.peer, push.line, payload))
 
     async def wait_until_ready(self) -> bool:
         """Wait until this peer has what the others have; whether outer steps were taken before.
 
-        False when `interrupt` came first. Raises `SwarmError` when the swarm refuses this peer: a peer that is leaving
-        refuses, too, or one that penalises it for a while, so the word of one counts where no other lets it in.
+        False when `interrupt` came first. Raises `SwarmError` when the swarm refuses this peer: a
+        peer that is leaving refuses, too, or one that penalises it for a while, so the word of one
+        counts where no other lets it in.
         """
 
         def refused() -> str | None:
             return None if len(self.core.facts.members) else self._mesh.refusal
 
         self.context.do(events.Begun(False))
-        await self.context.tasks.until(lambda: refused() is not None or self._interrupted or self.core.facts.ready)
+        await self.context.tasks.until(
+            lambda: refused() is not None or self._interrupted or self.core.facts.ready
+        )
         if (reason := refused()) is not None:
             raise SwarmError(reason)
-        return not self._interrupted and min(f.tip.head.number for f in self.core.facts.fragments) > 0
+        return (
+            not self._interrupted and min(f.tip.head.number for f in self.core.facts.fragments) > 0
+        )
 
     async def fetch_inner(self, layout: Layout) -> InnerState | None:
-        """The inner optimizer's state of a peer that trains; None when nobody has any, or `interrupt` came first."""
+        """The inner optimizer's state of a peer that trains; None when nobody has any, or
+        `interrupt` came first."""
         tasks = self.context.tasks
         fetching = tasks.start(fetch_inner(self.context, layout, self.replica.rng))
         await tasks.until(lambda: fetching.done() or self._interrupted)
@@ -262,10 +285,11 @@ class Node:
         return None
 
     async def begin(self, cycle: int = 0, cold: bool = False) -> ExchangeResult | None:
-        """Wait until this peer has what the others have, and go on from the anchors, in step with the others.
+        """Wait until this peer has what the others have, and go on from the anchors, in step with
+        the others.
 
-        A `cold` peer only gets the anchors: it trains beside the swarm, which waits for nothing from it. None when
-        `interrupt` came first.
+        A `cold` peer only gets the anchors: it trains beside the swarm, which waits for nothing
+        from it. None when `interrupt` came first.
         """
         await self.wait_until_ready()
         if self._interrupted:
@@ -277,17 +301,19 @@ class Node:
         self.context.do(events.Begun())
         return await self.exchange()
 
-    async def stepped(self, tokens: int, steps_per_s: float = 0.0) -> tuple[bool, int, int, int, int, int, int]:
-        """The training loop made an inner step of so many tokens. Returns whether an `exchange` has to come before the
-        next one, version and clock, discarded tokens, and `place`.
+    async def stepped(
+        self, tokens: int, steps_per_s: float = 0.0
+    ) -> tuple[bool, int, int, int, int, int, int]:
+        """The training loop made an inner step of so many tokens. Returns whether an `exchange` has
+        to come before the next one, version and clock, discarded tokens, and `place`.
         """
         units = self.leased.trained() if self.leased.wanted else NONE
         self.context.do(events.Stepped(tokens, units, steps_per_s))
         return (self.waits, *self.clock(), self.core.discarded(), *self.place())
 
     async def exchange(self) -> ExchangeResult | None:
-        """Send what is due and load what is new, until the next inner step may be made; None if `interrupt` came
-        first. Raises `DivergedError` before anything is sent that is not finite.
+        """Send what is due and load what is new, until the next inner step may be made; None if
+        `interrupt` came first. Raises `DivergedError` before anything is sent that is not finite.
         """
         tasks, wait_s, outer_s = self.context.tasks, 0.0, 0.0
         while not self._interrupted:
@@ -302,7 +328,11 @@ class Node:
             elif self.core.runs:
                 return ExchangeResult(*self.clock(), self.core.discarded(), wait_s, outer_s)
             else:
-                await tasks.until(lambda: bool(self._interrupted or self._captures or self._loads or self.core.runs))
+                await tasks.until(
+                    lambda: bool(
+                        self._interrupted or self._captures or self._loads or self.core.runs
+                    )
+                )
                 wait_s += self.context.now() - begun_at
         return None
 
@@ -324,20 +354,25 @@ class Node:
         return [fragment_digest(f.tip.parts) for f in self.core.facts.fragments]
 
     def place(self) -> tuple[int, int, int]:
-        """Where training is: inner steps since the outer step that it started from, how many there are in a cycle, and
-        tokens in no contribution yet.
+        """Where training is: inner steps since the outer step that it started from, how many there
+        are in a cycle, and tokens in no contribution yet.
         """
         facts = self.core.facts
-        overdue = facts.fragments[-1].waiting is not None and facts.position <= facts.settings.overlap
+        overdue = (
+            facts.fragments[-1].waiting is not None and facts.position <= facts.settings.overlap
+        )
         return facts.position + (facts.cycle if overdue else 0), facts.cycle, facts.control.unsent
 
     def clock(self) -> tuple[int, int]:
-        """Fewest outer steps of all fragments, and applied tokens: at a barrier at the anchors that training started
-        from, else at those that are here.
+        """Fewest outer steps of all fragments, and applied tokens: at a barrier at the anchors that
+        training started from, else at those that are here.
         """
         if self.replica.settings.barrier:
             return min(number for number, _ in self.anchors.loaded), self.anchors.loaded[CONTROL][1]
-        return min(f.tip.head.number for f in self.core.facts.fragments), self.core.facts.control.tip.head.work
+        return (
+            min(f.tip.head.number for f in self.core.facts.fragments),
+            self.core.facts.control.tip.head.work,
+        )
 
     async def pause(self) -> None:
         """The training loop takes no inner steps until `resume`: it evaluates, or it saves."""
@@ -353,7 +388,8 @@ class Node:
         self.context.do(events.Wanted(self.leased.wanted, steps))
 
     async def snapshot(self, copies: bool) -> Saved:
-        """What a checkpoint holds; without `copies` the tensors are the live ones until `end_snapshot`."""
+        """What a checkpoint holds; without `copies` the tensors are the live ones until
+        `end_snapshot`."""
         return await self.anchors.snapshot(copies)
 
     def interrupt(self) -> None:
@@ -362,14 +398,18 @@ class Node:
         self.context.tasks.notify()
 
     async def finish(self) -> None:
-        """Wait until what this peer has sent is in a version, or cannot be, for as long as an author may be stuck."""
+        """Wait until what this peer has sent is in a version, or cannot be, for as long as an
+        author may be stuck."""
         facts, is_open = self.core.facts, self.core.is_open
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(facts.settings.stuck_s):
-                await self.context.tasks.until(lambda: self._interrupted or not any(map(is_open, facts.fragments)))
+                await self.context.tasks.until(
+                    lambda: self._interrupted or not any(map(is_open, facts.fragments))
+                )
 
     async def observe(self) -> Snapshot | None:
-        """What this peer knows of the swarm; None when a bug prevents to put it together (`recorder_failed`)."""
+        """What this peer knows of the swarm; None when a bug prevents to put it together
+        (`recorder_failed`)."""
         return self.recorder.snapshot(self.context.now())
 
     async def show_anchors(self) -> None:
@@ -384,7 +424,8 @@ class Node:
         return min(number for number, _ in self.anchors.loaded)
 
     async def leave(self, finished: bool) -> None:
-        """Send what was learned, unless the run is over, and wait until others have that and this peer's heads."""
+        """Send what was learned, unless the run is over, and wait until others have that and this
+        peer's heads."""
         self.anchors.end_snapshot()
         self.context.do(events.Leave(finished))
         with contextlib.suppress(TimeoutError):

@@ -32,7 +32,8 @@ from diloco.text import plain
 
 VALUE_CHARS = 40  # of a value of a manifest, in an error
 MODEL_KEYS = ("model.name", "frozen_parameters")
-LATE, LATE_AT_ONCE = 8, 64  # versions that a base may be behind; where each contribution is a version
+# versions that a base may be behind; where each contribution is a version
+LATE, LATE_AT_ONCE = 8, 64
 SAME_IN_CORE = (
     *("fragments", "sync_every", "staggered", "overlap", "quorum", "grace_s", "grace_slack"),
     *("weights", "delay", "windowed"),
@@ -44,7 +45,8 @@ SHORT_NAME = 24
 class RunSpec:
     """The run as its peers know it on the wire. Peers with another manifest hash are refused.
 
-    `tokens_per_step` is what an honest peer reports for one inner step; None where every peer chooses its own batch.
+    `tokens_per_step` is what an honest peer reports for one inner step; None where every peer
+    chooses its own batch.
     """
 
     id: str
@@ -53,19 +55,31 @@ class RunSpec:
     tokens_per_step: int | None = None
 
     def differences(self, manifest: str) -> list[str]:
-        """Where another peer's manifest (untrusted) differs, as `key is THERE there, HERE here`; or `PayloadError`."""
+        """Where another peer's manifest (untrusted) differs, as `key is THERE there, HERE here`; or
+        `PayloadError`."""
         try:
-            here, there = (dict(flatten(json.loads(text))) for text in (self.manifest_text, manifest))
+            here, there = (
+                dict(flatten(json.loads(text))) for text in (self.manifest_text, manifest)
+            )
         except (ValueError, AttributeError, RecursionError):
             raise PayloadError("the other side's manifest is not valid") from None
         differing = (key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-        keys = sorted(key for key in differing if key not in RISING or None in (here.get(key), there.get(key)))
+        keys = sorted(
+            key for key in differing if key not in RISING or None in (here.get(key), there.get(key))
+        )
         models = []
         if any(key.startswith("parameters.") and (key in here) != (key in there) for key in keys):
-            names = [str(one.get("model.name") or "another one")[:VALUE_CHARS] for one in (there, here)]
+            names = [
+                str(one.get("model.name") or "another one")[:VALUE_CHARS] for one in (there, here)
+            ]
             models = [f"the model is {names[0]} there, {names[1]} here, with other parameters"]
-            keys = [key for key in keys if key not in MODEL_KEYS and not key.startswith("parameters.")]
-        values = [(key, str(there.get(key))[:VALUE_CHARS], str(here.get(key))[:VALUE_CHARS]) for key in keys]
+            keys = [
+                key for key in keys if key not in MODEL_KEYS and not key.startswith("parameters.")
+            ]
+        values = [
+            (key, str(there.get(key))[:VALUE_CHARS], str(here.get(key))[:VALUE_CHARS])
+            for key in keys
+        ]
         return [*models, *(f"{key} is {theirs} there, {ours} here" for key, theirs, ours in values)]
 
 
@@ -82,7 +96,8 @@ class NodeOptions:
     trains: bool = True  # False: this peer only makes versions
     device: str = ""  # shown to watchers
     data: str = ""  # names the sequences that numbers stand for here (see `Hello`)
-    inner_state: TakeSnapshot = lambda: None  # what a joiner gets of the inner optimizer; called in other threads
+    # what a joiner gets of the inner optimizer; called in other threads
+    inner_state: TakeSnapshot = lambda: None
     blank: bool = False  # it has not got what the run starts from
     files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
     planned: Sequence[int] = (0, 0, 0)  # how long the run is by the settings here (see `Status`)
@@ -105,15 +120,18 @@ def core_settings(outer: OuterConfig, network: SwarmConfig) -> Settings:
 
 
 class OuterArithmetic:
-    """`Arithmetic` of the outer optimizer. Reaches are rounded, so that no machine's logarithm makes another book; and
-    they are those of the whole momentum, which rises with a plan that not all peers hear of at once.
+    """`Arithmetic` of the outer optimizer. Reaches are rounded, so that no machine's logarithm
+    makes another book; and they are those of the whole momentum, which rises with a plan that not
+    all peers hear of at once.
     """
 
     def __init__(self, replica: Replica) -> None:
         settings = replica.settings.model_copy(update={"momentum_warmup": 0, "rounds": None})
         self._optimizer = type(replica.optimizer)(settings)
 
-    def bounds(self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: Reach) -> Bounds:
+    def bounds(
+        self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: Reach
+    ) -> Bounds:
         """How far the step to version `number` may move an anchor, and the reach after it."""
         step = OuterStep(number - 1, contributions, pushes, delay)
         limit, after = self._optimizer.reach(step, longest, reach)
@@ -121,8 +139,11 @@ class OuterArithmetic:
         return Bounds(limit, (momentum, window, lost))
 
 
-async def make_context(options: NodeOptions, replica: Replica, transport: Transport, on_event: OnEvent) -> Context:
-    """What the parts of a node share. The replica and the core go on where `options.saved` stopped."""
+async def make_context(
+    options: NodeOptions, replica: Replica, transport: Transport, on_event: OnEvent
+) -> Context:
+    """What the parts of a node share. The replica and the core go on where `options.saved`
+    stopped."""
     run, gate, saved = options.run, options.gate, options.saved
     if saved is not None:
         await in_thread(saved.load_, replica)
@@ -141,7 +162,12 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
     )
     steps, tokens, rounds = options.planned
     sizes = [
-        Sizes(replica.payloads[f.index].nbytes, replica.updates[f.index].nbytes, 4 * f.numel, len(part_ranges(f.numel)))
+        Sizes(
+            replica.payloads[f.index].nbytes,
+            replica.updates[f.index].nbytes,
+            4 * f.numel,
+            len(part_ranges(f.numel)),
+        )
         for f in replica.fragments
     ]
     core = Peer(
@@ -157,7 +183,9 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         (steps, tokens, rounds),
     )
     core.addresses.may_call = transport.may_call
-    core.addresses.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
+    core.addresses.hear(
+        transport.me, {transport.me: transport.addresses if transport.reachable else []}
+    )
     transport.addresses_of = core.addresses.of
     traffic = Traffic(upload_limit=options.network.upload_limit)
     context = Context(core, replica, transport, gate, on_event, traffic)

@@ -1,4 +1,5 @@
-"""What a node remembers of the swarm, for watchers: what it has heard since it connected, in bounded histories."""
+"""What a node remembers of the swarm, for watchers: what it has heard since it connected, in
+bounded histories."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ from diloco.messages.fields import forget_oldest
 from diloco.messages.snapshot import PhaseSeconds
 from diloco.swarm.node.rows import fragment_row, ledger_totals, peer_row, phase_seconds, run_info
 
-FRESH_S = 0.5  # a younger snapshot answers the next request too, so the number of watchers costs nothing
+# a younger snapshot answers the next request too, so the number of watchers costs nothing
+FRESH_S = 0.5
 LOOK_EVERY_S = 1.0
 
 
 class Recorder:
     """What has happened in the swarm, as this node has heard. `now` is seconds of its clock.
 
-    No bug in this class ends the training: `on_failure` is told the error, and what was to be recorded is missing.
+    No bug in this class ends the training: `on_failure` is told the error, and what was to be
+    recorded is missing.
     """
 
     def __init__(self, core: Peer, manifest_text: str) -> None:
@@ -47,7 +50,9 @@ class Recorder:
         """Keep one line of the event log; a new tip is a round, and no event."""
         with self._harmless():
             if kind == "tip":
-                self._rounds.append(self._round(self._core.facts.fragments[fields["fragment"]].tip, now))
+                self._rounds.append(
+                    self._round(self._core.facts.fragments[fields["fragment"]].tip, now)
+                )
                 return
             text = " ".join(f"{key}={value}" for key, value in fields.items())
             self._events.append(schema.Event(now, kind[:128], text[:512]))
@@ -67,7 +72,11 @@ class Recorder:
                 self._last.pop(member.peer, None)  # who was heard last is forgotten last
                 self._last[member.peer] = member.figures
             forget_oldest(self._last, 4 * schema.MAX_PEERS)
-            losses = [member.figures.loss for member in everybody if member.status.trains and member.figures.loss]
+            losses = [
+                member.figures.loss
+                for member in everybody
+                if member.status.trains and member.figures.loss
+            ]
             if losses and (not self._loss or now >= self._loss[-1].at + self._loss_every_s):
                 tokens, mean = self._core.facts.control.tip.head.work, sum(losses) / len(losses)
                 self._loss.append(schema.LossPoint(now, tokens, mean, min(losses), max(losses)))
@@ -75,7 +84,8 @@ class Recorder:
                 self._loss, self._loss_every_s = self._loss[::2], 2 * self._loss_every_s
 
     def packed(self, now: float) -> list[bytes]:
-        """The snapshot in pieces; one that is fresh is not made again. `PayloadError` when there is none."""
+        """The snapshot in pieces; one that is fresh is not made again. `PayloadError` when there is
+        none."""
         if self._packed is None or now - self._packed[0] >= FRESH_S:
             self._packed = None
             with self._harmless():
@@ -85,7 +95,8 @@ class Recorder:
         return self._packed[1]
 
     def snapshot(self, now: float) -> schema.Snapshot | None:
-        """Everything that this node knows now, with unix times; None when it cannot be put together."""
+        """Everything that this node knows now, with unix times; None when it cannot be put
+        together."""
         with self._harmless():
             return self._snapshot(now)
         return None
@@ -104,11 +115,24 @@ class Recorder:
 
     def _round(self, tip: Tip, now: float) -> schema.Round:
         facts, lines = self._core.facts, tip.head.counted
-        behind = [at for at, base in enumerate(reversed(tip.book.recent)) for line in lines if line.base == base]
+        behind = [
+            at
+            for at, base in enumerate(reversed(tip.book.recent))
+            for line in lines
+            if line.base == base
+        ]
         told = [seconds for one in self._everybody(now) if (seconds := phase_seconds(one.figures))]
         mean = [sum(phase) / len(told) for phase in zip(*map(astuple, told), strict=True)]
-        numbers = tip.head.fragment, tip.head.number, len(facts.members) + 1, facts.num_trainers(), len(lines)
-        return schema.Round(*numbers, max(behind, default=0), PhaseSeconds(*mean) if told else None, now)
+        numbers = (
+            tip.head.fragment,
+            tip.head.number,
+            len(facts.members) + 1,
+            facts.num_trainers(),
+            len(lines),
+        )
+        return schema.Round(
+            *numbers, max(behind, default=0), PhaseSeconds(*mean) if told else None, now
+        )
 
     def _snapshot(self, now: float) -> schema.Snapshot:
         facts, since, everybody = self._core.facts, time.time() - now, self._everybody(now)
@@ -117,7 +141,9 @@ class Recorder:
             peers=[peer_row(self._core, member, now) for member in everybody[: schema.MAX_PEERS]],
             fragments=[fragment_row(facts, f) for f in facts.fragments[: schema.MAX_ROWS]],
             rounds=[replace(one, closed_at=since + one.closed_at) for one in self._rounds],
-            ledger=ledger_totals(facts, self._last | {member.peer: member.figures for member in everybody}),
+            ledger=ledger_totals(
+                facts, self._last | {member.peer: member.figures for member in everybody}
+            ),
             loss=[replace(point, at=since + point.at) for point in self._loss],
             events=[replace(event, at=since + event.at) for event in self._events],
             left_out=max(0, len(everybody) - schema.MAX_PEERS),

@@ -1,5 +1,5 @@
-"""What happened to a core, to be played again by `scripts/replay`: its start, then every event with its time, and what
-signer and arithmetic said meanwhile. Tensors are left out.
+"""What happened to a core, to be played again by `scripts/replay`: its start, then every event with
+its time, and what signer and arithmetic said meanwhile. Tensors are left out.
 
     frame: 4 bytes of its length, then (seconds, kind, fields as (type, msgpack))
 """
@@ -49,7 +49,9 @@ class Start:
         identity = {name: getattr(core.identity, name) for name in IDENTITY}
         tips, sizes = tuple(f.tip for f in core.fragments), tuple(f.sizes for f in core.fragments)
         wall_ms = core.wall_ms + int(core.now * 1000)
-        return cls(identity, core.settings, tips, sizes, wall_ms, core.processed, core.stamp, core.planned)
+        return cls(
+            identity, core.settings, tips, sizes, wall_ms, core.processed, core.stamp, core.planned
+        )
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -61,11 +63,14 @@ class Said(msgspec.Struct, frozen=True):
 
 KNOWN: tuple[Any, ...] = (*KINDS.values(), Line, Records, Part, Settings, Bounds)
 TYPES: dict[str, Any] = {one.__name__: one for one in KNOWN}
-EVENTS: dict[str, Any] = {name: one for name, one in vars(events).items() if isinstance(one, type)} | {"Said": Said}
+EVENTS: dict[str, Any] = {
+    name: one for name, one in vars(events).items() if isinstance(one, type)
+} | {"Said": Said}
 
 
 class Recording:
-    """Writes what happens to a core. It stands for the core's signer and arithmetic, and notes what they say."""
+    """Writes what happens to a core. It stands for the core's signer and arithmetic, and notes what
+    they say."""
 
     def __init__(self, path: Path, core: Facts) -> None:
         self._path, self._core, self._nbytes = path, core, 0
@@ -97,15 +102,22 @@ class Recording:
         core = self._core
         self._path.write_bytes(b"")
         self._nbytes = 0
-        start = msgspec.msgpack.encode((core.now, "Start", [("Start", msgspec.msgpack.encode(Start.of(core)))]))
+        start = msgspec.msgpack.encode(
+            (core.now, "Start", [("Start", msgspec.msgpack.encode(Start.of(core)))])
+        )
         self._frame(start)
         for member in core.members.all():
-            status = with_fields(member.status, whole=True, tips=member.tips, hears=sorted(member.hears), deaf=[])
+            status = with_fields(
+                member.status, whole=True, tips=member.tips, hears=sorted(member.hears), deaf=[]
+            )
             self._write(Connected(member.peer, with_fields(member.hello, status=status)), core.now)
 
     def _write(self, event: Any, now: float) -> None:
         values = astuple(event)
-        typed = [(type(one).__name__, msgspec.msgpack.encode(one, enc_hook=lambda tensor: b"")) for one in values]
+        typed = [
+            (type(one).__name__, msgspec.msgpack.encode(one, enc_hook=lambda tensor: b""))
+            for one in values
+        ]
         self._frame(msgspec.msgpack.encode((now, type(event).__name__, typed)))
 
     def _frame(self, frame: bytes) -> None:
@@ -116,7 +128,9 @@ class Recording:
 def read(path: Path) -> Iterator[tuple[float, Any]]:
     """Seconds and what happened, up to the last frame that is whole."""
     data, at = path.read_bytes(), 0
-    while at + 4 <= len(data) and at + 4 + (size := int.from_bytes(data[at : at + 4], "big")) <= len(data):
+    while at + 4 <= len(data) and at + 4 + (
+        size := int.from_bytes(data[at : at + 4], "big")
+    ) <= len(data):
         now, kind, typed = msgspec.msgpack.decode(data[at + 4 : at + 4 + size])
         at += 4 + size
         if kind == "Start":

@@ -27,17 +27,32 @@ def run_info(core: Peer, manifest_text: str, at: float) -> schema.RunInfo:
     """Which run it is, and how far."""
     facts, manifest = core.facts, json.loads(manifest_text)
     settings, (steps, tokens, _) = facts.settings, facts.planned
-    mode = "synchronous" if settings.lockstep else "streaming" if settings.barrier else "asynchronous"
+    mode = (
+        "synchronous" if settings.lockstep else "streaming" if settings.barrier else "asynchronous"
+    )
     model = str((manifest.get("model") or {}).get("name") or "")[:128]
-    version, budget = min(f.tip.head.number for f in facts.fragments), (at_most(steps) or None, tokens or None)
+    version, budget = (
+        min(f.tip.head.number for f in facts.fragments),
+        (at_most(steps) or None, tokens or None),
+    )
     applied = facts.control.tip.head.work
-    return schema.RunInfo(facts.identity.run_id, mode, model, *budget, version, applied, at, facts.me)
+    return schema.RunInfo(
+        facts.identity.run_id, mode, model, *budget, version, applied, at, facts.me
+    )
 
 
 def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
     """A peer as it says itself, which may be this one."""
-    fragments, hello, status, figures = core.facts.fragments, member.hello, member.status, member.figures
-    here, there = min(f.tip.head.number for f in fragments), min(_version(f, member) for f in fragments)
+    fragments, hello, status, figures = (
+        core.facts.fragments,
+        member.hello,
+        member.status,
+        member.figures,
+    )
+    here, there = (
+        min(f.tip.head.number for f in fragments),
+        min(_version(f, member) for f in fragments),
+    )
     return schema.PeerRow(
         peer_id=member.peer,
         name=hello.name,
@@ -61,7 +76,8 @@ def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
 
 
 def _version(f: Fragment, member: Member) -> int:
-    """Number of the head that a member tells: at most that of the one here, and at least one before all known ones."""
+    """Number of the head that a member tells: at most that of the one here, and at least one before
+    all known ones."""
     key, recent, number = member.tips.get(f.index, (0, "")), f.tip.book.recent, f.tip.head.number
     if tuple(key) >= f.tip.key:
         return number
@@ -90,18 +106,27 @@ def fragment_row(facts: Facts, f: Fragment) -> schema.FragmentRow:
 
 
 def ledger_totals(facts: Facts, last: Mapping[str, Figures]) -> schema.LedgerTotals:
-    """As far as is known here. Of peers that left before this one came, only the tokens in the model count."""
+    """As far as is known here. Of peers that left before this one came, only the tokens in the
+    model count."""
     applied = facts.control.tip.head.work
     processed = max(applied, at_most(sum(figures.tokens for figures in last.values()), MAX_TOKENS))
     discarded = min(processed - applied, sum(figures.discarded for figures in last.values()))
     rows = [
         schema.Contributor(
-            peer, entry.name, entry.contributions, entry.tokens, _payload_bytes(facts, peer), entry.first, entry.last
+            peer,
+            entry.name,
+            entry.contributions,
+            entry.tokens,
+            _payload_bytes(facts, peer),
+            entry.first,
+            entry.last,
         )
         for peer, entry in facts.control.tip.book.ledger.items()
         if entry.contributions
     ]
-    return schema.LedgerTotals(processed, applied, discarded, processed - applied - discarded, rows[: schema.MAX_PEERS])
+    return schema.LedgerTotals(
+        processed, applied, discarded, processed - applied - discarded, rows[: schema.MAX_PEERS]
+    )
 
 
 def _payload_bytes(facts: Facts, peer: str) -> int:

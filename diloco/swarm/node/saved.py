@@ -15,10 +15,12 @@ from diloco.outer.replica import Replica
 
 @dataclass(frozen=True)
 class Saved:
-    """What a peer needs to go on where it stopped: anchors (flat fp32) with their tips, and masters and outer states.
+    """What a peer needs to go on where it stopped: anchors (flat fp32) with their tips, and masters
+    and outer states.
 
-    `processed` are this peer's tokens, `stamp` is the newest of its contributions. `residuals` are what error feedback
-    still has to send, by fragment. `addresses` are those of other peers, one each.
+    `processed` are this peer's tokens, `stamp` is the newest of its contributions. `residuals` are
+    what error feedback still has to send, by fragment. `addresses` are those of other peers, one
+    each.
     """
 
     anchors: Sequence[Tensor]
@@ -40,9 +42,12 @@ class Saved:
         return self.tips[0].head.work
 
     def load_(self, replica: Replica) -> None:
-        """Copy the anchors, the outer states and the residuals into a new replica; it shares no memory with them."""
+        """Copy the anchors, the outer states and the residuals into a new replica; it shares no
+        memory with them."""
         for fragment, anchor in enumerate(self.anchors):
             replica.anchors[fragment].copy_(anchor)
         for fragment, (master, state) in self.outer.items():
             replica.hold(fragment, master.clone(), deepcopy(state))
-        replica.residuals.update({fragment: residual.clone() for fragment, residual in self.residuals.items()})
+        replica.residuals.update(
+            {fragment: residual.clone() for fragment, residual in self.residuals.items()}
+        )

@@ -1,6 +1,7 @@
 """Push: the payload of a contribution that is new, or that the other side wants.
 
-1. Sender: `Push`, and the payload whole or from the byte on that was asked for. Receiver: `Got` when it is whole.
+1. Sender: `Push`, and the payload whole or from the byte on that was asked for. Receiver: `Got`
+   when it is whole.
 2. The receiver keeps what came of a payload whose stream broke, and asks for the rest.
 """
 
@@ -37,7 +38,8 @@ async def send(stream: Stream, action: PushAction) -> None:
 
 
 class Received:
-    """Payloads that are on their way here, by the name of their contribution: bytes, and how many are filled."""
+    """Payloads that are on their way here, by the name of their contribution: bytes, and how many
+    are filled."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str, int], tuple[Tensor, int]] = {}
@@ -63,7 +65,8 @@ def _name(line: Line) -> tuple[int, str, int]:
 
 
 async def receive(stream: Stream, push: Push, replica: Replica, received: Received) -> Tensor:
-    """The whole payload (uint8), which is what its line says. Raises `PayloadError`, and what a stream raises."""
+    """The whole payload (uint8), which is what its line says. Raises `PayloadError`, and what a
+    stream raises."""
     line, nbytes = push.line, replica.payloads[push.line.fragment].nbytes
     payload, at = received.take(line, nbytes)
     if push.at > at or push.at > nbytes:

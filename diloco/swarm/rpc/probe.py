@@ -1,7 +1,8 @@
 """Probe: what time is it there, how fast is the link, can others call me?
 
-Any stranger may ask, so the answering side has limits. It calls back one asker at a time, only at the asker's own id,
-and only at the IP that its connection comes from: nobody turns this against others.
+Any stranger may ask, so the answering side has limits. It calls back one asker at a time, only at
+the asker's own id, and only at the IP that its connection comes from: nobody turns this against
+others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import torch
 
 from diloco.config import WIRE_VERSION
 from diloco.config.address import address_error, host_of
-from diloco.core.limits import CALL_EVERY_S, CALLS_PER_MINUTE, PROBE_BYTES, PROBE_BYTES_IN_ALL, Allowance
+from diloco.core.limits import (
+    CALL_EVERY_S,
+    CALLS_PER_MINUTE,
+    PROBE_BYTES,
+    PROBE_BYTES_IN_ALL,
+    Allowance,
+)
 from diloco.core.peer import Peer
 from diloco.errors import PayloadError
 from diloco.messages.codec import expect
@@ -45,7 +52,8 @@ class ProbeResult:
 
 
 async def probe(transport: Transport, peer: str, nbytes: int = 0) -> ProbeResult:
-    """Ask a peer for its clock and its addresses; with `nbytes`, also measure the link each way with that many.
+    """Ask a peer for its clock and its addresses; with `nbytes`, also measure the link each way
+    with that many.
 
     Raises `BROKEN` when it does not answer, and `PayloadError` when it refuses.
     """
@@ -62,7 +70,9 @@ async def _ask(transport: Transport, peer: str, request: Probe) -> ProbeReply:
         return expect(await stream.receive(ANSWER_S), ProbeReply)
 
 
-async def _bandwidth(transport: Transport, peer: str, nbytes: int, trip_s: float) -> tuple[float, float]:
+async def _bandwidth(
+    transport: Transport, peer: str, nbytes: int, trip_s: float
+) -> tuple[float, float]:
     payload = torch.zeros(nbytes, dtype=torch.uint8)
     async with open_bulk(transport, peer, Traffic()) as stream:
         begun_at = time.monotonic()
@@ -71,11 +81,14 @@ async def _bandwidth(transport: Transport, peer: str, nbytes: int, trip_s: float
         expect(await stream.receive(ANSWER_S), ProbeReply)  # sent once the whole payload is there
         turned_at = time.monotonic()
         await stream.receive_payload(payload)
-    return nbytes / max(turned_at - begun_at - trip_s, 1e-6), nbytes / max(time.monotonic() - turned_at, 1e-6)
+    return nbytes / max(turned_at - begun_at - trip_s, 1e-6), nbytes / max(
+        time.monotonic() - turned_at, 1e-6
+    )
 
 
 async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
-    """Whether others can connect to this peer, as the first seed that can tell says, and what would help if not.
+    """Whether others can connect to this peer, as the first seed that can tell says, and what would
+    help if not.
 
     When no seed can tell, the answer is yes: others only need longer to reach this peer.
     """
@@ -94,13 +107,20 @@ async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
 def _advice(places: list[str], reply: ProbeReply) -> str:
     """The settings that would make a peer reachable, from what a call back found."""
     if reply.reached and _is_place(reply.reached[0]):
-        return f"others reach this peer at another address than it says; add 'swarm.announce=[{reply.reached[0]}]'"
-    port = next((place.split("/tcp/")[1].split("/")[0] for place in places if "/tcp/" in place), "4100")
-    family, host = reply.observed.split("/")[1:3] if host_of(reply.observed) else ("ip4", "PUBLIC_IP")
+        return (
+            "others reach this peer at another address than it says; add"
+            f" 'swarm.announce=[{reply.reached[0]}]'"
+        )
+    port = next(
+        (place.split("/tcp/")[1].split("/")[0] for place in places if "/tcp/" in place), "4100"
+    )
+    family, host = (
+        reply.observed.split("/")[1:3] if host_of(reply.observed) else ("ip4", "PUBLIC_IP")
+    )
     return (
-        f"others cannot call this peer ({reply.why or 'nobody tried'}); open TCP port {port} of this machine, forward "
-        f"it on the router, and add 'swarm.listen=[/ip4/0.0.0.0/tcp/{port}]' "
-        f"'swarm.announce=[/{family}/{host}/tcp/{port}]'"
+        f"others cannot call this peer ({reply.why or 'nobody tried'}); open TCP port {port} of"
+        f" this machine, forward it on the router, and add 'swarm.listen=[/ip4/0.0.0.0/tcp/{port}]'"
+        f" 'swarm.announce=[/{family}/{host}/tcp/{port}]'"
     )
 
 
@@ -145,7 +165,8 @@ class ProbeServer:
 
 
 def _callable(addresses: list[str], observed: str) -> list[str]:
-    """The addresses that an asker names, each with the asker's own IP in the place of the one it names."""
+    """The addresses that an asker names, each with the asker's own IP in the place of the one it
+    names."""
     _, family, host, *_ = [*observed.split("/"), "", "", ""]
     if family not in ("ip4", "ip6"):
         return []

@@ -1,4 +1,5 @@
-"""The answering side of bulk streams: which function answers which request, and what is refused before any of them."""
+"""The answering side of bulk streams: which function answers which request, and what is refused
+before any of them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ RequestHandler = Callable[[Stream, Any], Awaitable[None]]
 
 
 class Server:
-    """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason."""
+    """Answers the bulk streams that others open; a peer that sends something invalid is refused
+    with the reason."""
 
     def __init__(self, context: Context, answers: Mapping[type[Message], RequestHandler]) -> None:
         self.serving = 0  # streams under way
@@ -35,7 +37,8 @@ class Server:
         if why is not None:
             logger.debug("a bulk stream of %s is over a limit: %s", peer, why)
             with suppress(*BROKEN, PayloadError):
-                await stream.send(Refusal(why))  # and no answer is awaited: that would hold the stream open
+                # and no answer is awaited: that would hold the stream open
+                await stream.send(Refusal(why))
             stream.close()
             return
         self.serving += 1
@@ -50,7 +53,8 @@ class Server:
                 await stream.refuse(str(error))
         except BROKEN as error:
             logger.debug("a bulk stream of %s broke: %r", peer, error)
-            # An error and its frames are a cycle, which would keep the copy of a fragment until the collector runs.
+            # An error and its frames are a cycle, which would keep the copy of a fragment until the
+            # collector runs.
             traceback.clear_frames(error.__traceback__)
         finally:
             self.serving -= 1

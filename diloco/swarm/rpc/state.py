@@ -1,7 +1,7 @@
 """Get: what is newer than a head, in records or in parts, or one part of an anchor.
 
-1. Asker: `Get`. Donor: records, each a head with its update; or the first part of its anchor, with head, book and the
-   digests of all parts; or one part; or `No`.
+1. Asker: `Get`. Donor: records, each a head with its update; or the first part of its anchor, with
+   head, book and the digests of all parts; or one part; or `No`.
 2. The asker checks every byte against a digest before the core hears of it.
 """
 
@@ -34,11 +34,13 @@ PIECE = 1 << 16  # elements of an anchor sent at a time: small, so that a shared
 BYTES = 1 << 20  # of an update sent at a time
 
 ReadPart = Callable[[int, str, int], Awaitable[Tensor | None]]
-"""Values (fp32) of a part of the anchor of a head, by fragment, head and part; None when that is not here any more."""
+"""Values (fp32) of a part of the anchor of a head, by fragment, head and part; None when that is
+not here any more."""
 
 
 def anchor_codec(replica: Replica, number: int) -> Codec:
-    """How an anchor travels without loss: as its last update did, if that carried the values themselves."""
+    """How an anchor travels without loss: as its last update did, if that carried the values
+    themselves."""
     return replica.down if replica.down.carries_values and number > 0 else codec("fp32")
 
 
@@ -47,7 +49,7 @@ def payload_digest(payload: Tensor) -> str:
     return blake3(payload.numpy().data).hexdigest()
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- asking ----------------------------------------------------------------------------------------
 
 
 async def fetch(context: Context, peer: str, get: Get) -> None:
@@ -61,14 +63,18 @@ async def fetch(context: Context, peer: str, get: Get) -> None:
         context.do(Broke(peer, get, bad=True))
     except BROKEN as error:
         logger.debug("%s gave no answer: %r", peer, error)
-        traceback.clear_frames(error.__traceback__)  # an error and its frames are a cycle, which would keep a part
+        # an error and its frames are a cycle, which would keep a part
+        traceback.clear_frames(error.__traceback__)
         context.do(Broke(peer, get))
     else:
         context.do(Gave(peer, get, answer))
 
 
-async def ask(stream: Stream, get: Get, replica: Replica, goal: Goal | None) -> Records | Part | None:
-    """The answer of a donor; `goal` is what is fetched in parts. `PayloadError` for an answer that is no good."""
+async def ask(
+    stream: Stream, get: Get, replica: Replica, goal: Goal | None
+) -> Records | Part | None:
+    """The answer of a donor; `goal` is what is fetched in parts. `PayloadError` for an answer that
+    is no good."""
     await stream.send(get)
     answer = await stream.receive()
     match answer:
@@ -78,29 +84,48 @@ async def ask(stream: Stream, get: Get, replica: Replica, goal: Goal | None) -> 
             return Records(tuple(await _records(stream, get, answer, replica)))
         case PartHeader(head, book, digests) if not get.want:
             if head.fragment != get.fragment or len(digests) != len(_ranges(replica, get.fragment)):
-                raise PayloadError(f"asked for fragment {get.fragment}, got another one or other parts")
-            return Part(head, book, digests, 0, await _values(stream, replica, get.fragment, 0, head.number, digests))
+                raise PayloadError(
+                    f"asked for fragment {get.fragment}, got another one or other parts"
+                )
+            return Part(
+                head,
+                book,
+                digests,
+                0,
+                await _values(stream, replica, get.fragment, 0, head.number, digests),
+            )
         case Values() if goal is not None and get.want == goal.head.id:
-            values = await _values(stream, replica, get.fragment, get.part, goal.head.number, goal.digests)
+            values = await _values(
+                stream, replica, get.fragment, get.part, goal.head.number, goal.digests
+            )
             return Part(goal.head, goal.book, goal.digests, get.part, values)
-    raise PayloadError(f"{type(answer).__name__} is no answer to a question for fragment {get.fragment}")
+    raise PayloadError(
+        f"{type(answer).__name__} is no answer to a question for fragment {get.fragment}"
+    )
 
 
 def _ranges(replica: Replica, fragment: int) -> list[tuple[int, int]]:
     return part_ranges(replica.fragments[fragment].numel)
 
 
-async def _records(stream: Stream, get: Get, header: RecordHeader, replica: Replica) -> list[Record]:
+async def _records(
+    stream: Stream, get: Get, header: RecordHeader, replica: Replica
+) -> list[Record]:
     found: list[Record] = []
     while True:
         head = header.head
         if head.fragment != get.fragment or (found and head.prev != found[-1].head.id):
-            raise PayloadError(f"a record of fragment {head.fragment} does not follow what fragment {get.fragment} has")
+            raise PayloadError(
+                f"a record of fragment {head.fragment} does not follow what fragment"
+                f" {get.fragment} has"
+            )
         update = empty_payload(replica.updates[get.fragment].nbytes)
         for piece in torch.split(update, BYTES):
             await stream.receive_payload(piece)
         if await in_thread(payload_digest, update) != head.update:
-            raise PayloadError(f"the update of a record of fragment {get.fragment} is not what its head names")
+            raise PayloadError(
+                f"the update of a record of fragment {get.fragment} is not what its head names"
+            )
         found.append(Record(head, update))
         if header.more == 0:
             return found
@@ -111,7 +136,12 @@ async def _records(stream: Stream, get: Get, header: RecordHeader, replica: Repl
 
 
 async def _values(
-    stream: Stream, replica: Replica, fragment: int, part: int, number: int, digests: tuple[str, ...]
+    stream: Stream,
+    replica: Replica,
+    fragment: int,
+    part: int,
+    number: int,
+    digests: tuple[str, ...],
 ) -> Tensor:
     start, stop = _ranges(replica, fragment)[part]
     values, how = torch.empty(stop - start, dtype=torch.float32), anchor_codec(replica, number)
@@ -124,7 +154,7 @@ async def _values(
     return values
 
 
-# -- answering --------------------------------------------------------------------------------------------------------
+# -- answering -------------------------------------------------------------------------------------
 
 
 async def serve(stream: Stream, reply: Reply, replica: Replica, read_part: ReadPart) -> None:
@@ -139,7 +169,9 @@ async def serve(stream: Stream, reply: Reply, replica: Replica, read_part: ReadP
     values = None if answer is None else await read_part(get.fragment, answer.head.id, answer.part)
     if answer is None or values is None:
         return await stream.send(No())
-    await stream.send(Values() if get.want else PartHeader(answer.head, answer.book, answer.digests))
+    await stream.send(
+        Values() if get.want else PartHeader(answer.head, answer.book, answer.digests)
+    )
     how = anchor_codec(replica, answer.head.number)
     for piece in torch.split(values, PIECE):
         payload = torch.empty(how.nbytes(piece.numel()), dtype=torch.uint8)

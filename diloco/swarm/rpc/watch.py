@@ -1,4 +1,5 @@
-"""Ask: the manifest, a snapshot of the swarm, or a small file that the manifest names by its SHA-256, in pieces."""
+"""Ask: the manifest, a snapshot of the swarm, or a small file that the manifest names by its
+SHA-256, in pieces."""
 
 from __future__ import annotations
 
@@ -23,25 +24,30 @@ if TYPE_CHECKING:  # a process that only watches does not load torch
 
 
 async def request_manifest(transport: Transport, peer: str) -> tuple[str, str]:
-    """The manifest of a peer's run as untrusted JSON text, and its seal; `PayloadError` when the peer refuses."""
+    """The manifest of a peer's run as untrusted JSON text, and its seal; `PayloadError` when the
+    peer refuses."""
     content, seal = await _request(transport, peer, "manifest", MAX_PIECE_BYTES)
     return content.decode(errors="replace"), seal
 
 
 async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
-    """What a peer knows of the swarm; `PayloadError` when it refuses, or answers nonsense or in another version."""
+    """What a peer knows of the swarm; `PayloadError` when it refuses, or answers nonsense or in
+    another version."""
     return unpack((await _request(transport, peer, "snapshot", MAX_PACKED_BYTES))[0])
 
 
 async def request_file(transport: Transport, peer: str, digest: str, most_bytes: int) -> bytes:
-    """A file of the run; `PayloadError` when the peer does not have it, or sends another or a longer one."""
+    """A file of the run; `PayloadError` when the peer does not have it, or sends another or a
+    longer one."""
     content = (await _request(transport, peer, digest, most_bytes))[0]
     if sha256(content).hexdigest() != digest:
         raise PayloadError(f"file {digest[:12]} is another one than the manifest names")
     return content
 
 
-async def _request(transport: Transport, peer: str, what: str, most_bytes: int) -> tuple[bytes, str]:
+async def _request(
+    transport: Transport, peer: str, what: str, most_bytes: int
+) -> tuple[bytes, str]:
     content = bytearray()
     async with open_bulk(transport, peer, Traffic()) as stream:
         await stream.send(Ask(what))
@@ -55,19 +61,31 @@ async def _request(transport: Transport, peer: str, what: str, most_bytes: int) 
 
 
 class InfoServer:
-    """The answering side. `snapshot` makes the pieces of one at a time; `files` are those that the manifest names."""
+    """The answering side. `snapshot` makes the pieces of one at a time; `files` are those that the
+    manifest names."""
 
     def __init__(
-        self, context: Context, manifest: str, files: Mapping[str, Path], snapshot: Callable[[float], list[bytes]]
+        self,
+        context: Context,
+        manifest: str,
+        files: Mapping[str, Path],
+        snapshot: Callable[[float], list[bytes]],
     ) -> None:
-        self._context, self._manifest, self._files, self._snapshot = context, manifest, files, snapshot
+        self._context, self._manifest, self._files, self._snapshot = (
+            context,
+            manifest,
+            files,
+            snapshot,
+        )
         self._allowance = Allowance(FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S)
 
     async def answer(self, stream: Stream, request: Ask) -> None:
         """Send what is asked for; `PayloadError` when it is not here, or enough was sent."""
         if request.what in ("manifest", "snapshot"):
             snapshot = request.what == "snapshot"
-            for piece in self._snapshot(self._context.now()) if snapshot else [self._manifest.encode()]:
+            for piece in (
+                self._snapshot(self._context.now()) if snapshot else [self._manifest.encode()]
+            ):
                 await stream.send(Piece(WIRE_VERSION, piece, more=True))
         else:
             await self._send_file(stream, request.what)

@@ -1,9 +1,10 @@
-"""Where the members of a run are: hivemind's DHT, by which one finds all through any one that lives.
+"""Where the members of a run are: hivemind's DHT, by which one finds all through any one that
+lives.
 
-Under the key `{run}/peers` each peer stores its addresses, signed by its libp2p identity. Who stores a record can
-withhold it, or return an old one until it ends. So it is a hint whom to call.
-Calls of the DHT are between peers that have greeted each other. (hivemind's own authorizer sees a request but not its
-sender, so any receiver could repeat the request.)
+Under the key `{run}/peers` each peer stores its addresses, signed by its libp2p identity. Who
+stores a record can withhold it, or return an old one until it ends. So it is a hint whom to call.
+Calls of the DHT are between peers that have greeted each other. (hivemind's own authorizer sees a
+request but not its sender, so any receiver could repeat the request.)
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _CONTEXT = b"diloco record"
 
 
 class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
-    """The addresses of one run. As hivemind's validator it signs this peer's record and checks those of others."""
+    """The addresses of one run. As hivemind's validator it signs this peer's record and checks
+    those of others."""
 
     def __init__(self, run_id: str, identity: Identity, gate: Gate) -> None:
         self._key, self._identity, self._gate = f"{run_id}/peers", identity, gate
@@ -46,24 +48,34 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
     async def join(self, p2p: P2P, seeds: Sequence[str], serves: bool) -> None:
         """Join through these peers; a node that does not serve stores nothing for others."""
         peers = [Multiaddr(f"/p2p/{seed}") for seed in seeds] or None
-        self._node = await DHTNode.create(p2p=p2p, initial_peers=peers, record_validator=self, client_mode=not serves)
+        self._node = await DHTNode.create(
+            p2p=p2p, initial_peers=peers, record_validator=self, client_mode=not serves
+        )
         self._node.protocol.storage, self._node.protocol.cache = BoundedStorage(), BoundedStorage()
 
     async def announce(self, addresses: Sequence[str], life_s: float, met: Sequence[str]) -> None:
         """Store where this peer is; `ConnectionError` when the daemon does not answer.
 
-        Some members that the DHT does not know are asked in, so that it becomes one again after a split.
+        Some members that the DHT does not know are asked in, so that it becomes one again after a
+        split.
         """
         protocol, ends_at = self._node.protocol, get_dht_time() + life_s
-        unknown = [peer for peer in map(PeerID.from_base58, met) if peer not in protocol.routing_table]
+        unknown = [
+            peer for peer in map(PeerID.from_base58, met) if peer not in protocol.routing_table
+        ]
         try:
-            await asyncio.gather(*map(protocol.call_ping, random.sample(unknown, min(len(unknown), ASKED_IN))))
-            await self._node.store(self._key, list(addresses[:MAX_ADDRESSES]), ends_at, subkey=self._identity.me)
+            await asyncio.gather(
+                *map(protocol.call_ping, random.sample(unknown, min(len(unknown), ASKED_IN)))
+            )
+            await self._node.store(
+                self._key, list(addresses[:MAX_ADDRESSES]), ends_at, subkey=self._identity.me
+            )
         except (ControlFailure, P2PDaemonError) as error:
             raise ConnectionError(str(error)) from error
 
     async def announced(self) -> dict[str, list[str]]:
-        """Addresses, which may be any text, of the peers that have stored theirs; raises as `announce`."""
+        """Addresses, which may be any text, of the peers that have stored theirs; raises as
+        `announce`."""
         try:
             found = await self._node.get(self._key, latest=True)
         except (ControlFailure, P2PDaemonError) as error:
@@ -77,7 +89,11 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """The value with this peer's signature, which carries its key."""
-        return bytes(msgpack.packb([record.value, self._identity.sign(_CONTEXT, _content(record, record.value))]))
+        return bytes(
+            msgpack.packb(
+                [record.value, self._identity.sign(_CONTEXT, _content(record, record.value))]
+            )
+        )
 
     def strip_value(self, record: DHTRecord) -> bytes:
         """The value as its owner gave it; `record` is valid."""
@@ -94,10 +110,17 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
     def _objection(self, record: DHTRecord, owner: object) -> str | None:
         if record.key != self._raw_key:
             return "has a key that nothing here uses"
-        if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > get_dht_time() + MAX_LIFE_S:
+        if (
+            len(record.value) > MAX_RECORD_BYTES
+            or record.expiration_time > get_dht_time() + MAX_LIFE_S
+        ):
             return "is too large or lasts too long"
         signed = _unpack(record.value)
-        if not isinstance(signed, list) or len(signed) != 2 or not all(isinstance(part, bytes) for part in signed):
+        if (
+            not isinstance(signed, list)
+            or len(signed) != 2
+            or not all(isinstance(part, bytes) for part in signed)
+        ):
             return "is not signed"
         if not verify(_CONTEXT, str(owner), _content(record, signed[0]), signed[1]):
             return "is signed by another peer, or was changed after it was signed"
@@ -111,7 +134,8 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """What a node keeps for the others: hivemind's storage, with at most `MAX_OWNERS` records under each key."""
+    """What a node keeps for the others: hivemind's storage, with at most `MAX_OWNERS` records under
+    each key."""
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """As in hivemind. Above the limit the record that ends first goes."""
@@ -135,8 +159,11 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     gate: Gate
     greet: Callable[[str], Awaitable[None]]
 
-    async def add_protobuf_handler(self, name: str, handler: Any, input_protobuf_type: Any, **options: Any) -> None:
-        """As in `P2P`, but a stranger's call fails before it is parsed. All calls of the DHT are single requests."""
+    async def add_protobuf_handler(
+        self, name: str, handler: Any, input_protobuf_type: Any, **options: Any
+    ) -> None:
+        """As in `P2P`, but a stranger's call fails before it is parsed. All calls of the DHT are
+        single requests."""
 
         async def guarded(request: bytes, context: Any) -> Any:
             peer = context.remote_id.to_base58()
@@ -148,7 +175,9 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
         await super().add_protobuf_handler(name, guarded, _Unparsed, **options)
 
-    async def call_protobuf_handler(self, peer_id: PeerID, name: str, *arguments: Any, **options: Any) -> Any:
+    async def call_protobuf_handler(
+        self, peer_id: PeerID, name: str, *arguments: Any, **options: Any
+    ) -> Any:
         """As in `P2P`; `Refused` or `Untrusted` when one of the two is not in the run."""
         if self.gate.admission is not None:
             await self.greet(peer_id.to_base58())

@@ -46,7 +46,8 @@ _REASONS = {  # libp2p's words, and what they mean; the first that is found coun
 
 
 async def call_each(p2p: P2P, addresses: Sequence[str]) -> dict[str, str]:
-    """Connect to the peers at these addresses, all at once. Returns the error by address, "" where a peer answered.
+    """Connect to the peers at these addresses, all at once. Returns the error by address, "" where
+    a peer answered.
 
     An address that is a second slower than the first one counts as silent.
     """
@@ -54,7 +55,9 @@ async def call_each(p2p: P2P, addresses: Sequence[str]) -> dict[str, str]:
     waiting, timeout_s = set(calls.values()), CALL_S
     try:
         while waiting:
-            done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done, waiting = await asyncio.wait(
+                waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not done:
                 break
             if any(call.result() == "" for call in done):
@@ -62,7 +65,9 @@ async def call_each(p2p: P2P, addresses: Sequence[str]) -> dict[str, str]:
     finally:
         for call in waiting:
             call.cancel()
-    return {address: call.result() if call.done() else "no answer" for address, call in calls.items()}
+    return {
+        address: call.result() if call.done() else "no answer" for address, call in calls.items()
+    }
 
 
 async def _call(p2p: P2P, address: str) -> str:
@@ -70,11 +75,15 @@ async def _call(p2p: P2P, address: str) -> str:
     try:
         await p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(place)])
     except (ControlFailure, P2PDaemonError, OSError, ValueError) as error:
-        # The daemon writes one line for each address that it knows of the peer; only this one matters.
+        # The daemon writes one line for each address that it knows of the peer; only this one
+        # matters.
         lines = [line for line in str(error).splitlines() if f"[{place}]" in line] or [str(error)]
         if place.startswith("/dns") and "no good addresses" in lines[-1]:
             return _NO_NAME
-        return next((why for said, why in _REASONS.items() if said in lines[-1].lower()), "no peer answers there")
+        return next(
+            (why for said, why in _REASONS.items() if said in lines[-1].lower()),
+            "no peer answers there",
+        )
     return ""
 
 
@@ -86,11 +95,13 @@ async def client_daemon(identity_path: str | None = None) -> P2P:
 async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
     """`P2P.create`, but the daemon has a session of its own, and nothing about its end is printed.
 
-    Ctrl+C in a terminal reaches every process of a group, and so does the signal by which torchrun ends its ranks. The
-    daemon must outlive both for a clean leave, and does not ignore SIGINT reliably.
+    Ctrl+C in a terminal reaches every process of a group, and so does the signal by which torchrun
+    ends its ranks. The daemon must outlive both for a clean leave, and does not ignore SIGINT
+    reliably.
 
-    hivemind leaves two errors to the garbage collector, which prints them: a daemon that did not start, and tasks that
-    talked with a daemon that was killed. It would also put its sockets into /tmp, which may be read-only or full.
+    hivemind leaves two errors to the garbage collector, which prints them: a daemon that did not
+    start, and tasks that talked with a daemon that was killed. It would also put its sockets into
+    /tmp, which may be read-only or full.
     """
     _allow_descriptors()
     place = gettempdir()
@@ -98,17 +109,22 @@ async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
     loop, started = asyncio.get_running_loop(), list[Process]()
 
     async def subprocess_exec(*arguments: Any, **options: Any) -> tuple[Any, Any]:
-        transport, protocol = await type(loop).subprocess_exec(loop, *arguments, start_new_session=True, **options)
+        transport, protocol = await type(loop).subprocess_exec(
+            loop, *arguments, start_new_session=True, **options
+        )
         started.append(Process(transport, protocol, loop))
         return transport, protocol
 
     loop.subprocess_exec = subprocess_exec  # type: ignore[method-assign]
     try:
-        p2p = await kind.create(startup_timeout=START_TIMEOUT_S, check_if_identity_free=False, **options)
+        p2p = await kind.create(
+            startup_timeout=START_TIMEOUT_S, check_if_identity_free=False, **options
+        )
     except BaseException:
         for daemon in started:
             if daemon.returncode is None:
-                with suppress(ProcessLookupError):  # `terminate` would reap an ended daemon and print that
+                # `terminate` would reap an ended daemon and print that
+                with suppress(ProcessLookupError):
                     os.kill(daemon.pid, signal.SIGTERM)
             await daemon.wait()
         raise
@@ -120,7 +136,8 @@ async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
 
 
 def _allow_descriptors() -> None:
-    """Raise the soft limit of open files for this process and its daemon: each stream takes one or two of them."""
+    """Raise the soft limit of open files for this process and its daemon: each stream takes one or
+    two of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -134,7 +151,8 @@ def _note_end(task: asyncio.Task[None]) -> None:
 
 
 def best_first(addresses: Sequence[str]) -> list[str]:
-    """Public addresses, then those of a LAN, then loopback. In a LAN, the one that leads out comes before bridges."""
+    """Public addresses, then those of a LAN, then loopback. In a LAN, the one that leads out comes
+    before bridges."""
     way_out = _way_out()
 
     def rank(address: str) -> tuple[int, bool, bool]:

@@ -1,10 +1,13 @@
-"""Which peers may open a stream to this one, and which it believes. Every stream and DHT call passes the gate.
+"""Which peers may open a stream to this one, and which it believes. Every stream and DHT call
+passes the gate.
 
-1. Before its first stream to a peer this one sends a `Greeting` with its credential, on a stream of its own.
-2. The other side checks it against the libp2p identity that opened the stream, and answers with its own credential, or
-   with a `Refusal`. The side with the newer list of what is revoked sends it to the other.
-3. Of an unknown identity no more than `MAX_GREETING_BYTES` are read on any stream, and a DHT call of it is not parsed
-   (the daemon hands over whole calls, of at most 4 MiB).
+1. Before its first stream to a peer this one sends a `Greeting` with its credential, on a stream of
+   its own.
+2. The other side checks it against the libp2p identity that opened the stream, and answers with its
+   own credential, or with a `Refusal`. The side with the newer list of what is revoked sends it to
+   the other.
+3. Of an unknown identity no more than `MAX_GREETING_BYTES` are read on any stream, and a DHT call
+   of it is not parsed (the daemon hands over whole calls, of at most 4 MiB).
 4. A peer that expires or is revoked is put out at once: its streams here are closed.
 
 An open run has no admission: everybody is let in, and greetings are empty.
@@ -48,8 +51,9 @@ class Gate:
 
     It shows itself in a role, by default that of its token; a visitor is an observer.
 
-    `on_refused` is called with peer and reason, and `on_revoked` with a newer list, once it counts. `identity_in_use`
-    says why another living process of that identity forbids the one with that `instance`.
+    `on_refused` is called with peer and reason, and `on_revoked` with a newer list, once it counts.
+    `identity_in_use` says why another living process of that identity forbids the one with that
+    `instance`.
     """
 
     def __init__(self, admission: Admission | None = None, role: Role | None = None) -> None:
@@ -61,7 +65,8 @@ class Gate:
         self.on_revoked: Callable[[Revocations], None] = lambda revoked: None
         self._role = role
         self._greeted: set[str] = set()
-        self._serving: defaultdict[str, dict[Writer, None]] = defaultdict(dict)  # in their order, unlike a set
+        # in their order, unlike a set
+        self._serving: defaultdict[str, dict[Writer, None]] = defaultdict(dict)
         self._strangers: Newest[Writer] = Newest()
 
     @property
@@ -70,8 +75,8 @@ class Gate:
         return None if self.admission is None else self.admission.run_key.hex()
 
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
-        """Make both sides known to each other, unless they are; `Refused` or `Untrusted` when one does not let the
-        other in.
+        """Make both sides known to each other, unless they are; `Refused` or `Untrusted` when one
+        does not let the other in.
         """
         if not again and peer in self._greeted and self.trusts(peer):
             return
@@ -88,11 +93,14 @@ class Gate:
             if reason is None:
                 await self._exchange_revocations(stream, mine, theirs)
                 reason = None if self.trusts(peer) else "its invitation allows to watch only"
-            elif mine.revoked > theirs.revoked:  # the other may be on the list, and has to hear of that
+            # the other may be on the list, and has to hear of that
+            elif mine.revoked > theirs.revoked:
                 with contextlib.suppress(*BROKEN):
                     await self._exchange_revocations(stream, mine, theirs)
         except PayloadError as error:
-            raise ConnectionError(f"{peer} does not greet as a peer of a run does: {error}") from None
+            raise ConnectionError(
+                f"{peer} does not greet as a peer of a run does: {error}"
+            ) from None
         finally:
             stream.close()
         if reason is not None:
@@ -135,10 +143,15 @@ class Gate:
         return Greeting(credential=shown, revoked=number, instance=self.instance)
 
     def _admit(self, peer: str, greeting: Greeting) -> str | None:
-        return None if self.admission is None else self.admission.admit(peer, greeting.credential, time.time())
+        return (
+            None
+            if self.admission is None
+            else self.admission.admit(peer, greeting.credential, time.time())
+        )
 
     async def _exchange_revocations(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
-        """The side with the newer list sends it, and waits until the other has read it and ends the stream."""
+        """The side with the newer list sends it, and waits until the other has read it and ends the
+        stream."""
         if mine.revoked < theirs.revoked:
             self.hear(expect(await stream.receive(), Revocations))
         elif mine.revoked > theirs.revoked and self.admission is not None:
@@ -146,11 +159,14 @@ class Gate:
             await stream.drained()
 
     def _end_older_strangers(self, peer: str, writer: Writer) -> None:
-        """A stream of a stranger: it ends those that others left open, because identities cost a stranger nothing."""
+        """A stream of a stranger: it ends those that others left open, because identities cost a
+        stranger nothing."""
         for older in self._strangers.add(peer, writer):
             older.close()
 
-    async def serve(self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]) -> None:
+    async def serve(
+        self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]
+    ) -> None:
         """Let the handler have a stream, if the peer is known."""
         if self.admission is not None and self.role_of(peer) is None:
             self.on_refused(peer, self.admission.unknown)
@@ -172,22 +188,34 @@ class Gate:
     def objection(self, peer: str, message: Message) -> str | None:
         """Why the peer may not begin a stream with this message; None when it may."""
         if getattr(message, "trains", False) and self.role_of(peer) == "host":
-            return "an invitation for role host does not allow training; use diloco host, or ask for another one"
+            return (
+                "an invitation for role host does not allow training; use diloco host, or ask for"
+                " another one"
+            )
         barred = self.forbids(peer, message.kind, message.roles)
         if barred is None and getattr(message, "authors", False) and not self.authors(peer):
-            return "who was not invited to this run contributes and makes no versions; ask its owner for a link"
+            return (
+                "who was not invited to this run contributes and makes no versions; ask its owner"
+                " for a link"
+            )
         return barred
 
     def forbids(self, peer: str, what: str, roles: Collection[Role]) -> str | None:
         """Why the peer may not do that, which peers in these roles may; None when it may."""
-        return None if self.admission is None else self.admission.objection(peer, what, roles, time.time())
+        return (
+            None
+            if self.admission is None
+            else self.admission.objection(peer, what, roles, time.time())
+        )
 
     def trusts(self, peer: str) -> bool:
-        """Whether the word of this peer counts, such as a refusal; an observer has nothing to say of the run."""
+        """Whether the word of this peer counts, such as a refusal; an observer has nothing to say
+        of the run."""
         return self.admission is None or self.role_of(peer) in MEMBERS
 
     def authors(self, peer: str) -> bool:
-        """Whether this peer may make versions, this one included: in a public run, whoever was invited."""
+        """Whether this peer may make versions, this one included: in a public run, whoever was
+        invited."""
         if self.admission is None or not self.admission.public:
             return True
         return self.admission.token is not None if peer == self.me else self.admission.invited(peer)
@@ -197,7 +225,8 @@ class Gate:
         return None if self.admission is None else self.admission.role_of(peer, time.time())
 
     def expel(self) -> dict[str, str]:
-        """Put out the peers that are no longer admitted, and close their streams; returns the reasons by peer."""
+        """Put out the peers that are no longer admitted, and close their streams; returns the
+        reasons by peer."""
         out = {} if self.admission is None else self.admission.expel(time.time())
         for peer, reason in out.items():
             self._greeted.discard(peer)
@@ -219,13 +248,21 @@ class Gate:
         return True
 
     def sealed(self, manifest_hash: str, seal: str) -> bool:
-        """Whether settings with this hash may be believed: the run's owner signed them, or everybody is let in."""
+        """Whether settings with this hash may be believed: the run's owner signed them, or
+        everybody is let in."""
         admission = self.admission
-        return admission is None or is_sealed(admission.run_key, admission.run_id, manifest_hash, seal)
+        return admission is None or is_sealed(
+            admission.run_key, admission.run_id, manifest_hash, seal
+        )
 
     def learn_seal(self, manifest_hash: str, seal: str) -> None:
-        """Keep the owner's signature of the manifest of this peer's run, to show it to newcomers."""
-        if self.admission is not None and seal != self.memory.seal and self.sealed(manifest_hash, seal):
+        """Keep the owner's signature of the manifest of this peer's run, to show it to
+        newcomers."""
+        if (
+            self.admission is not None
+            and seal != self.memory.seal
+            and self.sealed(manifest_hash, seal)
+        ):
             self.memory.seal = seal
             self.memory.keep()
 
@@ -233,7 +270,9 @@ class Gate:
 def message_of(revoked: Revoked) -> Revocations:
     """A list as peers send it."""
     tokens, peers = list(revoked.token_ids), list(revoked.peer_ids)
-    return Revocations(number=revoked.number, token_ids=tokens, peer_ids=peers, signature=revoked.signature)
+    return Revocations(
+        number=revoked.number, token_ids=tokens, peer_ids=peers, signature=revoked.signature
+    )
 
 
 def gate_for(
@@ -246,10 +285,12 @@ def gate_for(
     memory_path: Path | None = None,
     public: bool = False,
 ) -> Gate:
-    """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`; `public`: `swarm.admit`).
+    """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`; `public`:
+    `swarm.admit`).
 
-    With the private half it seals the manifest. The file at `memory_path` has whom this peer refused before. Raises
-    `ConfigError` when the settings do not fit together, or the file is damaged.
+    With the private half it seals the manifest. The file at `memory_path` has whom this peer
+    refused before. Raises `ConfigError` when the settings do not fit together, or the file is
+    damaged.
     """
     key = None if key_path is None else RunKey.read(Path(key_path))
     own = None
@@ -263,11 +304,13 @@ def gate_for(
         return Gate()
     elif not public:
         raise ConfigError(
-            f"run.key={run_key} is the key of a run that admits invited peers only; give swarm.token=@FILE with an "
-            "invitation, or swarm.key_path=FILE if the run is yours"
+            f"run.key={run_key} is the key of a run that admits invited peers only; give"
+            " swarm.token=@FILE with an invitation, or swarm.key_path=FILE if the run is yours"
         )
     elif not trains:
-        raise ConfigError("whoever hosts a public run is invited; give swarm.token=@FILE, or use diloco join")
+        raise ConfigError(
+            "whoever hosts a public run is invited; give swarm.token=@FILE, or use diloco join"
+        )
     if own is not None:
         _check_fits(own, run_id, run_key)
     public_half = own.grant.run_key if own is not None else bytes.fromhex(run_key or "")
@@ -275,7 +318,9 @@ def gate_for(
     admission = Admission(own, memory, public, (public_half, run_id))
     if key is not None and key_path is not None:
         admission.revoke(Revoked.remembered(key, Path(key_path), run_id))
-    gate = Gate(admission, "host" if own is not None and own.grant.role == "worker" and not trains else None)
+    gate = Gate(
+        admission, "host" if own is not None and own.grant.role == "worker" and not trains else None
+    )
     if not gate.sealed(manifest_hash, memory.seal):  # of an earlier manifest, or none yet
         memory.seal = "" if key is None else key.seal(run_id, manifest_hash)
     return gate
@@ -283,17 +328,30 @@ def gate_for(
 
 def _check_fits(own: Token, run_id: str, run_key: str | None) -> None:
     if own.grant.role == "observer":
-        raise ConfigError("swarm.token allows to watch only; ask the owner of the run for another invitation")
+        raise ConfigError(
+            "swarm.token allows to watch only; ask the owner of the run for another invitation"
+        )
     if own.grant.run_id != run_id:
-        raise ConfigError(f"swarm.token is for run.id={own.grant.run_id}, and this is run.id={run_id}; ask for another")
+        raise ConfigError(
+            f"swarm.token is for run.id={own.grant.run_id}, and this is run.id={run_id}; ask for"
+            " another"
+        )
     if run_key not in (None, own.grant.run_key.hex()):
-        raise ConfigError(f"run.key={run_key} is not the key that signed swarm.token; ask the owner for another one")
+        raise ConfigError(
+            f"run.key={run_key} is not the key that signed swarm.token; ask the owner for"
+            " another one"
+        )
 
 
 def observer_gate(run_id: str, token: str | None, key_path: str | None = None) -> Gate:
-    """The gate of an observer, whatever its invitation allows, which is not used up. Only a key needs the `run_id`."""
+    """The gate of an observer, whatever its invitation allows, which is not used up. Only a key
+    needs the `run_id`."""
     if token is not None:
         return Gate(Admission(Token.read(token)), "observer")
     if key_path is None:
         return Gate()
-    return Gate(Admission(issue(RunKey.read(Path(key_path)), run_id, "observer", int(time.time()) + VISIT_LIFE_S)))
+    return Gate(
+        Admission(
+            issue(RunKey.read(Path(key_path)), run_id, "observer", int(time.time()) + VISIT_LIFE_S)
+        )
+    )

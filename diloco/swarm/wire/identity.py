@@ -1,4 +1,5 @@
-"""What an identity has signed. A libp2p peer id is the hash of an RSA key, and a signature carries that key.
+"""What an identity has signed. A libp2p peer id is the hash of an RSA key, and a signature carries
+that key.
 
 So anybody can check a signature alone, and nobody has to vouch for a key.
 """
@@ -38,7 +39,8 @@ class Identity:
 
     @classmethod
     def read(cls, path: Path) -> Identity:
-        """Of the key in a file, which is made when it is missing. `ConfigError` when it cannot be used, or is none."""
+        """Of the key in a file, which is made when it is missing. `ConfigError` when it cannot be
+        used, or is none."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
@@ -51,13 +53,18 @@ class Identity:
             raise ConfigError(why) from None
         key: object = None
         with suppress(Exception):  # protobuf or the library for keys raises it
-            key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(private).data, password=None)
+            key = serialization.load_der_private_key(
+                crypto_pb2.PrivateKey.FromString(private).data, password=None
+            )
         if not isinstance(key, rsa.RSAPrivateKey):
-            raise ConfigError(f"swarm.identity_path={path} holds no private key; name another file, or a new one")
+            raise ConfigError(
+                f"swarm.identity_path={path} holds no private key; name another file, or a new one"
+            )
         return cls(key)
 
     def sign(self, context: bytes, content: bytes) -> bytes:
-        """A signature with its key: 556 bytes. What is signed in one context says nothing in any other."""
+        """A signature with its key: 556 bytes. What is signed in one context says nothing in any
+        other."""
         signature = self._key.sign(context + b"\0" + content, padding.PKCS1v15(), hashes.SHA256())
         return bytes(msgpack.packb([self.public, signature]))
 
@@ -80,23 +87,33 @@ def verify(context: bytes, peer: str, content: bytes, signature: bytes) -> bool:
             return False
         owner, key = _known(public)
         key.verify(signed, context + b"\0" + content, padding.PKCS1v15(), hashes.SHA256())
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, UnsupportedAlgorithm, InvalidSignature):
+    except (
+        ValueError,
+        TypeError,
+        msgpack.UnpackException,
+        RecursionError,
+        UnsupportedAlgorithm,
+        InvalidSignature,
+    ):
         return False
     return owner == peer
 
 
 @lru_cache(maxsize=4096)
 def _known(public: bytes) -> tuple[str, rsa.RSAPublicKey]:
-    """The owner of an RSA key (DER), as libp2p derives it, and the key; `ValueError` for what is none."""
+    """The owner of an RSA key (DER), as libp2p derives it, and the key; `ValueError` for what is
+    none."""
     key = serialization.load_der_public_key(public)
     if not isinstance(key, rsa.RSAPublicKey):
         raise ValueError("not an RSA key")
     named = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=public).SerializeToString()
-    return str(PeerID(b"\x12\x20" + hashlib.sha256(named).digest()).to_base58()), key  # multihash: SHA-256, 32 bytes
+    # multihash: SHA-256, 32 bytes
+    return str(PeerID(b"\x12\x20" + hashlib.sha256(named).digest()).to_base58()), key
 
 
 def _make_identity(path: Path) -> None:
-    """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment before its `chmod`."""
+    """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment
+    before its `chmod`."""
     with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
         with suppress(PermissionError):  # of its `chmod`, on a file system without modes
             P2P.generate_identity(str(Path(private, "key")))

@@ -1,6 +1,8 @@
-"""The network of a peer: a libp2p daemon that this process starts, and that ends with it, and the DHT of the run.
+"""The network of a peer: a libp2p daemon that this process starts, and that ends with it, and the
+DHT of the run.
 
-`hivemind.DHT` would fork a process of its own. A `DHTNode` on a `P2P` of our own event loop needs none.
+`hivemind.DHT` would fork a process of its own. A `DHTNode` on a `P2P` of our own event loop needs
+none.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
 _WORD = b"diloco word"  # what peers sign for each other, unlike records of the DHT
-_LOST = ("routing: not found", "failed to find any peer in table")  # libp2p has no address of the peer
+# libp2p has no address of the peer
+_LOST = ("routing: not found", "failed to find any peer in table")
 
 
 Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
@@ -46,7 +49,8 @@ Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
 
 
 def peer_id_of(address: str) -> str:
-    """The peer id at the end of a multiaddr; `ConfigError` says what a correct address looks like."""
+    """The peer id at the end of a multiaddr; `ConfigError` says what a correct address looks
+    like."""
     wrong = address_error(address)
     if wrong is not None:
         raise ConfigError(f"swarm.initial_peers: {address!r} is not a peer address: {wrong}")
@@ -54,18 +58,25 @@ def peer_id_of(address: str) -> str:
 
 
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
-    """Addresses, also those in each `@FILE`, once somebody has written it; `SwarmError` when nobody does."""
+    """Addresses, also those in each `@FILE`, once somebody has written it; `SwarmError` when nobody
+    does."""
     addresses: list[str] = []
     until = asyncio.get_running_loop().time() + timeout_s
     for entry in entries:
         path = Path(entry[1:])
-        while entry.startswith("@") and not os.path.exists(path):  # unlike `Path.exists`, it takes any name
+        # unlike `Path.exists`, it takes any name
+        while entry.startswith("@") and not os.path.exists(path):
             if asyncio.get_running_loop().time() > until:
-                raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s")
+                raise SwarmError(
+                    f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s"
+                )
             await asyncio.sleep(0.05)
         found = addresses_in(path) if entry.startswith("@") else [entry]
         if not found:
-            raise ConfigError(f"{entry} is empty; put the address of a peer, or the link of an invitation, into it")
+            raise ConfigError(
+                f"{entry} is empty; put the address of a peer, or the link of an invitation,"
+                " into it"
+            )
         addresses += found
     for address in addresses:
         peer_id_of(address)
@@ -73,28 +84,38 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
 
 
 def check_free(listen: Sequence[str]) -> None:
-    """`SwarmError` when another program has one of these ports. The daemon would share it: libp2p reuses ports."""
+    """`SwarmError` when another program has one of these ports. The daemon would share it: libp2p
+    reuses ports."""
     for address in listen:
         _, family, host, transport, port, *_ = address.split("/")
         if family not in ("ip4", "ip6") or port == "0":
             continue
         kind = socket.SOCK_STREAM if transport == "tcp" else socket.SOCK_DGRAM
         try:
-            with socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6, kind) as probe:
+            with socket.socket(
+                socket.AF_INET if family == "ip4" else socket.AF_INET6, kind
+            ) as probe:
                 if transport == "tcp":
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended connections do not keep it
+                    # ended connections do not keep it
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, int(port)))
         except OSError as error:
             raise SwarmError(
-                f"swarm.listen={address} cannot be listened on: {error.strerror}; choose another port, or 0 for any"
+                f"swarm.listen={address} cannot be listened on: {error.strerror}; choose another"
+                " port, or 0 for any"
             ) from None
 
 
 def _broken(error: Exception, listen: Sequence[str] = ()) -> SwarmError:
     """What failed on this machine."""
     if "failed to listen" in str(error):
-        return SwarmError(f"swarm.listen={','.join(listen)} cannot be listened on; choose another address or port")
-    return SwarmError(f"libp2p failed on this machine: {one_line(error)}; mend what it names, or reinstall hivemind")
+        return SwarmError(
+            f"swarm.listen={','.join(listen)} cannot be listened on; choose another address or port"
+        )
+    return SwarmError(
+        f"libp2p failed on this machine: {one_line(error)}; mend what it names, or reinstall"
+        " hivemind"
+    )
 
 
 def _nobody(outcome: Mapping[str, str]) -> str:
@@ -126,21 +147,29 @@ class Libp2p:
 
     @classmethod
     async def connect(
-        cls, network: SwarmConfig, identity_path: Path, gate: Gate, run_id: str | None = None, ask: Ask | None = None
+        cls,
+        network: SwarmConfig,
+        identity_path: Path,
+        gate: Gate,
+        run_id: str | None = None,
+        ask: Ask | None = None,
     ) -> Libp2p:
-        """Start listening (nowhere with `reachable=no`), greet the initial peers, and join the DHT of a run.
+        """Start listening (nowhere with `reachable=no`), greet the initial peers, and join the DHT
+        of a run.
 
-        With `reachable=auto`, `ask` has a peer on another machine call back. `SwarmError`: no initial peer answers or
-        admits this one, the port is taken, the only one has this identity, or the daemon does not start; `ConfigError`:
-        the identity cannot be written, or is none, or an initial peer is no address.
+        With `reachable=auto`, `ask` has a peer on another machine call back. `SwarmError`: no
+        initial peer answers or admits this one, the port is taken, the only one has this identity,
+        or the daemon does not start; `ConfigError`: the identity cannot be written, or is none, or
+        an initial peer is no address.
         """
         given = await read_addresses(network.initial_peers, ADDRESS_WAIT_S)
         identity, kind = Identity.read(identity_path), P2P
         seeds = [address for address in given if peer_id_of(address) != identity.me]
         if given and not seeds:
             raise SwarmError(
-                f"swarm.initial_peers={','.join(given)} has the identity of this peer; give the address of another "
-                f"one, or if a peer runs there, this one another file than swarm.identity_path={identity_path}"
+                f"swarm.initial_peers={','.join(given)} has the identity of this peer; give the"
+                " address of another one, or if a peer runs there, this one another file than"
+                f" swarm.identity_path={identity_path}"
             )
         if run_id is not None:
             from diloco.swarm.wire.dht import (  # imports torch, which takes longer than a visit
@@ -165,10 +194,15 @@ class Libp2p:
         async with self._or_ended():
             await self._meet(seeds, "swarm.initial_peers=")
             if listens:
-                self.addresses = best_first([str(one) for one in await self._p2p.get_visible_maddrs()])
+                self.addresses = best_first(
+                    [str(one) for one in await self._p2p.get_visible_maddrs()]
+                )
             self.reachable = bool(self.addresses)
-            # Within one machine nobody doubts that others can call this peer, unless it names an address.
-            in_doubt = seeds and (network.announce or any(reachability(seed) != "loopback" for seed in seeds))
+            # Within one machine nobody doubts that others can call this peer, unless it names an
+            # address.
+            in_doubt = seeds and (
+                network.announce or any(reachability(seed) != "loopback" for seed in seeds)
+            )
             if ask is not None and network.reachable == "auto" and in_doubt:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
@@ -180,16 +214,22 @@ class Libp2p:
 
     @classmethod
     async def client(
-        cls, initial_peers: Sequence[str], gate: Gate | None = None, identity_path: Path | None = None
+        cls,
+        initial_peers: Sequence[str],
+        gate: Gate | None = None,
+        identity_path: Path | None = None,
     ) -> Libp2p:
-        """A peer that only asks: it listens nowhere and takes no part in the DHT. Without a file its identity is new.
+        """A peer that only asks: it listens nowhere and takes no part in the DHT. Without a file
+        its identity is new.
 
         Its seeds are the peers that answered. `SwarmError` when nobody answers or admits it.
         """
         addresses = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:
             Identity.read(identity_path)  # makes it
-        self = await cls._of(client_daemon(None if identity_path is None else str(identity_path)), gate or Gate())
+        self = await cls._of(
+            client_daemon(None if identity_path is None else str(identity_path)), gate or Gate()
+        )
         async with self._or_ended():
             await self._meet(addresses)
         return self
@@ -213,15 +253,20 @@ class Libp2p:
             raise _broken(error) from error
 
     async def _meet(self, addresses: Sequence[str], named: str = "") -> None:
-        """Call these addresses and greet whoever answers; `SwarmError`, which begins with `named`, when none does."""
+        """Call these addresses and greet whoever answers; `SwarmError`, which begins with `named`,
+        when none does."""
         outcome = await call_each(self._p2p, addresses)
         self.silent = {address: why for address, why in outcome.items() if why}
-        self.seeds = list(dict.fromkeys(peer_id_of(address) for address in outcome if address not in self.silent))
+        self.seeds = list(
+            dict.fromkeys(peer_id_of(address) for address in outcome if address not in self.silent)
+        )
         if outcome and not self.seeds:
             raise SwarmError(named + _nobody(outcome))
         self._scopes |= {reachability(address) for address in outcome}
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
-        answers = await asyncio.gather(*(self.greet(seed, False) for seed in self.seeds), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self.greet(seed, False) for seed in self.seeds), return_exceptions=True
+        )
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
                 raise answer
@@ -242,7 +287,8 @@ class Libp2p:
         await self._p2p.add_binary_stream_handler(protocol, serve)
 
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
-        """As in `Transport`. A peer that restarted does not know us, so each control stream begins with a greeting."""
+        """As in `Transport`. A peer that restarted does not know us, so each control stream begins
+        with a greeting."""
         if self._gate.admission is not None:
             await self.greet(peer, again=protocol == CONTROL)
         return await self._open(peer, protocol)
@@ -263,7 +309,10 @@ class Libp2p:
             except (ControlFailure, P2PDaemonError) as error:
                 lost = not called and str(error).endswith(_LOST)
                 # It may answer at an address that we know.
-                if not lost or "" not in (await call_each(self._p2p, self.addresses_of(peer))).values():
+                if (
+                    not lost
+                    or "" not in (await call_each(self._p2p, self.addresses_of(peer))).values()
+                ):
                     raise ConnectionError(f"{peer} cannot be reached: {error}") from error
         raise AssertionError
 
@@ -289,7 +338,8 @@ class Libp2p:
         return ""
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
-        """As in `Transport`, with another daemon, because this one would use its open connection."""
+        """As in `Transport`, with another daemon, because this one would use its open
+        connection."""
         visitor = await client_daemon()
         try:
             outcome = {}
@@ -301,8 +351,11 @@ class Libp2p:
             await visitor.shutdown()
 
     def may_call(self, address: str) -> bool:
-        """As in `Transport`. Without a seed in a LAN, this is the subnet of an address of this peer itself."""
-        return reachability(address) in self._scopes or any(same_subnet(address, own) for own in self.addresses)
+        """As in `Transport`. Without a seed in a LAN, this is the subnet of an address of this peer
+        itself."""
+        return reachability(address) in self._scopes or any(
+            same_subnet(address, own) for own in self.addresses
+        )
 
     async def failed(self) -> None:
         """As in `Transport`. Without its daemon a peer would train on alone and not know it."""
@@ -311,7 +364,8 @@ class Libp2p:
         raise SwarmError(f"this peer's libp2p daemon ended (code {code}); {remedy}")
 
     async def close(self) -> None:
-        """End DHT and daemon. The wait is bounded, because tasks that wait for a dead daemon ignore cancellation."""
+        """End DHT and daemon. The wait is bounded, because tasks that wait for a dead daemon ignore
+        cancellation."""
         for part in filter(None, (self._members, self._p2p)):
             await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)
 

@@ -1,4 +1,5 @@
-"""One libp2p stream as messages and payload, with lengths checked before anything is read and bytes counted."""
+"""One libp2p stream as messages and payload, with lengths checked before anything is read and bytes
+counted."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0
 
-BROKEN = (EOFError, OSError)  # raised by reading from or writing to a peer that vanished, or takes too long
+# raised by reading from or writing to a peer that vanished, or takes too long
+BROKEN = (EOFError, OSError)
 
 _LENGTH_BYTES = 4
 _DISCARD_BYTES = 1 << 16
-REFUSED_BYTES = 1 << 24  # discarded of a peer that still sends, so that it comes to read why it is refused
+# discarded of a peer that still sends, so that it comes to read why it is refused
+REFUSED_BYTES = 1 << 24
 FRAME_TIMEOUT_S = 30.0
 FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
 STALL_FLOOR_S = 20.0
@@ -35,7 +38,8 @@ SENDING_FACTOR = 10.0  # a thin link takes bytes late; heartbeats tell whether i
 
 @dataclass
 class Traffic:
-    """Bytes that a node has written and read on all its streams, and how fast it may write payload."""
+    """Bytes that a node has written and read on all its streams, and how fast it may write
+    payload."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -54,8 +58,9 @@ class Traffic:
 class Stream:
     """A stream to or from one authenticated peer.
 
-    Every read has a deadline: a fixed one for a frame, and one derived from the measured pace of this stream for
-    payload. When it passes, `asyncio.TimeoutError` is raised, which is in `BROKEN` like any other broken connection.
+    Every read has a deadline: a fixed one for a frame, and one derived from the measured pace of
+    this stream for payload. When it passes, `asyncio.TimeoutError` is raised, which is in `BROKEN`
+    like any other broken connection.
     """
 
     def __init__(self, peer: str, reader: Reader, writer: Writer, traffic: Traffic) -> None:
@@ -84,8 +89,11 @@ class Stream:
         self.push(message)
         await self.flush()
 
-    async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES) -> Message:
-        """Read and validate one message; `PayloadError` when it is invalid, or announces more than `limit` bytes."""
+    async def receive(
+        self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES
+    ) -> Message:
+        """Read and validate one message; `PayloadError` when it is invalid, or announces more than
+        `limit` bytes."""
         async with asyncio.timeout(timeout_s):
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
             if length > limit:
@@ -96,7 +104,8 @@ class Stream:
         return decode(frame)
 
     async def send_payload(self, payload: Tensor) -> None:
-        """Write a uint8 tensor; it must not be changed afterwards (the transport may still be reading it)."""
+        """Write a uint8 tensor; it must not be changed afterwards (the transport may still be
+        reading it)."""
         await self._traffic.throttle(payload.numel())
         self._writer.write(payload.numpy().data)
         self._traffic.bytes_sent += payload.numel()
@@ -104,9 +113,14 @@ class Stream:
             await self._writer.drain()
 
     async def receive_payload(self, out: Tensor) -> None:
-        """Fill a uint8 tensor from the stream. As long as bytes come, the link may be as thin as it likes."""
+        """Fill a uint8 tensor from the stream. As long as bytes come, the link may be as thin as it
+        likes."""
         loop = asyncio.get_running_loop()
-        begun_at, filling, filled = loop.time(), Filling(self._reader, self._writer, out.numpy().data), 0
+        begun_at, filling, filled = (
+            loop.time(),
+            Filling(self._reader, self._writer, out.numpy().data),
+            0,
+        )
         while filling.filled < out.numel():
             try:
                 async with asyncio.timeout(self._patience_s()):
@@ -125,7 +139,8 @@ class Stream:
         await self.drained(discard)
 
     async def drained(self, discard: int = 0) -> None:
-        """Wait until the other side has read everything and ends the stream; up to `discard` bytes of it are dropped.
+        """Wait until the other side has read everything and ends the stream; up to `discard` bytes
+        of it are dropped.
 
         The daemon resets a stream whose sender closes first, and loses what is still under way.
         """
@@ -144,9 +159,11 @@ class Stream:
 
 
 class Outgoing:
-    """Our side of the control stream to a peer. What is said is written at once, and nobody waits for it.
+    """Our side of the control stream to a peer. What is said is written at once, and nobody waits
+    for it.
 
-    Once `FLUSH_BYTES` are written the sender is `awake`, and waits until the peer has taken them, with a deadline.
+    Once `FLUSH_BYTES` are written the sender is `awake`, and waits until the peer has taken them,
+    with a deadline.
     """
 
     def __init__(self, stream: Stream) -> None:

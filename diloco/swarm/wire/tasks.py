@@ -1,6 +1,7 @@
 """The tasks of one node, and what they wait for: conditions, threads, and the locks of anchors.
 
-Whoever changes something that others may wait for calls `notify`; only the tasks whose condition holds are woken.
+Whoever changes something that others may wait for calls `notify`; only the tasks whose condition
+holds are woken.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ T = TypeVar("T")
 class Tasks:
     """What runs beside the coroutines that the training loop calls.
 
-    When a task of `spawn` fails, every `until` raises its error, now and later. After `close` nothing can be started.
+    When a task of `spawn` fails, every `until` raises its error, now and later. After `close`
+    nothing can be started.
     """
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self.closed = False
-        self._running: dict[asyncio.Task[Any], None] = {}  # a set would be in an order of memory addresses
+        # a set would be in an order of memory addresses
+        self._running: dict[asyncio.Task[Any], None] = {}
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task that ends with the node, for a caller that awaits it. `ConnectionError` when the node is closed."""
+        """A task that ends with the node, for a caller that awaits it. `ConnectionError` when the
+        node is closed."""
         if self.closed:
             work.close()
             raise ConnectionError("this node is closed")
@@ -40,7 +44,8 @@ class Tasks:
         return task
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run something in the background. Its failure is the node's; in a closed node it is dropped."""
+        """Run something in the background. Its failure is the node's; in a closed node it is
+        dropped."""
         if self.closed:
             work.close()
         else:
@@ -52,7 +57,8 @@ class Tasks:
         self.notify()
 
     async def close(self, timeout_s: float) -> list[str]:
-        """Cancel every task and wait until all have ended; returns the names of those that did not end in time."""
+        """Cancel every task and wait until all have ended; returns the names of those that did not
+        end in time."""
         self.closed = True
         self.notify()
         tasks = list(self._running)
@@ -60,7 +66,11 @@ class Tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
-        return [getattr(task.get_coro(), "__qualname__", task.get_name()) for task in tasks if not task.done()]
+        return [
+            getattr(task.get_coro(), "__qualname__", task.get_name())
+            for task in tasks
+            if not task.done()
+        ]
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task, None)
@@ -76,7 +86,8 @@ class Tasks:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition that any `notify` may have made true.
 
-        Raises `ConnectionError` when the node is closed meanwhile, and the error of a task that made the node fail.
+        Raises `ConnectionError` when the node is closed meanwhile, and the error of a task that
+        made the node fail.
         """
         while True:
             if self.failure is not None:
@@ -107,8 +118,9 @@ def _holds(condition: Callable[[], bool]) -> bool:
 
 
 class FragmentLock:
-    """For an anchor: any number of readers or one writer. A reader that comes while others read waits for no writer: a
-    donor serves newcomers while its own checkpoint is written, which reads the anchor for minutes.
+    """For an anchor: any number of readers or one writer. A reader that comes while others read
+    waits for no writer: a donor serves newcomers while its own checkpoint is written, which reads
+    the anchor for minutes.
     """
 
     def __init__(self) -> None:
@@ -121,8 +133,10 @@ class FragmentLock:
         return self._lock
 
     async def start_reading(self) -> None:
-        """Wait for the writer. From now on nobody writes, until as many `stop_reading` as there were calls of this."""
-        async with self._entrance:  # the first reader waits for the writer, and those after it for the first
+        """Wait for the writer. From now on nobody writes, until as many `stop_reading` as there
+        were calls of this."""
+        # the first reader waits for the writer, and those after it for the first
+        async with self._entrance:
             if self._readers == 0:
                 await self._lock.acquire()
             self._readers += 1
@@ -146,8 +160,9 @@ class FragmentLock:
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
     """Run a function in a thread of the loop's executor and return its result.
 
-    When the caller is cancelled, this waits until the function has ended, and only then raises `CancelledError`: a lock
-    that the caller holds protects the tensors for as long as the thread uses them. (`asyncio.to_thread` does not.)
+    When the caller is cancelled, this waits until the function has ended, and only then raises
+    `CancelledError`: a lock that the caller holds protects the tensors for as long as the thread
+        uses them. (`asyncio.to_thread` does not.)
     """
     work = asyncio.get_running_loop().run_in_executor(None, partial(function, *args))
     try:

@@ -1,4 +1,5 @@
-"""What a node needs of the network: streams to peers by id, and where the other members of its run are.
+"""What a node needs of the network: streams to peers by id, and where the other members of its run
+are.
 
 `libp2p.Libp2p` is the real one. The simulator has another one, in virtual time, for the same node.
 """
@@ -18,7 +19,8 @@ class Untrusted(ConnectionError):
 
 
 class Reader(Protocol):
-    """The incoming half of a stream; `asyncio.IncompleteReadError` or `ConnectionError` when it ends too early."""
+    """The incoming half of a stream; `asyncio.IncompleteReadError` or `ConnectionError` when it
+    ends too early."""
 
     async def readexactly(self, n: int) -> bytes: ...
     async def read(self, n: int) -> bytes: ...
@@ -36,42 +38,53 @@ Handler = Callable[[str, Reader, Writer], Awaitable[None]]
 
 
 class Transport(Protocol):
-    """One peer's access to the network. `ConnectionError` or `TimeoutError` when a peer is not there."""
+    """One peer's access to the network. `ConnectionError` or `TimeoutError` when a peer is not
+    there."""
 
     me: str  # this peer's id; the other side of every stream knows it for certain
     seeds: list[str]  # ids of the peers through which it joined
     addresses: list[str]  # where others reach it, best first; empty for a peer that listens nowhere
-    reachable: bool  # whether others can connect; if not, they open streams over connections that it has opened
+    # whether others can connect; if not, they open streams over connections that it has opened
+    reachable: bool
     advice: str  # what would make it reachable, if it is not
-    addresses_of: Callable[[str], Sequence[str]]  # addresses of a peer by its id, which the owner may know better
+    # addresses of a peer by its id, which the owner may know better
+    addresses_of: Callable[[str], Sequence[str]]
 
     async def handle(self, protocol: str, handler: Handler) -> None:
-        """Call `handler(peer, reader, writer)` for each stream that a peer opens for this protocol."""
+        """Call `handler(peer, reader, writer)` for each stream that a peer opens for this
+        protocol."""
 
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
-        """Open a stream to a peer; `Refused` or `Untrusted` when one of the two does not admit the other."""
+        """Open a stream to a peer; `Refused` or `Untrusted` when one of the two does not admit the
+        other."""
 
     async def announce(self, life_s: float, met: Sequence[str]) -> None:
-        """Put this peer's addresses for so many seconds where every peer of the run finds them; `met` come in, too."""
+        """Put this peer's addresses for so many seconds where every peer of the run finds them;
+        `met` come in, too."""
 
     async def announced(self) -> dict[str, list[str]]:
-        """Addresses by peer, as those have announced them; they may be any text, and the peer may be gone."""
+        """Addresses by peer, as those have announced them; they may be any text, and the peer may
+        be gone."""
 
     def sign(self, content: bytes) -> bytes:
-        """This peer's signature, by which everybody can check that it said this. Takes a millisecond at most."""
+        """This peer's signature, by which everybody can check that it said this. Takes a
+        millisecond at most."""
 
     def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
         """Whether that peer has signed the content; untrusted bytes never raise."""
 
     async def observed(self, peer: str) -> str:
-        """Multiaddr, without the id, at the other end of the connection with a peer; empty when there is none."""
+        """Multiaddr, without the id, at the other end of the connection with a peer; empty when
+        there is none."""
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
-        """Try to connect to a peer at each of these addresses as if it were new; the error by address, "" for none."""
+        """Try to connect to a peer at each of these addresses as if it were new; the error by
+        address, "" for none."""
 
     def may_call(self, address: str) -> bool:
-        """Whether to call an address on hearsay. One of a LAN or of this machine is called only where this session has
-        connections of its own: nobody may turn a volunteer against its own network.
+        """Whether to call an address on hearsay. One of a LAN or of this machine is called only
+        where this session has connections of its own: nobody may turn a volunteer against its own
+        network.
         """
 
     async def failed(self) -> None:

@@ -1,8 +1,8 @@
 """The processes of a swarm, and what is done to them. Imported by `chaos`.
 
-Every peer is `python -m diloco.train` with a run directory of its own. Its standard input is a pipe from here, so that
-it leaves by itself if this process is killed; whatever it starts carries a mark in its environment, by which it is
-found again.
+Every peer is `python -m diloco.train` with a run directory of its own. Its standard input is a pipe
+from here, so that it leaves by itself if this process is killed; whatever it starts carries a mark
+in its environment, by which it is found again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class PeerProcess:
         """JSON lines of a kind that it has written so far."""
         whole = self.out.read_bytes().rpartition(b"\n")[0].splitlines()
         messages = [json.loads(line) for line in whole if line.startswith(b"{")]
-        return [one for one in messages if one.get("t") == kind and state in (None, one.get("state"))]
+        return [
+            one for one in messages if one.get("t") == kind and state in (None, one.get("state"))
+        ]
 
     @property
     def address(self) -> str | None:
@@ -95,7 +97,9 @@ class PeerProcess:
 class RealSwarm:
     """Starts peers, does to them what a schedule says, and leaves nothing behind."""
 
-    def __init__(self, directory: Path, network: Loopback, overrides: Sequence[str], peers: int) -> None:
+    def __init__(
+        self, directory: Path, network: Loopback, overrides: Sequence[str], peers: int
+    ) -> None:
         self.directory = directory
         self.network = network
         self.sessions: list[PeerProcess] = []
@@ -105,15 +109,22 @@ class RealSwarm:
         self._mark = uuid.uuid4().hex
         self._newest: dict[int, PeerProcess] = {}
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     def begin(self) -> float:
         """Start all peers; returns when all train, and when that was."""
         first = self._start(0, [f"swarm.min_peers={self._peers}"])
         self._wait(lambda: first.address is not None, START_S, "the first peer's address", [first])
         for peer in range(1, self._peers):
-            self._start(peer, [f"swarm.min_peers={self._peers}", f"swarm.initial_peers=['{first.address}']"])
-        self._wait(lambda: all(one.trains for one in self.sessions), START_S, "all peers to train", self.sessions)
+            self._start(
+                peer, [f"swarm.min_peers={self._peers}", f"swarm.initial_peers=['{first.address}']"]
+            )
+        self._wait(
+            lambda: all(one.trains for one in self.sessions),
+            START_S,
+            "all peers to train",
+            self.sessions,
+        )
         return time.time()
 
     def follow(self, faults: Sequence[ScheduledFault], tell: Callable[[str], None]) -> None:
@@ -122,7 +133,9 @@ class RealSwarm:
         for fault in faults:
             while time.monotonic() < begun_at + fault.at:
                 if not self.running():
-                    raise ChaosError(f"the run was over before {fault.at:g}:{fault}; give it more --minutes")
+                    raise ChaosError(
+                        f"the run was over before {fault.at:g}:{fault}; give it more --minutes"
+                    )
                 time.sleep(LOOK_S / 4)
             at = time.time()
             try:
@@ -161,7 +174,7 @@ class RealSwarm:
                 assert one.process.stdin is not None
                 one.process.stdin.close()
 
-    # -- faults -------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def _do(self, fault: ScheduledFault) -> str | None:
         network = self.network
@@ -201,7 +214,11 @@ class RealSwarm:
         return None
 
     def _enter(self, peer: int) -> str | None:
-        others = [one for one in self.running() if not one.stopped and one.fate is None and one.address is not None]
+        others = [
+            one
+            for one in self.running()
+            if not one.stopped and one.fate is None and one.address is not None
+        ]
         if not others:
             return "nobody is there to join"
         before = self._newest.get(peer)
@@ -221,19 +238,32 @@ class RealSwarm:
         own = [f"run.dir={directory}", f"run.name=p{peer}", "run.report=true", listen]
         with session.out.open("wb") as out, session.err.open("wb") as err:
             session.process = subprocess.Popen(
-                [*self.network.command(peer), sys.executable, "-m", "diloco.train", *self._overrides, *own, *overrides],
+                [
+                    *self.network.command(peer),
+                    sys.executable,
+                    "-m",
+                    "diloco.train",
+                    *self._overrides,
+                    *own,
+                    *overrides,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
                 env={**os.environ, MARK: session.mark},
-                start_new_session=True,  # Ctrl+C in the terminal is for this process, which ends them all
+                # Ctrl+C in the terminal is for this process, which ends them all
+                start_new_session=True,
             )
         self.sessions.append(session)
         self._newest[peer] = session
         return session
 
     def _wait(
-        self, condition: Callable[[], bool], patience_s: float, what: str, vital: Sequence[PeerProcess] = ()
+        self,
+        condition: Callable[[], bool],
+        patience_s: float,
+        what: str,
+        vital: Sequence[PeerProcess] = (),
     ) -> None:
         deadline = time.monotonic() + patience_s
         while not condition():
@@ -242,12 +272,15 @@ class RealSwarm:
                     raise ChaosError(f"p{one.peer} ended with {one.poll()}: {one.complaint()}")
             if time.monotonic() > deadline:
                 late = ", ".join(f"p{one.peer}" for one in self.running())
-                raise ChaosError(f"waited {patience_s:.0f} s for {what}; still running: {late or 'nobody'}")
+                raise ChaosError(
+                    f"waited {patience_s:.0f} s for {what}; still running: {late or 'nobody'}"
+                )
             time.sleep(LOOK_S)
 
 
 def marked(key: str, mark: str) -> list[int]:
-    """Ids of living processes whose environment has this value, or one that begins with it; none without /proc."""
+    """Ids of living processes whose environment has this value, or one that begins with it; none
+    without /proc."""
     wanted, found = f"{key}={mark}".encode(), []
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -255,7 +288,9 @@ def marked(key: str, mark: str) -> list[int]:
             state = (place / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:  # ended meanwhile, or not ours
             continue
-        if state != "Z" and any(line == wanted or line.startswith(wanted + b"-") for line in environment.split(b"\0")):
+        if state != "Z" and any(
+            line == wanted or line.startswith(wanted + b"-") for line in environment.split(b"\0")
+        ):
             found.append(int(place.name))
     return found
 

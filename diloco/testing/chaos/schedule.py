@@ -28,7 +28,8 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class ScheduledFault:
-    """`groups` are the sides of a partition; `value` is a rate, a delay or a loss, such as `2mbit`."""
+    """`groups` are the sides of a partition; `value` is a rate, a delay or a loss, such as
+    `2mbit`."""
 
     at: float
     kind: str
@@ -51,8 +52,9 @@ class ScheduledFault:
 def parse(text: str, peers: int) -> list[ScheduledFault]:
     """`30:kill 2, 35:join, 80:partition 0,1|2,3`: what happens, in the order of time.
 
-    A comma ends a fault only before `SECOND:`, because a partition contains commas. Peers are numbered from 0; those
-    that join get the next numbers. Raises `ScheduleError` for what cannot be.
+    A comma ends a fault only before `SECOND:`, because a partition contains commas. Peers are
+    numbered from 0; those that join get the next numbers. Raises `ScheduleError` for what cannot
+    be.
     """
     parts = [part.strip() for part in re.split(r",\s*(?=\d+(?:\.\d+)?\s*:)", text) if part.strip()]
     faults = sorted((_fault(part) for part in parts), key=lambda fault: fault.at)
@@ -65,13 +67,20 @@ def parse(text: str, peers: int) -> list[ScheduledFault]:
 def _fault(part: str) -> ScheduledFault:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*:\s*([a-z]+)\s*(.*)", part)
     if match is None or match[2] not in KINDS:
-        raise ScheduleError(f"--schedule: {part!r} is no fault; expected SECOND:KIND ..., KIND of {', '.join(KINDS)}")
+        raise ScheduleError(
+            f"--schedule: {part!r} is no fault; expected SECOND:KIND ..., KIND of"
+            f" {', '.join(KINDS)}"
+        )
     at, kind, rest = float(match[1]), match[2], match[3].split()
     form, example = FORMS.get(kind, (r"\d+", "1"))
     if not re.fullmatch(form, " ".join(rest)):
-        raise ScheduleError(f"--schedule: {part!r} is wrong; expected {at:g}:{kind} {example}".rstrip())
+        raise ScheduleError(
+            f"--schedule: {part!r} is wrong; expected {at:g}:{kind} {example}".rstrip()
+        )
     if kind == "partition":
-        return ScheduledFault(at, kind, groups=tuple(tuple(map(int, side.split(","))) for side in rest[0].split("|")))
+        return ScheduledFault(
+            at, kind, groups=tuple(tuple(map(int, side.split(","))) for side in rest[0].split("|"))
+        )
     value = rest[1] if kind in WORSE else ""
     try:
         if value:
@@ -90,5 +99,7 @@ def _follow(fault: ScheduledFault, state: dict[int, str]) -> None:
     before, after = STATES.get(fault.kind, (("runs", "stopped"), None))
     for peer in fault.peers:
         if state[peer] not in before:
-            raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: peer {peer} is {state[peer]} then")
+            raise ScheduleError(
+                f"--schedule: {fault.at:g}:{fault}: peer {peer} is {state[peer]} then"
+            )
         state[peer] = after or state[peer]

@@ -1,1 +1,2 @@
-"""The parts of `scripts/fuzz_protocol`: swarms of production peers, what befalls them, and what must hold."""
+"""The parts of `scripts/fuzz_protocol`: swarms of production peers, what befalls them, and what
+must hold."""

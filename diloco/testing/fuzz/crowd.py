@@ -1,8 +1,10 @@
 """Swarms of production peers with tiny models, over a simulated network; the fuzz drives them.
 
-    Crowd -> the life of a peer (a thread in lockstep) -> Attachment -> Node -> SimTransport -> Network
+    Crowd -> the life of a peer (a thread in lockstep) -> Attachment -> Node -> SimTransport ->
+    Network
 
-A peer does what the loop in the README does. All that acts is production code; time, network and faults are simulated.
+A peer does what the loop in the README does. All that acts is production code; time, network and
+faults are simulated.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.testing.fuzz.lives import Life, LifeCheckpoint, PeerSpec, Violation
 
-RATES = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}  # of the outer steps, where a schedule says no others
+# of the outer steps, where a schedule says no others
+RATES = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
 TOKENS_PER_STEP = 8
 SEQUENCES_PER_STEP = 2
 MAX_SEEDS = 3
@@ -91,12 +94,19 @@ class Crowd:
         self.story: list[str] = []
         self.goal = 10**9  # outer steps after which training ends
         self.rests = False  # nobody makes inner steps, and all stay
-        self.torn = False  # whether any peers could not reach each other for a while, or began without each other
+        # whether any peers could not reach each other for a while, or began without each other
+        self.torn = False
         self.on_life: Callable[[Life], object] = lambda life: None  # its node is there
-        self.on_note: Callable[[Life, str, dict[str, Any]], None] = lambda life, kind, fields: None  # of its node
+        # of its node
+        self.on_note: Callable[[Life, str, dict[str, Any]], None] = lambda life, kind, fields: None
         self.on_end: Callable[[Life], None] = lambda life: None
         self.tell: Callable[[str], None] = lambda line: None
-        self._elements, self._units, self._heartbeat_s, self._inner_state = elements, units, heartbeat_s, inner_state
+        self._elements, self._units, self._heartbeat_s, self._inner_state = (
+            elements,
+            units,
+            heartbeat_s,
+            inner_state,
+        )
         self._key = RunKey(new_key()) if closed or uninvited else None
         self._uninvited = uninvited
         self._tokens: dict[str, Token] = {}
@@ -104,17 +114,22 @@ class Crowd:
         self._joins: Counter[str] = Counter()  # tries that failed
         loop.set_exception_handler(self._uncaught)
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
-    def start(self, member: PeerSpec, min_peers: int = 1, checkpoint: LifeCheckpoint | None = None) -> Life:
+    def start(
+        self, member: PeerSpec, min_peers: int = 1, checkpoint: LifeCheckpoint | None = None
+    ) -> Life:
         """A process of this peer starts, and joins through the peers that are there."""
         self._numbers += 1
         others = [life for life in self.living() if life.name != member.name]
         known = [life.name for life in others if life.ready]
-        elsewhere = self.lives.keys() - {member.name}  # they live, or may come back from their checkpoints
+        # they live, or may come back from their checkpoints
+        elsewhere = self.lives.keys() - {member.name}
         self.torn = self.torn or bool(elsewhere and not known and min_peers == 1)
         before = self.lives.get(member.name)
-        untrained = before is None or (before.fresh and (before.sync is None or before.sync.tokens == 0))
+        untrained = before is None or (
+            before.fresh and (before.sync is None or before.sync.tokens == 0)
+        )
         saved = [checkpoint] if checkpoint is not None else []
         life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, saved, fresh=untrained)
         self.lives[member.name] = life
@@ -156,8 +171,11 @@ class Crowd:
         self.story.append(f"{self.loop.seconds:9.3f} {name:5} {text}")
         self.tell(self.story[-1])
 
-    async def until(self, condition: Callable[[], object], patience_s: float, what: str, every_s: float = 0.25) -> None:
-        """Wait until something is so. Raises `Violation` when that is in vain or a life has failed."""
+    async def until(
+        self, condition: Callable[[], object], patience_s: float, what: str, every_s: float = 0.25
+    ) -> None:
+        """Wait until something is so. Raises `Violation` when that is in vain or a life has
+        failed."""
         deadline = self.loop.seconds + patience_s
         while not condition():
             if self.failures:
@@ -167,7 +185,7 @@ class Crowd:
                 raise Violation(f"waited {patience_s:g} s until {what}, in vain: {states}")
             await asyncio.sleep(every_s)
 
-    # -- what is learned ----------------------------------------------------------------------------------------------
+    # -- what is learned ---------------------------------------------------------------------------
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The inner optimizer of every peer."""
@@ -177,7 +195,7 @@ class Crowd:
         """The gradient of one inner step: noise, which teaches nothing and moves everything."""
         return torch.tensor([r.gauss(0.0, 1.0) for _ in range(w.numel())])
 
-    # -- a life -------------------------------------------------------------------------------------------------------
+    # -- a life ------------------------------------------------------------------------------------
 
     async def _live(self, life: Life) -> None:
         if life.member.trains:
@@ -222,7 +240,9 @@ class Crowd:
         if begins_at is not None:
             sync.steps, sync.tokens, sync.discarded_tokens = begins_at.counters
             optimizer.load_state_dict(dict(begins_at.inner))
-        leases = sync.lease_units(SEQUENCES_PER_STEP * self.outer["sync_every"]) if self._units else None
+        leases = (
+            sync.lease_units(SEQUENCES_PER_STEP * self.outer["sync_every"]) if self._units else None
+        )
         if life.leaving:
             return
         with sync:
@@ -246,7 +266,11 @@ class Crowd:
                     life.checkpoints = [*life.checkpoints[1 - CHECKPOINTS :], written]
 
     def _boundary(
-        self, life: Life, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]
+        self,
+        life: Life,
+        sync: Attachment,
+        optimizer: torch.optim.Optimizer,
+        lockstep: Lockstep[None],
     ) -> LifeCheckpoint:
         """What a trainer does at an outer step: it evaluates, and writes a checkpoint."""
         flips = life.flips
@@ -260,7 +284,9 @@ class Crowd:
             self.failures.append(f"the checkpoint of {life.name} moved while it was written")
         return written
 
-    def _checkpoint(self, sync: Attachment, live: Saved, optimizer: torch.optim.Optimizer) -> LifeCheckpoint:
+    def _checkpoint(
+        self, sync: Attachment, live: Saved, optimizer: torch.optim.Optimizer
+    ) -> LifeCheckpoint:
         counters = (sync.steps, sync.tokens, sync.discarded_tokens)
         return LifeCheckpoint(_copied(live), counters, copy.deepcopy(optimizer.state_dict()))
 
@@ -268,13 +294,21 @@ class Crowd:
         """A peer that holds fragments, as `diloco host` does."""
         parameters = {"w": self._parameters()}
         outer = OuterConfig.parse({"method": "diloco", **self.outer})
-        replica = Replica(parameters, partition({"w": parameters["w"].numel()}, outer.fragments, outer.pattern), outer)
+        replica = Replica(
+            parameters,
+            partition({"w": parameters["w"].numel()}, outer.fragments, outer.pattern),
+            outer,
+        )
         replica.rng = random.Random(f"{self.seed} {life.owner}")
         swarm = self._swarm(life)
         options = replace(
-            swarm.options(parameters, None, trains=False), gate=self._gate(life), wall=1e9 + self.loop.time()
+            swarm.options(parameters, None, trains=False),
+            gate=self._gate(life),
+            wall=1e9 + self.loop.time(),
         )
-        node = await self._node_type(life).open(options, replica, swarm.on_event, self._connect(life))
+        node = await self._node_type(life).open(
+            options, replica, swarm.on_event, self._connect(life)
+        )
         try:
             swarm.on_ready("")
             await node.context.tasks.until(lambda: life.leaving)
@@ -327,10 +361,18 @@ class Crowd:
             life.ready = True
 
         return Swarm(
-            run_id="run", name=life.name, identity=Path(life.name), min_peers=life.min_peers,
-            heartbeat_s=self._heartbeat_s, inner_state=self._inner_state, on_event=on_event, on_ready=on_ready,
-            runtime=runtime, quiet=True, **self.outer,
-        )  # fmt: skip
+            run_id="run",
+            name=life.name,
+            identity=Path(life.name),
+            min_peers=life.min_peers,
+            heartbeat_s=self._heartbeat_s,
+            inner_state=self._inner_state,
+            on_event=on_event,
+            on_ready=on_ready,
+            runtime=runtime,
+            quiet=True,
+            **self.outer,
+        )
 
     def _uncaught(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
         """An exception that nobody took."""
@@ -354,7 +396,13 @@ def lying(honest: Codec, factor: float) -> Codec:
 
 @contextmanager
 def small_pieces(chunk: int = 8, part: int = 16) -> Iterator[None]:
-    """Inside, payloads come in chunks of so few elements, and anchors in parts, that tiny models have several."""
+    """Inside, payloads come in chunks of so few elements, and anchors in parts, that tiny models
+    have several."""
     pieces = patch.object(contribution, "PIECE", chunk), patch.object(state, "PIECE", chunk)
-    with patch.object(fragments, "CHUNK", chunk), patch.object(digest, "PART", part), pieces[0], pieces[1]:
+    with (
+        patch.object(fragments, "CHUNK", chunk),
+        patch.object(digest, "PART", part),
+        pieces[0],
+        pieces[1],
+    ):
         yield

@@ -1,6 +1,7 @@
 """The numeric fields of all messages, and messages in which one of them is at a bound of its type.
 
-    schemas of `KINDS` -> `targets` -> a message of that kind -> the same message with a number at a bound
+    schemas of `KINDS` -> `targets` -> a message of that kind -> the same message with a number at a
+    bound
 
 A message of which a field is changed still fits its schema; if it cannot, it stays what it was.
 """
@@ -38,7 +39,8 @@ class Target:
 
 @cache
 def targets() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Kind and path of every numeric field of every message; `1` is the second field of a line, a head or a book."""
+    """Kind and path of every numeric field of every message; `1` is the second field of a line, a
+    head or a book."""
     found = []
     for kind in sorted(map(str, KINDS)):
         found += [(kind, path) for path in _numbers(_schema(kind), _schema(kind)["$defs"], ())]
@@ -51,7 +53,8 @@ def _schema(kind: str) -> Schema:
 
 
 def changed(message: Message, target: Target, r: random.Random) -> Message:
-    """The message with the field of the target at its extreme, wherever the message has that field."""
+    """The message with the field of the target at its extreme, wherever the message has that
+    field."""
     if message.kind != target.kind:
         return message
     schema = _schema(message.kind)
@@ -63,7 +66,8 @@ def changed(message: Message, target: Target, r: random.Random) -> Message:
 
 
 def _fields(message: Message) -> Any:
-    """As basic types; what `changed` makes of them has keys of text, also where they stand for numbers."""
+    """As basic types; what `changed` makes of them has keys of text, also where they stand for
+    numbers."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), strict=False)
 
 
@@ -75,7 +79,11 @@ def _resolved(node: Schema, defs: Schema) -> list[Schema]:
     """The alternatives of a schema, without references."""
     if "$ref" in node:
         return _resolved(defs[node["$ref"].rpartition("/")[2]], defs)
-    return [found for part in node["anyOf"] for found in _resolved(part, defs)] if "anyOf" in node else [node]
+    return (
+        [found for part in node["anyOf"] for found in _resolved(part, defs)]
+        if "anyOf" in node
+        else [node]
+    )
 
 
 def _numbers(node: Schema, defs: Schema, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -95,16 +103,24 @@ def _parts(node: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _extreme(node: Schema, old: object, index: int, r: random.Random) -> int | float:
-    low, high = node.get("minimum", -BIG), node.get("maximum", node.get("exclusiveMaximum", BIG + 1) - 1)
+    low, high = (
+        node.get("minimum", -BIG),
+        node.get("maximum", node.get("exclusiveMaximum", BIG + 1) - 1),
+    )
     if node["type"] == "number":
-        return float([high, low, high / 2, 5e-324, 1e-6, 1e-300, high - 1, r.uniform(low, high)][index])
+        return float(
+            [high, low, high / 2, 5e-324, 1e-6, 1e-300, high - 1, r.uniform(low, high)][index]
+        )
     before = old if isinstance(old, int) else low
     near = [before + 1, before + r.choice([2, 2**10, 2**20]), before - 1]
     return int(min(max([high, low, high - 1, high // 2, low + 1, *near][index], low), high))
 
 
-def _put(value: Any, node: Schema, defs: Schema, path: tuple[str, ...], index: int, r: random.Random) -> Any:
-    """The value with all fields at that path changed. A list or a map that is empty there gets an item."""
+def _put(
+    value: Any, node: Schema, defs: Schema, path: tuple[str, ...], index: int, r: random.Random
+) -> Any:
+    """The value with all fields at that path changed. A list or a map that is empty there gets an
+    item."""
     for one in _resolved(node, defs):
         if not path and one.get("type") in ("integer", "number"):
             return _extreme(one, value, index, r)
@@ -116,9 +132,15 @@ def _put(value: Any, node: Schema, defs: Schema, path: tuple[str, ...], index: i
         if isinstance(value, list):
             items = value or [_least(part, defs)] if path[0] == ITEM else value
             chosen = range(len(items)) if path[0] == ITEM else [int(path[0])]
-            return [_put(v, part, defs, rest, index, r) if at in chosen else v for at, v in enumerate(items)]
+            return [
+                _put(v, part, defs, rest, index, r) if at in chosen else v
+                for at, v in enumerate(items)
+            ]
         if isinstance(value, dict) and path[0] == ITEM:
-            return {key: _put(item, part, defs, rest, index, r) for key, item in (value or {"0": None}).items()}
+            return {
+                key: _put(item, part, defs, rest, index, r)
+                for key, item in (value or {"0": None}).items()
+            }
         if isinstance(value, dict):
             return {**value, path[0]: _put(value.get(path[0]), part, defs, rest, index, r)}
     raise _NoSuchField(path)
@@ -135,7 +157,9 @@ def _least(node: Schema, defs: Schema) -> Any:
         case "string" if "contentEncoding" in one:
             return b""
         case "string":
-            return "0" * 64 if "[0-9a-f]{64}" in one.get("pattern", "") else one.get("enum", ["x"])[0]
+            return (
+                "0" * 64 if "[0-9a-f]{64}" in one.get("pattern", "") else one.get("enum", ["x"])[0]
+            )
         case "array":
             return [_least(part, defs) for part in one.get("prefixItems", ())]
         case _:

@@ -1,6 +1,7 @@
 """Seeded fault schedules: which peers there are, how they are set, what befalls them when.
 
-A fault happens some turns of the event loop after its second, so that it hits the middle of what is done in no time.
+A fault happens some turns of the event loop after its second, so that it hits the middle of what is
+done in no time.
 
 Schedules of splits are of their own:
 
@@ -21,7 +22,10 @@ from typing import Any
 
 from diloco.testing.fuzz.lives import PeerSpec
 
-KINDS = "crash restart leave join host freeze suspend reset stall split hold garble hang slow flip stuck".split()
+KINDS = (
+    "crash restart leave join host freeze suspend reset stall split hold garble hang slow flip"
+    " stuck".split()
+)
 SHAPES = ("lone", "halves", "thirds", "one_way", "flap", "election")
 # Peers lose each other, and live; or the history of one goes another way.
 TEARING = ("freeze", "suspend", "reset", "stall", "split", "hold", "garble", "flip", *SHAPES)
@@ -42,7 +46,10 @@ class Fault:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.kind} of living peer {self.who} at {self.at_s:.2f} s and {self.turns} turns, {self.seconds:g} s"
+        return (
+            f"{self.kind} of living peer {self.who} at {self.at_s:.2f} s and {self.turns} turns,"
+            f" {self.seconds:g} s"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,13 +77,15 @@ class Scenario:
         return "\n  ".join([settings, *map(str, self.members), *faults])
 
 
-# -- faults of all kinds ----------------------------------------------------------------------------------------------
+# -- faults of all kinds ---------------------------------------------------------------------------
 
 
 def scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     r = random.Random(f"scenario {seed}")
-    trainers, hosts = r.choice([(1, 1), (2, 0), (2, 0), (3, 0), (3, 0), (2, 1), (1, 2), (4, 0), (3, 1), (4, 1), (5, 0)])
+    trainers, hosts = r.choice(
+        [(1, 1), (2, 0), (2, 0), (3, 0), (3, 0), (2, 1), (1, 2), (4, 0), (3, 1), (4, 1), (5, 0)]
+    )
     fragments = r.randint(1, 3)
     outer = _outer(r, fragments)
     liar = trainers >= 4 and "quorum" not in outer and r.random() < 0.5
@@ -97,11 +106,19 @@ def scenario(seed: int) -> Scenario:
     )
     faults = [_fault(r) for _ in range(r.choice([0, 1, 1, 1, 2, 2, 3, 4]))]
     return Scenario(
-        seed, members, tuple(outer.items()), together=r.random() < 0.5, heartbeat_s=r.choice([1.0, 2.0, 2.0]),
-        loss=r.choice([0.0, 0.0, 0.05, 0.2]), executor_s=r.choice([0.0, 0.3, 1.5]), units=r.random() < 0.4,
-        cold=r.random() < 0.2, pieces=r.random() < 0.5, closed=r.random() < 0.15,
+        seed,
+        members,
+        tuple(outer.items()),
+        together=r.random() < 0.5,
+        heartbeat_s=r.choice([1.0, 2.0, 2.0]),
+        loss=r.choice([0.0, 0.0, 0.05, 0.2]),
+        executor_s=r.choice([0.0, 0.3, 1.5]),
+        units=r.random() < 0.4,
+        cold=r.random() < 0.2,
+        pieces=r.random() < 0.5,
+        closed=r.random() < 0.15,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
-    )  # fmt: skip
+    )
 
 
 def _fault(r: random.Random) -> Fault:
@@ -119,9 +136,17 @@ def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
     every = r.choice([2, 4])
     settings: dict[str, Any] = {"sync_every": every, "fragments": fragments}
     settings |= r.choice(
-        [{}, {}, {"codec_up": "fp32"}, {"codec_up": "e3m0"}, {"codec_up": "fp32", "codec_down": "fp32"}]
+        [
+            {},
+            {},
+            {"codec_up": "fp32"},
+            {"codec_up": "e3m0"},
+            {"codec_up": "fp32", "codec_down": "fp32"},
+        ]
     )
-    match r.choice(["barrier"] * 5 + ["robust", "overlap", "staggered", "grace", "async", "async", "decoupled"]):
+    match r.choice(
+        ["barrier"] * 5 + ["robust", "overlap", "staggered", "grace", "async", "async", "decoupled"]
+    ):
         case "robust":
             settings |= {"robust": r.choice(["clip", "none"])}
         case "overlap":
@@ -138,7 +163,7 @@ def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
     return settings
 
 
-# -- splits -----------------------------------------------------------------------------------------------------------
+# -- splits ----------------------------------------------------------------------------------------
 
 
 def split_scenario(seed: int) -> Scenario:
@@ -156,23 +181,38 @@ def split_scenario(seed: int) -> Scenario:
     )
     seconds = [12.0, 30.0, SPLIT_PROGRESS_S, 120.0]
     faults = [
-        Fault(round(r.uniform(3.0, 50.0), 2), r.choice([0, r.randrange(40)]), r.choice(SHAPES), r.randrange(100),
-              r.choice(seconds))
+        Fault(
+            round(r.uniform(3.0, 50.0), 2),
+            r.choice([0, r.randrange(40)]),
+            r.choice(SHAPES),
+            r.randrange(100),
+            r.choice(seconds),
+        )
         for _ in range(r.choice([1, 1, 2, 3]))
-    ]  # fmt: skip
+    ]
     settings: dict[str, Any] = {"sync_every": r.choice([2, 4]), "fragments": r.randint(1, 2)}
     overlap, quorum = {"overlap": 1}, {"quorum": 2, "grace_s": 1.0}
     at_once = {"quorum": 1, "optimizer": "delayed_nesterov"}
     settings |= r.choice([{}, {}, {}, {}, overlap, quorum, at_once])
     return Scenario(
-        seed, members, tuple(settings.items()), together=r.random() < 0.7, heartbeat_s=r.choice([1.0, 2.0]),
-        loss=r.choice([0.0, 0.0, 0.05]), executor_s=r.choice([0.0, 0.3, 1.5]), units=r.random() < 0.3,
-        cold=False, pieces=r.random() < 0.3, closed=False, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
-    )  # fmt: skip
+        seed,
+        members,
+        tuple(settings.items()),
+        together=r.random() < 0.7,
+        heartbeat_s=r.choice([1.0, 2.0]),
+        loss=r.choice([0.0, 0.0, 0.05]),
+        executor_s=r.choice([0.0, 0.3, 1.5]),
+        units=r.random() < 0.3,
+        cold=False,
+        pieces=r.random() < 0.3,
+        closed=False,
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+    )
 
 
 def pairs(shape: str, names: list[str], r: random.Random) -> list[tuple[str, str]]:
-    """Which peers cannot reach each other; with `one_way` what the first says does not reach the second."""
+    """Which peers cannot reach each other; with `one_way` what the first says does not reach the
+    second."""
     if shape == "lone":
         sides = [["a" if "a" in names else names[0]], [name for name in names if name != "a"]]
     else:

@@ -1,23 +1,27 @@
-"""What holds whatever fails: checked with every event of every node, and once the swarm is whole again.
+"""What holds whatever fails: checked with every event of every node, and once the swarm is whole
+again.
 
 Whenever a tip moves:
 
 - it moves up, and its author is the first to have it;
 - equal ids have equal anchors and equal books, and the anchor has the digests that the tip says;
-- in a history no contribution and no sequence of data is twice, tokens add up, and nothing was learned in another one.
+- in a history no contribution and no sequence of data is twice, tokens add up, and nothing was
+  learned in another one.
 
-When a contribution is made, its tokens were learned in the history that it goes to. Before the first inner step from a
-head, the parameters are its anchor. Nobody asks a donor again and again.
+When a contribution is made, its tokens were learned in the history that it goes to. Before the
+first inner step from a head, the parameters are its anchor. Nobody asks a donor again and again.
 
 When the swarm rests, everything is healed and nobody trains (`check_rest`):
 
 - all have the same tips, and believe in the same authors; no contribution is in flight;
-- tokens are conserved: what a peer has processed is in the model, told as discarded, or not sent yet;
+- tokens are conserved: what a peer has processed is in the model, told as discarded, or not sent
+  yet;
 - no sequence of the data is left out: what is in no model is dealt again;
-- no version is lost that a peer had, as long as all peers could always reach each other; if nobody was killed either,
-  what had been learned by a peer that left is in the model.
+- no version is lost that a peer had, as long as all peers could always reach each other; if nobody
+  was killed either, what had been learned by a peer that left is in the model.
 
-At the end no life failed, nobody left an exception untaken, and no task of an ended life goes on (`finish`).
+At the end no life failed, nobody left an exception untaken, and no task of an ended life goes on
+(`finish`).
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ from diloco.testing.fuzz.lineage import Lineage
 from diloco.testing.fuzz.lives import Life, Violation
 
 SETTLE_S = 5.0  # after the last fault or life ended
-RESTS_S, STAYS_S = 150.0, 15.0  # in which all agree once nobody trains, and after which they still do
+# in which all agree once nobody trains, and after which they still do
+RESTS_S, STAYS_S = 150.0, 15.0
 FINISH_S = 100.0  # in which everybody is done
 MOST_ASKED = 8  # questions of one peer for one fragment that a donor gets in a second
 
@@ -58,8 +63,8 @@ class _Seen:
         tips: the last one of each fragment. had: ids of the control heads that it had.
         trained: tokens. since: of these, by fragment, when the history changed that it learns in.
         loaded: by fragment, the head whose anchor the parameters were seen to be.
-        unread: fragments whose anchor was not looked at since the tip moved. damaged: those whose anchor is no more
-            what the tip says.
+        unread: fragments whose anchor was not looked at since the tip moved. damaged: those whose
+            anchor is no more what the tip says.
         told: tokens said to be discarded, by fragment.
     """
 
@@ -76,11 +81,12 @@ class _Seen:
 
 
 class Watch:
-    """Sees every event of the nodes of a crowd before their cores do, and looks at them after every turn of the loop;
-    raises `Violation`.
+    """Sees every event of the nodes of a crowd before their cores do, and looks at them after every
+    turn of the loop; raises `Violation`.
 
-    `seen` is what was seen of each life, by its owner. `left`: who left in peace, and for each fragment the newest
-    stamp and the tokens that had to be in the model. `holes`: data that is in no model and that nobody has.
+    `seen` is what was seen of each life, by its owner. `left`: who left in peace, and for each
+    fragment the newest stamp and the tokens that had to be in the model. `holes`: data that is in
+    no model and that nobody has.
     """
 
     def __init__(self, crowd: Crowd) -> None:
@@ -89,7 +95,9 @@ class Watch:
         self.holes: Units = NONE
         self._crowd, self._touched = crowd, dict[str, _Seen]()
         self._told: defaultdict[str, Counter[int]] = defaultdict(Counter)
-        self._asked: defaultdict[tuple[str, str, int], deque[float]] = defaultdict(lambda: deque(maxlen=MOST_ASKED))
+        self._asked: defaultdict[tuple[str, str, int], deque[float]] = defaultdict(
+            lambda: deque(maxlen=MOST_ASKED)
+        )
         self._violation: Violation | None = None
         crowd.on_life, crowd.on_note = self._observe, self._noted
         crowd.loop.on_turn = self._look
@@ -131,19 +139,28 @@ class Watch:
                 if seen.unread - seen.damaged:
                     self._touched[owner] = seen
 
-    # -- while it goes on ---------------------------------------------------------------------------------------------
+    # -- while it goes on --------------------------------------------------------------------------
 
     def _check_event(self, seen: _Seen, event: Event) -> None:
         match event:
             case Stepped(tokens):
                 seen.trained += tokens
             case Captured(line) if line.tokens > seen.trained - seen.since[line.fragment]:
-                if line.base in [head.id for head in self.lineage.chain(seen.tips[line.fragment].head)]:
-                    raise Violation(f"{seen.life.name} sends more than it learned in the history of {line.base}")
+                if line.base in [
+                    head.id for head in self.lineage.chain(seen.tips[line.fragment].head)
+                ]:
+                    raise Violation(
+                        f"{seen.life.name} sends more than it learned in the history of {line.base}"
+                    )
             case Asked(peer, get) if not get.want:
-                asked, now = self._asked[peer, seen.life.name, get.fragment], self._crowd.loop.seconds
+                asked, now = (
+                    self._asked[peer, seen.life.name, get.fragment],
+                    self._crowd.loop.seconds,
+                )
                 if len(asked) == MOST_ASKED and asked[0] > now - 1.0:
-                    raise Violation(f"{peer} asks {seen.life.name} for fragment {get.fragment} again and again")
+                    raise Violation(
+                        f"{peer} asks {seen.life.name} for fragment {get.fragment} again and again"
+                    )
                 asked.append(now)
 
     def _check(self, seen: _Seen) -> None:
@@ -155,12 +172,17 @@ class Watch:
     def _moved(self, seen: _Seen, f: Fragment, before: Tip) -> None:
         name, tip, lineage = seen.life.name, f.tip, self.lineage
         if tip.key <= before.key:
-            raise Violation(f"{name} goes from {before.key} back to {tip.key} in fragment {f.index}")
+            raise Violation(
+                f"{name} goes from {before.key} back to {tip.key} in fragment {f.index}"
+            )
         known = lineage.made.get(tip.head.id)
         if known is None:
             self._made(name, f)
         elif (known.parts, known.book) != (tip.parts, tip.book.digest):
-            raise Violation(f"{name} has another anchor or book of version {tip.head.number} of fragment {f.index}")
+            raise Violation(
+                f"{name} has another anchor or book of version {tip.head.number} of fragment"
+                f" {f.index}"
+            )
         if f.index == CONTROL:
             seen.had.add(tip.head.id)
         seen.unread.add(f.index)
@@ -171,22 +193,29 @@ class Watch:
     def _made(self, name: str, f: Fragment) -> None:
         head = f.tip.head
         if head.author != name:
-            raise Violation(f"{name} has version {head.number} of fragment {f.index} before its author, {head.author}")
+            raise Violation(
+                f"{name} has version {head.number} of fragment {f.index} before its author,"
+                f" {head.author}"
+            )
         self.lineage.add(f.tip)
         if why := self.lineage.wrong(head):
             raise Violation(f"version {head.number} of fragment {f.index} by {name}: {why}")
 
     def _read(self, seen: _Seen) -> None:
-        """Look at anchors that have moved, unless they are moving again, maybe in another thread."""
+        """Look at anchors that have moved, unless they are moving again, maybe in another
+        thread."""
         for fragment in sorted(seen.unread - seen.damaged):
             lock, f = seen.node.context.locks[fragment], seen.node.core.facts.fragments[fragment]
             if not f.moving and not (lock._lock.locked() and not lock._readers):
                 seen.unread.discard(fragment)
                 if part_digests(seen.node.replica.anchors[fragment]) != f.tip.parts:
-                    raise Violation(f"anchor {fragment} of {seen.life.name} is not what its tip says")
+                    raise Violation(
+                        f"anchor {fragment} of {seen.life.name} is not what its tip says"
+                    )
 
     def _check_loaded(self, seen: _Seen) -> None:
-        """What an inner step begins with, in the thread of the peer: an error would be the loop's."""
+        """What an inner step begins with, in the thread of the peer: an error would be the
+        loop's."""
         replica = seen.node.replica
         for f in seen.node.core.facts.fragments:
             first = seen.loaded.get(f.index) != f.base
@@ -194,12 +223,16 @@ class Watch:
             known = f.base == f.tip.head.id and not f.moving and f.index not in seen.damaged
             if first and known and not replica.settings.mixing:
                 values = torch.empty(replica.fragments[f.index].numel)
-                parameters = {name: tensor.detach() for name, tensor in replica.local.tensors.items()}
+                parameters = {
+                    name: tensor.detach() for name, tensor in replica.local.tensors.items()
+                }
                 gather_(values, replica.fragments[f.index], 0, parameters)
                 if part_digests(values) != f.tip.parts:
-                    self._crowd.failures.append(f"{seen.life.name} trains fragment {f.index} from something else")
+                    self._crowd.failures.append(
+                        f"{seen.life.name} trains fragment {f.index} from something else"
+                    )
 
-    # -- when it rests ------------------------------------------------------------------------------------------------
+    # -- when it rests -----------------------------------------------------------------------------
 
     def damaged(self, life: Life, fragment: int) -> None:
         """A peer's anchor is no more what its tip says."""
@@ -210,16 +243,23 @@ class Watch:
         return [self.seen[life.owner] for life in self._crowd.members() if life.owner in self.seen]
 
     def agree(self) -> bool:
-        """Whether all have the same tips, believe in the same authors among them, and have nothing on its way."""
+        """Whether all have the same tips, believe in the same authors among them, and have nothing
+        on its way."""
         if not all(life.at_rest or not life.member.trains for life in self._crowd.members()):
             return False
         cores = [seen.node.core.facts for seen in self.living()]
         names = {core.me for core in cores}
         for f in range(len(cores[0].fragments)):
             authors = {core.author_of(core.fragments[f]) for core in cores}
-            if len({core.fragments[f].tip.key for core in cores}) > 1 or len(authors) > 1 or not authors <= names:
+            if (
+                len({core.fragments[f].tip.key for core in cores}) > 1
+                or len(authors) > 1
+                or not authors <= names
+            ):
                 return False
-        return not any(own(core, f) or f.moving or f.merge for core in cores for f in core.fragments)
+        return not any(
+            own(core, f) or f.moving or f.merge for core in cores for f in core.fragments
+        )
 
     def find_holes(self) -> None:
         """Remember which data is in no model, and nowhere else."""
@@ -232,7 +272,12 @@ class Watch:
         """A peer has left in peace: the others have what it had learned."""
         core = self.seen[life.owner].node.core.facts
         if core.now <= core.leave_by:
-            self.left.append((life.name, [(core.stamp, core.processed - discarded(core, f)) for f in core.fragments]))
+            self.left.append(
+                (
+                    life.name,
+                    [(core.stamp, core.processed - discarded(core, f)) for f in core.fragments],
+                )
+            )
 
     async def rest(self) -> None:
         """Nobody trains: all get the same, and stay with it."""
@@ -247,7 +292,9 @@ class Watch:
         crowd = self._crowd
         crowd.goal = 0
         trainers = [life for life in crowd.members() if life.member.trains]
-        await crowd.until(lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done")
+        await crowd.until(
+            lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done"
+        )
         for life in crowd.living():
             crowd.leave(life.name)
         await crowd.until(lambda: not crowd.living(), FINISH_S, "every host has left")
@@ -264,11 +311,15 @@ class Watch:
         for name, learned in self.left if not parted else ():
             for head, (stamp, tokens) in zip(heads, learned, strict=True):
                 if (missing := tokens - self.lineage.tokens(head, name, stamp)) > 0:
-                    raise Violation(f"{missing} tokens of {name}, which left, are not in fragment {head.fragment}")
+                    raise Violation(
+                        f"{missing} tokens of {name}, which left, are not in fragment"
+                        f" {head.fragment}"
+                    )
         survived = {head.id for head in self.lineage.chain(heads[CONTROL])}
         for seen in living if not self._crowd.torn else ():
             numbers = [self.lineage.made[each].head.number for each in seen.had - survived]
-            if lost := [number for number in numbers if number > 1]:  # two may make the first while they still meet
+            # two may make the first while they still meet
+            if lost := [number for number in numbers if number > 1]:
                 raise Violation(f"{seen.life.name} had versions {sorted(lost)}, and they are lost")
         self._check_data(living)
 
@@ -277,14 +328,20 @@ class Watch:
         for f in core.fragments:
             applied, said = self.lineage.tokens(f.tip.head, name), f.tip.book.of(name)[1]
             if applied != said:
-                raise Violation(f"the book of fragment {f.index} has {said} tokens of {name}, its heads {applied}")
+                raise Violation(
+                    f"the book of fragment {f.index} has {said} tokens of {name}, its heads"
+                    f" {applied}"
+                )
             lost = discarded(core, f)
             if lost < 0 or lost != seen.told[f.index]:
-                raise Violation(f"{name} has discarded {lost} tokens of fragment {f.index}, and told {seen.told}")
+                raise Violation(
+                    f"{name} has discarded {lost} tokens of fragment {f.index}, and told"
+                    f" {seen.told}"
+                )
             if seen.life.fresh and seen.trained != applied + lost + f.unsent:
                 raise Violation(
-                    f"{name} processed {seen.trained} tokens, of which {applied} are in fragment {f.index}, {lost} "
-                    f"discarded and {f.unsent} not sent"
+                    f"{name} processed {seen.trained} tokens, of which {applied} are in fragment"
+                    f" {f.index}, {lost} discarded and {f.unsent} not sent"
                 )
 
     def _check_data(self, living: list[_Seen]) -> None:
@@ -293,7 +350,11 @@ class Watch:
         left = difference(self.holes, union(cores[0].control.tip.book.merged, *map(has, cores)))
         [dealer] = [core for core in cores if core.author_of(core.control) == core.me]
         granted, dealer.granted = dealer.granted, {}  # who has not got its data asks again
-        left = difference(left, deal(dealer, "", dealer.control.tip.head.work + 1, NONE)) if left else left
+        left = (
+            difference(left, deal(dealer, "", dealer.control.tip.head.work + 1, NONE))
+            if left
+            else left
+        )
         dealer.granted = granted
         if left:
             raise Violation(f"the sequences {left} are dealt to nobody")

@@ -1,13 +1,15 @@
-"""A swarm of production peers, one of which says numbers at their bounds: what its schemas allow, and no run needs.
+"""A swarm of production peers, one of which says numbers at their bounds: what its schemas allow,
+and no run needs.
 
-    honest peers, and a liar -> every message of the liar may be changed (`extremes`) -> the liar dies -> last checks
+    honest peers, and a liar -> every message of the liar may be changed (`extremes`) -> the liar
+    dies -> last checks
 
-The liar is a production peer, too: it names the right run and heads, signs what it says, and asks everybody for
-everything. Only the numbers are wrong.
+The liar is a production peer, too: it names the right run and heads, signs what it says, and asks
+everybody for everything. Only the numbers are wrong.
 
-What must hold: no task of an honest peer fails and nothing in it that only watchers need does (`recorder_failed`), no
-honest peer holds the lies against another one (`penalty`, `refused_head`), its snapshot can be read, and once the liar
-is gone every honest peer makes progress.
+What must hold: no task of an honest peer fails and nothing in it that only watchers need does
+(`recorder_failed`), no honest peer holds the lies against another one (`penalty`, `refused_head`),
+its snapshot can be read, and once the liar is gone every honest peer makes progress.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ from diloco.testing.fuzz.stage import PROGRESS_S, Outcome, quiet_process
 
 LIAR = "liar"
 SAID_BY_AUTHORS = ("answer", "grant", "part", "record")
-MEETS_S, NEWCOMER_S, LEAVES_S, ENDS_S = 8.0, 18.0, 26.0, 38.0  # when the liar comes, one joins, one leaves, it dies
+# when the liar comes, one joins, one leaves, it dies
+MEETS_S, NEWCOMER_S, LEAVES_S, ENDS_S = 8.0, 18.0, 26.0, 38.0
 ASKS_EVERY_S = 3.0
 LOOKS_EVERY_S = 5.0
 STRIDE = 7919  # a prime
@@ -68,7 +71,10 @@ class Lie:
 
     def __str__(self) -> str:
         extra = ", and now and then other fields" * self.more
-        return f"seed {self.seed}: {self.target}{extra}; the liar comes {'first' if self.first else 'later'}"
+        return (
+            f"seed {self.seed}: {self.target}{extra}; the liar comes"
+            f" {'first' if self.first else 'later'}"
+        )
 
 
 def num_lies() -> int:
@@ -89,7 +95,11 @@ def play_lie(lie: Lie, trace: Callable[[str], None] = lambda line: None) -> Outc
     """Play a lie; its violation is None when all went well."""
     plan = scenario(lie.seed)
     violation = None
-    with quiet_process(), virtual_time() as loop, small_pieces() if plan.pieces else small_pieces(64, 64):
+    with (
+        quiet_process(),
+        virtual_time() as loop,
+        small_pieces() if plan.pieces else small_pieces(64, 64),
+    ):
         stage = _LieStage(loop, lie)
         stage.crowd.tell = trace
         try:
@@ -120,9 +130,14 @@ class _LieStage:
         self._lines: dict[tuple[int, int], Line] = {}  # that the liar said, by fragment and stamp
         outer = {"fragments": 1, **dict(plan.outer)}
         self.crowd = _Crowd(
-            loop, lie.seed, outer, units=plan.units, heartbeat_s=1.0, inner_state="cold" if plan.cold else "donor",
+            loop,
+            lie.seed,
+            outer,
+            units=plan.units,
+            heartbeat_s=1.0,
+            inner_state="cold" if plan.cold else "donor",
             closed=plan.closed,
-        )  # fmt: skip
+        )
         self.crowd.goal = 2**62
         # A trainer's node is opened from the trainer's thread.
         self.crowd.on_life = lambda life: self.loop.at(self.loop.seconds, self._begin, life)
@@ -146,12 +161,15 @@ class _LieStage:
         if lie is message and self.lie.more and r.random() < OTHERS:
             paths = [path for kind, path in targets() if kind == message.kind]
             if paths:
-                lie = changed(message, Target(message.kind, r.choice(paths), r.randrange(NUM_VALUES)), r)
+                lie = changed(
+                    message, Target(message.kind, r.choice(paths), r.randrange(NUM_VALUES)), r
+                )
         self.told += lie is not message
         return self._signed(message, lie)
 
     def _signed(self, message: Message, lie: Message) -> Message:
-        """The lie with the liar's signatures, where it is the author; a line stays what it was said to be."""
+        """The lie with the liar's signatures, where it is the author; a line stays what it was said
+        to be."""
         match lie:
             case Offer() | Push() if lie.line.peer == LIAR:
                 assert isinstance(message, (Offer, Push))
@@ -169,7 +187,9 @@ class _LieStage:
         """A head that is right by itself, if it is the liar's; so are its own lines in it."""
         if head.author != LIAR:
             return head
-        lines = tuple((self._sign(line) if line.peer == LIAR else line, weight) for line, weight in head.lines)
+        lines = tuple(
+            (self._sign(line) if line.peer == LIAR else line, weight) for line, weight in head.lines
+        )
         certified: Head = self._sign(with_fields(head, lines=lines))
         return certified
 
@@ -177,14 +197,16 @@ class _LieStage:
         node = self.crowd.lives[LIAR].node
         return one if node is None else sign(one, node.context.transport, "run")
 
-    # -- the story ----------------------------------------------------------------------------------------------------
+    # -- the story ---------------------------------------------------------------------------------
 
     async def play(self) -> None:
         """From the first hello to the progress of the honest peers without the liar."""
         crowd, honest = self.crowd, PeerSpec("a", step_s=0.5)
         liar = replace(honest, name=LIAR)
         crowd.start(liar if self.lie.first else honest)
-        await self._until(lambda: all(life.ready for life in crowd.living()), 10.0, "the first peer listens")
+        await self._until(
+            lambda: all(life.ready for life in crowd.living()), 10.0, "the first peer listens"
+        )
         for name in ("a", "b", "c") if self.lie.first else ("b", "c"):
             crowd.start(replace(honest, name=name, trains=name != "c" or self.lie.seed % 3 > 0))
         await self._at(MEETS_S)
@@ -198,7 +220,9 @@ class _LieStage:
         if not crowd.lives[LIAR].ended:
             crowd.crash(LIAR)
         crowd.note("", "the liar is gone")
-        await self._until(lambda: all(life.ready for life in crowd.living()), PROGRESS_S, "all are in the swarm")
+        await self._until(
+            lambda: all(life.ready for life in crowd.living()), PROGRESS_S, "all are in the swarm"
+        )
         for life, before in [(life, _versions(life)) for life in crowd.members()]:
             moves = partial(_gets_on, life, before)
             await self._until(moves, PROGRESS_S, f"{life.name} makes progress")
@@ -212,16 +236,20 @@ class _LieStage:
     async def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
         await self.crowd.until(lambda: self._check() and condition(), patience_s, what, 0.5)
 
-    # -- what must hold -----------------------------------------------------------------------------------------------
+    # -- what must hold ----------------------------------------------------------------------------
 
     def _check(self) -> bool:
         wrong = list(self.crowd.failures)
-        wrong += [f"{life.name} {life.ended}" for life in self.crowd.ended if "a handler of" in life.ended]
+        wrong += [
+            f"{life.name} {life.ended}" for life in self.crowd.ended if "a handler of" in life.ended
+        ]
         for line in self.crowd.story:
             _, name, *words = line.split()
             if name != LIAR and words[:1] == ["recorder_failed"]:
                 wrong.append(line)
-            accuses = words[:1] == ["penalty"] or (words[:1] == ["refused_head"] and "'author': ''" not in line)
+            accuses = words[:1] == ["penalty"] or (
+                words[:1] == ["refused_head"] and "'author': ''" not in line
+            )
             if name != LIAR and accuses and f": '{LIAR}'" not in line:
                 wrong.append(line)
         if wrong:
@@ -244,7 +272,7 @@ class _LieStage:
             json.dumps(swarm_figures(snapshot), allow_nan=False)
         self._check()
 
-    # -- questions ----------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def _begin(self, life: Life) -> None:
         if not life.ended and life.node is not None:
@@ -258,9 +286,14 @@ class _LieStage:
             await asyncio.sleep(ASKS_EVERY_S)
             f = self.random.choice(facts.fragments)
             requests: list[Message] = [
-                Get(f.index, f.tip.key), Get(f.index, (0, "")), Get(f.index, f.tip.key, f.tip.head.id, 0),
-                InnerRequest(), Ask("manifest"), Ask("snapshot"), Probe(sends=0, wants=1),
-            ]  # fmt: skip
+                Get(f.index, f.tip.key),
+                Get(f.index, (0, "")),
+                Get(f.index, f.tip.key, f.tip.head.id, 0),
+                InnerRequest(),
+                Ask("manifest"),
+                Ask("snapshot"),
+                Probe(sends=0, wants=1),
+            ]
             others = [member.peer for member in facts.members.all()]
             if others:
                 request = self.random.choice(requests)

@@ -1,4 +1,5 @@
-"""What every version was made of, as nobody in the swarm knows it: the truth that beliefs are compared with."""
+"""What every version was made of, as nobody in the swarm knows it: the truth that beliefs are
+compared with."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Made(NamedTuple):
 
 
 class Lineage:
-    """All versions that were ever made, by the id of their head; also those that no living peer has any more."""
+    """All versions that were ever made, by the id of their head; also those that no living peer has
+    any more."""
 
     def __init__(self) -> None:
         self.made: dict[str, Made] = {}
@@ -40,7 +42,8 @@ class Lineage:
         return sum(line.tokens for line in lines if line.peer == peer and line.stamp <= until)
 
     def wrong(self, head: Head) -> str:
-        """What must not be in a history, and is in the one that leads to this head; empty if all is right."""
+        """What must not be in a history, and is in the one that leads to this head; empty if all is
+        right."""
         before = self.made[head.prev].head
         if (head.fragment, head.number) != (before.fragment, before.number + 1):
             return "it does not follow the one before"
@@ -48,7 +51,10 @@ class Lineage:
         lines = [line for one in chain for line, _ in one.lines]
         names = [(line.peer, line.stamp) for line in lines]
         if len(set(names)) < len(names):
-            return f"contributions are in it twice: {sorted({name for name in names if names.count(name) > 1})}"
+            return (
+                "contributions are in it twice:"
+                f" {sorted({name for name in names if names.count(name) > 1})}"
+            )
         counted = [line for one in chain for line in one.counted]
         if head.work != sum(line.tokens for line in counted):
             return f"its work is {head.work}, which is not the tokens in it"

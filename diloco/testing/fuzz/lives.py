@@ -42,13 +42,15 @@ class LifeCheckpoint:
 
 @dataclass(eq=False)
 class Life:
-    """One process of a peer. `ended` is "" while it lives, then "left", "done", "killed", or what it failed with."""
+    """One process of a peer. `ended` is "" while it lives, then "left", "done", "killed", or what
+    it failed with."""
 
     member: PeerSpec
     number: int
     seeds: list[str]
     min_peers: int
-    checkpoints: list[LifeCheckpoint] = field(default_factory=list)  # the first is what it goes on from
+    # the first is what it goes on from
+    checkpoints: list[LifeCheckpoint] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     sync: Attachment | None = None  # once a trainer has attached its model
     node: Node | None = None  # once it joins
@@ -59,7 +61,8 @@ class Life:
     hangs: bool = False  # its training loop does
     at_rest: bool = False  # its training loop has stopped, because all rest
     flips: int = 0  # of its anchors, by faults
-    fresh: bool = True  # no life before this one trained, so its counters are all that the peer ever did
+    # no life before this one trained, so its counters are all that the peer ever did
+    fresh: bool = True
 
     @property
     def name(self) -> str:

@@ -1,6 +1,7 @@
 """Plays a scenario of faults on a crowd of production peers.
 
-start -> faults at their seconds -> all is healed -> everybody is in step -> all rest -> all are done
+start -> faults at their seconds -> all is healed -> everybody is in step -> all rest -> all are
+done
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ from diloco.testing.fuzz.faults import FLAP_S, SPLIT_PROGRESS_S, TEARING, Fault,
 from diloco.testing.fuzz.invariants import SETTLE_S, Watch
 from diloco.testing.fuzz.lives import Life, Violation
 
-PROGRESS_S = 150.0  # in which every peer makes progress once everything is healed: penalties and lost calls have to end
+# in which every peer makes progress once everything is healed: penalties and lost calls have to end
+PROGRESS_S = 150.0
 ROUNDS = 2  # which everybody makes once everything is healed
-DAMAGE = 0.01  # of an element; it must be less than what an honest version moves, else it is taken for a lie
+# of an element; it must be less than what an honest version moves, else it is taken for a lie
+DAMAGE = 0.01
 SLOW = 5.0  # times as long an inner step takes
 MAX_PEERS = 7
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a scenario went: `violation` is None when every invariant held. The story has a line per event of a node."""
+    """How a scenario went: `violation` is None when every invariant held. The story has a line per
+    event of a node."""
 
     turns: int
     seconds: float
@@ -46,7 +50,11 @@ class Outcome:
 def play(plan: Scenario, trace: Callable[[str], None] = lambda line: None) -> Outcome:
     """Run a scenario. The trace is called with each line of the story at its time."""
     violation = None
-    with quiet_process(), virtual_time() as loop, small_pieces() if plan.pieces else small_pieces(64, 64):
+    with (
+        quiet_process(),
+        virtual_time() as loop,
+        small_pieces() if plan.pieces else small_pieces(64, 64),
+    ):
         stage = _Stage(loop, plan)
         stage.crowd.tell = trace
         try:
@@ -60,7 +68,8 @@ def play(plan: Scenario, trace: Callable[[str], None] = lambda line: None) -> Ou
 
 @contextmanager
 def quiet_process() -> Iterator[None]:
-    """Inside, nothing is logged, torch uses one thread, and what was imported is no garbage to look through."""
+    """Inside, nothing is logged, torch uses one thread, and what was imported is no garbage to look
+    through."""
     _exempt_modules_from_collection(len(sys.modules))
     disabled, threads = logging.root.manager.disable, torch.get_num_threads()
     logging.disable(logging.CRITICAL)
@@ -74,8 +83,10 @@ def quiet_process() -> Iterator[None]:
 
 @cache
 def _exempt_modules_from_collection(_num_modules: int) -> None:
-    """The last check collects garbage. That takes a quarter of a second if it looks at all that torch has imported."""
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # the first optimizer imports as much again
+    """The last check collects garbage. That takes a quarter of a second if it looks at all that
+    torch has imported."""
+    # the first optimizer imports as much again
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     gc.collect()
     gc.freeze()
 
@@ -95,9 +106,15 @@ class _Stage:
     def __init__(self, loop: VirtualLoop, plan: Scenario) -> None:
         self.plan, self.loop = plan, loop
         self.crowd = Crowd(
-            loop, plan.seed, dict(plan.outer), units=plan.units, heartbeat_s=plan.heartbeat_s, loss=plan.loss,
-            inner_state="cold" if plan.cold else "donor", closed=plan.closed,
-        )  # fmt: skip
+            loop,
+            plan.seed,
+            dict(plan.outer),
+            units=plan.units,
+            heartbeat_s=plan.heartbeat_s,
+            loss=plan.loss,
+            inner_state="cold" if plan.cold else "donor",
+            closed=plan.closed,
+        )
         self.watch = Watch(self.crowd)
         self.crowd.on_end = lambda life: self.watch.leaves(life) if life.ended == "left" else None
         self.random = random.Random(f"stage {plan.seed}")
@@ -114,7 +131,11 @@ class _Stage:
         for number, member in enumerate(self.plan.members):
             crowd.start(member, len(self.plan.members) if self.plan.together else 1)
             if number == 0:
-                await crowd.until(lambda: all(life.ready for life in crowd.living()), 10.0, "the first peer listens")
+                await crowd.until(
+                    lambda: all(life.ready for life in crowd.living()),
+                    10.0,
+                    "the first peer listens",
+                )
         for fault in self.plan.faults:
             await asyncio.sleep(max(0.0, fault.at_s - self.loop.seconds))
             for _ in range(fault.turns):
@@ -123,7 +144,11 @@ class _Stage:
         await self.crowd.until(lambda: not self.pending, 300.0, "all faults end")
         await asyncio.sleep(SETTLE_S)
         under_way = any(life.work for life in crowd.members())
-        missing = len(self.plan.members) - len(crowd.members()) if self.plan.together and not under_way else 0
+        missing = (
+            len(self.plan.members) - len(crowd.members())
+            if self.plan.together and not under_way
+            else 0
+        )
         for _ in range(missing):  # they died before the swarm began, which waits for so many
             self._join(trains=True)
         if not any(life.member.trains for life in crowd.members()):
@@ -142,27 +167,38 @@ class _Stage:
         await self.crowd.until(self._all_have_met, PROGRESS_S, "every peer has heard every other")
         self.watch.find_holes()
         for _ in range(ROUNDS):
-            for life, work, stamps in [(life, life.work, _stamps(life)) for life in crowd.members()]:
-                await crowd.until(partial(self._moved, life, work), PROGRESS_S, f"{life.owner} makes progress")
-                await crowd.until(partial(self._in_step, life, stamps), PROGRESS_S, f"{life.owner} is in step")
+            for life, work, stamps in [
+                (life, life.work, _stamps(life)) for life in crowd.members()
+            ]:
+                await crowd.until(
+                    partial(self._moved, life, work), PROGRESS_S, f"{life.owner} makes progress"
+                )
+                await crowd.until(
+                    partial(self._in_step, life, stamps), PROGRESS_S, f"{life.owner} is in step"
+                )
 
     def _all_are_in(self) -> bool:
-        return all(life.ready and life.node is not None for life in self.crowd.living() if not life.leaving)
+        return all(
+            life.ready and life.node is not None for life in self.crowd.living() if not life.leaving
+        )
 
     def _all_have_met(self) -> bool:
         cores = [life.node.core.facts for life in self.crowd.members() if life.node is not None]
         names = {core.me for core in cores}
-        return all(names <= {core.me, *(member.peer for member in core.members.all())} for core in cores)
+        return all(
+            names <= {core.me, *(member.peer for member in core.members.all())} for core in cores
+        )
 
     def _moved(self, life: Life, before: int) -> bool:
         return life not in self.crowd.members() or life.work > before
 
     def _in_step(self, life: Life, before: list[int]) -> bool:
-        """Whether a contribution of it to each fragment is in the model that was not before, or was judged."""
+        """Whether a contribution of it to each fragment is in the model that was not before, or was
+        judged."""
         gone = life not in self.crowd.members() or not life.member.trains
         return gone or all(now > then for now, then in zip(_stamps(life), before, strict=True))
 
-    # -- faults -------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def _befall(self, fault: Fault) -> None:
         """A fault happens."""
@@ -218,7 +254,14 @@ class _Stage:
         """A peer that nobody knows starts."""
         first = self.plan.members[0]
         self.crowd.start(
-            replace(first, name=next(self.fresh), trains=trains, lie=1.0, clock=(1.0, 0.0), boundary_s=0.0)
+            replace(
+                first,
+                name=next(self.fresh),
+                trains=trains,
+                lie=1.0,
+                clock=(1.0, 0.0),
+                boundary_s=0.0,
+            )
         )
 
     def _restart(self, life: Life) -> None:
@@ -239,7 +282,8 @@ class _Stage:
         self._over(fault.seconds, ends)
 
     def _damage(self, life: Life, node: Node, fault: Fault) -> None:
-        """A bit of an anchor flips; or whatever a peer merges hangs, until it is killed and starts again."""
+        """A bit of an anchor flips; or whatever a peer merges hangs, until it is killed and starts
+        again."""
         if fault.kind == "flip":
             f = node.core.facts.fragments[fault.who % len(node.replica.anchors)]
             if not f.moving:  # else it is looked at, and moves all the same
@@ -272,21 +316,28 @@ class _Stage:
         self._over(fault.seconds, thaw)
 
     def _split(self, fault: Fault) -> None:
-        """Sides cannot reach each other for a while. They go on, if nothing else happens to them."""
+        """Sides cannot reach each other for a while. They go on, if nothing else happens to
+        them."""
         crowd, r = self.crowd, random.Random(f"{self.plan.seed} {fault}")
         cut = pairs(fault.kind, sorted(crowd.lives), r)
-        crowd.note("", f"cannot reach each other: {' '.join(f'{one}-{other}' for one, other in cut)}")
+        crowd.note(
+            "", f"cannot reach each other: {' '.join(f'{one}-{other}' for one, other in cut)}"
+        )
         if fault.kind == "election":
             dies = r.choice(crowd.living())
             crowd.crash(dies.name)
             self._over(fault.seconds, lambda: self._restart(dies))
         if fault.kind != "flap":
-            return self._part(fault, cut, one_way=fault.kind == "one_way", checked=fault.kind != "election")
+            return self._part(
+                fault, cut, one_way=fault.kind == "one_way", checked=fault.kind != "election"
+            )
         again = replace(fault, seconds=FLAP_S)
         for number in range(int(fault.seconds / 2 / FLAP_S)):
             self._over(2 * FLAP_S * number, lambda: self._part(again, cut, checked=False))
 
-    def _part(self, fault: Fault, cut: list[tuple[str, str]], one_way: bool = False, checked: bool = True) -> None:
+    def _part(
+        self, fault: Fault, cut: list[tuple[str, str]], one_way: bool = False, checked: bool = True
+    ) -> None:
         crowd = self.crowd
         for one, other in cut:
             crowd.network.cut(one, other, one_way)
@@ -294,11 +345,16 @@ class _Stage:
                 crowd.network.reset(one, other)
         alone = self.begun if checked and not self.pending else -1
         nodes = [(life, life.node.core.facts) for life in crowd.members() if life.node is not None]
-        authors, parted = [life.name for life, facts in nodes if facts.identity.may_author], {*map(frozenset, cut)}
+        authors, parted = (
+            [life.name for life, facts in nodes if facts.identity.may_author],
+            {*map(frozenset, cut)},
+        )
         before = [
             (life, life.work)
             for life, facts in nodes
-            if facts.trains_now and not life.hangs and any(frozenset((life.name, one)) not in parted for one in authors)
+            if facts.trains_now
+            and not life.hangs
+            and any(frozenset((life.name, one)) not in parted for one in authors)
         ]
 
         def heal() -> None:
@@ -306,7 +362,10 @@ class _Stage:
             if alone == self.begun and fault.seconds >= SPLIT_PROGRESS_S:
                 for life, work in before:
                     if not self._moved(life, work):
-                        said = f"{life.owner} made no progress in {fault.seconds} s on its side of a split"
+                        said = (
+                            f"{life.owner} made no progress in {fault.seconds} s on its side of a"
+                            " split"
+                        )
                         crowd.failures.append(said)
             for one, other in cut:
                 crowd.network.mend(one, other)

@@ -1,1 +1,2 @@
-"""Links that are cut, slowed, delayed and lossy between the network namespaces of peers (Linux, root)."""
+"""Links that are cut, slowed, delayed and lossy between the network namespaces of peers (Linux,
+root)."""

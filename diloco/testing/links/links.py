@@ -1,8 +1,10 @@
-"""Peers in network namespaces of their own, joined by links that can be cut, slowed, delayed and made to lose packets.
+"""Peers in network namespaces of their own, joined by links that can be cut, slowed, delayed and
+made to lose packets.
 
     peer ── TUN ── emulator.py ── TUN ── peer
 
-In a partition packets vanish, as on the road and unlike a closed socket. Linux and root only. Imported by `chaos`.
+In a partition packets vanish, as on the road and unlike a closed socket. Linux and root only.
+Imported by `chaos`.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ def unavailable() -> str | None:
 def networks(reason: str | None, base: Shape) -> Iterator[Loopback]:
     """Where the peers of a swarm live; everything that was made is gone afterwards.
 
-    A `reason` against namespaces leaves the loopback. `base` is what all links do from the beginning: its rate in both
-    directions, the rest once between any two peers.
+    A `reason` against namespaces leaves the loopback. `base` is what all links do from the
+    beginning: its rate in both directions, the rest once between any two peers.
     """
     if reason is not None:
         yield Loopback(reason)
@@ -69,7 +71,8 @@ class Loopback:
     where = "loopback"
 
     def __init__(self, reason: str) -> None:
-        self.unshaped = f"peers share the loopback ({reason})"  # why links are not as was asked; "" if they are
+        # why links are not as was asked; "" if they are
+        self.unshaped = f"peers share the loopback ({reason})"
 
     def add(self, peer: int) -> None:
         """A place for a peer, connected with all."""
@@ -85,18 +88,21 @@ class Loopback:
         """The peers of a group reach no other group any more; no groups heal all."""
 
     def worsen(self, peer: int, kind: str, value: str) -> None:
-        """Make a peer's link `slow`, `delay` it or make it lossy (`loss`), in both directions, until `fast`."""
+        """Make a peer's link `slow`, `delay` it or make it lossy (`loss`), in both directions,
+        until `fast`."""
 
     def fast(self, peer: int) -> None:
         """The peer's link is as at first."""
 
     def counts(self) -> object:
-        """What the emulator did: packets lost, dropped and passed, and its processor time; None without one."""
+        """What the emulator did: packets lost, dropped and passed, and its processor time; None
+        without one."""
         return None
 
 
 class Links(Loopback):
-    """A namespace per peer, and a process of ours that forwards packets between them. It is told by JSON lines.
+    """A namespace per peer, and a process of ours that forwards packets between them. It is told by
+    JSON lines.
 
     Raises `OSError` with the tool's words where something cannot be made.
     """
@@ -192,7 +198,10 @@ def _sweep() -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise OSError(f"{' '.join(command[:4])}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
+        raise OSError(
+            f"{' '.join(command[:4])}:"
+            f" {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}"
+        )
 
 
 def _try(*command: str) -> None:

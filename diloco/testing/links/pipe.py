@@ -1,6 +1,8 @@
-"""One direction of an emulated link, in virtual time: packets are lost, wait for the rate, then for the delay.
+"""One direction of an emulated link, in virtual time: packets are lost, wait for the rate, then for
+the delay.
 
-    push(now, packet) -> lost by chance | dropped, as the queue is full | leaves at (end of its transmission) + delay
+    push(now, packet) -> lost by chance | dropped, as the queue is full | leaves at (end of its
+    transmission) + delay
 
 Nothing here reads a clock. Packets keep their order. Imported by `links.py` and `emulator.py`.
 """
@@ -14,14 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 PATIENCE_S = 0.4  # a queue of that length in front of the rate, then packets are dropped
-FEWEST_BYTES = 256 * 1024  # but some packets of 64 KiB wait in any case, or a slow link would carry none
+# but some packets of 64 KiB wait in any case, or a slow link would carry none
+FEWEST_BYTES = 256 * 1024
 RATES = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one direction of a link does to packets. `loss` is a share of packets, `rate` in bytes per second."""
+    """What one direction of a link does to packets. `loss` is a share of packets, `rate` in bytes
+    per second."""
 
     delay_s: float = 0.0
     loss: float = 0.0

@@ -1,9 +1,12 @@
-"""The production core under the fuzz of its model, which lies in a room of the workplace, and not in this repository:
+"""The production core under the fuzz of its model, which lies in a room of the workplace, and not
+in this repository:
 
     PYTHONPATH=. MODEL=tests/support/model python ROOM/fuzz.py 0 300        schedules of these seeds
-    PYTHONPATH=. MODEL=tests/support/model python ROOM/fuzz.py --scenes     how long each failure costs
+    PYTHONPATH=. MODEL=tests/support/model python ROOM/fuzz.py --scenes     how long each failure
+                                                                            costs
 
-`Peer` has the model's names, and carries out what the core asks for, at once: tensors are three integers.
+`Peer` has the model's names, and carries out what the core asks for, at once: tensors are three
+integers.
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ from diloco.core import contributions, data, events, facts, history
 from diloco.core.peer import Peer as Core
 from diloco.core.settings import Identity, Settings, Sizes
 from diloco.messages import bulk, control
-from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Signer, Tensor, gradient, hexed
+from tests.support.fake_tensors import (
+    PARTS,
+    RUN,
+    Anchors,
+    Arithmetic,
+    Signer,
+    Tensor,
+    gradient,
+    hexed,
+)
 
 Saved = namedtuple("Saved", "tips processed stamp")
 Held = namedtuple("Held", "line")  # a contribution in a bag
@@ -28,13 +40,31 @@ Held = namedtuple("Held", "line")  # a contribution in a bag
 def translated(settings: w.Settings) -> Settings:
     """The model's settings by the core's names."""
     return Settings(
-        fragments=settings.fragments, sync_every=settings.every, staggered=settings.staggered,
-        overlap=settings.overlap, quorum=settings.need, grace_s=settings.wait or 0.0, late=settings.late,
-        delay=settings.window, windowed=True, heartbeat_s=settings.heartbeat, silence_s=settings.silence,
-        silence_beats=0.0, settle_s=settings.settle, stall_s=settings.stall, first_step_s=settings.stall,
-        floor_s=settings.floor, refresh_s=settings.refresh, stuck_s=settings.stuck, deadline_s=settings.deadline,
-        tick_s=0.0, min_bytes_per_s=1e18, uplink_bytes_per_s=1e-9, fanout=settings.fanout, records=settings.records,
-    )  # fmt: skip
+        fragments=settings.fragments,
+        sync_every=settings.every,
+        staggered=settings.staggered,
+        overlap=settings.overlap,
+        quorum=settings.need,
+        grace_s=settings.wait or 0.0,
+        late=settings.late,
+        delay=settings.window,
+        windowed=True,
+        heartbeat_s=settings.heartbeat,
+        silence_s=settings.silence,
+        silence_beats=0.0,
+        settle_s=settings.settle,
+        stall_s=settings.stall,
+        first_step_s=settings.stall,
+        floor_s=settings.floor,
+        refresh_s=settings.refresh,
+        stuck_s=settings.stuck,
+        deadline_s=settings.deadline,
+        tick_s=0.0,
+        min_bytes_per_s=1e18,
+        uplink_bytes_per_s=1e-9,
+        fanout=settings.fanout,
+        records=settings.records,
+    )
 
 
 class Fragment:
@@ -66,27 +96,48 @@ class Fragment:
 
     @property
     def records(self) -> dict[str, w.Record]:
-        return {prev: w.Record(w.head_of(one.head), one.update) for prev, one in self.core.records.items()}
+        return {
+            prev: w.Record(w.head_of(one.head), one.update)
+            for prev, one in self.core.records.items()
+        }
 
 
 class Peer:
     """A core and its owner. `learn`: the pseudo-gradient of a line."""
 
     def __init__(
-        self, me: str, settings: w.Settings, now: float, wall: int = 0, saved: Saved | None = None, trains: bool = True,
-        may_author: bool = True, learn: Callable[[Any], Tensor] = gradient,
-    ) -> None:  # fmt: skip
+        self,
+        me: str,
+        settings: w.Settings,
+        now: float,
+        wall: int = 0,
+        saved: Saved | None = None,
+        trains: bool = True,
+        may_author: bool = True,
+        learn: Callable[[Any], Tensor] = gradient,
+    ) -> None:
         self.me, self.settings, self.leaving = me, settings, False
         anchors: list[Tensor] = [tuple(range(i, i + PARTS)) for i in range(settings.fragments)]
-        tips = [history.genesis(i, RUN, [hexed(part) for part in anchor]) for i, anchor in enumerate(anchors)]
+        tips = [
+            history.genesis(i, RUN, [hexed(part) for part in anchor])
+            for i, anchor in enumerate(anchors)
+        ]
         if saved:
             anchors = [tip.anchor for tip in saved.tips]
-            tips = [history.Tip(t.head.now, t.book.core, tuple(map(hexed, t.anchor))) for t in saved.tips]
+            tips = [
+                history.Tip(t.head.now, t.book.core, tuple(map(hexed, t.anchor)))
+                for t in saved.tips
+            ]
         self.core = Core(
-            Identity(me, me, RUN, "0" * 64, Signer(me), trains, may_author), translated(settings),
-            Arithmetic(), tips, [Sizes(1, 1, 1000, PARTS) for _ in anchors], now, wall,
+            Identity(me, me, RUN, "0" * 64, Signer(me), trains, may_author),
+            translated(settings),
+            Arithmetic(),
+            tips,
+            [Sizes(1, 1, 1000, PARTS) for _ in anchors],
+            now,
+            wall,
             *(saved[1:] if saved else ()),
-        )  # fmt: skip
+        )
         self.facts = self.core.facts
         self._anchors = Anchors(self.facts, tuple(anchors))
         self._anchors.learn = learn
@@ -99,14 +150,18 @@ class Peer:
         self._deferred: list[events.Merge] = []
         self._asked: events.Reply
 
-    # -- read by the checks -------------------------------------------------------------------------------------------
+    # -- read by the checks ------------------------------------------------------------------------
 
     processed = property(lambda self: self.facts.processed)
     stamp = property(lambda self: self.facts.stamp)
     runs = property(lambda self: self.core.runs)
     members = property(lambda self: {member.peer: member for member in self.facts.members.all()})
     now = property(lambda self: self.facts.now, lambda self, now: setattr(self.facts, "now", now))
-    granted = property(lambda self: {peer: (w.as_set(one), until) for peer, (one, until) in self.facts.granted.items()})
+    granted = property(
+        lambda self: {
+            peer: (w.as_set(one), until) for peer, (one, until) in self.facts.granted.items()
+        }
+    )
     _leave_by = property(lambda self: self.facts.leave_by)
 
     def author(self, f: Fragment, named: str = "") -> str:
@@ -128,7 +183,7 @@ class Peer:
     def saved(self) -> Saved:
         return Saved(tuple(f.tip for f in self.fragments), self.processed, self.stamp)
 
-    # -- events in, actions out ---------------------------------------------------------------------------------------
+    # -- events in, actions out --------------------------------------------------------------------
 
     def receive(self, event: w.Event, now: float) -> list[Any]:
         self._out, self._time = [], now
@@ -144,7 +199,9 @@ class Peer:
             case w.Broke(peer, w.Offer(line) | w.Payload(line)):
                 self._tell(w.Broke(peer, line))
             case w.Stepped():
-                units = w.as_ranges(frozenset(sorted(w.as_set(self.facts.queue))[: self.settings.batch]))
+                units = w.as_ranges(
+                    frozenset(sorted(w.as_set(self.facts.queue))[: self.settings.batch])
+                )
                 if units:
                     self._tell(events.Stepped(len(w.as_set(units)), units))
             case w.Down() | w.Leave() | w.Broke(_, w.Get()):
@@ -159,7 +216,11 @@ class Peer:
             case control.Hello():
                 self._tell(events.Connected(peer, message))
             case w.Payload(line, delta):
-                self._tell(events.Delivered(peer, line, delta) if hexed(delta) == line.root else w.Broke(peer, line))
+                self._tell(
+                    events.Delivered(peer, line, delta)
+                    if hexed(delta) == line.root
+                    else w.Broke(peer, line)
+                )
             case w.Get():
                 self._tell(events.Asked(peer, message))
             case w.Records(fragment, records):
@@ -198,7 +259,11 @@ class Peer:
             case w.Disconnect() | w.Exit():
                 self._out.append(action)
             case w.Note(kind, said):
-                values = (said["fragment"], said["tokens"]) if kind == "discarded" else tuple(said.values())
+                values = (
+                    (said["fragment"], said["tokens"])
+                    if kind == "discarded"
+                    else tuple(said.values())
+                )
                 self._out.append(w.Note({"refused_head": "refused"}.get(kind, kind), values))  # type: ignore[arg-type]
             case _:
                 self._work(action)
@@ -223,7 +288,7 @@ class Peer:
             self._moved.add(event.fragment)
         self._tell(event)
 
-    # -- talking ------------------------------------------------------------------------------------------------------
+    # -- talking -----------------------------------------------------------------------------------
 
     def _status(self) -> w.Told:
         """What scenes replace, to tell other tips."""
@@ -242,7 +307,9 @@ class Peer:
         if answer is None:
             return w.No(get)
         if isinstance(answer, events.Records):
-            return w.Records(f.index, tuple(w.Record(w.head_of(one.head), one.update) for one in answer.records))
+            return w.Records(
+                f.index, tuple(w.Record(w.head_of(one.head), one.update) for one in answer.records)
+            )
         part = self._anchors.filled(f.index, answer)
         return w.Part(part, part.values, get)
 
@@ -250,7 +317,7 @@ class Peer:
         core = events.Part(tip.head.now, tip.book.core, tuple(map(hexed, tip.anchor)), part)
         return w.Part(core, tip.anchor[part], self._asked.get)
 
-    # -- anchors ------------------------------------------------------------------------------------------------------
+    # -- anchors -----------------------------------------------------------------------------------
 
     def _merge(self, f: Fragment, merge: Any) -> None:
         self._done(merge)
@@ -259,7 +326,9 @@ class Peer:
         anchor = tuple(a + u for a, u in zip(f.anchor, action.update, strict=True))
         moved = tuple((m + u) // 2 for m, u in zip(f.momentum, action.update, strict=True))
         head = w.head_of(replace(action.head, state=w.state_of(w.Book(action.book), anchor)))
-        self._adopt(f, w.Tip(head, w.Book(action.book), anchor), moved, w.Record(head, action.update))
+        self._adopt(
+            f, w.Tip(head, w.Book(action.book), anchor), moved, w.Record(head, action.update)
+        )
 
     def _adopt(self, f: Fragment, tip: w.Tip, moved: Tensor, record: w.Record) -> None:
         """This peer's version. Schedules with a liar replace this, and come here with a lie."""

@@ -1,4 +1,5 @@
-"""The words of the model's fuzz, over the messages and events of the production core: see `model`."""
+"""The words of the model's fuzz, over the messages and events of the production core: see
+`model`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def as_ranges(units: Units) -> Ranges:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the fuzz draws, by the model's names and with its values; `model.translated` has the names of the core."""
+    """What the fuzz draws, by the model's names and with its values; `model.translated` has the
+    names of the core."""
 
     fragments: int = 1
     every: int = 4
@@ -55,7 +57,7 @@ class Settings:
     records: int = 8
 
 
-# -- a history --------------------------------------------------------------------------------------------------------
+# -- a history -------------------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
@@ -74,7 +76,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """A head of the core; what a liar replaces are fields of its own. Equal heads are the same object."""
+    """A head of the core; what a liar replaces are fields of its own. Equal heads are the same
+    object."""
 
     core: heads.Head
     lines: tuple[tuple[Line, float], ...]
@@ -93,7 +96,9 @@ class Head:
     @cached_property
     def now(self) -> heads.Head:
         """The head of the core, with what was replaced."""
-        return structs.replace(self.core, state=self.state, next=self.next, signature=self.signature)
+        return structs.replace(
+            self.core, state=self.state, next=self.next, signature=self.signature
+        )
 
 
 _HEADS: dict[str, Head] = {}
@@ -143,7 +148,7 @@ class Tip:
     sound = property(lambda self: self.head.state == state_of(self.book, self.anchor))
 
 
-# -- what the owners of two cores send each other beside the messages of the core -------------------------------------
+# -- what the owners of two cores send each other beside the messages of the core ------------------
 
 Record = namedtuple("Record", "head update")
 Payload = namedtuple("Payload", "line delta")
@@ -156,6 +161,12 @@ Message: TypeAlias = Any
 
 Up = namedtuple("Up", "peer")
 Stepped = namedtuple("Stepped", "")
-Broke, Disconnect, Down, Exit, Heard = events.Broke, events.Disconnect, events.Lost, events.Exit, events.Heard
+Broke, Disconnect, Down, Exit, Heard = (
+    events.Broke,
+    events.Disconnect,
+    events.Lost,
+    events.Exit,
+    events.Heard,
+)
 Leave, Note, Send, Tick = events.Leave, events.Note, events.Send, events.Tick
 Event: TypeAlias = Any

@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.admission import ROLES, Admission, Credential, Grant, Revoked, Role, RunKey, Token, issue
+from diloco.admission import (
+    ROLES,
+    Admission,
+    Credential,
+    Grant,
+    Revoked,
+    Role,
+    RunKey,
+    Token,
+    issue,
+)
 from diloco.admission.gatekeeper import MAX_OBSERVERS, TOLERANCE_S
 from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.keys import MAX_REVOKED, new_key
@@ -20,12 +30,19 @@ from diloco.errors import ConfigError, PayloadError
 
 KEY, OTHER_KEY = RunKey(new_key()), RunKey(new_key())
 NOW, DAY = 1_800_000_000, 86400
-PEERS = ("QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51", "QmZXuaYC6UBKw1mwPzS7mVVDDqY1mWxzkRhxDjsVMRDfdj")
+PEERS = (
+    "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51",
+    "QmZXuaYC6UBKw1mwPzS7mVVDDqY1mWxzkRhxDjsVMRDfdj",
+)
 ALICE, BOB = PEERS
 
 
 def token(
-    role: Role = "worker", expires_at: int = NOW + DAY, peer: str = "", run: str = "run", key: RunKey = KEY
+    role: Role = "worker",
+    expires_at: int = NOW + DAY,
+    peer: str = "",
+    run: str = "run",
+    key: RunKey = KEY,
 ) -> Token:
     return issue(key, run, role, expires_at, peer)
 
@@ -50,7 +67,9 @@ def test_a_token_and_its_credential_come_through_unchanged(one: Token) -> None:
     assert Token.from_text(one.to_text()) == one
     text = one.credential(ALICE)
     credential = Credential.from_text(text)
-    assert credential.grant == one.grant and credential.proves(ALICE) and credential.to_text() == text
+    assert (
+        credential.grant == one.grant and credential.proves(ALICE) and credential.to_text() == text
+    )
     assert len(one.to_text()) < MAX_CHARACTERS / 2 and len(text) < MAX_CHARACTERS / 2
 
 
@@ -61,13 +80,24 @@ def test_a_text_with_any_bit_or_character_changed_is_refused(door: Admission) ->
         with pytest.raises(ConfigError, match="invitation"):
             Token.from_text(encoded(flipped(raw, bit)))
     invitation, text = one.to_text(), one.credential(ALICE)
-    for changed in (invitation[:-1], invitation + "A", invitation + "=", " " + invitation, invitation + "\n"):
+    for changed in (
+        invitation[:-1],
+        invitation + "A",
+        invitation + "=",
+        " " + invitation,
+        invitation + "\n",
+    ):
         with pytest.raises(ConfigError):
             Token.from_text(changed)
     raw = decoded(text)
     bits = [encoded(flipped(raw, bit)) for bit in range(8 * len(raw))]
-    for changed in [*bits, *(text[:at] + other + text[at + 1 :] for at in range(len(text)) for other in "A_-9")]:
-        assert changed == text or (door.admit(ALICE, changed, NOW) and door.role_of(ALICE, NOW) is None), changed
+    for changed in [
+        *bits,
+        *(text[:at] + other + text[at + 1 :] for at in range(len(text)) for other in "A_-9"),
+    ]:
+        assert changed == text or (
+            door.admit(ALICE, changed, NOW) and door.role_of(ALICE, NOW) is None
+        ), changed
     assert door.admit(ALICE, text, NOW) is None
 
 
@@ -88,21 +118,36 @@ def test_any_bytes_are_a_credential_or_an_error_of_ours(raw: bytes) -> None:
 def test_a_token_is_read_from_a_file_with_it_or_a_link(tmp_path: Path) -> None:
     one, file = token(), tmp_path / "invitation"
     link = f"diloco://ip4/1.2.3.4/tcp/1/p2p/{ALICE}?token={one.to_text()}"
-    typed = f"# mine\r\n\r\ndiloco join /ip4/1.2.3.4/tcp/1/p2p/{ALICE} 'swarm.token={one.to_text()}'"
-    for content in (f"{one.to_text()}\n", f"{link}\n", f"\n\u201c{one.to_text()}\u201d ", f"{link}\n{link}", typed):
+    typed = (
+        f"# mine\r\n\r\ndiloco join /ip4/1.2.3.4/tcp/1/p2p/{ALICE} 'swarm.token={one.to_text()}'"
+    )
+    for content in (
+        f"{one.to_text()}\n",
+        f"{link}\n",
+        f"\n\u201c{one.to_text()}\u201d ",
+        f"{link}\n{link}",
+        typed,
+    ):
         file.write_bytes(content.encode("utf-16" if "\n\u201c" in content else "utf-8-sig"))
         file.chmod(0o600)
         assert Token.read(f"@{file}") == Token.read(one.to_text()) == one
     assert one.to_text() not in repr(one) and one.grant.token_id in repr(one)
     file.write_text(f"{one.to_text()}\n{token().to_text()}")
-    with pytest.raises(ConfigError, match=r"swarm\.token=@.*invitation holds 2 tokens; leave one of them there$"):
+    with pytest.raises(
+        ConfigError, match=r"swarm\.token=@.*invitation holds 2 tokens; leave one of them there$"
+    ):
         Token.read(f"@{file}")
     with pytest.raises(ConfigError, match=r"swarm\.token=@.*missing cannot be read: No such file"):
         Token.read(f"@{tmp_path}/missing")
-    with pytest.raises(ConfigError, match=r"has 100000 characters; at most 1024 are read") as caught:
+    with pytest.raises(
+        ConfigError, match=r"has 100000 characters; at most 1024 are read"
+    ) as caught:
         Token.from_text("A" * 100_000)
     assert "AAAA" not in str(caught.value), "unread, and never repeated"
-    for wrong, said in (({"run": "a b"}, "--run=a b is no run id"), ({"peer": "me"}, "--bind=me is no peer id")):
+    for wrong, said in (
+        ({"run": "a b"}, "--run=a b is no run id"),
+        ({"peer": "me"}, "--bind=me is no peer id"),
+    ):
         with pytest.raises(ConfigError, match=said):
             token(**wrong)  # type: ignore[arg-type]
 
@@ -125,7 +170,9 @@ def test_strangers_are_told_why_and_what_to_do(door: Admission) -> None:
         "garbage!": "the credential cannot be read: it has characters",
         shown: "the credential belongs to another identity",
         token(key=OTHER_KEY).credential(BOB): "is signed by another key than that of this run",
-        token(run="other").credential(BOB): "the invitation is for run.id=other, and this is run.id=run",
+        token(run="other").credential(
+            BOB
+        ): "the invitation is for run.id=other, and this is run.id=run",
         expired.credential(BOB): "the invitation expired 3 days ago",
         token(peer=ALICE).credential(BOB): f"the invitation is bound to peer {ALICE}",
     }
@@ -158,16 +205,25 @@ def test_looking_at_a_swarm_uses_no_invitation_up(door: Admission) -> None:
 
 
 def test_nobody_shows_itself_in_a_role_above_its_own(door: Admission) -> None:
-    higher: list[tuple[Role, Role]] = [("observer", "worker"), ("observer", "host"), ("host", "worker")]
+    higher: list[tuple[Role, Role]] = [
+        ("observer", "worker"),
+        ("observer", "host"),
+        ("host", "worker"),
+    ]
     for granted, shown in higher:
-        assert door.admit(ALICE, token(granted).credential(ALICE, shown), NOW) and door.role_of(ALICE, NOW) is None
+        assert (
+            door.admit(ALICE, token(granted).credential(ALICE, shown), NOW)
+            and door.role_of(ALICE, NOW) is None
+        )
 
 
 def test_a_role_allows_what_names_it(door: Admission) -> None:
     for peer, role in ((ALICE, "host"), (BOB, "observer")):
         assert door.admit(peer, token(role).credential(peer), NOW) is None  # type: ignore[arg-type]
     members: frozenset[Role] = frozenset({"worker", "host"})
-    assert "role host does not allow contribution" in str(door.objection(ALICE, "contribution", {"worker"}, NOW))
+    assert "role host does not allow contribution" in str(
+        door.objection(ALICE, "contribution", {"worker"}, NOW)
+    )
     assert door.objection(ALICE, "hello", members, NOW) is None
     assert "role observer does not allow hello" in str(door.objection(BOB, "hello", members, NOW))
     assert door.objection(BOB, "probe", members | {"observer"}, NOW) is None
@@ -180,7 +236,12 @@ def test_observers_without_number_do_not_fill_the_memory(door: Admission) -> Non
     visitors = [f"Qm{number:09d}".replace("0", "z") for number in range(MAX_OBSERVERS + 3)]
     for visitor in visitors:
         assert door.admit(visitor, link.credential(visitor), NOW) is None
-    assert [door.role_of(visitor, NOW) for visitor in visitors[:4]] == [None, None, None, "observer"]
+    assert [door.role_of(visitor, NOW) for visitor in visitors[:4]] == [
+        None,
+        None,
+        None,
+        "observer",
+    ]
     assert door.role_of(ALICE, NOW) == "worker"
 
 
@@ -190,11 +251,14 @@ def test_a_revoked_token_or_peer_is_out_and_stays_out(door: Admission) -> None:
     assert door.admit(BOB, other.credential(BOB), NOW) is None
     assert door.revoke(Revoked.sign(KEY, "run", 1, [one.grant.token_id], []))
     assert door.role_of(ALICE, NOW) is None and door.role_of(BOB, NOW) == "worker"
-    assert door.expel(NOW) == {ALICE: "the owner of the run has revoked the invitation of this peer; ask for a new one"}
+    assert door.expel(NOW) == {
+        ALICE: "the owner of the run has revoked the invitation of this peer; ask for a new one"
+    }
     assert "revoked" in str(door.admit(ALICE, one.credential(ALICE), NOW))
     assert door.admit(ALICE, token().credential(ALICE), NOW) is None  # invited anew
     assert door.revoke(Revoked.sign(KEY, "run", 2, [one.grant.token_id], [BOB]))
-    assert "revoked" in str(door.admit(BOB, token().credential(BOB), NOW))  # a peer that is named stays out
+    # a peer that is named stays out
+    assert "revoked" in str(door.admit(BOB, token().credential(BOB), NOW))
     assert door.lapsed("QmMe", NOW) is None, "it knows when it is out itself"
     assert "expired" in str(door.lapsed("QmMe", NOW + DAY + TOLERANCE_S + 1))
     assert door.revoke(Revoked.sign(KEY, "run", 3, [door.token.grant.token_id], []))
@@ -203,9 +267,14 @@ def test_a_revoked_token_or_peer_is_out_and_stays_out(door: Admission) -> None:
 
 def test_only_the_newest_list_of_the_owner_counts(door: Admission) -> None:
     good = Revoked.sign(KEY, "run", 5, ["0" * 16], [ALICE])
-    foreign = [Revoked.sign(OTHER_KEY, "run", 9, [], [BOB]), Revoked.sign(KEY, "other", 9, [], [BOB])]
+    foreign = [
+        Revoked.sign(OTHER_KEY, "run", 9, [], [BOB]),
+        Revoked.sign(KEY, "other", 9, [], [BOB]),
+    ]
     fields = {"number": 9, "peer_ids": (BOB,), "token_ids": (), "signature": "00" * 64}
-    changed = [replace(good, **{name: value}) for name, value in [*fields.items(), ("signature", "")]]  # type: ignore
+    changed = [
+        replace(good, **{name: value}) for name, value in [*fields.items(), ("signature", "")]
+    ]  # type: ignore
     assert not any(map(door.revoke, [*foreign, *changed]))
     assert door.revoke(good) and not door.revoke(good)
     assert not door.revoke(Revoked.sign(KEY, "run", 4, [], []))
@@ -222,7 +291,9 @@ def test_a_list_is_remembered_beside_the_key(tmp_path: Path) -> None:
     assert Revoked.remembered(KEY, path, "run") == signed
     assert Revoked.remembered(KEY, path, "other").peer_ids == (BOB,)
     (tmp_path / "run.key.revoked.json").write_text('{"run": 3}')
-    with pytest.raises(ConfigError, match=r"run\.key\.revoked\.json is not what diloco revoke wrote"):
+    with pytest.raises(
+        ConfigError, match=r"run\.key\.revoked\.json is not what diloco revoke wrote"
+    ):
         Revoked.remembered(KEY, path, "run")
     with pytest.raises(ConfigError, match=f"more than {MAX_REVOKED} are revoked"):
         Revoked.sign(KEY, "run", 1, [], map(str, range(MAX_REVOKED + 1)))
@@ -233,15 +304,21 @@ def test_a_key_is_written_once_for_its_owner_and_read_back(tmp_path: Path) -> No
     made = RunKey.create(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert RunKey.read(path).public == made.public and len(made.public) == 32
-    with pytest.raises(ConfigError, match=r"FILE=.*run\.key cannot be written: File exists; name a new file"):
+    with pytest.raises(
+        ConfigError, match=r"FILE=.*run\.key cannot be written: File exists; name a new file"
+    ):
         RunKey.create(path)
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         RunKey.create(tmp_path / "missing" / "run.key")
-    with pytest.raises(ConfigError, match=r"swarm\.key_path=.*missing cannot be read: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"swarm\.key_path=.*missing cannot be read: No such file"
+    ):
         RunKey.read(tmp_path / "missing")
     for content in (b"", b"nonsense", b"\0" * 5000):
         path.write_bytes(content)
-        with pytest.raises(ConfigError, match=r"--key=.*run\.key holds no run key; diloco keygen makes one"):
+        with pytest.raises(
+            ConfigError, match=r"--key=.*run\.key holds no run key; diloco keygen makes one"
+        ):
             RunKey.read(path, "--key")
 
 

@@ -74,7 +74,11 @@ def test_a_second_try_is_the_same_peer_and_calls_whom_it_knew(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the address where it was, if the port is free. Two at once are two, though."""
-    keys, heard, run = set(), [], {"run_id": "again", "on_event": lambda kind, fields: heard.append(kind)}
+    keys, heard, run = (
+        set(),
+        [],
+        {"run_id": "again", "on_event": lambda kind, fields: heard.append(kind)},
+    )
     for _ in range(2):
         with pytest.raises(RuntimeError), peer(**run) as swarm, attach(swarm):
             keys.add(swarm._key_file())
@@ -86,7 +90,9 @@ def test_a_second_try_is_the_same_peer_and_calls_whom_it_knew(
     assert one._key_file() != two._key_file()
 
 
-def test_who_was_told_an_address_calls_again_for_a_while(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_told_an_address_calls_again_for_a_while(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When it comes back; the first time, and when it is refused, it ends at once."""
     monkeypatch.setattr("diloco.attach.node_link.AGAIN_S", 0.0)
     silent = SwarmError("swarm.initial_peers=x cannot be reached")
@@ -98,7 +104,10 @@ def test_who_was_told_an_address_calls_again_for_a_while(network: Network, monke
     with peer(**run) as swarm, attach(swarm):
         pass
     network.refusals = iter([silent, silent])
-    with peer(**run, on_event=lambda kind, fields: heard.append(kind)) as swarm, attach(swarm) as sync:
+    with (
+        peer(**run, on_event=lambda kind, fields: heard.append(kind)) as swarm,
+        attach(swarm) as sync,
+    ):
         assert sync.node is network.nodes[-1] and heard == ["calls_again"]
         assert swarm.network.initial_peers == (HERE.format(5000), HERE.format(4000))
     for patience_s, error in ((30.0, SwarmError("the swarm refused this peer")), (0.0, silent)):
@@ -109,7 +118,8 @@ def test_who_was_told_an_address_calls_again_for_a_while(network: Network, monke
 
 
 def test_a_peer_that_was_left_attached_leaves_when_the_next_comes(network: Network) -> None:
-    """Of the same thread and run, with the same optimizer or another; not if the next one joins at it."""
+    """Of the same thread and run, with the same optimizer or another; not if the next one joins at
+    it."""
     trained = made()
     for _ in range(2):
         again = peer(run_id="cell")

@@ -19,11 +19,16 @@ from diloco.swarm.client.ask import SwarmInfo
 
 TEXT = '{"outer": {"rounds": 7}, "run": {"id": "mine"}}'
 OURS = hash_of(TEXT.replace("7", "9"))  # a longer run is the same one
-GIVEN, *KNOWN = (f"/ip4/203.0.113.{n}/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg" for n in "789")
+GIVEN, *KNOWN = (
+    f"/ip4/203.0.113.{n}/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
+    for n in "789"
+)
 KEY = Path("identity")
 
 
-def again(monkeypatch: pytest.MonkeyPatch, *given: str, known: Sequence[str] = KNOWN, run: str = OURS) -> Any:
+def again(
+    monkeypatch: pytest.MonkeyPatch, *given: str, known: Sequence[str] = KNOWN, run: str = OURS
+) -> Any:
     """What it comes to where the last of those that are called answers; and who was called."""
     called: list[str] = []
 
@@ -38,7 +43,8 @@ def again(monkeypatch: pytest.MonkeyPatch, *given: str, known: Sequence[str] = K
 
 
 def test_who_comes_back_joins_at_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who joined calls the seeds, too; without others nobody is called, and none of another run is joined."""
+    """Who joined calls the seeds, too; without others nobody is called, and none of another run is
+    joined."""
     assert again(monkeypatch) == ((KNOWN[-1],), KNOWN)
     assert again(monkeypatch, GIVEN) == ((GIVEN, *KNOWN), [])
     assert again(monkeypatch, known=()) == ((), [])
@@ -59,10 +65,17 @@ def test_a_peer_remembers_whom_it_knew_in_a_run(tmp_path: Path) -> None:
     remember(key, OURS, [GIVEN], KNOWN[1:])
     assert known_by(key, OURS) == ([GIVEN], KNOWN[::-1]) and known_by(key, "0" * 64) == nothing
     [file] = tmp_path.iterdir()
-    for torn in (file.read_text()[:9], "[]", '{"run": "x"}', json.dumps({"run": OURS, "own": 3, "others": []})):
+    for torn in (
+        file.read_text()[:9],
+        "[]",
+        '{"run": "x"}',
+        json.dumps({"run": OURS, "own": 3, "others": []}),
+    ):
         file.write_text(torn)
         assert known_by(key, OURS) == nothing
-    file.write_text(json.dumps({"run": OURS, "own": [], "others": ["/ip4/1.2.3.4/tcp/1", KNOWN[0]]}))
+    file.write_text(
+        json.dumps({"run": OURS, "own": [], "others": ["/ip4/1.2.3.4/tcp/1", KNOWN[0]]})
+    )
     assert known_by(key, OURS)[1] == KNOWN[:1]
     remember(tmp_path / "no" / "such" / "place", OURS, [], [])
 
@@ -77,7 +90,9 @@ def test_a_peer_listens_where_it_did_if_it_can(tmp_path: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        remember(key, OURS, [GIVEN.replace("203.0.113.7", "127.0.0.1").replace("4100", str(port))], [])
+        remember(
+            key, OURS, [GIVEN.replace("203.0.113.7", "127.0.0.1").replace("4100", str(port))], []
+        )
         for listen in ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/tcp/4100"):
             assert listens(listen) == (listen,)
     assert listens("/ip4/127.0.0.1/tcp/0") == (f"/ip4/127.0.0.1/tcp/{port}",)

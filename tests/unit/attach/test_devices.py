@@ -23,11 +23,16 @@ def there(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "count", "setting", "chosen"),
     [
-        ("cpu", 0, "auto", "cpu"), ("cuda", 3, "auto", "cuda:0"), ("cuda", 3, "cuda", "cuda:0"),
-        ("cuda", 3, "cuda:2", "cuda:2"), ("cuda", 3, "cpu", "cpu"), ("xpu", 2, "auto", "xpu:0"),
-        ("mps", 1, "auto", "mps"), ("mps", 1, "mps", "mps"),
+        ("cpu", 0, "auto", "cpu"),
+        ("cuda", 3, "auto", "cuda:0"),
+        ("cuda", 3, "cuda", "cuda:0"),
+        ("cuda", 3, "cuda:2", "cuda:2"),
+        ("cuda", 3, "cpu", "cpu"),
+        ("xpu", 2, "auto", "xpu:0"),
+        ("mps", 1, "auto", "mps"),
+        ("mps", 1, "mps", "mps"),
     ],
-)  # fmt: skip
+)
 def test_a_process_alone_takes_what_is_named_or_the_first(
     kind: str, count: int, setting: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,7 +44,11 @@ def test_a_process_alone_takes_what_is_named_or_the_first(
 def test_ranks_and_peers_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     there(monkeypatch, "cuda", 3)
     for setting in ("auto", "cuda"):
-        assert [str(choose(setting, rank, 3)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
+        assert [str(choose(setting, rank, 3)) for rank in range(3)] == [
+            "cuda:0",
+            "cuda:1",
+            "cuda:2",
+        ]
     assert [str(choose("cuda:1", rank, 3)) for rank in range(3)] == ["cuda:1"] * 3
     assert [str(choose("cpu", rank, 8)) for rank in range(8)] == ["cpu"] * 8
     assert str(choose("auto", 0, 1)) == "cuda:0", "a rank of its own on each machine"
@@ -58,9 +67,21 @@ def test_ranks_and_peers_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatc
     ("kind", "count", "setting", "ranks", "why"),
     [
         ("cpu", 0, "cuda", 1, " is not there: this machine has no accelerator that torch can use"),
-        ("cuda", 4, "cuda:4", 1, " is not there: this machine has cuda:0 to cuda:3; use auto or cpu"),
+        (
+            "cuda",
+            4,
+            "cuda:4",
+            1,
+            " is not there: this machine has cuda:0 to cuda:3; use auto or cpu",
+        ),
         ("mps", 1, "cuda", 1, " is not there: this machine has mps; use auto or cpu"),
-        ("cuda", 2, "auto", 3, ": 3 processes on this machine, which has cuda:0 to cuda:1; start 2, or"),
+        (
+            "cuda",
+            2,
+            "auto",
+            3,
+            ": 3 processes on this machine, which has cuda:0 to cuda:1; start 2, or",
+        ),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_with_what_is(
@@ -87,7 +108,9 @@ def test_collectives_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for there, backend in ((False, "gloo"), (True, "xccl")):
         monkeypatch.setattr(dist, "is_xccl_available", lambda there=there: there)
-        kinds = {kind: devices.backend_of(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "mps")}
+        kinds = {
+            kind: devices.backend_of(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "mps")
+        }
         assert kinds == {"cpu": "gloo", "cuda": "nccl", "xpu": backend, "mps": "gloo"}
     assert devices.backend_of(torch.device("cuda"), shared=True) == "gloo"
     for ranks, shared in (("2", [False, False, True]), ("1", [False] * 3)):

@@ -30,7 +30,8 @@ class Masters(torch.optim.Optimizer):
 
 
 class Returning(torch.optim.SGD):
-    """Every so many steps it goes a part of the way back to slow weights, or to an average in each."""
+    """Every so many steps it goes a part of the way back to slow weights, or to an average in
+    each."""
 
     def __init__(self, params: Params, every: int = 5, part: float = 0.5) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
@@ -38,7 +39,10 @@ class Returning(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        slow = [self.state[one].setdefault("slow", one.clone()) for one in self.param_groups[0]["params"]]
+        slow = [
+            self.state[one].setdefault("slow", one.clone())
+            for one in self.param_groups[0]["params"]
+        ]
         super().step()
         self.taken += 1
         if self.taken % self.every == 0:
@@ -77,9 +81,12 @@ def params(dtype: torch.dtype) -> Params:
 @pytest.mark.parametrize(
     "made", [Masters, Returning, lambda p: Returning(p, 1, 0.1), lambda p: Returning(p, 10), Around]
 )
-def test_what_returns_to_a_copy_is_refused(made: Callable[[Params], Any], dtype: torch.dtype) -> None:
+def test_what_returns_to_a_copy_is_refused(
+    made: Callable[[Params], Any], dtype: torch.dtype
+) -> None:
     with pytest.raises(
-        ConfigError, match=r"^optimizer=\w+ returns to a copy of the parameters .* [0-9]+% of a change"
+        ConfigError,
+        match=r"^optimizer=\w+ returns to a copy of the parameters .* [0-9]+% of a change",
     ) as one:
         unwrap_optimizer(made(params(dtype)))
     assert "\n" not in str(one.value)
@@ -87,13 +94,15 @@ def test_what_returns_to_a_copy_is_refused(made: Callable[[Params], Any], dtype:
 
 def test_two_sequences_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"^optimizer=Switched has two sequences .* its train\(\) and eval\(\) exchange"
+        ConfigError,
+        match=r"^optimizer=Switched has two sequences .* its train\(\) and eval\(\) exchange",
     ):
         unwrap_optimizer(Switched(params(torch.float32)))
 
 
 class Honest(torch.optim.AdamW):
-    """It draws random numbers, keeps where it began, and has the state and the groups of many steps."""
+    """It draws random numbers, keeps where it began, and has the state and the groups of many
+    steps."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -1,4 +1,5 @@
-"""The inner optimizers: which parameters Muon takes, one step, one hook, and state that comes back."""
+"""The inner optimizers: which parameters Muon takes, one step, one hook, and state that comes
+back."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from torch import nn
 
 from diloco.attach import inner_optimizer as inner
 from diloco.attach import muon
-from diloco.attach.inner_optimizer import CombinedOptimizer, inner_optimizer, load_moments_, snapshot
+from diloco.attach.inner_optimizer import (
+    CombinedOptimizer,
+    inner_optimizer,
+    load_moments_,
+    snapshot,
+)
 from diloco.attach.state_io import flatten_optimizer, restore_optimizer
 from diloco.config import compose
 
@@ -57,7 +63,9 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     step(net, optimizer)
     assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
     for name, rate in (("muon", 0.15), ("adamw", 0.05)):
-        settings = compose([f"inner.optimizer={name}", "inner.lr=0.05", "inner.muon_lr_ratio=3"]).inner
+        settings = compose(
+            [f"inner.optimizer={name}", "inner.lr=0.05", "inner.muon_lr_ratio=3"]
+        ).inner
         rates = {group["lr"] for group in inner_optimizer(Net(), settings).param_groups}
         assert rates == {settings.peak_lr} and settings.peak_lr == pytest.approx(rate)
 
@@ -74,8 +82,14 @@ def test_it_learns_and_tells_its_hook_once_per_step(name: str) -> None:
 def test_adamw_is_fused_where_all_parameters_are_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **settings: asked.update(settings))
-    for devices, fused in ((["cuda", "cuda"], True), (["cpu", "cpu"], None), (["cuda", "cpu"], None)):
-        parameters: Any = [SimpleNamespace(device=torch.device(device), ndim=2) for device in devices]
+    for devices, fused in (
+        (["cuda", "cuda"], True),
+        (["cpu", "cpu"], None),
+        (["cuda", "cpu"], None),
+    ):
+        parameters: Any = [
+            SimpleNamespace(device=torch.device(device), ndim=2) for device in devices
+        ]
         inner._adamw(parameters, compose().inner)
         assert asked["fused"] is fused
 
@@ -83,7 +97,9 @@ def test_adamw_is_fused_where_all_parameters_are_on_cuda(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_fused_optimizer_takes_over_the_state_of_another(fused: bool) -> None:
     nets = [(Net(), kernel) for kernel in (not fused, fused, fused)]
-    (net, optimizer), moved, resumed = ((net, torch.optim.AdamW(net.parameters(), fused=k)) for net, k in nets)
+    (net, optimizer), moved, resumed = (
+        (net, torch.optim.AdamW(net.parameters(), fused=k)) for net, k in nets
+    )
     for _ in range(3):
         step(net, optimizer)
     for other, _ in (moved, resumed):
@@ -95,7 +111,8 @@ def test_a_fused_optimizer_takes_over_the_state_of_another(fused: bool) -> None:
     restore_optimizer(resumed[1], {name: one.clone() for name, one in tensors.items()}, saved)
     assert resumed[1].param_groups[0]["fused"] is fused, "kernels are this device's own"
     losses = [[step(*both) for _ in range(3)] for both in ((net, optimizer), moved, resumed)]
-    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-5)  # one kernel rounds unlike several
+    # one kernel rounds unlike several
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -58,13 +58,34 @@ def parameter(values: Tensor) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (parameter(torch.zeros(3, dtype=torch.complex64)), "w is complex64, .*; keep .*view_as_real.*, or freeze it$"),
-        (nn.Linear(2, 2, device="meta"), r"weight has no values yet \(device=meta\); load the model before attach$"),
-        (parameter(torch.zeros(3).as_subclass(Part)), "w is a Part, and .*; share the model .*DistributedDataParallel"),
-        (parameter(torch.tensor([0.0, math.nan])), "w has NaN or infinite values at attach; load or init"),
-        (parameter(torch.tensor([-math.inf], dtype=torch.bfloat16)), "w has NaN or infinite values at attach"),
-        (nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet; run one batch through the model before attach$"),
-        (nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False)), "1.running_mean has no shape yet; run one"),
+        (
+            parameter(torch.zeros(3, dtype=torch.complex64)),
+            "w is complex64, .*; keep .*view_as_real.*, or freeze it$",
+        ),
+        (
+            nn.Linear(2, 2, device="meta"),
+            r"weight has no values yet \(device=meta\); load the model before attach$",
+        ),
+        (
+            parameter(torch.zeros(3).as_subclass(Part)),
+            "w is a Part, and .*; share the model .*DistributedDataParallel",
+        ),
+        (
+            parameter(torch.tensor([0.0, math.nan])),
+            "w has NaN or infinite values at attach; load or init",
+        ),
+        (
+            parameter(torch.tensor([-math.inf], dtype=torch.bfloat16)),
+            "w has NaN or infinite values at attach",
+        ),
+        (
+            nn.Sequential(nn.LazyLinear(4)),
+            "0.weight has no shape yet; run one batch through the model before attach$",
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False)),
+            "1.running_mean has no shape yet; run one",
+        ),
     ],
 )
 def test_parameters_that_no_swarm_can_keep_are_refused(model: nn.Module, why: str) -> None:
@@ -77,20 +98,41 @@ def test_an_optimizer_has_parameters_of_what_is_attached_and_no_others() -> None
     model, head, copied = nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(4, 3)
     model.empty = nn.Parameter(torch.zeros(0))  # type: ignore[assignment]
     for attached, trained, why in (
-        (model, [*model.parameters(), *head.parameters()], r"SGD has 2 parameters that are in no .* \[2\]\); make"),
-        (model, copied.parameters(), "SGD has none of the model's 3 trained parameters; make it of model.parameters"),
-        ([model, head], copied.parameters(), "SGD has none of the model's 5 trained parameters; make it of model.par"),
+        (
+            model,
+            [*model.parameters(), *head.parameters()],
+            r"SGD has 2 parameters that are in no .* \[2\]\); make",
+        ),
+        (
+            model,
+            copied.parameters(),
+            "SGD has none of the model's 3 trained parameters; make it of model.parameters",
+        ),
+        (
+            [model, head],
+            copied.parameters(),
+            "SGD has none of the model's 5 trained parameters; make it of model.par",
+        ),
     ):
         with pytest.raises(ConfigError, match=f"^optimizer={why}"):
             swarm().attach(attached, torch.optim.SGD(trained, lr=0.1))
-    assert set(swarm().attach([model], torch.optim.SGD(model.parameters(), lr=0.1)).parameters) > {"weight", "bias"}
+    assert set(swarm().attach([model], torch.optim.SGD(model.parameters(), lr=0.1)).parameters) > {
+        "weight",
+        "bias",
+    }
     head.weight = model.weight  # type: ignore[assignment]
     together = torch.optim.SGD({*model.parameters(), *head.parameters()}, lr=0.1)
-    assert set(swarm().attach([model, head], together).parameters) == {"0.weight", "0.bias", "0.empty", "1.bias"}
+    assert set(swarm().attach([model, head], together).parameters) == {
+        "0.weight",
+        "0.bias",
+        "0.empty",
+        "1.bias",
+    }
 
 
 def test_parameters_that_stay_are_named() -> None:
-    """Those in no group at once, those without a change after the first round, each once; by values, not gradients."""
+    """Those in no group at once, those without a change after the first round, each once; by
+    values, not gradients."""
     told: list[tuple[object, ...]] = []
 
     def tell(kind: str, fields: dict[str, object]) -> None:
@@ -101,7 +143,9 @@ def test_parameters_that_stay_are_named() -> None:
     )
     trained = TrainedParams(model)
     groups = [
-        {"params": [one], "weight_decay": 0.1 * (name == "decayed")} for name, one in model.items() if name != "still"
+        {"params": [one], "weight_decay": 0.1 * (name == "decayed")}
+        for name, one in model.items()
+        if name != "still"
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     trained.check_start(optimizer, tell)
@@ -112,7 +156,10 @@ def test_parameters_that_stay_are_named() -> None:
     optimizer.step()
     trained.check(tell)
     trained.check(tell)
-    assert told == [("untrained", "still", "are in no g"), ("untrained", "still, zero", "did not mov")]
+    assert told == [
+        ("untrained", "still", "are in no g"),
+        ("untrained", "still, zero", "did not mov"),
+    ]
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -144,10 +191,12 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "wraps", [*itertools.permutations((ddp, compiled)), (inside(compiled), inside(ddp)), (fsdp2, ddp)]
+    "wraps",
+    [*itertools.permutations((ddp, compiled)), (inside(compiled), inside(ddp)), (fsdp2, ddp)],
 )
 def test_wrappers_change_no_name(wraps: Sequence[Callable[[nn.Module], nn.Module]]) -> None:
-    """Whichever, in which order, around the model or a part: its peers have the same run and the same checkpoints."""
+    """Whichever, in which order, around the model or a part: its peers have the same run and the
+    same checkpoints."""
     plain, model = Net(), Net()
     wrapped: nn.Module = model
     for wrap in wraps:
@@ -169,7 +218,9 @@ def test_adapters_have_the_names_of_injected_ones() -> None:
     settings = LoraConfig(target_modules=["head"])
     injected = inject_adapter_in_model(settings, Net())
     around = unwrap_model(nn.DataParallel(get_peft_model(Net(), settings)))  # type: ignore[arg-type]
-    assert list(TrainedParams(around)) == list(TrainedParams(injected)) and class_name(around) == "Net"
+    assert (
+        list(TrainedParams(around)) == list(TrainedParams(injected)) and class_name(around) == "Net"
+    )
 
 
 def cast(model: nn.Linear) -> None:
@@ -186,7 +237,9 @@ def test_storage_that_is_bound_anew_is_followed(change: Callable[[nn.Linear], No
     model = nn.Linear(4, 4)
     trained = TrainedParams(model)
     settings = OuterConfig(method="diloco", sync_every=1, codec_up="fp32", codec_down="fp32")
-    replica = Replica(trained, partition({name: p.numel() for name, p in trained.items()}, 1), settings)
+    replica = Replica(
+        trained, partition({name: p.numel() for name, p in trained.items()}, 1), settings
+    )
     change(model)
     trained.check(untold)
     with torch.no_grad():
@@ -196,7 +249,9 @@ def test_storage_that_is_bound_anew_is_followed(change: Callable[[nn.Linear], No
     codec("fp32").decode(replica.capture(0), delta)
     torch.testing.assert_close(delta, torch.ones(20))
     replica.load_local_()
-    assert torch.equal(torch.cat([p.detach().float().flatten() for p in model.parameters()]), replica.anchors[0])
+    assert torch.equal(
+        torch.cat([p.detach().float().flatten() for p in model.parameters()]), replica.anchors[0]
+    )
 
 
 def replace(model: nn.Linear) -> None:
@@ -217,13 +272,33 @@ def to(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (replace, "weight is another parameter since attach, and the swarm has the old one; make such changes "),
-        (to(lambda w: w.view(2, 8)), r"weight has shape \[2, 8\], and had \[4, 4\] when it was attached; make such"),
-        (grow, "adapter is trained since attach, but the swarm does not know it; make such changes before attach"),
-        (to(lambda w: w.to(torch.complex64)), "weight is complex64, and outer steps are of real numbers"),
+        (
+            replace,
+            (
+                "weight is another parameter since attach, and the swarm has the old one; make such"
+                " changes "
+            ),
+        ),
+        (
+            to(lambda w: w.view(2, 8)),
+            r"weight has shape \[2, 8\], and had \[4, 4\] when it was attached; make such",
+        ),
+        (
+            grow,
+            (
+                "adapter is trained since attach, but the swarm does not know it; make such changes"
+                " before attach"
+            ),
+        ),
+        (
+            to(lambda w: w.to(torch.complex64)),
+            "weight is complex64, and outer steps are of real numbers",
+        ),
     ],
 )
-def test_a_model_that_trains_something_else_is_refused(change: Callable[[nn.Linear], None], why: str) -> None:
+def test_a_model_that_trains_something_else_is_refused(
+    change: Callable[[nn.Linear], None], why: str
+) -> None:
     model = nn.Linear(4, 4)
     trained = TrainedParams(model)
     trained.check(untold)
@@ -256,8 +331,18 @@ def test_peers_with_another_base_are_in_another_run() -> None:
 def test_a_digest_is_of_names_shapes_and_values() -> None:
     values = torch.arange(6.0)
     others = [values.view(2, 3), values + 1, torch.complex(values, values)]
-    assert len({values_digest({"b": values}), *(values_digest({"a": one}) for one in (values, *others))}) == 5
-    assert values_digest({"a": values.view(2, 3).T.contiguous().T}) == values_digest({"a": values.view(2, 3)})
+    assert (
+        len(
+            {
+                values_digest({"b": values}),
+                *(values_digest({"a": one}) for one in (values, *others)),
+            }
+        )
+        == 5
+    )
+    assert values_digest({"a": values.view(2, 3).T.contiguous().T}) == values_digest(
+        {"a": values.view(2, 3)}
+    )
     assert values_digest({}) is values_digest({"a": torch.zeros(0)}) is None
 
 

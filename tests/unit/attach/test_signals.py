@@ -22,7 +22,8 @@ from tests.support.loops import Direct, LastFlight
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]  # nohup ignores one of them
+    # nohup ignores one of them
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     interrupt = signal.getsignal(signal.SIGINT)
     yield
     assert signal.getsignal(signal.SIGINT) == interrupt and not signals._watchers
@@ -38,7 +39,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def test_a_second_signal_of_its_kind_ends_at_once(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_of_its_kind_ends_at_once(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Schedulers send the same one twice, and another before it."""
     heard: list[int] = []
     now = 0.0
@@ -56,7 +59,8 @@ def test_a_second_signal_of_its_kind_ends_at_once(ended: list[int], monkeypatch:
 
 
 def test_a_handler_of_the_program_stays() -> None:
-    """One that is there, one that comes later, and one over which a trainer's peer listens, which comes first."""
+    """One that is there, one that comes later, and one over which a trainer's peer listens, which
+    comes first."""
     heard: list[str] = []
 
     def own(number: int, frame: object) -> None:
@@ -136,12 +140,17 @@ def opened(loop: Loop, work: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("way", [in_a_block, opened])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_loop_ends_with_a_goodbye(way: Any, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the program's own code at once, in a step after the step, and while it waits for others."""
+def test_a_loop_ends_with_a_goodbye(
+    way: Any, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the program's own code at once, in a step after the step, and while it waits for
+    others."""
     loop = Loop(tmp_path, monkeypatch)
     with pytest.raises(SystemExit) as caught:
         way(loop, lambda: signal.raise_signal(number))
-    assert caught.value.code == 128 + number and loop.node.said.index("leave") < loop.node.said.index("close")
+    assert caught.value.code == 128 + number and loop.node.said.index(
+        "leave"
+    ) < loop.node.said.index("close")
 
     loop = Loop(tmp_path, monkeypatch)
     stepped = loop.model.weight.detach().clone()
@@ -165,10 +174,15 @@ def test_a_loop_ends_with_a_goodbye(way: Any, number: int, tmp_path: Path, monke
     assert "leave" in loop.node.said
 
 
-def test_a_signal_leaves_a_checkpoint_of_the_last_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_leaves_a_checkpoint_of_the_last_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless there is one; with what the loop has added last."""
     loop, saved = Loop(tmp_path, monkeypatch), []
-    monkeypatch.setattr("diloco.attach.saved.LoopCheckpoints.save", lambda self, sync, run, state: saved.append(state))
+    monkeypatch.setattr(
+        "diloco.attach.saved.LoopCheckpoints.save",
+        lambda self, sync, run, state: saved.append(state),
+    )
     for save in (True, False):
         with (
             pytest.raises(SystemExit),

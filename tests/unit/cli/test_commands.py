@@ -21,7 +21,9 @@ from diloco.rundir.summary import Summary
 from tests.support.command_line import Typed
 from tests.support.places import ROOT
 
-COMMANDS = ("local train join host eval export generate simulate sweep compare plan doctor status dashboard").split()
+COMMANDS = (
+    "local train join host eval export generate simulate sweep compare plan doctor status dashboard"
+).split()
 OWNER = ["keygen", "invite", "revoke"]  # have no configuration, and a test of their own
 ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 
@@ -40,7 +42,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return ends
 
 
-def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_module_is_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["diloco", "--version"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("diloco", run_name="__main__")
@@ -78,23 +82,28 @@ HEAVY = {"torch", "transformers", "hivemind", "datasets", "numpy", "rich"}
 def test_what_does_not_train_imports_nothing_heavy() -> None:
     """And output into a closed pipe is no error."""
     code = (
-        "import os, sys\nread, write = os.pipe()\nos.close(read)\n"
-        "from diloco.cli.main import main\n"
-        f"for line in {list(LIGHT)}:\n"
-        "    os.dup2(write, 1)\n"
-        "    try:\n        main(line.split())\n    except SystemExit as ended:\n        code = ended.code\n"
-        f"    print(code, sorted({HEAVY} & set(sys.modules)), line, file=sys.stderr)"
+        "import os, sys\nread, write = os.pipe()\nos.close(read)\nfrom diloco.cli.main import"
+        f" main\nfor line in {list(LIGHT)}:\n    os.dup2(write, 1)\n    try:\n       "
+        " main(line.split())\n    except SystemExit as ended:\n        code = ended.code\n   "
+        f" print(code, sorted({HEAVY} & set(sys.modules)), line, file=sys.stderr)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     said = [line for line in shown.stderr.splitlines() if line[:1].isdigit()]
-    assert shown.returncode == 0 and said == [f"{code} [] {line}" for line, code in LIGHT.items()], shown.stderr
+    assert shown.returncode == 0 and said == [
+        f"{code} [] {line}" for line, code in LIGHT.items()
+    ], shown.stderr
 
 
-def test_a_shell_completes_commands_and_options(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_completes_commands_and_options(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("_DILOCO_COMPLETE", "bash_source")
     assert "_DILOCO_COMPLETE=bash_complete" in typed()
     monkeypatch.setenv("_DILOCO_COMPLETE", "bash_complete")
-    for line, offered in (("diloco tr", "plain,train\n"), ("diloco plan --tar", "plain,--target\n")):
+    for line, offered in (
+        ("diloco tr", "plain,train\n"),
+        ("diloco plan --tar", "plain,--target\n"),
+    ):
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
         assert typed() == offered
@@ -126,9 +135,13 @@ def test_cfg_shows_what_can_be_used_again(tmp_path: Path, typed: Typed) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(typed("local", "experiment=quickstart", "outer.lr=0.3", "--cfg", "job"))
     again = typed("train", "--config", str(file), "inner.lr=0.001", "--cfg", "job")
-    assert again == typed("train", "experiment=quickstart", "outer.lr=0.3", "inner.lr=0.001", "--cfg", "job")
+    assert again == typed(
+        "train", "experiment=quickstart", "outer.lr=0.3", "inner.lr=0.001", "--cfg", "job"
+    )
     manifest = compose(["run.id=x"]).manifest()
-    assert json.loads(typed("train", "--cfg", "manifest", "run.id=x")) == json.loads(manifest.to_json())
+    assert json.loads(typed("train", "--cfg", "manifest", "run.id=x")) == json.loads(
+        manifest.to_json()
+    )
     assert typed.err == f"manifest hash {manifest.hash()}\n"
     # Settings are listed even where an argument is missing.
     text = "  outer.lr=0.75 *\n      Outer (Nesterov) learning rate. Expects a number > 0"
@@ -138,23 +151,38 @@ def test_cfg_shows_what_can_be_used_again(tmp_path: Path, typed: Typed) -> None:
 
 def test_eval_starts_from_the_configuration_of_the_run(tmp_path: Path, typed: Typed) -> None:
     (tmp_path / "config.yaml").write_text(compose(["data.holdout=0.1"]).to_yaml())
-    for directory, holdout in ((tmp_path, 0.1), (tmp_path / "model", 0.1), (tmp_path / "other" / "model", 0.02)):
+    for directory, holdout in (
+        (tmp_path, 0.1),
+        (tmp_path / "model", 0.1),
+        (tmp_path / "other" / "model", 0.02),
+    ):
         config = yaml.safe_load(typed("eval", str(directory), "eval.sequences=8", "--cfg", "job"))
         assert (config["data"]["holdout"], config["eval"]["sequences"]) == (holdout, 8)
 
 
 def test_a_private_model_is_one_that_is_uploaded(typed: Typed) -> None:
-    assert "--private has no effect without --push-to-hub" in typed.refused("export", "runs/a", "out", "--private")
+    assert "--private has no effect without --push-to-hub" in typed.refused(
+        "export", "runs/a", "out", "--private"
+    )
 
 
 def test_a_guest_takes_the_settings_of_the_run_from_the_swarm(typed: Typed) -> None:
     for one in ("outer.lr=1", "model=tiny", "+model.config.hidden_size=8", "experiment=smoke"):
         for command in ("join", "host", "doctor"):
             said = typed.refused(command, ADDRESS, one)
-            assert "belongs to the run and comes from the swarm; drop it, or start your own swarm" in said
+            assert (
+                "belongs to the run and comes from the swarm; drop it, or start your own swarm"
+                in said
+            )
     typed.refused("join", ADDRESS, "run.id=x")
-    for where, peers in ((ADDRESS, [ADDRESS]), ("@runs/mine/address", ["@runs/mine/address"]), ("--new", [])):
-        config = yaml.safe_load(typed("host", where, "run.id=mine", "train.threads=2", "--cfg", "job"))
+    for where, peers in (
+        (ADDRESS, [ADDRESS]),
+        ("@runs/mine/address", ["@runs/mine/address"]),
+        ("--new", []),
+    ):
+        config = yaml.safe_load(
+            typed("host", where, "run.id=mine", "train.threads=2", "--cfg", "job")
+        )
         assert config["swarm"]["initial_peers"] == peers and config["run"]["id"] == "mine"
 
 
@@ -162,7 +190,9 @@ def test_a_setting_in_doubt_is_a_warning(runs: list[Any], typed: Typed) -> None:
     typed("train")
     assert typed.err == ""
     typed("train", "model.config.vocab_size=5000")
-    assert typed.err.startswith("diloco: warning: data.tokenizer=bytes uses 256 of model.config.vocab_size=5000")
+    assert typed.err.startswith(
+        "diloco: warning: data.tokenizer=bytes uses 256 of model.config.vocab_size=5000"
+    )
 
 
 def test_the_exit_code_is_that_of_the_command_or_its_error(runs: list[Any], typed: Typed) -> None:

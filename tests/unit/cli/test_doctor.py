@@ -27,15 +27,26 @@ THEIRS = compose(["experiment=smoke", "inner.batch_size=3"]).manifest().to_json(
 def swarm_of(
     manifest: str, ahead_s: float = 0.0, mbit: float = 80.0, silent: dict[str, str] | None = None
 ) -> SwarmInfo:
-    reply = ProbeReply(wire_version=1, run_id="r", name="n1", unix_s=0.0, addresses=[PLACE], known=[])
-    return SwarmInfo(manifest, [ProbeResult("p", reply, 0.04, ahead_s, mbit * 125e3, 2 * mbit * 125e3)], silent or {})
+    reply = ProbeReply(
+        wire_version=1, run_id="r", name="n1", unix_s=0.0, addresses=[PLACE], known=[]
+    )
+    return SwarmInfo(
+        manifest,
+        [ProbeResult("p", reply, 0.04, ahead_s, mbit * 125e3, 2 * mbit * 125e3)],
+        silent or {},
+    )
 
 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     """A doctor whose network is made up; the machine is this one."""
-    config = compose(["experiment=smoke", f"run.dir={tmp_path / 'not' / 'yet'}", "train.device=cpu"])
-    monkeypatch.setattr("diloco.swarm.client.ask.inspect_swarm", lambda *_, **__: swarm_of(config.manifest().to_json()))
+    config = compose(
+        ["experiment=smoke", f"run.dir={tmp_path / 'not' / 'yet'}", "train.device=cpu"]
+    )
+    monkeypatch.setattr(
+        "diloco.swarm.client.ask.inspect_swarm",
+        lambda *_, **__: swarm_of(config.manifest().to_json()),
+    )
     monkeypatch.setattr("diloco.swarm.client.ask.try_to_listen", lambda *_: ([PLACE], True, ""))
     monkeypatch.setattr("diloco.train.speed.step_seconds", lambda *_: 0.25)
     return Doctor(config, PeerDirectory(0, tmp_path, tmp_path / "identity.key"), [PLACE])
@@ -51,8 +62,15 @@ def test_a_healthy_machine_and_swarm_are_all_ok(healthy: Doctor) -> None:
     found = verdicts(healthy)
     assert {check.verdict for check in found.values()} == {"ok"}, found
     assert list(found) == [
-        "python", "swarm", "manifest", "clock", "bandwidth", "memory", "disk", "port",
-    ]  # fmt: skip
+        "python",
+        "swarm",
+        "manifest",
+        "clock",
+        "bandwidth",
+        "memory",
+        "disk",
+        "port",
+    ]
     assert healthy.figures["up_bits_per_s"] == 80e6 and healthy.figures["down_bits_per_s"] == 160e6
     assert (healthy.figures["latency_s"], healthy.figures["step_s"]) == (0.02, 0.25)
     assert "called back /ip4/203.0.113.7/tcp/4100" in found["port"].text
@@ -81,12 +99,20 @@ def test_a_healthy_machine_and_swarm_are_all_ok(healthy: Doctor) -> None:
     ],
 )
 def test_what_is_wrong_with_the_way_to_a_swarm_is_said(
-    name: str, change: dict[str, Any], verdict: str, text: str, remedy: str, swarm: bool,
-    healthy: Doctor, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    name: str,
+    change: dict[str, Any],
+    verdict: str,
+    text: str,
+    remedy: str,
+    swarm: bool,
+    healthy: Doctor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     there = {"manifest": healthy.config.manifest().to_json(), **change}
     monkeypatch.setattr("diloco.swarm.client.ask.inspect_swarm", lambda *_, **__: swarm_of(**there))
-    monkeypatch.setattr("diloco.swarm.client.ask.try_to_listen", lambda *_: ([PLACE], False, "forward the port"))
+    monkeypatch.setattr(
+        "diloco.swarm.client.ask.try_to_listen", lambda *_: ([PLACE], False, "forward the port")
+    )
     check = verdicts(healthy)[name]
     assert (check.verdict, check.swarm) == (verdict, swarm)
     assert text in check.text and remedy in check.remedy
@@ -95,18 +121,29 @@ def test_what_is_wrong_with_the_way_to_a_swarm_is_said(
 def test_disk_port_and_memory_are_those_that_join_takes(
     healthy: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full, asked, small = tmp_path / "volunteer", list[Any](), replace(inspect_machine("cpu"), main_bytes=1e6)
+    full, asked, small = (
+        tmp_path / "volunteer",
+        list[Any](),
+        replace(inspect_machine("cpu"), main_bytes=1e6),
+    )
     full.mkdir()
     healthy.directory = PeerDirectory(0, full, full / "identity.key")
     usage = namedtuple("Usage", "free")
-    monkeypatch.setattr("shutil.disk_usage", lambda at: usage(1000 if full in [at, *at.parents] else 10**15))
     monkeypatch.setattr(
-        "diloco.swarm.client.ask.try_to_listen", lambda *those: asked.append(those[1]) or ([PLACE], True, "")
+        "shutil.disk_usage", lambda at: usage(1000 if full in [at, *at.parents] else 10**15)
+    )
+    monkeypatch.setattr(
+        "diloco.swarm.client.ask.try_to_listen",
+        lambda *those: asked.append(those[1]) or ([PLACE], True, ""),
     )
     monkeypatch.setattr("diloco.train.memory.inspect_machine", lambda *_: small)
     found = verdicts(healthy)
     assert found["disk"].verdict == "failed" and f"0.0 GiB free in {full}, " in found["disk"].text
-    assert found["memory"].verdict == "failed" and "too small" in found["memory"].text and not found["memory"].swarm
+    assert (
+        found["memory"].verdict == "failed"
+        and "too small" in found["memory"].text
+        and not found["memory"].swarm
+    )
     assert asked == [("/ip4/0.0.0.0/tcp/0",)]
     config = compose(["experiment=smoke", f"run.dir={tmp_path}"])
     typed = replace(healthy, config=config, typed=["run.dir"], _found=None)
@@ -123,4 +160,6 @@ def test_the_exit_code_says_on_which_side_it_fails(
         said, _, shown = capsys.readouterr().out.rpartition("}\n")
         report = json.loads(said + "}")
         assert [check["name"] for check in report["checks"]] == [check.name for check in found]
-        assert report["exit"] == code and all(check.verdict in shown and check.remedy in shown for check in found)
+        assert report["exit"] == code and all(
+            check.verdict in shown and check.remedy in shown for check in found
+        )

@@ -1,4 +1,5 @@
-"""The Hugging Face hub by name and commit: what is fetched, what is refused in which words, and what is uploaded."""
+"""The Hugging Face hub by name and commit: what is fetched, what is refused in which words, and
+what is uploaded."""
 
 from __future__ import annotations
 
@@ -53,23 +54,32 @@ def test_a_name_with_its_commit_is_both(key: str, group: list[str], commit: str)
     config = compose([*group, f"{key}=org/thing@{COMMIT}"])
     assert attrgetter(key, commit)(config) == ("org/thing", COMMIT)
     assert config == compose([*group, f"{key}=org/thing", f"{commit}={COMMIT}"])
-    with pytest.raises(ConfigError, match=rf"^{key}=org/thing@{COMMIT} and {re.escape(commit)}={OTHER} differ"):
+    with pytest.raises(
+        ConfigError, match=rf"^{key}=org/thing@{COMMIT} and {re.escape(commit)}={OTHER} differ"
+    ):
         compose([*group, f"{key}=org/thing@{COMMIT}", f"{commit}={OTHER}"])
 
 
 def test_a_branch_is_refused_with_the_commit_that_it_is_now(online: StubHub) -> None:
-    for path in ("./org/model@main", "/org/model@main", "~/model@main", "a/b/c@main"):  # directories
+    # directories
+    for path in ("./org/model@main", "/org/model@main", "~/model@main", "a/b/c@main"):
         assert compose(["model=pretrained", f"model.path='{path}'"]).model.path == path
     for typed in (["model.path=org/model@main"], ["model.path=org/model", "model.revision=main"]):
         online.broken = False
         said = f"{typed[-1]} names no commit, and what is not a commit can change; write "
-        with pytest.raises(ConfigError, match=f"^{re.escape(said)}org/model@{COMMIT}, which it is now$"):
+        with pytest.raises(
+            ConfigError, match=f"^{re.escape(said)}org/model@{COMMIT}, which it is now$"
+        ):
             compose(["model=pretrained", *typed])
         online.broken = True
-        with pytest.raises(ConfigError, match=r"; write the 40 hexadecimal digits that the hub shows$"):
+        with pytest.raises(
+            ConfigError, match=r"; write the 40 hexadecimal digits that the hub shows$"
+        ):
             compose(["model=pretrained", *typed])
     online.broken = False
-    with pytest.raises(CheckpointError, match=rf"if it is a name on the hub, write org/model@{COMMIT}, the newest$"):
+    with pytest.raises(
+        CheckpointError, match=rf"if it is a name on the hub, write org/model@{COMMIT}, the newest$"
+    ):
         directory_of(ModelConfig(name="x", path="org/model"))
 
 
@@ -78,11 +88,16 @@ def test_what_was_fetched_once_is_there_without_a_network(
 ) -> None:
     place = fetch()
     names = {"config.json", "generation_config.json", "model.safetensors"}
-    assert {file.name: file.read_bytes() for file in place.iterdir()} == {n: (saved / n).read_bytes() for n in names}
+    assert {file.name: file.read_bytes() for file in place.iterdir()} == {
+        n: (saved / n).read_bytes() for n in names
+    }
     online.asked.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert fetch() == place and not online.asked
-    with pytest.raises(DataError, match=r"^model\.path: org/model at b1b1b1b1b1b1 is not in the cache, and HF_HUB_OFF"):
+    with pytest.raises(
+        DataError,
+        match=r"^model\.path: org/model at b1b1b1b1b1b1 is not in the cache, and HF_HUB_OFF",
+    ):
         fetch(commit=OTHER)
 
 
@@ -90,22 +105,33 @@ def test_what_the_hub_refuses_is_one_line_with_a_remedy(online: StubHub, tmp_pat
     def refusal(name: str = "org/model", commit: str = COMMIT) -> str:
         with pytest.raises(DataError) as caught:
             fetch(name, commit)
-        assert "\n" not in str(caught.value) and not list((tmp_path / "cache").rglob("*.safetensors"))
+        assert "\n" not in str(caught.value) and not list(
+            (tmp_path / "cache").rglob("*.safetensors")
+        )
         return str(caught.value)
 
-    no_model = r"model\.path: 'org/modle' is no model that the Hugging Face hub shows.*; check the name, or log in with"
+    no_model = (
+        r"model\.path: 'org/modle' is no model that the Hugging Face hub shows.*; check the name,"
+        r" or log in with"
+    )
     assert re.match(rf"{no_model} `hf auth login`$", refusal("org/modle"))
-    assert refusal(commit=OTHER) == f"model.path: 'org/model' has no commit {OTHER}; the newest one is {COMMIT}"
+    assert (
+        refusal(commit=OTHER)
+        == f"model.path: 'org/model' has no commit {OTHER}; the newest one is {COMMIT}"
+    )
     online.gated = True
-    assert refusal() == (
-        "model.path: 'org/model' is shown only to those who accept its terms; accept them at "
+    assert (
+        refusal()
+        == "model.path: 'org/model' is shown only to those who accept its terms; accept them at "
         f"{online.url}/org/model, and log in with `hf auth login`"
     )
     online.gated, online.broken = False, True
     assert re.search(r"the Hugging Face hub has a fault \(.*503.*\); try again later$", refusal())
     online.broken = False
     online.files["pytorch_model.bin"] = online.files.pop("model.safetensors")
-    assert refusal().endswith("has no *.safetensors, but pytorch_model.bin; other formats are not read, convert them")
+    assert refusal().endswith(
+        "has no *.safetensors, but pytorch_model.bin; other formats are not read, convert them"
+    )
 
 
 @pytest.fixture
@@ -114,23 +140,36 @@ def run_dir(saved: Path, tmp_path: Path) -> Path:
     place = tmp_path / "run"
     place.mkdir()
     (place / "config.yaml").write_text(compose(["experiment=smoke"]).to_yaml())
-    (place / "metrics.jsonl").write_text('{"version": 2, "eval_loss": 1.5}\n{"version": 3, "eval_loss": 1.25}\n')
+    (place / "metrics.jsonl").write_text(
+        '{"version": 2, "eval_loss": 1.5}\n{"version": 3, "eval_loss": 1.25}\n'
+    )
     (place / "summary.json").write_text('{"outer_steps": 3, "tokens": {"applied": 12345}}')
     shutil.copytree(saved, place / "model")
     return place
 
 
 def test_an_export_is_uploaded_with_a_card(
-    run_dir: Path, online: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: Path,
+    online: StubHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     go_online(monkeypatch, online.url, tmp_path / "cache", token="hf_secret")
     commands.export.callback(run_dir, tmp_path / "out", "me/smoke", private=True)
     assert online.made["name"] == "smoke" and online.made["visibility"] == "private"
-    assert online.uploaded == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert online.uploaded == {
+        file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()
+    }
     card = online.uploaded["README.md"].decode()
     manifest = compose(["experiment=smoke"]).manifest().hash()
     assert card.startswith("---\nlibrary_name: transformers\n")
-    for row in ("| run | smoke |", f"| manifest | {manifest} |", "| outer step | 3 |", "| tokens | 12.3k |"):
+    for row in (
+        "| run | smoke |",
+        f"| manifest | {manifest} |",
+        "| outer step | 3 |",
+        "| tokens | 12.3k |",
+    ):
         assert row in card
     assert "| held-out loss | 1.2500 nats per token, at outer step 3 |" in card
     assert capsys.readouterr().out.splitlines()[-1] == f"{online.url}/me/smoke"
@@ -140,13 +179,19 @@ def test_nothing_is_uploaded_or_written_when_it_cannot_be(
     run_dir: Path, online: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    with pytest.raises(DataError, match=r"^--push-to-hub=me/smoke: nobody is logged in .*; run `hf auth login`$"):
+    with pytest.raises(
+        DataError, match=r"^--push-to-hub=me/smoke: nobody is logged in .*; run `hf auth login`$"
+    ):
         commands.export.callback(run_dir, out, "me/smoke", False)
-    with pytest.raises(DataError, match=r"^--push-to-hub=a b is no name on the hub \(.*\); give USER/NAME$"):
+    with pytest.raises(
+        DataError, match=r"^--push-to-hub=a b is no name on the hub \(.*\); give USER/NAME$"
+    ):
         commands.export.callback(run_dir, out, "a b", False)
     go_online(monkeypatch, online.url, tmp_path / "cache", token="hf_secret")
     assert not out.exists() and not online.asked
     online.broken = True
-    with pytest.raises(DataError, match=r"^--push-to-hub=me/smoke: the Hugging Face hub refuses it \(.*503"):
+    with pytest.raises(
+        DataError, match=r"^--push-to-hub=me/smoke: the Hugging Face hub refuses it \(.*503"
+    ):
         commands.export.callback(run_dir, out, "me/smoke", False)
     assert (out / "README.md").is_file() and not online.uploaded  # what was exported is good

@@ -1,4 +1,5 @@
-"""The files of configs/launch that people copy: they can be read, and their commands make configurations."""
+"""The files of configs/launch that people copy: they can be read, and their commands make
+configurations."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.support.places import ROOT
 
 FOLDER = ROOT / "configs" / "launch"
 ADDRESS = "/ip4/203.0.113.7/tcp/4100/p2p/QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
-# Stands for diloco and scontrol: it writes down its words, and ends with the next of CODES, or when it gets the signal.
+# Stands for diloco and scontrol: it writes down its words, and ends with the next of CODES, or when
+# it gets the signal.
 PROGRAM = """
 import os, signal, sys
 signals = {signal.SIGUSR1, signal.SIGTERM}
@@ -42,9 +44,16 @@ def ended(script: str, place: Path, codes: str, *signals: signal.Signals, **vari
     for name in ("diloco", "scontrol"):
         (tools / name).write_text(f"#!{sys.executable} -S\n{PROGRAM}")
         (tools / name).chmod(0o755)
-    environment = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(place), "CODES": codes, **variables}
+    environment = {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "HOME": str(place),
+        "CODES": codes,
+        **variables,
+    }
     with (place / "log").open("w") as log:
-        shell = subprocess.Popen(["bash", "-c", script], cwd=place, env=environment, stdout=log, stderr=log)
+        shell = subprocess.Popen(
+            ["bash", "-c", script], cwd=place, env=environment, stdout=log, stderr=log
+        )
         for number in signals:
             eventually(lambda: "trains" in (place / "log").read_text(), "the peer to train")
             shell.send_signal(number)
@@ -67,14 +76,23 @@ def composes(words: list[str]) -> None:
         ("7", "3 3 0", [], 0, 3, False),  # the host waits in the queue
         ("7", "2", [], 2, 1, False),
         ("7", "waits", [signal.SIGUSR1], 0, 1, True),
-        ("7", "waits", [signal.SIGTERM], 0, 1, False),  # SLURM queues it again itself, or the user ended it
+        # SLURM queues it again itself, or the user ended it
+        ("7", "waits", [signal.SIGTERM], 0, 1, False),
     ],
 )
 def test_a_task_of_slurm_is_queued_again_only_when_its_time_is_over(
-    task: str, codes: str, signals: list[signal.Signals], code: int, tries: int, queued: bool, tmp_path: Path
+    task: str,
+    codes: str,
+    signals: list[signal.Signals],
+    code: int,
+    tries: int,
+    queued: bool,
+    tmp_path: Path,
 ) -> None:
     variables = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": task}
-    assert ended((FOLDER / "slurm.sbatch").read_text(), tmp_path, codes, *signals, **variables) == code
+    assert (
+        ended((FOLDER / "slurm.sbatch").read_text(), tmp_path, codes, *signals, **variables) == code
+    )
     commands = said(tmp_path)
     assert [words[0] for words in commands] == ["diloco"] * tries + ["scontrol"] * queued
     composes(commands[0][1:])
@@ -98,6 +116,8 @@ def test_the_services_of_compose_are_one_host_and_peers_with_directories_of_thei
 
 def test_the_image_copies_what_exists() -> None:
     lines = (FOLDER / "Dockerfile").read_text().splitlines()
-    sources = [source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]]
+    sources = [
+        source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]
+    ]
     sent = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
     assert all((ROOT / one).exists() and f"!{one}" in sent for one in sources) and len(sources) > 3

@@ -1,4 +1,5 @@
-"""`diloco local` with peers that are no peers: what it does when one of them ends before any trains."""
+"""`diloco local` with peers that are no peers: what it does when one of them ends before any
+trains."""
 
 from __future__ import annotations
 
@@ -17,13 +18,21 @@ from diloco.errors import DilocoError
 @pytest.mark.parametrize(
     ("ends", "code", "said"),
     [
-        ("import os; os.kill(os.getpid(), 9)", 3, "was killed (SIGKILL) before training began; out of memory?"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            3,
+            "was killed (SIGKILL) before training began; out of memory?",
+        ),
         (
             "import sys; sys.exit('diloco: error: data.path: /none does not exist')",
             1,
             ": data.path: /none does not exist",
         ),
-        ("import nothing_of_that_name", 1, ": ModuleNotFoundError: No module named 'nothing_of_that_name' (log: "),
+        (
+            "import nothing_of_that_name",
+            1,
+            ": ModuleNotFoundError: No module named 'nothing_of_that_name' (log: ",
+        ),
         ('print(\'{"t": "ready"}\', flush=True); raise SystemExit(4)', 4, ": None (log: "),
     ],
     ids=["killed", "refused", "broken", "ready"],
@@ -33,7 +42,9 @@ def test_a_peer_that_ends_before_any_trains_is_named_at_once(
 ) -> None:
     """The others would wait for it."""
 
-    def peer(config: Any, base: Path, index: int, names: list[str]) -> tuple[list[str], dict[str, str]]:
+    def peer(
+        config: Any, base: Path, index: int, names: list[str]
+    ) -> tuple[list[str], dict[str, str]]:
         return ["-c", ends if index == last else "import time; time.sleep(1000)"], {}
 
     started: list[Any] = []

@@ -79,9 +79,15 @@ def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 
 @pytest.mark.parametrize(
     ("transport", "reason"),
     [
-        (Answering(why="protocols not supported"), "peer oWseed is no diloco peer; check the address"),
+        (
+            Answering(why="protocols not supported"),
+            "peer oWseed is no diloco peer; check the address",
+        ),
         (Answering(why="dial backoff"), "does not answer"),
-        (Answering(*reply(b"", version=99)), "cannot be understood: wire version 99 there does not"),
+        (
+            Answering(*reply(b"", version=99)),
+            "cannot be understood: wire version 99 there does not",
+        ),
         (Answering(*reply(b"junk")), "cannot be understood: that is no snapshot"),
         (Answering(Refusal(reason="not for you")), "cannot be understood: refused: not for you"),
         (Answering(*reply(*[bytes(2**19)] * 17)), "more than"),
@@ -93,7 +99,10 @@ def test_who_cannot_tell_what_the_swarm_does_is_named(
 ) -> None:
     with pytest.raises(SwarmError, match=reason) as caught:
         asked(monkeypatch, transport)
-    assert str(caught.value).startswith("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed: peer") and transport.closed
+    assert (
+        str(caught.value).startswith("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed: peer")
+        and transport.closed
+    )
 
 
 def test_when_nobody_answers_the_address_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +121,18 @@ def test_without_an_address_the_one_living_run_is_meant(
         (directory / "address").write_text(place)
     for line in ("status", "dashboard --port 0"):
         assert f"of no run in ./runs or {own_home} a peer runs here" in typed.refused(*line.split())
-    with exclusive(Path("runs/mine/checkpoints/p0")), exclusive(own_home / "peer-0/runs/mine/checkpoints/p0"):
+    with (
+        exclusive(Path("runs/mine/checkpoints/p0")),
+        exclusive(own_home / "peer-0/runs/mine/checkpoints/p0"),
+    ):
         assert cli_status._place(None).resolved().peers == (place,), "two peers of one run"
         with exclusive(Path("runs/old/checkpoints/p0")):
             said = typed.refused("status")
-    assert "give the ADDRESS of a peer" in said and "@runs/old/address" in said and "@runs/mine/address" in said
+    assert (
+        "give the ADDRESS of a peer" in said
+        and "@runs/old/address" in said
+        and "@runs/mine/address" in said
+    )
 
 
 def shown(seen: Snapshot, width: int = 80, rows: int = 1000, lost: str | None = None) -> list[str]:
@@ -126,7 +142,16 @@ def shown(seen: Snapshot, width: int = 80, rows: int = 1000, lost: str | None = 
 
 
 def test_the_tables_fit_the_terminal_and_name_everything() -> None:
-    parts = ("peers\n", "fragments\n", "rounds\n", "ledger", "contributions\n", "events\n", "loss 5", "worker-04")
+    parts = (
+        "peers\n",
+        "fragments\n",
+        "rounds\n",
+        "ledger",
+        "contributions\n",
+        "events\n",
+        "loss 5",
+        "worker-04",
+    )
     for width in (60, 80, 200):
         lines = shown(snapshot(5), width)
         text = "\n".join(lines)
@@ -138,7 +163,9 @@ def test_what_is_lost_cut_or_without_an_author_is_said() -> None:
         assert shown(snapshot(count), 200)[0].endswith(said)
     assert "61 more" in "\n".join(shown(snapshot(64), rows=3))
     seen = snapshot(3)
-    seen = replace(seen, fragments=[replace(row, author=None, state="alone") for row in seen.fragments])
+    seen = replace(
+        seen, fragments=[replace(row, author=None, state="alone") for row in seen.fragments]
+    )
     text = "\n".join(shown(seen, lost="lost, last seen 7 s ago"))
     for part in ("alone", "nobody", "lost, last seen 7 s ago"):
         assert part in text
@@ -160,7 +187,8 @@ def test_watching_ends_when_an_answer_takes_the_cancellation() -> None:
         async def ask(self) -> Snapshot:
             assert not asked.is_set(), "it goes on asking"
             asked.set()
-            with contextlib.suppress(asyncio.CancelledError):  # as a wait_for does that is just done
+            # as a wait_for does that is just done
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
             return seen
 

@@ -1,4 +1,5 @@
-"""Sweeps: which members there are, that nothing starts when one is wrong, and what happens to those that end badly."""
+"""Sweeps: which members there are, that nothing starts when one is wrong, and what happens to those
+that end badly."""
 
 from __future__ import annotations
 
@@ -90,12 +91,21 @@ def signalled(name: str, *numbers: int) -> Iterator[None]:
     ("line", "complaint"),
     [
         ("outer.lr=0.5,-1", "outer.lr=-1 is out of range; expected a number > 0 and <= 10"),
-        ("outer.sync_every=8,4 outer.overlap=1,5", "outer.overlap=5 is not less than the 4 inner steps"),
+        (
+            "outer.sync_every=8,4 outer.overlap=1,5",
+            "outer.overlap=5 is not less than the 4 inner steps",
+        ),
         ("model=glob(z*)", "model=glob(z*) matches nothing; expected a pattern for a group"),
         ("run.seed=range(3,1)", "there are no members; check the ends of each range"),
         ("run.dir=a,b", "run.dir=a,b: each member has a directory of its own; set --dir"),
-        ("outer.lr=interval(0.1,1)", "outer.lr=interval(0.1,1) has no end of values; list them, such as outer.lr=A,B"),
-        ("run.seed=1,2 hydra.sweep.dir=x", "hydra.sweep.dir has no effect; drop it (diloco sweep tries"),
+        (
+            "outer.lr=interval(0.1,1)",
+            "outer.lr=interval(0.1,1) has no end of values; list them, such as outer.lr=A,B",
+        ),
+        (
+            "run.seed=1,2 hydra.sweep.dir=x",
+            "hydra.sweep.dir has no effect; drop it (diloco sweep tries",
+        ),
         ("run.seed=1,2 --cfg job", "--cfg=job shows one configuration"),
     ],
 )
@@ -123,18 +133,24 @@ def test_the_default_directory_has_the_name_of_the_run(typed: Typed) -> None:
     assert exits("here") == {"0": 0}
 
 
-def test_what_ends_badly_stops_no_other_and_is_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ends_badly_stops_no_other_and_is_run_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert sweep("run.seed=3,4,5") == 3
     ended = {"0": 3, "1": 4, "2": 0}
     assert exits() == ended
     captured = capsys.readouterr()
     said = f"1 of 3 members failed; see {Path('s').absolute()}/0/output.log"
-    assert captured.err.splitlines()[-1].startswith("diloco: error: 1 of 3 members failed; see "), said
+    assert captured.err.splitlines()[-1].startswith("diloco: error: 1 of 3 members failed; see "), (
+        said
+    )
     assert "1 run.seed=4: diverged" in captured.out
     assert sweep("run.seed=3,4,5", "--jobs", "2") == 3
     assert [len(calls(name)) for name in ended] == [2, 1, 1] and exits() == ended
     assert "2 of 3 members have ended before" in capsys.readouterr().out
-    assert exit_code("sweep", "local", SMOKE, "run.seed=4", "--dir", "t") == 0, "divergence alone is a result"
+    assert exit_code("sweep", "local", SMOKE, "run.seed=4", "--dir", "t") == 0, (
+        "divergence alone is a result"
+    )
 
 
 def test_a_directory_with_other_settings_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +160,8 @@ def test_a_directory_with_other_settings_is_refused(capsys: pytest.CaptureFixtur
 
 
 def test_jobs_run_at_the_same_time_and_share_the_cores() -> None:
-    assert sweep("run.seed=20,21", "train.threads=null", "--jobs", "2") == 0  # each waits for the other
+    # each waits for the other
+    assert sweep("run.seed=20,21", "train.threads=null", "--jobs", "2") == 0
     assert exits() == {"0": 0, "1": 0}
     assert f"train.threads={max(1, (os.cpu_count() or 1) // (2 * 2))}" in calls("0")[0]
 
@@ -162,7 +179,8 @@ def test_ctrl_c_lets_the_members_leave(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_second_ctrl_c_kills() -> None:
-    with signalled("0", signal.SIGINT, signal.SIGTERM):  # two pending signals of one kind would be one
+    # two pending signals of one kind would be one
+    with signalled("0", signal.SIGINT, signal.SIGTERM):
         assert sweep("run.seed=9,1") == 0
     assert exits() == {"0": None}
 
@@ -171,8 +189,23 @@ def test_a_sweep_takes_files_of_one_s_own(typed: Typed) -> None:
     Path("configs/experiment").mkdir(parents=True)
     page = "# @package _global_\nhydra: {sweeper: {params: {run.seed: '1,2'}}}\n"
     Path("configs/experiment/seeds.yaml").write_text(page)
-    Path("base.yaml").write_text(compose([SMOKE, "outer.lr=0.9", "data=text", "data.path=~/a b"]).to_yaml())
-    typed("sweep", "train", "experiment=seeds", "inner.lr=0.1", "--config", "base.yaml", "--dir", "s")
-    ours = "train --config base.yaml experiment=seeds inner.lr=0.1 run.seed=2 run.id=smoke-1 run.dir="
+    Path("base.yaml").write_text(
+        compose([SMOKE, "outer.lr=0.9", "data=text", "data.path=~/a b"]).to_yaml()
+    )
+    typed(
+        "sweep", "train", "experiment=seeds", "inner.lr=0.1", "--config", "base.yaml", "--dir", "s"
+    )
+    ours = (
+        "train --config base.yaml experiment=seeds inner.lr=0.1 run.seed=2 run.id=smoke-1 run.dir="
+    )
     assert calls("1")[0].startswith(ours)
-    typed("sweep", "train", "experiment=[smoke,seeds]", "data=text", "data.path=~/a b", "--dir", "t", "--dry-run")
+    typed(
+        "sweep",
+        "train",
+        "experiment=[smoke,seeds]",
+        "data=text",
+        "data.path=~/a b",
+        "--dir",
+        "t",
+        "--dry-run",
+    )

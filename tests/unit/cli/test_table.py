@@ -1,4 +1,5 @@
-"""The live view: lines of a stable format without a terminal, a table that fits with one, and odd messages."""
+"""The live view: lines of a stable format without a terminal, a table that fits with one, and odd
+messages."""
 
 from __future__ import annotations
 
@@ -28,12 +29,24 @@ def make(
     terminal: bool, peers: int = 2, total: int | None = 16, width: int = 80
 ) -> tuple[LiveView, io.StringIO, Clock]:
     clock, file = Clock(), io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=width, height=24, color_system=None, _environ={})
-    return LiveView(console, [f"p{index}" for index in range(peers)], total, "run quickstart", clock), file, clock
+    console = Console(
+        file=file, force_terminal=terminal, width=width, height=24, color_system=None, _environ={}
+    )
+    return (
+        LiveView(console, [f"p{index}" for index in range(peers)], total, "run quickstart", clock),
+        file,
+        clock,
+    )
 
 
 def status(peer: str = "p0", state: str = "training", version: int = 3, **fields: Any) -> Status:
-    defaults = {"inner_step": 90, "loss": 2.614, "eval_loss": 2.7, "tokens_per_s": 4100.0, "bytes_sent": 1230000}
+    defaults = {
+        "inner_step": 90,
+        "loss": 2.614,
+        "eval_loss": 2.7,
+        "tokens_per_s": 4100.0,
+        "bytes_sent": 1230000,
+    }
     return Status(peer, 0.0, state, version, **{**defaults, **fields})
 
 
@@ -68,10 +81,18 @@ def test_there_is_at_most_one_line_per_peer_and_outer_step() -> None:
             clock.now += 0.01
             for peer in ("p0", "p1"):
                 state = "evaluating" if step < 5 else "training"
-                view.update(status(peer, state, version, eval_loss=5.0 - version if step >= 5 else None))
+                view.update(
+                    status(peer, state, version, eval_loss=5.0 - version if step >= 5 else None)
+                )
     lines = file.getvalue().splitlines()
-    assert [line.split("] ")[1].split(" loss")[0] for line in lines] == ["p0 v1/16", "p1 v1/16", "p0 v2/16", "p1 v2/16"]
-    # Printed only when the evaluation of the step is known, so that version and loss belong together.
+    assert [line.split("] ")[1].split(" loss")[0] for line in lines] == [
+        "p0 v1/16",
+        "p1 v1/16",
+        "p0 v2/16",
+        "p1 v2/16",
+    ]
+    # Printed only when the evaluation of the step is known, so that version and loss belong
+    # together.
     assert [line.split("held-out ")[1][:4] for line in lines] == ["4.00", "4.00", "3.00", "3.00"]
 
 
@@ -80,7 +101,9 @@ def test_a_long_outer_step_gives_a_line_every_ten_seconds() -> None:
     for second in range(60):
         clock.now = float(second)
         view.update(status(state="exchanging"))
-    assert [line[:8] for line in file.getvalue().splitlines()] == [f"[{t:5.1f}s]" for t in range(10, 60, 10)]
+    assert [line[:8] for line in file.getvalue().splitlines()] == [
+        f"[{t:5.1f}s]" for t in range(10, 60, 10)
+    ]
 
 
 def test_the_table_shows_every_peer_the_sum_and_the_progress() -> None:
@@ -92,26 +115,79 @@ def test_the_table_shows_every_peer_the_sum_and_the_progress() -> None:
     assert lines[0].strip() == "run quickstart"
     # Two outer steps took 10 s, so the other twelve take 60 s; those before a resume do not count.
     assert lines[1].split()[-6:] == ["4/16", "0:10", "elapsed", "1:00", "to", "go"]
-    assert lines[2].split() == ["peer", "state", "version", "step", "loss", "held-out", "tok/s", "sent", "received"]
-    assert lines[3].split() == ["p0", "training", "2/16", "90", "2.61", "2.70", "4.1k", "1.2", "MB", "-"]
-    assert lines[4].split() == ["p1", "exchanging", "4/16", "90", "2.61", "2.70", "4.1k", "500", "kB", "2.5", "GB"]
+    assert lines[2].split() == [
+        "peer",
+        "state",
+        "version",
+        "step",
+        "loss",
+        "held-out",
+        "tok/s",
+        "sent",
+        "received",
+    ]
+    assert lines[3].split() == [
+        "p0",
+        "training",
+        "2/16",
+        "90",
+        "2.61",
+        "2.70",
+        "4.1k",
+        "1.2",
+        "MB",
+        "-",
+    ]
+    assert lines[4].split() == [
+        "p1",
+        "exchanging",
+        "4/16",
+        "90",
+        "2.61",
+        "2.70",
+        "4.1k",
+        "500",
+        "kB",
+        "2.5",
+        "GB",
+    ]
     assert lines[5].split() == ["together", "8.2k", "1.7", "MB", "2.5", "GB"]
     assert len(lines) == 6
 
 
 def test_the_view_fits_a_terminal_of_eighty_columns() -> None:
     view, _, _ = make(terminal=True, peers=2, total=10_000)
-    fields = {"inner_step": 1_234_567, "bytes_sent": 123.4e9, "bytes_received": 99.9e9, "tokens_per_s": 99.9e3}
+    fields = {
+        "inner_step": 1_234_567,
+        "bytes_sent": 123.4e9,
+        "bytes_received": 99.9e9,
+        "tokens_per_s": 99.9e3,
+    }
     view.update(status("p1", "evaluating", 9_999, peers=12, **fields))
     lines = shown(view)
     assert max(map(len, lines)) <= 80 and "9999/10000 0:00 elapsed - to go 12 peers" in lines[1]
-    assert lines[4].split()[2:] == ["9999/10000", "1234567", "2.61", "2.70", "99.9k", "123", "GB", "99.9", "GB"]
+    assert lines[4].split()[2:] == [
+        "9999/10000",
+        "1234567",
+        "2.61",
+        "2.70",
+        "99.9k",
+        "123",
+        "GB",
+        "99.9",
+        "GB",
+    ]
 
 
 def test_rows_have_a_state_and_the_step_of_the_round() -> None:
     view, _, _ = make(terminal=True, peers=1, width=120)
     view.update(status(state="evaluating", inner_step=0))
-    assert shown(view, 120)[3].split()[:4] == ["p0", "evaluating", "3/16", "0"], "a new round starts at step zero"
+    assert shown(view, 120)[3].split()[:4] == [
+        "p0",
+        "evaluating",
+        "3/16",
+        "0",
+    ], "a new round starts at step zero"
     view.update(status("volunteer"))
     assert any(line.startswith("volunteer") for line in shown(view)), "whom nobody announced"
     view.update(status("[red]x[/red]\x1b[2J", state="[bold]\nodd"))
@@ -130,7 +206,9 @@ def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
         view.update(status(version=16, state="done"))
     logger.removeHandler(handler)
     assert "diloco: the disk is behind\n" in file.getvalue(), "above the table"
-    assert "p0 ready at /address/of/p0" in file.getvalue() and "/address/of/p1" not in file.getvalue()
+    assert (
+        "p0 ready at /address/of/p0" in file.getvalue() and "/address/of/p1" not in file.getvalue()
+    )
     assert "done" in file.getvalue().rpartition("run quickstart")[2]
     assert file.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
@@ -138,14 +216,22 @@ def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
 texts = st.text(max_size=9)
 figures = st.none() | st.floats() | st.integers(0, 10**12)
 messages = st.builds(Ready, texts, address=texts, advice=texts) | st.builds(
-    Status, texts, state=texts, version=figures, loss=figures, tokens_per_s=figures, bytes_sent=figures
+    Status,
+    texts,
+    state=texts,
+    version=figures,
+    loss=figures,
+    tokens_per_s=figures,
+    bytes_sent=figures,
 )
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 @settings(max_examples=50, deadline=None)
 @given(said=st.lists(messages))
-def test_no_message_can_end_the_view_or_break_its_lines(terminal: bool, said: list[Message]) -> None:
+def test_no_message_can_end_the_view_or_break_its_lines(
+    terminal: bool, said: list[Message]
+) -> None:
     view, file, _ = make(terminal, total=None)
     for message in said:
         view.update(message)
@@ -158,11 +244,26 @@ def test_no_message_can_end_the_view_or_break_its_lines(terminal: bool, said: li
 @pytest.mark.parametrize(
     ("readable", "texts"),
     [
-        (human_bytes, {None: "-", 0: "0 B", 999: "999 B", 1000: "1.0 kB", 1.234e6: "1.2 MB", 99.96e6: "100 MB"}),
+        (
+            human_bytes,
+            {
+                None: "-",
+                0: "0 B",
+                999: "999 B",
+                1000: "1.0 kB",
+                1.234e6: "1.2 MB",
+                99.96e6: "100 MB",
+            },
+        ),
         (human_bytes, {999.6e6: "1.0 GB", 5e15: "5000 TB", float("nan"): "-"}),
         (human_count, {None: "-", 7.4: "7", 4100: "4.1k", 123456: "123k", 2e6: "2.0M"}),
-        (human_seconds, {0: "0:00", 59.6: "1:00", 3725: "1:02:05", 90000: "25:00:00", float("inf"): "-"}),
+        (
+            human_seconds,
+            {0: "0:00", 59.6: "1:00", 3725: "1:02:05", 90000: "25:00:00", float("inf"): "-"},
+        ),
     ],
 )
-def test_numbers_are_readable(readable: Callable[[float | None], str], texts: dict[float | None, str]) -> None:
+def test_numbers_are_readable(
+    readable: Callable[[float | None], str], texts: dict[float | None, str]
+) -> None:
     assert {number: readable(number) for number in texts} == texts

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from diloco.admission import RunKey, issue
-from diloco.config import Config, Manifest, OuterConfig, PeerLocal, RunOwned, choices, compose, help_text
+from diloco.config import (
+    Config,
+    Manifest,
+    OuterConfig,
+    PeerLocal,
+    RunOwned,
+    choices,
+    compose,
+    help_text,
+)
 from diloco.config.explain import description, setting_fields
 from diloco.config.manifest import hash_of, planned, raised
 from diloco.config.sizes import fragments_for
@@ -32,10 +41,16 @@ COMPANIONS = {
     ("data", "hub"): ["model=14m"],
     ("data", "mixture"): ["data.paths.notes=notes/"],
     ("model", "pretrained"): ["model.path=checkpoint/"],
-    **{("model", name): ["data.tokenizer=tokenizer/"] for name in choices()["model"] if name[0].isdigit()},
+    **{
+        ("model", name): ["data.tokenizer=tokenizer/"]
+        for name in choices()["model"]
+        if name[0].isdigit()
+    },
 }
 DEFAULT = compose()
-SHIPPED = [(group, name) for group, names in choices().items() for name in names if name != "default"]
+SHIPPED = [
+    (group, name) for group, names in choices().items() for name in names if name != "default"
+]
 
 SECRETS = TemporaryDirectory(prefix="diloco-test-")
 RUN_KEY = RunKey.create(Path(SECRETS.name) / "run.key")
@@ -53,10 +68,11 @@ HAND_WRITTEN = """{
   "budget": {"tokens": null, "outer_steps": 16},
   "model": {"path": null, "model_type": "llama", "name": "tiny",
             "config": {"vocab_size": 256, "rms_norm_eps": 1e-05, "eos_token_id": null}},
-  "inner": {"optimizer": "adamw", "lr": 3e-3, "batch_size": 8, "betas": [0.9, 0.95], "weight_decay": 0.1,
+  "inner": {"optimizer": "adamw", "lr": 3e-3, "batch_size": 8, "betas": [0.9, 0.95],
+            "weight_decay": 0.1,
             "clip": 1.0, "schedule": "cosine", "warmup_steps": 25, "final_lr_ratio": 0.1},
-  "data": {"source": "stdlib", "sequence_length": 128, "tokenizer": "bytes", "field": "text", "holdout": 0.02,
-           "name": null, "subset": null, "split": "train"},
+  "data": {"source": "stdlib", "sequence_length": 128, "tokenizer": "bytes", "field": "text",
+           "holdout": 0.02, "name": null, "subset": null, "split": "train"},
   "swarm": {"admit": "invited"}
 }"""
 GOLDEN_HASH = "1729b7080374ec07406c0f84ec2c29873e26a8c612fc87b0c4262f90c0136ee3"
@@ -71,7 +87,7 @@ def is_like(pattern: str, text: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace("…", ".*"), text) is not None
 
 
-# --- composition ------------------------------------------------------------------------------------------------------
+# --- composition ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(("group", "name"), SHIPPED)
 def test_every_shipped_choice_loads(group: str, name: str) -> None:
     overrides = [f"{group}={name}", *COMPANIONS.get((group, name), [])]
@@ -87,14 +103,22 @@ def test_the_size_of_a_model_says_the_number_of_fragments() -> None:
         assert compose([f"outer={preset}", "model=150m"]).outer.fragments == fragments
     assert compose(["model=150m", "outer.fragments=3"]).outer.fragments == 3
     assert compose(["model=pretrained", "model.path=unknown/"]).outer.fragments == 1
-    assert fragments_for({"vocab_size": "many", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 8}) == 1
+    assert (
+        fragments_for(
+            {"vocab_size": "many", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 8}
+        )
+        == 1
+    )
 
 
 TYPED: dict[str, dict[str, object]] = {
     "": {"run.id": "diloco", "run.dir": Path("runs/diloco")},
     "experiment=quickstart": {"run.id": "quickstart"},
     "run.id=mine experiment=quickstart": {"run.id": "mine"},
-    "outer.lr=0.1 model=60m outer.lr=0.2 model=14m data.tokenizer=x": {"outer.lr": 0.2, "model.name": "14m"},
+    "outer.lr=0.1 model=60m outer.lr=0.2 model=14m data.tokenizer=x": {
+        "outer.lr": 0.2,
+        "model.name": "14m",
+    },
     "run.id=seven": {"run.dir": Path("runs/seven")},
     "run.id=a run.dir=out/${run.id}-${run.seed}-${train.device}": {"run.dir": Path("out/a-0-auto")},
     "run.id=7": {"run.id": "7"},
@@ -112,22 +136,32 @@ def test_what_is_typed_is_what_is_set(overrides: str) -> None:
 def test_yaml_read_back_is_the_same_configuration(tmp_path: Path) -> None:
     """Over which settings and groups are replaced."""
     file, text = tmp_path / "config.yaml", ["data=text", "data.path=notes/"]
-    for overrides in ([], ["experiment=quickstart"], ["data=hub", "model=14m"], ["outer.momentum=0.5", *text]):
+    for overrides in (
+        [],
+        ["experiment=quickstart"],
+        ["data=hub", "model=14m"],
+        ["outer.momentum=0.5", *text],
+    ):
         file.write_text(compose(overrides).to_yaml())
         assert compose(base=file) == compose(overrides)
-    assert compose(["data=stdlib", "outer.lr=0.3"], base=file) == compose(["outer.momentum=0.5", "outer.lr=0.3"])
+    assert compose(["data=stdlib", "outer.lr=0.3"], base=file) == compose(
+        ["outer.momentum=0.5", "outer.lr=0.3"]
+    )
 
 
 def test_one_composition_leaves_no_trace_in_the_next(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(DEFAULT.to_yaml())
     for base in (None, tmp_path / "config.yaml"):
-        compose(["model=tiny", "model.config.hidden_size=64", "inner.betas=[0.5,0.5]", "run.dir=x"], base=base)
+        compose(
+            ["model=tiny", "model.config.hidden_size=64", "inner.betas=[0.5,0.5]", "run.dir=x"],
+            base=base,
+        )
         assert compose(["model=tiny"], base=base) == DEFAULT
     with pytest.raises(ValidationError):
         DEFAULT.outer.lr = 1.0  # type: ignore[misc]
 
 
-# --- the schema -------------------------------------------------------------------------------------------------------
+# --- the schema -----------------------------------------------------------------------------------
 def test_every_setting_has_a_description_and_is_in_the_help() -> None:
     text = help_text()
     for key, _ in setting_fields(Config):
@@ -141,12 +175,14 @@ def test_every_setting_is_of_the_run_or_of_the_peer() -> None:
     for group, field in Config.model_fields.items():
         kind: Any = field.annotation
         for name in kind.model_fields:
-            owner = next(base for base in reversed(kind.__mro__) if name in getattr(base, "model_fields", {}))
+            owner = next(
+                base for base in reversed(kind.__mro__) if name in getattr(base, "model_fields", {})
+            )
             assert issubclass(owner, RunOwned) == (f"{group}.{name}" in manifest), f"{group}.{name}"
             assert issubclass(owner, PeerLocal) != issubclass(owner, RunOwned)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 WORDS = {
     "data.batch_size inner.batchsize": "inner.batch_size",
@@ -174,37 +210,66 @@ MISTAKES = {
     "inner.warmup_steps=1.5": "* is not valid; expected a whole number of steps, or a part below 1",
     "outer.lr=abc": "* is not valid; expected a number > 0 and <= 10",
     "outer.lr=-1 inner.lr=-1": "… (and 1 more)",
-    "outer.codec_up=int4": "* is not installed here (did you mean int8?); expected one of fp32, fp16, int8, e3m0, "
-    "stat2, topk, or ask whoever started the run which package has it",
-    "outer.overlap=100": "* is not less than the 100 inner steps from one exchange of a fragment to its next "
-    "(outer.sync_every); lower it",
+    "outer.codec_up=int4": (
+        "* is not installed here (did you mean int8?); expected one of fp32, fp16, int8, e3m0, "
+        "stat2, topk, or ask whoever started the run which package has it"
+    ),
+    "outer.overlap=100": (
+        "* is not less than the 100 inner steps from one exchange of a fragment to its next "
+        "(outer.sync_every); lower it"
+    ),
     "outer.grace_s=1": "*.0 needs a quorum after which it begins; set outer.quorum",
     "outer.codec_up=topk": "outer.momentum=0.7 does not go with *; set outer.momentum=0",
-    "outer.lr_by_peers={0:1}": "outer.lr_by_peers has 0: 1.0; expected a number of peers and a learning rate up to 10",
-    "sim.events=[crash]": "* is not valid; expected a list, each crash:PEER@SECOND, leave:... or join:...",
+    "outer.lr_by_peers={0:1}": (
+        "outer.lr_by_peers has 0: 1.0; expected a number of peers and a learning rate up to 10"
+    ),
+    "sim.events=[crash]": (
+        "* is not valid; expected a list, each crash:PEER@SECOND, leave:... or join:..."
+    ),
     "train.device=gpu": "* is not valid; expected auto, cpu, cuda[:N], xpu[:N] or mps",
     "inner.betas=[0.9,0.95": "* cannot be parsed (…); check brackets and quotes",
-    "run.id=../x": "* is not valid; expected 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit",
-    "swarm.initial_peers=[/ip4/127.0.0.1/tcp/4100]": "* is not valid; expected a list, each an address with a peer id…",
+    "run.id=../x": (
+        "* is not valid; expected 1 to 64 letters, digits, '.', '_' or '-', the first a letter or"
+        " digit"
+    ),
+    "swarm.initial_peers=[/ip4/127.0.0.1/tcp/4100]": (
+        "* is not valid; expected a list, each an address with a peer id…"
+    ),
     "outer.lr": "* is not a setting; write KEY=VALUE or GROUP=CHOICE",
-    "outer.lr=0.1,0.2": "* is several values; give one value, or a list in brackets: 'outer.lr=[0.1,0.2]'",
+    "outer.lr=0.1,0.2": (
+        "* is several values; give one value, or a list in brackets: 'outer.lr=[0.1,0.2]'"
+    ),
     "model.config.x=inf": "model.config holds nan or an infinity; use finite numbers",
     "run.key=abc": "…* is not valid; expected 64 hexadecimal digits…",
     "swarm.token=abc": "…the token of the invitation cannot be read…",
     # Settings that contradict each other.
-    "budget.outer_steps=null": "budget.outer_steps and budget.tokens are both null, so the run would never "
-    "end; set one",
-    "local.step_delay_s=[1,2]": "local.step_delay_s has 2 values for local.peers=4; give one per peer or []",
-    "data.path=x": "* has no effect with data.source=stdlib; drop it, or add data=text, data=json or data=parquet",
-    "data.name=c4 data=text data.path=x": "* has no effect with data.source=text; drop it, or use data=hub",
+    "budget.outer_steps=null": (
+        "budget.outer_steps and budget.tokens are both null, so the run would never end; set one"
+    ),
+    "local.step_delay_s=[1,2]": (
+        "local.step_delay_s has 2 values for local.peers=4; give one per peer or []"
+    ),
+    "data.path=x": (
+        "* has no effect with data.source=stdlib; drop it, or add data=text, data=json or"
+        " data=parquet"
+    ),
+    "data.name=c4 data=text data.path=x": (
+        "* has no effect with data.source=text; drop it, or use data=hub"
+    ),
     "data.source=hub": "* needs a dataset; set data.name=NAME, such as data.name=allenai/c4",
     "data.shard=0": "data.shard and data.shards belong together; set both or neither",
-    "model.path=x": "* together with model.config (from model=tiny) leaves open which one counts; "
-    "add model=pretrained, or drop model.path",
-    "model=pretrained": "model.path and model.config are both empty; set model.path=DIRECTORY or choose model=NAME",
+    "model.path=x": (
+        "* together with model.config (from model=tiny) leaves open which one counts; "
+        "add model=pretrained, or drop model.path"
+    ),
+    "model=pretrained": (
+        "model.path and model.config are both empty; set model.path=DIRECTORY or choose model=NAME"
+    ),
     "model.config.vocab_size=255": "* cannot hold bytes; data.tokenizer=bytes needs at least 256",
-    "inner.warmup_steps=10000": "* is not over when the run ends after 10000 inner steps "
-    "(budget.outer_steps x outer.sync_every); lower it, or give it as a part of the run, such as 0.25",
+    "inner.warmup_steps=10000": (
+        "* is not over when the run ends after 10000 inner steps (budget.outer_steps x"
+        " outer.sync_every); lower it, or give it as a part of the run, such as 0.25"
+    ),
 }
 
 
@@ -217,13 +282,17 @@ def test_a_mistake_is_one_line_with_value_and_remedy(typed: str, expected: str) 
 
 def test_a_setting_in_doubt_is_named_once() -> None:
     [doubt] = compose(["model=60m"]).warnings()
-    assert doubt.startswith("data.tokenizer=bytes uses 256 of model.config.vocab_size=32000; set data.tokenizer=TinyLl")
+    assert doubt.startswith(
+        "data.tokenizer=bytes uses 256 of model.config.vocab_size=32000; set data.tokenizer=TinyLl"
+    )
 
 
 def test_a_group_can_be_built_from_typed_values_alone() -> None:
     typed = {"method": "diloco", "sync_every": 5}
     assert OuterConfig.parse({**typed, "lr": 1}).lr == 1.0
-    with pytest.raises(ConfigError, match=r"^lr=-1 is out of range; expected a number > 0 and <= 10$"):
+    with pytest.raises(
+        ConfigError, match=r"^lr=-1 is out of range; expected a number > 0 and <= 10$"
+    ):
         OuterConfig.parse({**typed, "lr": -1})
     with pytest.raises(ConfigError, match=r"^momentun is not a setting; did you mean momentum\?$"):
         OuterConfig.parse({**typed, "momentun": 1})
@@ -234,12 +303,18 @@ def test_saved_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
         (tmp_path / "file").write_text(text)
         return message(base=tmp_path / "file").replace(str(tmp_path / "file"), "FILE")
 
-    assert message(base=tmp_path / "missing") == f"{tmp_path / 'missing'} cannot be read: No such file or directory"
+    assert (
+        message(base=tmp_path / "missing")
+        == f"{tmp_path / 'missing'} cannot be read: No such file or directory"
+    )
     assert message(base=tmp_path).startswith(f"{tmp_path} cannot be read: ")
     assert said("outer:\n  lr: [\n").startswith("FILE is not YAML: line 3: ")
     defaults = "FILE has a defaults list; make it DIR/experiment/file, of --config-dir DIR"
     assert said("defaults: [config]\nouter: {lr: 1}\n") == defaults
-    assert said("just text") == "FILE is not a configuration; expected the config.yaml of a run directory"
+    assert (
+        said("just text")
+        == "FILE is not a configuration; expected the config.yaml of a run directory"
+    )
     newer = "f another diloco wrote FILE, use that one, or delete the key from the file"
     saved = DEFAULT.to_yaml()
     assert is_like(f"surprise is not a setting; …; i{newer}", said(f"{saved}surprise: 1\n"))
@@ -248,7 +323,7 @@ def test_saved_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     assert message("sim.mode=toy").startswith("sim.mode is not a setting; ")
 
 
-# --- the manifest -----------------------------------------------------------------------------------------------------
+# --- the manifest ---------------------------------------------------------------------------------
 def test_the_hash_of_a_manifest_is_golden() -> None:
     """So it is the same in every process, and does not depend on the order of keys."""
     manifest = Manifest.from_json(HAND_WRITTEN)
@@ -264,10 +339,15 @@ def test_a_schedule_has_a_short_name_and_a_decay_that_counts_where_it_is_said() 
     for typed in ("schedule=wsd", "+schedule=wsd", "inner.schedule=wsd"):
         assert compose(["experiment=lr-sweep", typed]).inner.schedule == "wsd"
     assert "decay_ratio" not in compose(["schedule=wsd"]).manifest().to_json()
-    short, long = (compose(["schedule=wsd", f"inner.decay_ratio={part}"]).manifest() for part in (0.1, 0.5))
-    assert short.hash() != long.hash() and Manifest.from_json(long.to_json()).inner.decay_ratio == 0.5
+    short, long = (
+        compose(["schedule=wsd", f"inner.decay_ratio={part}"]).manifest() for part in (0.1, 0.5)
+    )
     assert (
-        message("schedule=step") == "inner.schedule=step is not a choice; expected one of cosine, linear, constant, wsd"
+        short.hash() != long.hash() and Manifest.from_json(long.to_json()).inner.decay_ratio == 0.5
+    )
+    assert (
+        message("schedule=step")
+        == "inner.schedule=step is not a choice; expected one of cosine, linear, constant, wsd"
     )
 
 
@@ -276,36 +356,64 @@ def test_how_long_a_run_is_may_differ_and_rises_but_not_by_what_it_ends() -> Non
     assert short.manifest().hash() == long.manifest().hash() and short.outer.rounds == 10
     assert raised(short, planned(long.manifest())) == long == raised(long, planned(short))
     other = compose(["budget.outer_steps=null", "budget.tokens=9000"])
-    assert other.manifest().hash() != long.manifest().hash() and raised(other, planned(long)) == other
-    assert hash_of('{"budget": 3}') == hashlib.sha256(b'{"budget": 3}').hexdigest(), "no manifest, and no error"
+    assert (
+        other.manifest().hash() != long.manifest().hash() and raised(other, planned(long)) == other
+    )
+    assert hash_of('{"budget": 3}') == hashlib.sha256(b'{"budget": 3}').hexdigest(), (
+        "no manifest, and no error"
+    )
 
 
 def test_what_a_peer_sets_for_itself_does_not_reach_the_manifest() -> None:
-    own = ["run.dir=x", "run.name=a", "train.device=cuda:1", "swarm.min_peers=2", "data.shard=1", "data.shards=2"]
+    own = [
+        "run.dir=x",
+        "run.name=a",
+        "train.device=cuda:1",
+        "swarm.min_peers=2",
+        "data.shard=1",
+        "data.shards=2",
+    ]
     assert compose(own).manifest() == DEFAULT.manifest()
     assert compose(["model.config.hidden_size=64"]).manifest().hash() != DEFAULT.manifest().hash()
-    kinds = (["data.path=mine/"], ["data.path=[theirs/,more/]"], ["data.path=mine/", "data.cache=tokens/"])
+    kinds = (
+        ["data.path=mine/"],
+        ["data.path=[theirs/,more/]"],
+        ["data.path=mine/", "data.cache=tokens/"],
+    )
     assert len({compose(["data=text", *places]).manifest().to_json() for places in kinds}) == 1
 
 
 @pytest.mark.parametrize(
     "override",
-    [f"swarm.token={TOKEN.to_text()}", f"swarm.token=@{SECRETS.name}/token", f"swarm.key_path={SECRETS.name}/run.key"],
+    [
+        f"swarm.token={TOKEN.to_text()}",
+        f"swarm.token=@{SECRETS.name}/token",
+        f"swarm.key_path={SECRETS.name}/run.key",
+    ],
     ids=["token", "token file", "key"],
 )
 def test_an_invitation_and_the_private_key_say_the_run_key(override: str) -> None:
-    assert compose([override]).run.key == RUN_KEY.public.hex() == compose([override, override]).run.key
+    assert (
+        compose([override]).run.key == RUN_KEY.public.hex() == compose([override, override]).run.key
+    )
     said = message(override, f"run.key={'0123456789abcdef' * 4}")
-    assert is_like(f"run.key=0123… is not the key of swarm.…, which is {RUN_KEY.public.hex()}…", said)
+    assert is_like(
+        f"run.key=0123… is not the key of swarm.…, which is {RUN_KEY.public.hex()}…", said
+    )
 
 
 def test_a_token_is_used_and_never_written_down() -> None:
-    assert "the token of the invitation cannot be read" in message(f"swarm.token={TOKEN.to_text()[:-1]}")
+    assert "the token of the invitation cannot be read" in message(
+        f"swarm.token={TOKEN.to_text()[:-1]}"
+    )
     config = compose([f"swarm.token={TOKEN.to_text()}"])
     assert config.swarm.token == TOKEN.to_text() == config.adopt(config.manifest()).swarm.token
     written = (config.to_yaml(), repr(config), str(config), str(config.model_dump(mode="json")))
     assert not any(TOKEN.to_text()[-20:] in text for text in written)
-    assert f"token: '@{SECRETS.name}/token'" in compose([f"swarm.token=@{SECRETS.name}/token"]).to_yaml()
+    assert (
+        f"token: '@{SECRETS.name}/token'"
+        in compose([f"swarm.token=@{SECRETS.name}/token"]).to_yaml()
+    )
 
 
 def test_differences_name_each_key_with_both_values() -> None:
@@ -330,7 +438,7 @@ def test_a_joiner_adopts_the_run_and_keeps_its_own_half() -> None:
         mine.adopt(compose(["data=text", "data.path=x"]).manifest())
 
 
-# --- a manifest from somebody else ------------------------------------------------------------------------------------
+# --- a manifest from somebody else ----------------------------------------------------------------
 def refused(text: str) -> str:
     shown = error_text(ConfigError, Manifest.from_json, text)
     assert len(shown) < 700
@@ -372,11 +480,15 @@ def test_an_invalid_manifest_is_refused_with_the_reason(text: str, expected: str
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 SETTINGS = [key for key, _ in setting_fields(Manifest)]
-NEW = st.lists(st.sampled_from(["run", "outer", "lr", "config", "model", "x\n", "é", ""]), max_size=3)
+NEW = st.lists(
+    st.sampled_from(["run", "outer", "lr", "config", "model", "x\n", "é", ""]), max_size=3
+)
 
 
 def accepted(text: str) -> bool:
@@ -418,5 +530,10 @@ def test_a_model_of_somebody_else_brings_its_tokenizer(data: str) -> None:
         (f"model.path=org/model model.revision={commit}", ("org/model", commit)),
         ("model.path=saved/ data.tokenizer=bytes", ("bytes", None)),
     ):
-        assert compose(["model=pretrained", *data.split(), *typed.split()]).data.tokenizer_place == place
-    assert compose(data.split()).data.tokenizer == ("TinyLlama/TinyLlama_v1.1" if data == "data=hub" else "bytes")
+        assert (
+            compose(["model=pretrained", *data.split(), *typed.split()]).data.tokenizer_place
+            == place
+        )
+    assert compose(data.split()).data.tokenizer == (
+        "TinyLlama/TinyLlama_v1.1" if data == "data=hub" else "bytes"
+    )

@@ -1,4 +1,5 @@
-"""A manifest of somebody else: what it may ask of a volunteer's machine, and what the volunteer is asked."""
+"""A manifest of somebody else: what it may ask of a volunteer's machine, and what the volunteer is
+asked."""
 
 from __future__ import annotations
 
@@ -22,13 +23,21 @@ from tests.support.errors import error_text
 
 COMMIT = "a1" * 20
 ON_THE_HUB = [
-    "data=hub", "data.name=org/set", f"data.revision={COMMIT}", "data.subset=en", "data.tokenizer=org/words",
-    f"data.tokenizer_revision={COMMIT}", "model=pretrained", "model.path=org/model", f"model.revision={COMMIT}",
-]  # fmt: skip
+    "data=hub",
+    "data.name=org/set",
+    f"data.revision={COMMIT}",
+    "data.subset=en",
+    "data.tokenizer=org/words",
+    f"data.tokenizer_revision={COMMIT}",
+    "model=pretrained",
+    "model.path=org/model",
+    f"model.revision={COMMIT}",
+]
 
 
 def manifest(*overrides: str, **edits: Any) -> str:
-    """The text of a manifest; an edit such as `data__name` changes it in a way that no honest peer would."""
+    """The text of a manifest; an edit such as `data__name` changes it in a way that no honest peer
+    would."""
     content = json.loads(compose(["experiment=quickstart", *overrides]).manifest().to_json())
     for key, value in edits.items():
         group, name = key.split("__")
@@ -42,25 +51,44 @@ def test_a_run_of_this_package_or_of_a_commit_can_be_joined() -> None:
 
 
 NAMES = ("/home/alice/notes", "../notes", "json", "org/../notes")
-NO_NAME, HIDDEN = " of the run is no name on the Hugging Face hub", "of the run holds characters that nobody can see"
+NO_NAME, HIDDEN = (
+    " of the run is no name on the Hugging Face hub",
+    "of the run holds characters that nobody can see",
+)
 
 
 @pytest.mark.parametrize(
     ("overrides", "edits", "why"),
     [
-        ([], {"model__path": "/home/alice/private", "model__config": {}}, "model.path=/home/alice/private of the run"),
+        (
+            [],
+            {"model__path": "/home/alice/private", "model__config": {}},
+            "model.path=/home/alice/private of the run",
+        ),
         *((["data=hub"], {"data__name": name}, f"data.name={name}{NO_NAME}") for name in NAMES),
-        ([], {"data__tokenizer": "/home/alice/.cache"}, f"data.tokenizer=/home/alice/.cache{NO_NAME}"),
+        (
+            [],
+            {"data__tokenizer": "/home/alice/.cache"},
+            f"data.tokenizer=/home/alice/.cache{NO_NAME}",
+        ),
         ([], {"data__tokenizer": "org/words"}, "data.tokenizer=org/words of the run has no commit"),
-        (["data=hub"], {}, "data.name=allenai/c4 of the run has no commit, so nobody knows what will be fetched; "),
+        (
+            ["data=hub"],
+            {},
+            "data.name=allenai/c4 of the run has no commit, so nobody knows what will be fetched; ",
+        ),
         (ON_THE_HUB, {"data__subset": "\x1b]0;owned\x07"}, HIDDEN),
     ],
 )
-def test_a_manifest_with_paths_of_ours_is_refused(overrides: list[str], edits: dict[str, Any], why: str) -> None:
+def test_a_manifest_with_paths_of_ours_is_refused(
+    overrides: list[str], edits: dict[str, Any], why: str
+) -> None:
     assert why in error_text(ConfigError, parse_manifest, manifest(*overrides, **edits))
 
 
-def test_a_name_that_is_also_a_path_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_also_a_path_here_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "set").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"^data\.name=org/set of the run is also a path here"):
@@ -70,12 +98,18 @@ def test_a_name_that_is_also_a_path_here_is_refused(tmp_path: Path, monkeypatch:
 def test_nothing_that_was_written_is_interpolated(tmp_path: Path) -> None:
     for text in ("${oc.env:HOME}", "x${bad", "${run.id}"):
         escaped = manifest(data__tokenizer=text).replace("$", "\\u0024")
-        for one in (manifest(data__tokenizer=text), escaped, manifest(model__config={text: 1, "vocab_size": 256})):
+        for one in (
+            manifest(data__tokenizer=text),
+            escaped,
+            manifest(model__config={text: 1, "vocab_size": 256}),
+        ):
             with pytest.raises(ConfigError, match=r"^manifest holds \$\{"):
                 Manifest.from_json(one)
     file = tmp_path / "config.yaml"
     file.write_text(compose([]).to_yaml().replace("tokenizer: bytes", "tokenizer: ${oc.env:HOME}"))
-    with pytest.raises(ConfigError, match=r"config\.yaml holds \$\{\.\.\.\}, which is resolved in configs/ only"):
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml holds \$\{\.\.\.\}, which is resolved in configs/ only"
+    ):
         compose([], base=file)
 
 
@@ -89,7 +123,10 @@ def test_a_manifest_of_any_depth_is_taken_or_refused(depth: int) -> None:
 
 
 def test_who_starts_a_run_that_nobody_can_join_is_told() -> None:
-    assert any("nobody can join this run" in line for line in compose(["data=hub", "swarm=network"]).warnings())
+    assert any(
+        "nobody can join this run" in line
+        for line in compose(["data=hub", "swarm=network"]).warnings()
+    )
     for fine in (["data=hub"], ["swarm=network"], [*ON_THE_HUB, "swarm=network"]):
         assert not any("nobody can join" in line for line in compose(fine).warnings())
 
@@ -101,10 +138,12 @@ def test_what_will_be_fetched_trained_and_sent_is_shown() -> None:
     shown = terms(*ON_THE_HUB)
     for part in (
         "diloco: anybody may have started it, and anybody may join",
-        "org/model at a1a1a1a1a1a1, published by org, 36.0M parameters", "org/set at a1a1a1a1a1a1, published by org\n",
-        "org/words at a1a1a1a1a1a1, published by org", "trains on CPU, in some 2.0 GB of memory; writes to ",
+        "org/model at a1a1a1a1a1a1, published by org, 36.0M parameters",
+        "org/set at a1a1a1a1a1a1, published by org\n",
+        "org/words at a1a1a1a1a1a1, published by org",
+        "trains on CPU, in some 2.0 GB of memory; writes to ",
         "parts of the text that it trained on can be read out of that",
-    ):  # fmt: skip
+    ):
         assert part in shown
     own = terms("data=text", "data.path=diary.txt", f"run.key={'ab' * 32}")
     assert "YOUR files: diary.txt" in own and "tiny, random weights" in own
@@ -113,7 +152,10 @@ def test_what_will_be_fetched_trained_and_sent_is_shown() -> None:
 
 def test_a_volunteer_agrees_on_a_terminal_or_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked where nothing comes from elsewhere."""
-    own, quickstart = compose(["data=text", "data.path=diary.txt"]), compose(["experiment=quickstart"])
+    own, quickstart = (
+        compose(["data=text", "data.path=diary.txt"]),
+        compose(["experiment=quickstart"]),
+    )
 
     def ask(typed: str | None, yes: bool = False, config: Config = own) -> str:
         """What is shown; `typed` is the answer on a terminal, None where there is none."""
@@ -129,23 +171,35 @@ def test_a_volunteer_agrees_on_a_terminal_or_beforehand(monkeypatch: pytest.Monk
     assert ask("y") == ask(None, yes=True) == "diary.txt\n"
     with pytest.raises(ConfigError, match="nothing was fetched, and this machine has not joined"):
         ask("n")
-    with pytest.raises(ConfigError, match=r"no terminal to ask on; if you agree with the above, add --yes$"):
+    with pytest.raises(
+        ConfigError, match=r"no terminal to ask on; if you agree with the above, add --yes$"
+    ):
         ask(None)
 
 
-def test_files_of_a_commit_are_weighed_before_they_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_of_a_commit_are_weighed_before_they_are_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import huggingface_hub.constants
 
     sizes = {"config.json": 700, "a.safetensors": 10**18}
-    info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()])
+    info = SimpleNamespace(
+        siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+    )
     asked: list[dict[str, Any]] = []
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **given: asked.append(given) or info)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "model_info", lambda self, name, **given: asked.append(given) or info
+    )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
     assert hub.files_at("model.path", "org/model", COMMIT, ("config.json",)) == tmp_path
     assert asked[-1]["revision"] == COMMIT and asked[-1]["files_metadata"] is True
-    with pytest.raises(DataError, match=r"^model\.path: org/model has 1000000000\.0 GB, and .* has room for"):
+    with pytest.raises(
+        DataError, match=r"^model\.path: org/model has 1000000000\.0 GB, and .* has room for"
+    ):
         hub.files_at("model.path", "org/model", COMMIT, hub.MODEL_FILES)
-    with pytest.raises(DataError, match=r"config\.json of org/model has 700 bytes, and no honest one has"):
+    with pytest.raises(
+        DataError, match=r"config\.json of org/model has 700 bytes, and no honest one has"
+    ):
         hub.files_at("model.path", "org/model", COMMIT, ("config.json",), 600)

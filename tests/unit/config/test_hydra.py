@@ -1,4 +1,5 @@
-"""Hydra as its users know it: the commands of its documentation, folders of one's own, and what is not ours."""
+"""Hydra as its users know it: the commands of its documentation, folders of one's own, and what is
+not ours."""
 
 from __future__ import annotations
 
@@ -19,22 +20,41 @@ from tests.support.places import ROOT
 PACKAGE = ROOT / "configs"
 README = (PACKAGE / "README.md").read_text()
 
-# Command, and a part of what it prints. With ! it is refused, and the text says what to type instead.
+# Command, and a part of what it prints. With ! it is refused, and the text says what to type
+# instead.
 COMMANDS = [
     ("diloco train outer.lr=0.5 --cfg job -p outer.lr", "0.5"),
-    ("diloco train +model.config.attention_dropout=0.1 --cfg job -p model.config.attention_dropout", "0.1"),
+    (
+        (
+            "diloco train +model.config.attention_dropout=0.1 --cfg job -p"
+            " model.config.attention_dropout"
+        ),
+        "0.1",
+    ),
     ("diloco train 'sim.step_s=[1,2]' local.peers=2 --cfg job -p sim.step_s", "- 1.0\n- 2.0"),
-    ("diloco train 'run.dir=runs/${oc.env:LAB}-${run.id}' --cfg job -p run.dir", "runs/north-diloco"),
+    (
+        "diloco train 'run.dir=runs/${oc.env:LAB}-${run.id}' --cfg job -p run.dir",
+        "runs/north-diloco",
+    ),
     ("diloco train model=14m --cfg job -p model.name", "14m"),
     ("diloco train 'experiment=[smoke,night]' --cfg job -p eval.every", "7"),
     ("diloco train train=h100 --cfg job -p train.threads", "3"),
     ("diloco train --config-dir shared wandb=team --cfg job -p wandb.project", "team"),
-    ("diloco local outer.lr=1,2", "! outer.lr=1,2 is several values; give one value, or a list in brackets"),
+    (
+        "diloco local outer.lr=1,2",
+        "! outer.lr=1,2 is several values; give one value, or a list in brackets",
+    ),
     ("diloco local -m outer.lr=1,-1", "! outer.lr=-1 is out of range"),
     ("diloco sweep outer.lr=0.5,0.7 'run.seed=range(0,2)' --dry-run", r"(to run .*\n){4}"),
-    ("diloco sweep 'outer.lr=choice(0.5,0.7)' 'model=glob(t*)' --dry-run", r"(to run .*model=tiny.*\n){2}"),
+    (
+        "diloco sweep 'outer.lr=choice(0.5,0.7)' 'model=glob(t*)' --dry-run",
+        r"(to run .*model=tiny.*\n){2}",
+    ),
     ("diloco sweep experiment=lr-sweep --dry-run", r"(to run .*\n){4}"),
-    ("diloco local hydra.run.dir=x", "! hydra.run.dir has no effect; drop it .diloco sweep tries every combination"),
+    (
+        "diloco local hydra.run.dir=x",
+        "! hydra.run.dir has no effect; drop it .diloco sweep tries every combination",
+    ),
 ]
 
 
@@ -60,7 +80,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(lab: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, which no test changes, so that what is composed there is remembered."""
+    """The working directory, which no test changes, so that what is composed there is
+    remembered."""
     monkeypatch.chdir(lab)
     monkeypatch.setenv("LAB", "north")
     return lab
@@ -78,13 +99,21 @@ def complaint(*overrides: str, start: ConfigSource | None = None) -> str:
     return error_text(ConfigError, compose, overrides, start)
 
 
-# --- The list ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("command", "expected"), COMMANDS, ids=[command for command, _ in COMMANDS])
-def test_a_command_of_hydra(command: str, expected: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# --- The list -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("command", "expected"), COMMANDS, ids=[command for command, _ in COMMANDS]
+)
+def test_a_command_of_hydra(
+    command: str, expected: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of its documentation."""
     code = exit_code(*shlex.split(command)[1:])
     shown = capsys.readouterr()
-    pattern = expected.removeprefix("! ").replace("HERE", re.escape(str(here))).replace("PACKAGE", str(PACKAGE))
+    pattern = (
+        expected.removeprefix("! ")
+        .replace("HERE", re.escape(str(here)))
+        .replace("PACKAGE", str(PACKAGE))
+    )
     if expected.startswith("! "):
         assert (code, shown.out) == (2, "")
         assert shown.err.count("\n") == 1
@@ -100,14 +129,21 @@ def test_the_readme_has_every_command() -> None:
 
 
 def test_torchrun_takes_the_same_options() -> None:
-    start, others = _start(["experiment=smoke", "-cd", "shared", "outer.lr=1", "--config", "mine.yaml"])
-    assert (start, others) == (ConfigSource(Path("mine.yaml"), Path("shared")), ["experiment=smoke", "outer.lr=1"])
+    start, others = _start(
+        ["experiment=smoke", "-cd", "shared", "outer.lr=1", "--config", "mine.yaml"]
+    )
+    assert (start, others) == (
+        ConfigSource(Path("mine.yaml"), Path("shared")),
+        ["experiment=smoke", "outer.lr=1"],
+    )
     with pytest.raises(ConfigError, match=r"^--config: expected one argument$"):
         _start(["--config"])
 
 
-# --- Where files are looked for ---------------------------------------------------------------------------------------
-def test_a_folder_that_is_named_comes_before_the_package_and_the_working_directory_last(own: Path) -> None:
+# --- Where files are looked for -------------------------------------------------------------------
+def test_a_folder_that_is_named_comes_before_the_package_and_the_working_directory_last(
+    own: Path,
+) -> None:
     write("configs/outer/diloco.yaml", "method: diloco\nsync_every: 11\n")
     write("shared/outer/diloco.yaml", "method: diloco\nsync_every: 12\n")
     named = ConfigSource(folder=Path("shared"))
@@ -117,7 +153,10 @@ def test_a_folder_that_is_named_comes_before_the_package_and_the_working_directo
 
 def test_a_choice_that_is_not_there_says_where_it_was_looked_for(here: Path) -> None:
     looked = f"looked in {PACKAGE / 'wandb'}, {here / 'configs' / 'wandb'}"
-    assert complaint("wandb=team") == f"wandb=team is not a choice; expected one of default, offline, online; {looked}"
+    assert (
+        complaint("wandb=team")
+        == f"wandb=team is not a choice; expected one of default, offline, online; {looked}"
+    )
     assert complaint("experiment=./mine.yaml").endswith("or give --config ./mine.yaml")
     nowhere = "--config-dir=nowhere is no directory; make it, or drop the option"
     assert complaint(start=ConfigSource(folder=Path("nowhere"))) == nowhere
@@ -130,14 +169,16 @@ def test_a_change_of_a_file_is_seen(own: Path) -> None:
     assert (changed.train.threads, changed.train.log_every) == (None, 12)
 
 
-# --- Files of --config ------------------------------------------------------------------------------------------------
+# --- Files of --config ----------------------------------------------------------------------------
 def test_a_file_lies_between_the_defaults_and_what_is_typed(tmp_path: Path) -> None:
     part = write(f"{tmp_path}/part.yaml", "outer: {lr: 0.33}\nmodel: {config: {hidden_size: 64}}\n")
     config = compose(base=part)
     assert config.outer.lr == 0.33 and config.outer.sync_every == 100
     assert config.model.config["hidden_size"] == 64 and config.model.config["vocab_size"] == 256
     assert compose(["experiment=smoke"], base=part).model.config["hidden_size"] == 32
-    assert [compose([typed], base=part).outer.lr for typed in ("outer=streaming", "outer.lr=0.2")] == [0.75, 0.2]
+    assert [
+        compose([typed], base=part).outer.lr for typed in ("outer=streaming", "outer.lr=0.2")
+    ] == [0.75, 0.2]
 
 
 def test_an_experiment_lies_over_a_run_and_brings_its_groups(tmp_path: Path) -> None:
@@ -146,10 +187,13 @@ def test_an_experiment_lies_over_a_run_and_brings_its_groups(tmp_path: Path) -> 
     assert compose(base=run) == saved, "the default model is not mixed with that of the run"
     config = compose(["experiment=[smoke,night]"], base=run)
     assert (config.model.name, config.data.tokenizer, config.eval.every) == ("smoke", "bytes", 7)
-    assert (config.outer.codec_up, config.run.dir) == ("stat2", Path("r")) and "head_dim" not in config.model.config
+    assert (config.outer.codec_up, config.run.dir) == (
+        "stat2",
+        Path("r"),
+    ) and "head_dim" not in config.model.config
 
 
-# --- Files that are wrong ---------------------------------------------------------------------------------------------
+# --- Files that are wrong -------------------------------------------------------------------------
 
 GLOBAL = "# @package _global_\n"
 
@@ -158,8 +202,16 @@ GLOBAL = "# @package _global_\n"
     ("name", "text", "told"),
     [
         ("experiment/x", f"{GLOBAL}outer:\n  lr: [\n", "FILE, line 4: "),
-        ("experiment/x", "outer:\n  lr: 1\n", "an experiment holds no settings of a run; its file begins with"),
-        ("experiment/x", f"{GLOBAL}defaults: [{{override /model: tinny}}, _self_]", "Could not find 'model/tinny'"),
+        (
+            "experiment/x",
+            "outer:\n  lr: 1\n",
+            "an experiment holds no settings of a run; its file begins with",
+        ),
+        (
+            "experiment/x",
+            f"{GLOBAL}defaults: [{{override /model: tinny}}, _self_]",
+            "Could not find 'model/tinny'",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_is_told_so(name: str, text: str, told: str, own: Path) -> None:

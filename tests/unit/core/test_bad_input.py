@@ -22,7 +22,15 @@ DIGEST = "0" * 64
 
 
 def line_of(peer: str, base: str, **fields: Any) -> Line:
-    known = {"stamp": 10**9, "steps": 1, "tokens": 1, "units": (), "norm": 1.0, "root": DIGEST, "fragment": 0}
+    known = {
+        "stamp": 10**9,
+        "steps": 1,
+        "tokens": 1,
+        "units": (),
+        "norm": 1.0,
+        "root": DIGEST,
+        "fragment": 0,
+    }
     line: Line = sign(Line(peer=peer, base=base, **(known | fields)), Signer(peer), RUN)
     return line
 
@@ -33,14 +41,26 @@ def said(actions: list[events.Action], kind: type) -> list[Any]:
 
 
 ABSURD = [
-    Status(tips={MANY: (1, DIGEST)}), Status(tips={0: (MAX_TOKENS, "")}), Status(whole=True), Status(steps=MAX_COUNT),
-    Status(hears=["x" * 128] * 4096), Status(units=((0, MAX_TOKENS),)), Status(units=((9, 3), (5, 5), (0, 7))),
-    Status(steps_per_s=1e6, position=MAX_COUNT, cycle=MAX_COUNT, trains=True), Status(planned=(MAX_TOKENS,) * 3),
-    Offer(line_of("x", DIGEST, fragment=MANY)), Offer(line_of("x", DIGEST, stamp=MAX_TOKENS, tokens=MAX_TOKENS)),
-    Answer(MANY, "b", 1, "want"), Answer(0, "nobody", MAX_TOKENS, "got", 2**60), Answer(0, "", 0, "no"),
-    Lease("nobody", 2**20, ((0, MAX_TOKENS),)), Lease("", 0, ((9, 3),)), Grant("a", ((0, MAX_TOKENS),)),
-    Grant("b", ((9, 3),)), Grant("nobody", ((0, 1),)),
-]  # fmt: skip
+    Status(tips={MANY: (1, DIGEST)}),
+    Status(tips={0: (MAX_TOKENS, "")}),
+    Status(whole=True),
+    Status(steps=MAX_COUNT),
+    Status(hears=["x" * 128] * 4096),
+    Status(units=((0, MAX_TOKENS),)),
+    Status(units=((9, 3), (5, 5), (0, 7))),
+    Status(steps_per_s=1e6, position=MAX_COUNT, cycle=MAX_COUNT, trains=True),
+    Status(planned=(MAX_TOKENS,) * 3),
+    Offer(line_of("x", DIGEST, fragment=MANY)),
+    Offer(line_of("x", DIGEST, stamp=MAX_TOKENS, tokens=MAX_TOKENS)),
+    Answer(MANY, "b", 1, "want"),
+    Answer(0, "nobody", MAX_TOKENS, "got", 2**60),
+    Answer(0, "", 0, "no"),
+    Lease("nobody", 2**20, ((0, MAX_TOKENS),)),
+    Lease("", 0, ((9, 3),)),
+    Grant("a", ((0, MAX_TOKENS),)),
+    Grant("b", ((9, 3),)),
+    Grant("nobody", ((0, 1),)),
+]
 
 
 @pytest.mark.parametrize("message", ABSURD, ids=[type(message).__name__ for message in ABSURD])
@@ -56,15 +76,28 @@ def test_absurd_messages_are_survived(message: Any) -> None:
 def test_questions_about_what_is_not_there_are_answered_with_no() -> None:
     _, author, other = begun()
     key, head = (0, ""), author.tip().head.id
-    for get in (Get(MANY, key), Get(0, key, DIGEST), Get(0, key, head, MAX_COUNT), Get(0, (MAX_TOKENS, ""))):
+    for get in (
+        Get(MANY, key),
+        Get(0, key, DIGEST),
+        Get(0, key, head, MAX_COUNT),
+        Get(0, (MAX_TOKENS, "")),
+    ):
         assert author.core
         actions = author.core.receive(events.Asked(other.name, get), 100.0)
         assert [action.answer for action in actions if isinstance(action, events.Reply)] == [None]
 
 
-@pytest.mark.parametrize("fields", [
-    {"fragment": MANY}, {"steps": MAX_COUNT}, {"units": ((9, 3),)}, {"units": ((0, 2), (1, 3))}, {"stamp": 0}, {},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"fragment": MANY},
+        {"steps": MAX_COUNT},
+        {"units": ((9, 3),)},
+        {"units": ((0, 2), (1, 3))},
+        {"stamp": 0},
+        {},
+    ],
+)
 def test_lines_that_no_honest_peer_makes_are_not_wanted(fields: dict[str, Any]) -> None:
     _, author, other = begun()
     line = line_of("x", author.tip().head.id, **fields)
@@ -97,7 +130,9 @@ def test_a_payload_is_sent_once_per_offer() -> None:
 
     def pushes() -> int:
         want = events.Heard(author.name, Answer(0, other.name, line.stamp, "want"))
-        return sum(isinstance(one, events.Push) for _ in range(50) for one in core.receive(want, now))
+        return sum(
+            isinstance(one, events.Push) for _ in range(50) for one in core.receive(want, now)
+        )
 
     assert pushes() == 0  # the first goes unasked
     core.receive(events.Broke(author.name, line), now)
@@ -126,7 +161,12 @@ def record(author: Peer, signer: str, **fields: Any) -> events.Gave:
     """The version after the author's, perhaps forged."""
     tip = author.tip()
     lines = ((line_of("x", tip.head.id, stamp=10**10), 1.0),)
-    known: dict[str, Any] = {"fragment": 0, "number": tip.head.number + 1, "prev": tip.head.id, "author": author.name}
+    known: dict[str, Any] = {
+        "fragment": 0,
+        "number": tip.head.number + 1,
+        "prev": tip.head.id,
+        "author": author.name,
+    }
     known |= {"next": author.name, "lines": lines, "delay": 1, "work": tip.head.work + 1}
     known |= {"update": hexed(0), "state": DIGEST}
     head = sign(Head(**(known | fields)), Signer(signer), RUN)
@@ -141,16 +181,28 @@ def test_who_forges_a_head_is_not_asked_again_and_its_alleged_author_stays() -> 
     assert "refused_head" in [kind for _, kind, _ in other.notes]
 
 
-@pytest.mark.parametrize("fields", [
-    {"number": MAX_COUNT}, {"work": MAX_TOKENS}, {"lines": ()}, {"fragment": 7}, {"lines": "twice"},
-    {"lines": "impossible"},
-])  # fmt: skip
-def test_an_author_that_signs_what_no_honest_one_makes_is_passed_over(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"number": MAX_COUNT},
+        {"work": MAX_TOKENS},
+        {"lines": ()},
+        {"fragment": 7},
+        {"lines": "twice"},
+        {"lines": "impossible"},
+    ],
+)
+def test_an_author_that_signs_what_no_honest_one_makes_is_passed_over(
+    fields: dict[str, Any],
+) -> None:
     swarm, author, other = begun()
     base = author.tip().head.id
     if fields.get("lines") == "twice":
         work = author.tip().head.work + 256
-        fields = {"lines": tuple((line_of("x", base, stamp=10**10 + i), 1.0) for i in range(256)), "work": work}
+        fields = {
+            "lines": tuple((line_of("x", base, stamp=10**10 + i), 1.0) for i in range(256)),
+            "work": work,
+        }
     elif fields.get("lines") == "impossible":
         fields = {"lines": ((line_of("x", base, steps=MAX_COUNT), 1.0),)}
     swarm.tell(other, record(author, author.name, **fields))
@@ -177,7 +229,10 @@ def test_a_history_without_a_beginning_is_no_state() -> None:
     swarm.tell(other, events.Heard(author.name, Status(tips={0: (10**9, "f" * 64)})))
     book = altered(tip.book, ledger={"": Entry(0, 10**9)})
     head = Head(0, 0, RUN, "", "", (), 1, 10**9, "", state_of(book, [DIGEST] * 3))
-    swarm.tell(other, events.Gave(author.name, Get(0, f.tip.key), events.Part(head, book, (DIGEST,) * 3, 0, 0)))
+    swarm.tell(
+        other,
+        events.Gave(author.name, Get(0, f.tip.key), events.Part(head, book, (DIGEST,) * 3, 0, 0)),
+    )
     assert author.name in f.retry_at and f.tip.head.work < 10**9
 
 

@@ -22,13 +22,23 @@ TIP = genesis(0, RUN, [DIGEST])
 
 
 def line_of(peer: str, **fields: Any) -> Line:
-    known = {"fragment": 0, "stamp": 10, "base": TIP.head.id, "steps": 1, "tokens": 4, "units": (), "norm": 1.0}
+    known = {
+        "fragment": 0,
+        "stamp": 10,
+        "base": TIP.head.id,
+        "steps": 1,
+        "tokens": 4,
+        "units": (),
+        "norm": 1.0,
+    }
     line: Line = sign(Line(peer=peer, root=DIGEST, **(known | fields)), Signer(peer), RUN)
     return line
 
 
 def head_of(*lines: tuple[Line, float]) -> Head:
-    return Head(0, 1, TIP.head.id, "a", "a", lines, 1, sum(line.tokens for line, _ in lines), "", DIGEST)
+    return Head(
+        0, 1, TIP.head.id, "a", "a", lines, 1, sum(line.tokens for line, _ in lines), "", DIGEST
+    )
 
 
 def test_a_contribution_counts_once_from_a_recent_head_and_with_new_data() -> None:
@@ -41,14 +51,18 @@ def test_a_contribution_counts_once_from_a_recent_head_and_with_new_data() -> No
 
 
 def test_what_was_left_out_does_not_come_again_and_its_data_is_free() -> None:
-    head = head_of((line_of("a", units=((0, 4),)), 1.0), (line_of("b", stamp=12, units=((4, 8),)), 0.0))
+    head = head_of(
+        (line_of("a", units=((0, 4),)), 1.0), (line_of("b", stamp=12, units=((4, 8),)), 0.0)
+    )
     book, _ = follow(TIP, head, 8, Arithmetic())
     assert book.of("a") == (10, 4) and book.of("b") == (12, 0)
     assert book.merged == ((0, 4),) and book.recent == (TIP.head.id,)
 
 
 def test_a_book_names_so_many_peers_and_sums_up_the_rest() -> None:
-    ledger = {"": Entry(0, 0)} | {f"x{number}": Entry(number + 1, 2) for number in range(MAX_LEDGER)}
+    ledger = {"": Entry(0, 0)} | {
+        f"x{number}": Entry(number + 1, 2) for number in range(MAX_LEDGER)
+    }
     tip = replace(TIP, book=altered(TIP.book, ledger=ledger))
     book, _ = follow(tip, head_of((line_of("new", stamp=10**6), 1.0)), 8, Arithmetic())
     assert len(book.ledger) == MAX_LEDGER
@@ -96,7 +110,9 @@ def test_a_lease_is_passed_on_to_a_dealer_that_the_other_does_not_hear() -> None
     swarm.until(swarm.now + 15.0)
     own = Lease("c", 5)
     sent = other.core.receive(events.Heard("c", own), swarm.now)
-    assert [one.peer for one in sent if isinstance(one, events.Send) and one.message == own] == [author.name]
+    assert [one.peer for one in sent if isinstance(one, events.Send) and one.message == own] == [
+        author.name
+    ]
 
 
 def test_a_sleeper_drops_its_data_and_listens_first() -> None:
@@ -110,7 +126,10 @@ def test_a_hello_is_answered_by_all_that_changed_since() -> None:
     swarm, author, other = begun()
     assert author.core and other.core
     sent = author.core.receive(events.Connected(other.name, other.core.hello()), swarm.now)
-    assert any(isinstance(one, events.Send) and isinstance(one.message, Status) and one.message.whole for one in sent)
+    assert any(
+        isinstance(one, events.Send) and isinstance(one.message, Status) and one.message.whole
+        for one in sent
+    )
 
 
 def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
@@ -120,12 +139,14 @@ def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
     swarm.start(other, old)
     swarm.until(swarm.now + 30.0)
     assert (
-        discarded(other.facts, other.facts.control) == 0 and other.facts.processed >= old.tips[0].book.of(other.name)[1]
+        discarded(other.facts, other.facts.control) == 0
+        and other.facts.processed >= old.tips[0].book.of(other.name)[1]
     )
 
 
 def test_when_the_run_is_over_no_head_is_waited_for() -> None:
-    """A peer that began between the last heads of two fragments has sent what it learned from one of these."""
+    """A peer that began between the last heads of two fragments has sent what it learned from one
+    of these."""
     peer = core()
     for f in peer.facts.fragments:
         f.waiting = 0
@@ -136,7 +157,8 @@ def test_when_the_run_is_over_no_head_is_waited_for() -> None:
 
 
 def test_with_a_budget_in_tokens_all_fragments_end_with_the_round_of_the_swarm_clock() -> None:
-    """One that closes later is not over before it has that version, though it may have fewer tokens."""
+    """One that closes later is not over before it has that version, though it may have fewer
+    tokens."""
     facts = core().facts
     facts.planned = (0, 20, 0)
     clock, other = facts.fragments

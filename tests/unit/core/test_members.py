@@ -1,4 +1,5 @@
-"""Who is there, who makes progress, and for whom a version waits: by what each peer does, never by a fixed ladder."""
+"""Who is there, who makes progress, and for whom a version waits: by what each peer does, never by
+a fixed ladder."""
 
 from __future__ import annotations
 
@@ -42,9 +43,12 @@ def test_the_silence_deadline_follows_the_measured_heartbeat(interval_s: float) 
 
 
 @pytest.mark.parametrize(
-    ("steps_per_s", "limit_s"), [(0.0, FIRST_STEP_S), (100.0, STALL_S), (0.5, STALL_S), (0.01, 1000.0)]
+    ("steps_per_s", "limit_s"),
+    [(0.0, FIRST_STEP_S), (100.0, STALL_S), (0.5, STALL_S), (0.01, 1000.0)],
 )
-def test_the_stall_deadline_follows_the_measured_step_time(steps_per_s: float, limit_s: float) -> None:
+def test_the_stall_deadline_follows_the_measured_step_time(
+    steps_per_s: float, limit_s: float
+) -> None:
     members = members_of("a")
     members.hear("a", Status(steps=1, steps_per_s=steps_per_s), 1.0)
     member = member_of(members)
@@ -63,12 +67,15 @@ def test_progress_is_a_step_or_the_first_head_after_one() -> None:
 
 
 def test_a_peer_that_says_little_does_not_stall_by_that() -> None:
-    """In a large swarm its heartbeats come every 15 s; one that is 6 s late must not put it out of the round."""
+    """In a large swarm its heartbeats come every 15 s; one that is 6 s late must not put it out of
+    the round."""
     members = members_of("a")
     now = beat(members, 15.0, 20)
     members.hear("a", Status(steps=1, steps_per_s=10.0), now)
     member = member_of(members)
-    assert not member.stalled(now + 21.0, STALL_S, FIRST_STEP_S) and member.stalled(now + 50.0, STALL_S, FIRST_STEP_S)
+    assert not member.stalled(now + 21.0, STALL_S, FIRST_STEP_S) and member.stalled(
+        now + 50.0, STALL_S, FIRST_STEP_S
+    )
 
 
 def test_who_evaluates_does_not_stall_for_ten_minutes() -> None:
@@ -91,7 +98,9 @@ def test_a_slow_peer_is_waited_for_once_and_again_when_it_is_quick() -> None:
     patience.closed({"a": 10.0, "b": 12.0}, {"c": None})
     assert patience.slow == {"c"}
     patience.closed({"a": 10.0, "b": 12.0, "c": 37.0}, {})
-    assert patience.slow == {"c"}, "it took longer than the rest of the round and the patience after it"
+    assert patience.slow == {"c"}, (
+        "it took longer than the rest of the round and the patience after it"
+    )
     patience.closed({"a": 10.0, "b": 12.0, "c": 35.0}, {})
     assert patience.slow == set()
 
@@ -102,5 +111,7 @@ def test_pauses_come_out_of_a_budget_that_refills_slowly() -> None:
     missing = {"a": member}
     assert not patience.pauses(missing, 0.0, 0.0), "it does not say that it pauses"
     members.hear("a", Status(pauses=True), 0.0)
-    assert patience.pauses(missing, 400.0, 0.0) and not patience.pauses(missing, PAUSE_LIMIT_S - 399.0, 0.0)
+    assert patience.pauses(missing, 400.0, 0.0) and not patience.pauses(
+        missing, PAUSE_LIMIT_S - 399.0, 0.0
+    )
     assert patience.pauses(missing, PAUSE_LIMIT_S - 351.0, 1000.0), "5 % of all time"

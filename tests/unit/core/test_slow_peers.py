@@ -1,4 +1,5 @@
-"""Nobody works for nothing: a peer that is much slower than the rest sends what it has after fewer steps."""
+"""Nobody works for nothing: a peer that is much slower than the rest sends what it has after fewer
+steps."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_the_tokens_of_a_peer_that_is_twenty_times_slower_arrive(settings: Setti
     for f in slow.facts.fragments:
         assert slow.tip(f.index).book.of("d")[1] > 20
         assert slow.core and slow.core.discarded() <= 1
-    assert not any(peer.core.discarded() for peer in swarm.peers.values() if peer.core and peer is not slow)
+    assert not any(
+        peer.core.discarded() for peer in swarm.peers.values() if peer.core and peer is not slow
+    )
     assert slow.tip().head.number > 25, "the others waited"  # for whole rounds of it: 4
 
 

@@ -30,7 +30,11 @@ class Scene(Swarm):
     """A swarm that has trained for a while: `after` seconds into a round."""
 
     def __init__(
-        self, settings: Settings = BARRIER, peers: str = "abcd", after: float = 0.0, bulk_s: float = 0.5
+        self,
+        settings: Settings = BARRIER,
+        peers: str = "abcd",
+        after: float = 0.0,
+        bulk_s: float = 0.5,
     ) -> None:
         super().__init__(settings, bulk_s=bulk_s)
         for name in peers:
@@ -73,7 +77,16 @@ class Scene(Swarm):
         return self.same()
 
     def same(self) -> bool:
-        return len({peer.tip().head.id for peer in self.peers.values() if peer.core and not peer.frozen}) == 1
+        return (
+            len(
+                {
+                    peer.tip().head.id
+                    for peer in self.peers.values()
+                    if peer.core and not peer.frozen
+                }
+            )
+            == 1
+        )
 
     def goes_on(self, longest: float = ROUND_S, lost: int = 0, seconds: float = 60.0) -> None:
         """Versions are made, everybody has them, and few tokens are lost."""
@@ -133,7 +146,9 @@ def test_frozen_author(asleep_s: float) -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_hung_merge(number: int) -> None:
     swarm = Scene(after=5.0)
-    order = sorted(swarm.peers.values(), key=lambda peer: (peer is not swarm.author(), score(0, peer.name)))
+    order = sorted(
+        swarm.peers.values(), key=lambda peer: (peer is not swarm.author(), score(0, peer.name))
+    )
     for peer in order[:number]:
         peer.stuck = True
     swarm.goes_on(ROUND_S + number * BARRIER.stuck_s + 10.0, seconds=300.0)
@@ -142,7 +157,8 @@ def test_hung_merge(number: int) -> None:
 
 @pytest.mark.parametrize("served", [False, True])
 def test_lost_version(served: bool) -> None:
-    """The author dies with its newest version. If one other peer has it, that goes on; else the one before."""
+    """The author dies with its newest version. If one other peer has it, that goes on; else the one
+    before."""
     swarm = Scene(after=5.0)
     head = swarm.next_version()
     author = swarm.peers[head.author]
@@ -156,7 +172,8 @@ def test_lost_version(served: bool) -> None:
 
 @pytest.mark.parametrize("side", ["ab", "ac", "ad"])
 def test_split(side: str) -> None:
-    """Each side goes on; when they meet, more tokens win, in all fragments alike, and only the losers lose theirs."""
+    """Each side goes on; when they meet, more tokens win, in all fragments alike, and only the
+    losers lose theirs."""
     swarm = Scene(replace(BARRIER, fragments=3), after=2.0)
     others = "".join(sorted(set("abcd") - set(side)))
     swarm.block([frozenset((one, two)) for one in side for two in others], FOR_GOOD)
@@ -172,7 +189,9 @@ def test_split(side: str) -> None:
     winners, losers = (side, others) if keys[0] > keys[1] else (others, side)
     won = before[0] if keys[0] > keys[1] else before[1]
     for i in range(3):
-        assert {won[i].id in swarm.chain(peer.tip(i).head) for peer in swarm.peers.values()} == {True}
+        assert {won[i].id in swarm.chain(peer.tip(i).head) for peer in swarm.peers.values()} == {
+            True
+        }
     assert all(swarm.discarded()[name] == 0 for name in winners)
     assert all(swarm.discarded()[name] > 50 for name in losers)
 
@@ -193,12 +212,15 @@ def test_a_tie_of_two_sides_falls_alike_in_all_fragments() -> None:
     assert len({mine.tip.key > its.tip.key for mine, its in zip(one, other, strict=True)}) == 1
     swarm.unblock(list(swarm.blocked))
     swarm.until(swarm.now + 100.0)
-    assert [len({peer.tip(i).head.id for peer in swarm.peers.values()}) for i in range(4)] == [1] * 4
+    assert [len({peer.tip(i).head.id for peer in swarm.peers.values()}) for i in range(4)] == [
+        1
+    ] * 4
 
 
 @pytest.mark.parametrize("index", [1, 3])
 def test_broken_link(index: int) -> None:
-    """Between the author and another peer: the rest carry its contributions, its records and its leases."""
+    """Between the author and another peer: the rest carry its contributions, its records and its
+    leases."""
     swarm = Scene(after=5.0)
     author = swarm.author()
     order = sorted(set(swarm.peers) - {author.name}, key=lambda name: score(0, name))
@@ -287,7 +309,9 @@ def test_damaged(who: str) -> None:
     first, *rest = peer.anchors.now[0]
     peer.anchors.now[0] = (first ^ 64, *rest)
     swarm.goes_on(ROUND_S + RESEND_S * (who == "author"))
-    assert all(one.tip().parts == tuple(map(hexed, one.anchors.now[0])) for one in swarm.peers.values())
+    assert all(
+        one.tip().parts == tuple(map(hexed, one.anchors.now[0])) for one in swarm.peers.values()
+    )
     assert len({one.anchors.now[0] for one in swarm.peers.values()}) == 1
 
 
@@ -306,12 +330,16 @@ def test_bad_donor(what: str) -> None:
                     tip = peer.tip()
                     part = peer.anchors.filled(0, events.Part(tip.head, tip.book, tip.parts, 0))
                     old = events.Records((next(iter(peer.facts.control.records.values())),))
-                    answer = {"lies": replace_field(part, values=7), "repeats itself": old}.get(what)
+                    answer = {"lies": replace_field(part, values=7), "repeats itself": old}.get(
+                        what
+                    )
                     self.carry(peer.name, to, events.Gave(peer.name, get, answer), bulk=True)
                 case events.Reply():
                     pass
                 case events.Broadcast(Status() as status):
-                    super().do(peer, events.Broadcast(replace_field(status, tips={0: (10**9, "f" * 64)})))
+                    super().do(
+                        peer, events.Broadcast(replace_field(status, tips={0: (10**9, "f" * 64)}))
+                    )
                 case _:
                     super().do(peer, action)
 
@@ -367,18 +395,26 @@ def test_liar() -> None:
     def lies(action: Any) -> events.Event:
         event = done(action)
         far = tuple(10**6 for _ in event.update) if isinstance(event, events.Merged) else ()
-        return replace_field(event, update=far, digest=hexed(far)) if isinstance(event, events.Merged) else event
+        return (
+            replace_field(event, update=far, digest=hexed(far))
+            if isinstance(event, events.Merged)
+            else event
+        )
 
     liar.anchors.done = lies  # type: ignore[method-assign]
     swarm.until(swarm.now + 60.0)
     others = [peer for peer in swarm.peers.values() if peer is not liar]
     assert all(max(map(abs, peer.anchors.now[0])) < 10**5 for peer in others)
-    assert len({peer.tip().head.id for peer in others}) == 1 and others[0].tip().head.author != liar.name
+    assert (
+        len({peer.tip().head.id for peer in others}) == 1
+        and others[0].tip().head.author != liar.name
+    )
     assert all(liar.name in peer.facts.shunned for peer in others)
 
 
 def test_what_waits_for_another_fragment_stays_within_what_a_line_may_claim() -> None:
-    """Staggered: while one fragment has no author that makes versions, training goes on with the others for a while."""
+    """Staggered: while one fragment has no author that makes versions, training goes on with the
+    others for a while."""
     settings = Settings(sync_every=2, fragments=2, staggered=True, overlap=1, quorum=2, grace_s=1.0)
     swarm = Swarm(settings)
     for name in "abcd":

@@ -40,7 +40,9 @@ def test_the_page_the_state_and_the_metrics_are_served_over_http() -> None:
 
     def read(url: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as reply:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, headers=headers), timeout=10
+            ) as reply:
                 return reply.status, reply.read(), dict(reply.headers)
         except urllib.error.HTTPError as error:
             return error.code, error.read(), dict(error.headers)
@@ -68,7 +70,11 @@ def test_the_page_the_state_and_the_metrics_are_served_over_http() -> None:
 
 def test_the_page_reads_only_fields_that_a_snapshot_has() -> None:
     known = set(re.findall(r'"([a-z_]+)":', snapshot(2).json().decode()))
-    used = set(re.findall(r"(?<!#)\b(?:row|point|state|run|ledger|event)\.([a-z_]+)\b(?!\()", PAGE.decode()))
+    used = set(
+        re.findall(
+            r"(?<!#)\b(?:row|point|state|run|ledger|event)\.([a-z_]+)\b(?!\()", PAGE.decode()
+        )
+    )
     assert len(used) > 35 and used - known == set()
 
 
@@ -86,7 +92,9 @@ def test_the_page_reads_only_fields_that_a_snapshot_has() -> None:
         ("[::1", False),
     ],
 )
-def test_only_names_of_this_machine_are_answered(host: str, answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_names_of_this_machine_are_answered(
+    host: str, answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A site whose own name leads to 127.0.0.1 (DNS rebinding) still says that name."""
     monkeypatch.setattr("socket.gethostname", lambda: "Box.example")
     with Dashboard("127.0.0.1", 0) as dashboard:
@@ -108,13 +116,22 @@ def test_prometheus_reads_the_swarm_and_that_it_is_lost() -> None:
         assert metrics["diloco_up"] == 1.0 and dashboard.snapshot is not None
         processed = dashboard.snapshot.ledger.processed
         assert metrics['diloco_tokens{fate="processed"}'] == processed
-        assert sum(value for name, value in metrics.items() if name.startswith("diloco_tokens{")) == 2 * processed
-        assert metrics['diloco_fragments{state="following"}'] + metrics['diloco_fragments{state="collecting"}'] == 24
+        assert (
+            sum(value for name, value in metrics.items() if name.startswith("diloco_tokens{"))
+            == 2 * processed
+        )
+        assert (
+            metrics['diloco_fragments{state="following"}']
+            + metrics['diloco_fragments{state="collecting"}']
+            == 24
+        )
         assert f'diloco_peer_tokens{{peer="worker-02",peer_id="{peer_id(2)}"}}' in metrics
         polled(dashboard, swarm, clock, 10)
         metrics = read()
         assert (metrics["diloco_up"], metrics["diloco_last_answer_seconds"]) == (0.0, 9.0)
-        assert len([name for name in metrics if name.startswith("diloco_peer_tokens")]) == 3, "what was seen last"
+        assert len([name for name in metrics if name.startswith("diloco_peer_tokens")]) == 3, (
+            "what was seen last"
+        )
 
 
 def test_a_name_with_quotes_is_one_label() -> None:
@@ -134,4 +151,10 @@ def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int) ->
 
 def test_only_loopback_counts_as_unseen() -> None:
     hosts = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "box")
-    assert [reachability(f"/ip/{host}") == "loopback" for host in hosts] == [True, True, True, False, False]
+    assert [reachability(f"/ip/{host}") == "loopback" for host in hosts] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]

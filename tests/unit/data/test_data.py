@@ -48,10 +48,12 @@ def test_the_permutation_starts_anywhere_and_parts_neighbours() -> None:
     whole = permuted(np.arange(1000), 1000, "0/0")
     assert np.array_equal(permuted(np.arange(400, 410), 1000, "0/0"), whole[400:410])
     assert (whole != permuted(np.arange(1000), 1000, "0/1")).mean() > 0.9, "it depends on its key"
-    # Checkpoints and the disjointness of shards rely on it: a change of these numbers is a change of the wire version.
+    # Checkpoints and the disjointness of shards rely on it: a change of these numbers is a change
+    # of the wire version.
     assert whole[:8].tolist() == [271, 162, 158, 535, 520, 113, 420, 69]
     steps = np.abs(np.diff(permuted(np.arange(10_000), 10_000, "a")))
-    assert steps.mean() == pytest.approx(10_000 / 3, rel=0.05)  # the mean distance of two random places
+    # the mean distance of two random places
+    assert steps.mean() == pytest.approx(10_000 / 3, rel=0.05)
     assert (steps == 1).sum() < 10
 
 
@@ -62,8 +64,15 @@ def test_the_hold_out_takes_its_part_and_grows_with_it() -> None:
     assert 0.015 < len(small) / 5000 < 0.025
     assert 0.09 < len(large) / 5000 < 0.11
     assert small < large
-    assert [number for number in range(40) if is_held_out(b"%d" % number, 0.1)] == [18, 29], "forever"
-    assert [number for number in range(60) if is_held_out(b"%d\n" % number, 0.1, "text")] == [30, 36, 43]
+    assert [number for number in range(40) if is_held_out(b"%d" % number, 0.1)] == [
+        18,
+        29,
+    ], "forever"
+    assert [number for number in range(60) if is_held_out(b"%d\n" % number, 0.1, "text")] == [
+        30,
+        36,
+        43,
+    ]
 
 
 @given(
@@ -71,11 +80,17 @@ def test_the_hold_out_takes_its_part_and_grows_with_it() -> None:
     length=st.integers(2, 9),
     taken=st.lists(st.integers(0, 3), max_size=30),
 )
-def test_packing_loses_and_repeats_no_token(texts: list[bytes], length: int, taken: list[int]) -> None:
+def test_packing_loses_and_repeats_no_token(
+    texts: list[bytes], length: int, taken: list[int]
+) -> None:
     packer, tokenizer, out = Packer(length, ByteTokenizer()), ByteTokenizer(), []
     for number, tokens in enumerate(tokenizer.encode(texts)):
         packer.add(tokens)
-        out += packer.take(min(len(packer), taken[number] if number < len(taken) else 0)).flatten().tolist()
+        out += (
+            packer.take(min(len(packer), taken[number] if number < len(taken) else 0))
+            .flatten()
+            .tolist()
+        )
     out += packer.take(len(packer)).flatten().tolist()
     assert len(packer.waiting()) < length
     assert bytes(out + packer.waiting().tolist()) == b"".join(text + b"\0" for text in texts)
@@ -85,9 +100,12 @@ words = st.text(st.sampled_from("ab \té日"), max_size=30)
 
 
 @given(
-    lines=st.lists(words, max_size=40), repeats=st.integers(1, 40), ends=st.sampled_from(["\r\n", "\r"]),
-    tail=st.sampled_from(["", "\n", "\r\n\r\n", " \n"]), as_row=st.booleans(),
-)  # fmt: skip
+    lines=st.lists(words, max_size=40),
+    repeats=st.integers(1, 40),
+    ends=st.sampled_from(["\r\n", "\r"]),
+    tail=st.sampled_from(["", "\n", "\r\n\r\n", " \n"]),
+    as_row=st.booleans(),
+)
 @settings(max_examples=60)
 def test_copies_of_a_text_with_other_line_ends_are_cut_and_held_out_alike(
     lines: list[str], repeats: int, ends: str, tail: str, as_row: bool
@@ -100,7 +118,9 @@ def test_copies_of_a_text_with_other_line_ends_are_cut_and_held_out_alike(
         return list(documents_of(text) if as_row else pieces(io.BytesIO(text)))
 
     def numbers(text: bytes) -> list[int]:
-        return [number_of(piece, "json" if as_row else "text") for piece in cut(text) if piece.strip()]
+        return [
+            number_of(piece, "json" if as_row else "text") for piece in cut(text) if piece.strip()
+        ]
 
     assert numbers(plain) == numbers(copy)
     assert b"".join(cut(copy)) == copy, "it is trained on as it is"
@@ -113,18 +133,33 @@ def test_copies_of_a_text_with_other_line_ends_are_cut_and_held_out_alike(
 
 
 def test_no_copy_of_a_text_trains_on_what_another_holds_out(tmp_path: Path) -> None:
-    texts = ["".join(f"line {line} of note {note}, {line * note}\n" for line in range(4000)) for note in range(3)]
+    texts = [
+        "".join(f"line {line} of note {note}, {line * note}\n" for line in range(4000))
+        for note in range(3)
+    ]
     copies = {
         "lf": {f"{note}.txt": text for note, text in enumerate(texts)},
         "crlf": {f"{note}.txt": text.replace("\n", "\r\n") for note, text in enumerate(texts)},
-        "more": {f"note {9 - note}.md": text.rstrip("\n") for note, text in enumerate(texts)} | {"a": "more\n" * 999},
-        "marked": {f"{note}.txt": "\ufeff" + text.replace("\n", "\r") for note, text in enumerate(texts)},
+        "more": (
+            {f"note {9 - note}.md": text.rstrip("\n") for note, text in enumerate(texts)}
+            | {"a": "more\n" * 999}
+        ),
+        "marked": {
+            f"{note}.txt": "\ufeff" + text.replace("\n", "\r") for note, text in enumerate(texts)
+        },
     }
     sides = []
     for name, files in copies.items():
-        opened: Any = data.load(config("text", written(tmp_path / name, files), sequence_length=2), seed=0)
+        opened: Any = data.load(
+            config("text", written(tmp_path / name, files), sequence_length=2), seed=0
+        )
         both = (opened.training.rows, opened.held_out[0])
-        sides.append([{*rows.tobytes().replace(b"\r", b"\n").replace(b"\0", b"\n").split(b"\n")} for rows in both])
+        sides.append(
+            [
+                {*rows.tobytes().replace(b"\r", b"\n").replace(b"\0", b"\n").split(b"\n")}
+                for rows in both
+            ]
+        )
     for training, _ in sides:
         for _, held_out in sides:
             assert len(held_out) > 1000 and held_out & training <= {b""}
@@ -132,8 +167,9 @@ def test_no_copy_of_a_text_trains_on_what_another_holds_out(tmp_path: Path) -> N
 
 @given(
     texts=st.lists(st.integers(0, 30).map(lambda n: f"{n} " * n), min_size=1, max_size=6),
-    length=st.integers(2, 60), holdout=st.sampled_from([0.0, 0.02, 0.9]),
-)  # fmt: skip
+    length=st.integers(2, 60),
+    holdout=st.sampled_from([0.0, 0.02, 0.9]),
+)
 @settings(max_examples=60)
 def test_what_is_said_when_nothing_can_be_held_out_helps(
     texts: list[str], length: int, holdout: float, tmp_path_factory: pytest.TempPathFactory
@@ -155,13 +191,19 @@ def test_what_is_said_when_nothing_can_be_held_out_helps(
     assert len(opened.holdout(3)) == min(3, len(opened.held_out[0])), "none with data.holdout=0"  # type: ignore[union-attr]
 
 
-@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(1, 3), st.integers(0, 99))
+@given(
+    st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(1, 3), st.integers(0, 99)
+)
 @settings(max_examples=50)
-def test_shards_are_disjoint_and_cover_every_epoch(rows: int, shards: int, batch: int, epochs: int, seed: int) -> None:
+def test_shards_are_disjoint_and_cover_every_epoch(
+    rows: int, shards: int, batch: int, epochs: int, seed: int
+) -> None:
     array, needed = numbered(rows), -(-rows * epochs // shards)
     streams = [NumberedStream(array, batch, seed, shard, shards) for shard in range(shards)]
     lists = [rows_of(stream, -(-needed // batch))[:needed] for stream in streams]
-    dealt = [row for place in range(needed) for row in (one[place] for one in lists)][: rows * epochs]
+    dealt = [row for place in range(needed) for row in (one[place] for one in lists)][
+        : rows * epochs
+    ]
     for epoch in range(epochs):
         assert Counter(dealt[epoch * rows : (epoch + 1) * rows]) == Counter(tuples(array))
 
@@ -190,7 +232,9 @@ def test_leased_units_in_order_are_the_list_of_all_shards(batch_size: int, numbe
 
     leases: Any = SimpleNamespace(take=take)
     leased = NumberedStream(numbered(17), batch_size, 5, 3, 1, leases=leases)
-    assert rows_of(leased, number) == rows_of(NumberedStream(numbered(17), batch_size, 5, 0, 1), number)
+    assert rows_of(leased, number) == rows_of(
+        NumberedStream(numbered(17), batch_size, 5, 0, 1), number
+    )
 
 
 def test_without_units_training_goes_on_in_its_own_order() -> None:
@@ -221,7 +265,8 @@ def test_fewer_peers_go_on_where_all_of_them_stopped() -> None:
 
 
 def test_a_resume_on_changed_data_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """However far the stream was: it does not go through all that was taken, or this would never end."""
+    """However far the stream was: it does not go through all that was taken, or this would never
+    end."""
     state = NumberedStream(numbered(20), 2, 0, 0, 1).state() | {"taken": 10**15}
     for rows, told in ((20, ""), (21, "the training data changed since the checkpoint")):
         stream = NumberedStream(numbered(rows), 2, 0, 0, 1)
@@ -230,9 +275,13 @@ def test_a_resume_on_changed_data_says_so(caplog: pytest.LogCaptureFixture) -> N
         assert told in caplog.text and bool(told) == bool(caplog.records)
 
 
-@pytest.mark.parametrize("state", [{}, {"taken": "x", "stride": 1, "digest": ""}, {"kind": "hub", "epoch": 1}])
+@pytest.mark.parametrize(
+    "state", [{}, {"taken": "x", "stride": 1, "digest": ""}, {"kind": "hub", "epoch": 1}]
+)
 def test_a_position_of_another_source_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"data: the checkpoint holds no position for this data\.source, or "):
+    with pytest.raises(
+        CheckpointError, match=r"data: the checkpoint holds no position for this data\.source, or "
+    ):
         NumberedStream(numbered(20), 2, 0, 0, 1).restore(state)
 
 
@@ -250,7 +299,9 @@ def test_the_standard_library_is_real_text_in_a_fixed_order() -> None:
 @given(text=st.text(alphabet="ab \né日\U0001f600", max_size=300), repeats=st.integers(1, 300))
 @example(text="é日\U0001f600", repeats=2000)
 @settings(max_examples=30)
-def test_a_text_is_cut_between_characters(text: str, repeats: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_text_is_cut_between_characters(
+    text: str, repeats: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("cut") / "text"
     path.write_text(text * repeats, encoding="utf-8", newline="")
     texts = list(documents(config("text", path)))  # refuses a piece that is not UTF-8
@@ -261,7 +312,9 @@ def test_a_text_is_cut_between_characters(text: str, repeats: int, tmp_path_fact
 def test_a_transformers_tokenizer_packs_its_tokens(word_tokenizer: str, tmp_path: Path) -> None:
     """And is loaded back where it was saved."""
     written(tmp_path, {f"{number}.txt": f"w{number} w{number}" for number in range(400)})
-    opened = data.load(config("text", tmp_path, tokenizer=word_tokenizer, sequence_length=3), seed=0)
+    opened = data.load(
+        config("text", tmp_path, tokenizer=word_tokenizer, sequence_length=3), seed=0
+    )
     assert opened.tokenizer.vocab_size == 402
     assert opened.training.rows.dtype == np.uint16  # type: ignore[attr-defined]
     for one, second, end in next(opened.batches(50)).tolist():
@@ -277,7 +330,9 @@ def test_bytes_survive_the_round_trip(text: str) -> None:
     """And tokens that are no bytes are left out of the text."""
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode([text.encode("utf-8", errors="ignore")])[0].tolist()
-    assert tokenizer.decode(tokens) == text.encode("utf-8", errors="ignore").decode().replace("\0", "")
+    assert tokenizer.decode(tokens) == text.encode("utf-8", errors="ignore").decode().replace(
+        "\0", ""
+    )
     assert tokenizer.num_bytes(tokens) == len(tokens)
     assert tokenizer.decode([104, 0, 300, 105, 0xC3]) == "hi\ufffd"
 
@@ -297,34 +352,73 @@ BAD: dict[str, str | bytes] = {
     [
         ("text", "nowhere", {}, "nowhere does not exist; give a file or a directory"),
         ("json", "empty", {}, "empty has no .json, .jsonl, "),
-        ("text", "some.txt", {"holdout": 1e-9}, "data.holdout: 1e-09 of 4 documents leaves no held-out sequence of 16 "
-         "tokens; start the run with data.holdout="),
-        ("text", "latin", {}, "latin has no UTF-8 files in it, but 1 other such as latin/file.txt; give"),
-        ("text", "latin/file.txt", {}, "file.txt: it is not UTF-8 text; make it readable as text, or leave it out"),
-        ("json", "rows.jsonl", {"field": "id"}, "'id' holds int, not text, in row 1 of rows.jsonl; fields with text: "),
+        (
+            "text",
+            "some.txt",
+            {"holdout": 1e-9},
+            (
+                "data.holdout: 1e-09 of 4 documents leaves no held-out sequence of 16 "
+                "tokens; start the run with data.holdout="
+            ),
+        ),
+        (
+            "text",
+            "latin",
+            {},
+            "latin has no UTF-8 files in it, but 1 other such as latin/file.txt; give",
+        ),
+        (
+            "text",
+            "latin/file.txt",
+            {},
+            "file.txt: it is not UTF-8 text; make it readable as text, or leave it out",
+        ),
+        (
+            "json",
+            "rows.jsonl",
+            {"field": "id"},
+            "'id' holds int, not text, in row 1 of rows.jsonl; fields with text: ",
+        ),
         ("parquet", "broken.parquet", {}, "broken.parquet: "),
-        ("stdlib", None, {"tokenizer": "nowhere"}, "data.tokenizer: 'nowhere' is no tokenizer that transformers can"),
+        (
+            "stdlib",
+            None,
+            {"tokenizer": "nowhere"},
+            "data.tokenizer: 'nowhere' is no tokenizer that transformers can",
+        ),
         ("hub", None, {}, "train.jsonl, which has body, id; take one"),
     ],
-)  # fmt: skip
+)
 def test_data_that_cannot_be_used_is_an_error_of_one_line(
-    source: str, path: str | None, values: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str,
+    path: str | None,
+    values: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(written(tmp_path, BAD))
     paths, name = [path] if path else [], "hub" if source == "hub" else None
-    assert message in error_text(DataError, data.load, config(source, *paths, name=name, **values), seed=0)
+    assert message in error_text(
+        DataError, data.load, config(source, *paths, name=name, **values), seed=0
+    )
 
 
 def test_a_hub_that_is_not_reachable_or_knows_no_such_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with pytest.raises(DataError, match=r"data\.name: 'a/b/c' is no dataset that the Hugging Face hub shows you \("):
+    with pytest.raises(
+        DataError, match=r"data\.name: 'a/b/c' is no dataset that the Hugging Face hub shows you \("
+    ):
         data.load(config("hub", name="a/b/c"), seed=0)
     no_network = Mock(side_effect=ConnectionError("Name or service not known"))
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_network)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_network)
-    why = r"cannot be fetched, the Hugging Face hub is not reachable \(Name or service not known\); check the network"
+    why = (
+        r"cannot be fetched, the Hugging Face hub is not reachable \(Name or service not known\);"
+        r" check the network"
+    )
     with pytest.raises(DataError, match=rf"data\.name: 'allenai/c4' {why}"):
         data.load(config("hub", name="allenai/c4", subset="en"), seed=0)
     with pytest.raises(DataError, match=rf"data\.tokenizer: 'no-one/nothing' {why}"):
@@ -343,8 +437,11 @@ def test_a_tokenizer_at_a_commit_is_no_path(
     cache = tmp_path / "cache"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     written(tmp_path, {"org/words/diloco.json": '{"tokenizer": "bytes"}'})
-    assert data.load_tokenizer("org/words").vocab_size == 256  # a directory, which `diloco train` may name
-    with pytest.raises(DataError, match=r"data\.tokenizer: org/words at a1a1a1a1a1a1 is not in the cache"):
+    # a directory, which `diloco train` may name
+    assert data.load_tokenizer("org/words").vocab_size == 256
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer: org/words at a1a1a1a1a1a1 is not in the cache"
+    ):
         data.load_tokenizer("org/words", COMMIT)
     shutil.copytree(word_tokenizer, cache / "models--org--words" / "snapshots" / COMMIT)
     assert data.load_tokenizer("org/words", COMMIT).vocab_size == 402

@@ -1,4 +1,5 @@
-"""Files to texts: any columns, any name, any compression; what is left out is counted, and what is wrong is named."""
+"""Files to texts: any columns, any name, any compression; what is left out is counted, and what is
+wrong is named."""
 
 from __future__ import annotations
 
@@ -28,17 +29,24 @@ from tests.support.errors import error_text
 CATEGORIES = pyarrow.dictionary(pyarrow.int8(), pyarrow.string())
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 rows_of_any_columns = st.lists(
-    st.builds(lambda row, text: {**row, **text}, st.dictionaries(st.text(max_size=4), anything, max_size=4),
-              st.fixed_dictionaries({}, optional={"body": st.none() | st.text(max_size=20)})),
+    st.builds(
+        lambda row, text: {**row, **text},
+        st.dictionaries(st.text(max_size=4), anything, max_size=4),
+        st.fixed_dictionaries({}, optional={"body": st.none() | st.text(max_size=20)}),
+    ),
     max_size=12,
-)  # fmt: skip
+)
 JSON: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "lines": lambda rows: "".join(json.dumps(row) + "\n" for row in rows),
-    "lines without an end": lambda rows: "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
+    "lines without an end": lambda rows: "\r\n".join(
+        json.dumps(row, ensure_ascii=False) for row in rows
+    ),
     "blank lines": lambda rows: "\n\n".join(json.dumps(row) for row in rows) + "\n\n",
     "list": json.dumps,
     "list over several lines": lambda rows: "\n" + json.dumps(rows, indent=1),
@@ -63,18 +71,36 @@ def compressed(content: bytes, suffix: str) -> bytes:
         return sink.getvalue()
 
     if suffix in ("", ".zip", ".xz"):
-        return {"": lambda: content, ".zip": archive, ".xz": lambda: lzma.compress(content)}[suffix]()
+        return {"": lambda: content, ".zip": archive, ".xz": lambda: lzma.compress(content)}[
+            suffix
+        ]()
     return by_arrow({".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}[suffix])
 
 
-@given(rows=rows_of_any_columns, form=st.sampled_from(sorted(JSON)), start=st.integers(0, 13), mark=st.booleans())
-@example(rows=[{"n": [1], "body": "half a pair \ud800"}, {"n": {"a": "b"}}], form="lines", start=0, mark=False)
+@given(
+    rows=rows_of_any_columns,
+    form=st.sampled_from(sorted(JSON)),
+    start=st.integers(0, 13),
+    mark=st.booleans(),
+)
+@example(
+    rows=[{"n": [1], "body": "half a pair \ud800"}, {"n": {"a": "b"}}],
+    form="lines",
+    start=0,
+    mark=False,
+)
 @settings(max_examples=60)
-def test_only_the_asked_column_of_json_matters(rows: list[dict[str, Any]], form: str, start: int, mark: bool) -> None:
-    content = ("\ufeff" if mark else "").encode() + JSON[form](rows).encode("utf-8", "surrogatepass")
+def test_only_the_asked_column_of_json_matters(
+    rows: list[dict[str, Any]], form: str, start: int, mark: bool
+) -> None:
+    content = ("\ufeff" if mark else "").encode() + JSON[form](rows).encode(
+        "utf-8", "surrogatepass"
+    )
     expected = [(row.get("body") or "").encode("utf-8", "replace") for row in rows]
     if any(rows) and not any("body" in row for row in rows):
-        with pytest.raises(DataError, match=r"^data\.field: 'body' is no field of some file, which has "):
+        with pytest.raises(
+            DataError, match=r"^data\.field: 'body' is no field of some file, which has "
+        ):
             read(content, "json")
     else:
         assert read(content, "json", start=start) == expected[start:]
@@ -83,7 +109,15 @@ def test_only_the_asked_column_of_json_matters(rows: list[dict[str, Any]], form:
 @given(
     columns=st.dictionaries(
         st.text("ab.é ", min_size=1, max_size=4),
-        st.sampled_from([[1, 2, None], ["x", None, "y"], [[1], [], None], [{"b": 1}, None, {"b": 2}], [None] * 3]),
+        st.sampled_from(
+            [
+                [1, 2, None],
+                ["x", None, "y"],
+                [[1], [], None],
+                [{"b": 1}, None, {"b": 2}],
+                [None] * 3,
+            ]
+        ),
         max_size=4,
     ),
     text=st.lists(st.none() | st.text(max_size=9), min_size=3, max_size=3),
@@ -91,10 +125,15 @@ def test_only_the_asked_column_of_json_matters(rows: list[dict[str, Any]], form:
     kind=st.sampled_from([pyarrow.string(), pyarrow.large_string(), CATEGORIES]),
     group=st.integers(1, 3),
     start=st.integers(0, 4),
-)  # fmt: skip
+)
 @settings(max_examples=25)
 def test_only_the_asked_column_of_a_table_matters(
-    columns: dict[str, list[Any]], text: list[str | None], field: str, kind: Any, group: int, start: int
+    columns: dict[str, list[Any]],
+    text: list[str | None],
+    field: str,
+    kind: Any,
+    group: int,
+    start: int,
 ) -> None:
     table = Table.from_pydict({**columns, field: pyarrow.array(text, kind)})
     sinks = {name: io.BytesIO() for name in ("parquet", "stream", "file")}
@@ -104,17 +143,29 @@ def test_only_the_asked_column_of_a_table_matters(
             out.write_table(table, group)
     expected = [(one or "").encode() for one in text][start:]
     for name, sink in sinks.items():
-        assert read(sink.getvalue(), "parquet" if name == "parquet" else "arrow", field, start) == expected
+        assert (
+            read(sink.getvalue(), "parquet" if name == "parquet" else "arrow", field, start)
+            == expected
+        )
 
 
 def test_a_table_without_such_text_says_what_it_has() -> None:
     sink = io.BytesIO()
     parquet.write_table(Table.from_pylist([{"id": 1, "content": "text"}]), sink)
     for field, message in (
-        ("body", "'body' is no field of some file, which has content, id; take one, or leave the file out"),
+        (
+            "body",
+            (
+                "'body' is no field of some file, which has content, id; take one, or leave the"
+                " file out"
+            ),
+        ),
         ("id", "'id' holds int64, not text, in some file; fields with text: content"),
     ):
-        assert error_text(DataError, read, sink.getvalue(), "parquet", field) == f"data.field: {message}"
+        assert (
+            error_text(DataError, read, sink.getvalue(), "parquet", field)
+            == f"data.field: {message}"
+        )
 
 
 def test_csv_is_read_by_its_header() -> None:
@@ -126,18 +177,37 @@ def test_csv_is_read_by_its_header() -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip"])
 def test_any_compression_is_read_whatever_its_name(suffix: str, tmp_path: Path) -> None:
-    content = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(300)).encode()
+    content = "".join(
+        json.dumps({"text": f"row {number}"}) + "\n" for number in range(300)
+    ).encode()
     packed = compressed(content, suffix)
     if suffix not in ("", ".zip"):
-        packed += compressed(b'{"text": "of a second part"}', suffix)  # as parallel compressors write
+        # as parallel compressors write
+        packed += compressed(b'{"text": "of a second part"}', suffix)
     written(tmp_path, {f"shard.jsonl{suffix.upper()}": packed})
     found = list(documents(config("json", tmp_path)))
     assert found[:300] == [b"row %d" % number for number in range(300)]
     assert found[300:] == ([b"of a second part"] if suffix not in ("", ".zip") else [])
-    assert len(list(texts(io.BytesIO(packed), "no-suffix", "json", "text", start=290))) == len(found) - 290
+    assert (
+        len(list(texts(io.BytesIO(packed), "no-suffix", "json", "text", start=290)))
+        == len(found) - 290
+    )
 
 
-NAMES = ("a::b", "a*", "a[12]", "a?{x,y}", "file:", "~", " ", "zip:", "a=b", "\u00e9\u202e", "\\", "$HOME")
+NAMES = (
+    "a::b",
+    "a*",
+    "a[12]",
+    "a?{x,y}",
+    "file:",
+    "~",
+    " ",
+    "zip:",
+    "a=b",
+    "\u00e9\u202e",
+    "\\",
+    "$HOME",
+)
 
 
 @pytest.mark.parametrize("source", ["json", "parquet", "text"])
@@ -148,11 +218,17 @@ def test_a_name_is_a_name(source: str, tmp_path: Path) -> None:
         sink = io.BytesIO()
         parquet.write_table(Table.from_pylist([{"text": name_text(number)}]), sink)
         line = json.dumps({"text": name_text(number)})
-        content = {"json": line.encode(), "parquet": sink.getvalue(), "text": name_text(number).encode()}[source]
+        content = {
+            "json": line.encode(),
+            "parquet": sink.getvalue(),
+            "text": name_text(number).encode(),
+        }[source]
         for place in (f"{name}{suffix}", f"_{name}/x{suffix}"):
             written(tmp_path, {place: content})
             assert list(documents(config(source, tmp_path / place))) == [name_text(number).encode()]
-        assert list(documents(config(source, tmp_path / f"_{name}"))) == [name_text(number).encode()]
+        assert list(documents(config(source, tmp_path / f"_{name}"))) == [
+            name_text(number).encode()
+        ]
     written(tmp_path, {os.fsdecode(b"\xff\xfe") + suffix: content})
     expected = {name_text(number).encode() for number in range(len(NAMES))}
     assert {*documents(config(source, tmp_path))} == expected
@@ -162,19 +238,32 @@ def name_text(number: int) -> str:
     return f"what file {number} says"
 
 
-def test_what_is_left_out_of_a_folder_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_out_of_a_folder_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     png = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
     late = b"plain text\n" * 10_000 + "café".encode("latin-1")
-    files: dict[str, str | bytes] = {"a.txt": "good", "b.md": "good", "picture.png": png, "late.txt": late}
+    files: dict[str, str | bytes] = {
+        "a.txt": "good",
+        "b.md": "good",
+        "picture.png": png,
+        "late.txt": late,
+    }
     files["cut.gz"] = gzip.compress(b"text " * 99)[:-9]
-    files |= {"utf16.txt": "a note".encode("utf-16"), "utf16le.txt": "a note".encode("utf-16le"), ".hidden": png}
+    files |= {
+        "utf16.txt": "a note".encode("utf-16"),
+        "utf16le.txt": "a note".encode("utf-16le"),
+        ".hidden": png,
+    }
     written(tmp_path, files)
     (tmp_path / "nowhere").symlink_to("gone")
     assert list(documents(config("text", tmp_path))) == [b"good", b"good"]
     text = f"6 files left out, which cannot be read as text, such as {tmp_path}/cut.gz"
     assert [record.getMessage() for record in caplog.records] == [text]
     for name in files.keys() - {"a.txt", "b.md", ".hidden", "cut.gz"}:
-        text = error_text(DataError, lambda name=name: list(documents(config("text", tmp_path / name))))
+        text = error_text(
+            DataError, lambda name=name: list(documents(config("text", tmp_path / name)))
+        )
         assert f"/{name}: it is not UTF-8 text; make it readable as text, or leave it out" in text
     caplog.clear()
     rows = '{"text": "a"}\n{"text": null}\n{}\n'
@@ -189,11 +278,18 @@ def test_what_is_left_out_of_a_folder_is_counted(tmp_path: Path, caplog: pytest.
 
 def test_folders_that_are_links_are_read_once(tmp_path: Path) -> None:
     written(tmp_path, {"data/a.txt": "a", "data/real/c.txt": "c", "elsewhere/b.txt": "b"})
-    for link, target in (("0", "real"), ("link", "../elsewhere"), ("loop", "."), ("also", "../elsewhere")):
+    for link, target in (
+        ("0", "real"),
+        ("link", "../elsewhere"),
+        ("loop", "."),
+        ("also", "../elsewhere"),
+    ):
         (tmp_path / "data" / link).symlink_to(target)
     assert files_of(config("text", tmp_path / "data")) == [
-        tmp_path / "data" / "a.txt", tmp_path / "data" / "also" / "b.txt", tmp_path / "data" / "real" / "c.txt",
-    ]  # fmt: skip
+        tmp_path / "data" / "a.txt",
+        tmp_path / "data" / "also" / "b.txt",
+        tmp_path / "data" / "real" / "c.txt",
+    ]
     (tmp_path / "given").symlink_to("data/real")
     assert list(documents(config("text", tmp_path / "given"))) == [b"c"]
 
@@ -204,20 +300,36 @@ GOOD = '{"body": "good"}\n'
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (GOOD * 2 + '{"body": "cut', "row 3 is no valid JSON (Unterminated string starting at: line 1 column 10"),
-        ('{"body": "cut\n' + GOOD, "row 1 is no valid JSON (Unterminated string starting at: line 1 column 10"),
+        (
+            GOOD * 2 + '{"body": "cut',
+            "row 3 is no valid JSON (Unterminated string starting at: line 1 column 10",
+        ),
+        (
+            '{"body": "cut\n' + GOOD,
+            "row 1 is no valid JSON (Unterminated string starting at: line 1 column 10",
+        ),
         (GOOD + "42\n", "row 2 is no object"),
         (GOOD.encode() + b'{"body": "caf\xe9"}\n' + GOOD.encode(), "row 2 is no UTF-8 ("),
         (f"[{GOOD}, {GOOD}", "it is no valid JSON (Expecting ',' delimiter: line 3 column 1"),
-        (f"[{GOOD}, {{]", "it is no valid JSON (Expecting property name enclosed in double quotes: line 2 column 4"),
+        (
+            f"[{GOOD}, {{]",
+            (
+                "it is no valid JSON (Expecting property name enclosed in double quotes: line 2"
+                " column 4"
+            ),
+        ),
         ("[1]", "row 1 is no object"),
         (GOOD + "[" * 100_000, "row 2 is no valid JSON"),
-        (GOOD + '{"body": 7, "a": "b"}', "data.field: 'body' holds int, not text, in row 2 of some file; fields with "),
+        (
+            GOOD + '{"body": 7, "a": "b"}',
+            "data.field: 'body' holds int, not text, in row 2 of some file; fields with ",
+        ),
         (gzip.compress(GOOD.encode() * 9)[:-9], "Truncated compressed stream"),
         (compressed(GOOD.encode() * 9, ".xz")[:-9], "Compressed file ended before"),
     ],
-    ids=lambda value: value[:20] if value.isascii() else "bytes",  # a gzip file has its time, and workers compare ids
-)  # fmt: skip
+    # a gzip file has its time, and workers compare ids
+    ids=lambda value: value[:20] if value.isascii() else "bytes",
+)
 def test_what_is_wrong_with_json_has_its_row(content: str | bytes, message: str) -> None:
     def load() -> None:
         with reading("data.path: some file", "leave it out"):
@@ -227,7 +339,11 @@ def test_what_is_wrong_with_json_has_its_row(content: str | bytes, message: str)
 
 
 def test_an_object_may_be_over_several_lines() -> None:
-    for content in ('{"id": {\n}, "body":\n"text"}', '{\n"body": "text"}', '\n\n{"id":\n7,\n "body": "text"\n}\n'):
+    for content in (
+        '{"id": {\n}, "body":\n"text"}',
+        '{\n"body": "text"}',
+        '\n\n{"id":\n7,\n "body": "text"\n}\n',
+    ):
         assert read(content.encode(), "json") == [b"text"]
 
 
@@ -268,14 +384,22 @@ def test_long_rows_are_cut_as_text_files_are(tmp_path: Path) -> None:
     assert list(documents_of(book[:LONG_ROW_BYTES])) == [book[:LONG_ROW_BYTES]]
 
 
-def test_a_fault_of_the_machine_names_the_path_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_machine_names_the_path_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         with reading("data.path: rows.jsonl", "repair the file"):
             Path("/dev/null/cache").mkdir()
 
     text = error_text(DataError, fail)
-    assert text == "data.path: /dev/null/cache: Not a directory; make that path usable, the data are not at fault"
-    with pytest.raises(DataError, match=r"^data\.path: x: this machine is out of memory; free some$"):
+    assert (
+        text
+        == "data.path: /dev/null/cache: Not a directory; make that path usable, the data are not at"
+        " fault"
+    )
+    with pytest.raises(
+        DataError, match=r"^data\.path: x: this machine is out of memory; free some$"
+    ):
         with reading("data.path: x", "repair the file"):
             raise MemoryError
     for name in ("HOME", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "TMPDIR"):

@@ -29,12 +29,16 @@ def test_counts_are_the_weights_as_near_as_whole_numbers_are(weights: list[float
     assert sum(counts) == MIXTURE_BLOCK
     for count, weight in zip(counts, weights, strict=True):
         assert abs(count - MIXTURE_BLOCK * weight / sum(weights)) < 1 + 1e-6
-    assert counts == counts_of([10 * weight for weight in weights]) or len(set(weights)) < len(weights)
+    assert counts == counts_of([10 * weight for weight in weights]) or len(set(weights)) < len(
+        weights
+    )
 
 
 @given(weights=weights, blocks=st.integers(1, 3), order=st.text(max_size=4))
 @settings(max_examples=20)
-def test_every_block_has_its_part_of_each_source(weights: list[float], blocks: int, order: str) -> None:
+def test_every_block_has_its_part_of_each_source(
+    weights: list[float], blocks: int, order: str
+) -> None:
     """Each of which goes on where it stopped; and a number says that without those before it."""
     counts = counts_of(weights)
     sources, ranks = places(np.arange(blocks * MIXTURE_BLOCK), order, counts)
@@ -43,7 +47,10 @@ def test_every_block_has_its_part_of_each_source(weights: list[float], blocks: i
     for index, count in enumerate(counts):
         assert np.array_equal(ranks[sources == index], np.arange(blocks * count))
     numbers = np.array([7, 10**15, len(sources) - 5])
-    alone = [[int(found[0]) for found in places(numbers[[at]], order, counts)] for at in range(len(numbers))]
+    alone = [
+        [int(found[0]) for found in places(numbers[[at]], order, counts)]
+        for at in range(len(numbers))
+    ]
     assert alone == np.stack(places(numbers, order, counts), 1).tolist()
     assert alone[2] == [sources[-5], ranks[-5]]
 
@@ -59,7 +66,10 @@ MIXTURE = [
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
     notes = "".join(f"note {number} of many\n" for number in range(3000))
     rows = "".join(json.dumps({"body": f"row {number} " * 9}) + "\n" for number in range(300))
-    place = written(tmp_path_factory.mktemp("files"), {"notes/a.txt": notes, "rows.jsonl": rows, "none/x.txt": ""})
+    place = written(
+        tmp_path_factory.mktemp("files"),
+        {"notes/a.txt": notes, "rows.jsonl": rows, "none/x.txt": ""},
+    )
     return {"notes": (str(place / "notes"),), "rows": (str(place / "rows.jsonl"),)}
 
 
@@ -73,7 +83,10 @@ def test_a_mixture_of_files_is_read_by_weight(files: dict[str, tuple[str, ...]])
     of_notes = sum(b" of many" in row or b"note " in row for row in rows)
     of_rows = sum(b"row" in row for row in rows)
     assert 550 < of_notes < 650 and 150 < of_rows < 250
-    assert one.description.startswith("mixture of 20 % stdlib: ") and "; 60 % text in " in one.description
+    assert (
+        one.description.startswith("mixture of 20 % stdlib: ")
+        and "; 60 % text in " in one.description
+    )
     assert again.batches(1).state() == one.batches(1).state()
 
     found = one.holdout(200)
@@ -95,7 +108,9 @@ def test_errors_name_the_source(files: dict[str, tuple[str, ...]], tmp_path: Pat
             opened({**files, "notes": (place,)})
     (tmp_path / "rows.jsonl").write_text('{"content": "text"}')
     rows = {"name": "rows", "source": "json", "weight": 1}
-    with pytest.raises(DataError, match=r"^data\.mixture, field of rows: 'text' is no field of .*content; "):
+    with pytest.raises(
+        DataError, match=r"^data\.mixture, field of rows: 'text' is no field of .*content; "
+    ):
         data.load(config("mixture", mixture=[rows], paths={"rows": [str(tmp_path)]}), 0)
 
 
@@ -128,11 +143,25 @@ def test_a_mixture_belongs_to_the_run_and_its_paths_to_the_peer() -> None:
 @pytest.mark.parametrize(
     ("entries", "changes", "text"),
     [
-        (["{name:a,source:stdlib,weight:0}"], {}, ".weight=0 is out of range; expected a list, each {name: "),
-        ([A, B.replace("3", "1e5")], {}, ": the weight 1 of a is less than 1/10000 of all; raise it, or leave it out"),
-        ([], {"data.path": "x"}, "data.path=x has no effect with data.source=mixture; set data.paths.NAME"),
+        (
+            ["{name:a,source:stdlib,weight:0}"],
+            {},
+            ".weight=0 is out of range; expected a list, each {name: ",
+        ),
+        (
+            [A, B.replace("3", "1e5")],
+            {},
+            ": the weight 1 of a is less than 1/10000 of all; raise it, or leave it out",
+        ),
+        (
+            [],
+            {"data.path": "x"},
+            "data.path=x has no effect with data.source=mixture; set data.paths.NAME",
+        ),
     ],
 )
-def test_a_mixture_that_cannot_be_is_one_line(entries: list[str], changes: dict[str, str], text: str) -> None:
+def test_a_mixture_that_cannot_be_is_one_line(
+    entries: list[str], changes: dict[str, str], text: str
+) -> None:
     reason = error_text(ConfigError, settings_of, *entries, **changes)
     assert reason.startswith(text if text.startswith("data.") else f"data.mixture{text}")

@@ -1,4 +1,5 @@
-"""Batches made before their turn: the same ones, from the same units, with the same position, and no thread is left."""
+"""Batches made before their turn: the same ones, from the same units, with the same position, and
+no thread is left."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ def test_batches_and_positions_are_those_of_the_stream(kind: str, streamed: Any)
     def make() -> Any:
         if kind == "numbered":
             return NumberedStream(numbered(17), 3, 5, 1, 3)
-        return streamed.batches(2, shard=0, shards=2) if kind == "hub" else streamed.batches(4, rows=(1, 2))
+        return (
+            streamed.batches(2, shard=0, shards=2)
+            if kind == "hub"
+            else streamed.batches(4, rows=(1, 2))
+        )
 
     plain = make()
     with closing(Prefetched(make())) as stream, closing(Prefetched(make())) as resumed:
@@ -126,13 +131,17 @@ def test_closing_does_not_wait_for_what_nobody_will_train_on() -> None:
     stream.close()
 
 
-def test_for_a_gpu_batches_lie_in_pinned_memory_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_a_gpu_batches_lie_in_pinned_memory_of_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     devices: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(Tensor, "pin_memory", lambda batch: batch + 1000)
     with closing(Prefetched(Recorded(), torch.device("cuda:1"))) as stream:
         assert [int(next(stream)[0, 0]) for _ in range(3)] == [1001, 1002, 1003]
-    assert devices == [torch.device("cuda:1")], "or it would be that of the first device, for all ranks"
+    assert devices == [torch.device("cuda:1")], (
+        "or it would be that of the first device, for all ranks"
+    )
     with closing(Prefetched(Recorded(), torch.device("cpu"))) as stream:
         assert int(next(stream)[0, 0]) == 1
 
@@ -168,12 +177,16 @@ def leased(data_: LeasedData, size: int = 4) -> Prefetched:
     return Prefetched(NumberedStream(numbered(500), size, 0, 7, 1, leases=data_), depth=3)
 
 
-STEP = st.tuples(st.sampled_from(["grant", "train", "train", "trained"]), st.integers(0, 40), st.integers(1, 9))
+STEP = st.tuples(
+    st.sampled_from(["grant", "train", "train", "trained"]), st.integers(0, 40), st.integers(1, 9)
+)
 
 
 @given(st.lists(STEP, max_size=25))
 @settings(max_examples=30)
-def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[tuple[str, int, int]]) -> None:
+def test_with_any_grants_the_batches_are_those_made_in_turn(
+    steps: list[tuple[str, int, int]],
+) -> None:
     both, granted = (LeasedData(), LeasedData()), NONE
     with closing(leased(both[0])) as ahead:
         plain = NumberedStream(numbered(500), 4, 0, 7, 1, leases=both[1])
@@ -200,12 +213,30 @@ LEASED = [call.units(8), call.lease_units(ANY, AHEAD)]
     ("overrides", "rank", "size", "expected"),
     [
         ([], 0, 1, [*LEASED, call.batches(ANY, shard=7, rows=(0, 1), leases=ANY)]),
-        (["data.shard=1", "data.shards=3"], 1, 2, [call.batches(ANY, shard=7, shards=3, rows=(1, 2))]),
-        (["data.source=hub", "data.name=a/b"], 0, 2, [*LEASED, call.batches(ANY, shard=7, rows=(0, 2), leases=ANY)]),
+        (
+            ["data.shard=1", "data.shards=3"],
+            1,
+            2,
+            [call.batches(ANY, shard=7, shards=3, rows=(1, 2))],
+        ),
+        (
+            ["data.source=hub", "data.name=a/b"],
+            0,
+            2,
+            [*LEASED, call.batches(ANY, shard=7, rows=(0, 2), leases=ANY)],
+        ),
     ],
 )
-def test_a_run_has_units_or_a_stream(overrides: list[str], rank: int, size: int, expected: list[Any]) -> None:
+def test_a_run_has_units_or_a_stream(
+    overrides: list[str], rank: int, size: int, expected: list[Any]
+) -> None:
     """The latter where its data is cut."""
     asked = Mock()  # a dataset, and a peer of the swarm
-    _stream(compose(["experiment=smoke", *overrides]), asked, 7, RankGroup(torch.device("cpu"), rank, size), asked)
+    _stream(
+        compose(["experiment=smoke", *overrides]),
+        asked,
+        7,
+        RankGroup(torch.device("cpu"), rank, size),
+        asked,
+    )
     assert asked.method_calls == expected

@@ -1,4 +1,5 @@
-"""A hub stream: units of any files for any number of peers, resume, broken connections, and which files are read."""
+"""A hub stream: units of any files for any number of peers, resume, broken connections, and which
+files are read."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def through_json(state: dict[str, Any]) -> Any:
 
 
 class Dealer:
-    """Leases 0, 1, 2, ... to any number of peers, each number once; refuses every `refuses`-th time."""
+    """Leases 0, 1, 2, ... to any number of peers, each number once; refuses every `refuses`-th
+    time."""
 
     def __init__(self, most: int = 10**9, refuses: int = 0) -> None:
         self.next, self.most, self.refuses, self.asked = 0, most, refuses, 0
@@ -87,7 +89,9 @@ def table(path: Path, texts: Sequence[str | None], kind: str) -> None:
 )
 @example(lengths=[0, 0, 40], deal=[(0, 5), (1, 9)] * 20, kind="parquet")
 @settings(max_examples=8, deadline=None)
-def test_peers_read_each_row_of_an_epoch_once(lengths: list[int], deal: list[tuple[int, int]], kind: str) -> None:
+def test_peers_read_each_row_of_an_epoch_once(
+    lengths: list[int], deal: list[tuple[int, int]], kind: str
+) -> None:
     """However many files and peers, whoever comes when, in whatever portions."""
     with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "JUMP_ROWS", 2)
@@ -97,9 +101,13 @@ def test_peers_read_each_row_of_an_epoch_once(lengths: list[int], deal: list[tup
         opened: Any = data.load(config("hub", name=place), seed=5)
         readers, number, read = [Reader(opened) for _ in range(4)], 0, list[bytes]()
         for peer, size in deal:
-            read += [text for unit in range(number, number + size) for text in readers[peer].unit(unit)]
+            read += [
+                text for unit in range(number, number + size) for text in readers[peer].unit(unit)
+            ]
             number += size
-        everything = Counter(f"{file}/{row}".encode() for file, length in enumerate(lengths) for row in range(length))
+        everything = Counter(
+            f"{file}/{row}".encode() for file, length in enumerate(lengths) for row in range(length)
+        )
         for epoch in range(number // sum(lengths)):
             assert Counter(read[epoch * sum(lengths) : (epoch + 1) * sum(lengths)]) == everything
 
@@ -202,7 +210,9 @@ def test_other_shards_go_on_about_there(large: Any, caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("state", [{}, {"kind": "memory", "taken": 3, "stride": 1, "digest": ""}])
 def test_a_position_of_another_kind_is_refused(state: Any, streamed: Any) -> None:
     text = error_text(CheckpointError, streamed.batches(1).restore, state)
-    assert text.startswith("data: the checkpoint holds no position for this data.source, or one of another version")
+    assert text.startswith(
+        "data: the checkpoint holds no position for this data.source, or one of another version"
+    )
 
 
 def test_without_leases_training_goes_on(large: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -260,24 +270,34 @@ def test_a_connection_that_stays_broken_is_one_line(tmp_path: Path) -> None:
     table(tmp_path / "a.jsonl", ["some text"] * 9, "json")
     opened: Any = data.load(config("hub", name=str(tmp_path)), seed=3)
     opened.open = Mock(side_effect=ConnectionError("no route to host"))
-    message = f"data.name: {tmp_path}/a.jsonl: no route to host; check it, data.subset, data.split and the network"
+    message = (
+        f"data.name: {tmp_path}/a.jsonl: no route to host; check it, data.subset, data.split and"
+        " the network"
+    )
     assert error_text(DataError, next, opened.batches(1)) == message
     assert opened.open.call_count == 7
 
 
 def test_a_stream_of_held_out_documents_only_says_so(tmp_path: Path) -> None:
-    written(tmp_path, {"train.jsonl": "".join(json.dumps({"text": f"{row}"}) + "\n" for row in (18, 29))})
+    written(
+        tmp_path,
+        {"train.jsonl": "".join(json.dumps({"text": f"{row}"}) + "\n" for row in (18, 29))},
+    )
     opened: Any = data.load(config("hub", name=str(tmp_path), holdout=0.1), seed=0)
-    with pytest.raises(DataError, match=r"data\.name: all documents of .* that this peer reads are held out; "):
+    with pytest.raises(
+        DataError, match=r"data\.name: all documents of .* that this peer reads are held out; "
+    ):
         next(opened.batches(1))
     assert not len(data.load(config("hub", name=str(tmp_path), holdout=0.0), seed=0).holdout(3))
     one = data.load(config("hub", name=str(tmp_path), holdout=1e-9), seed=0)
     assert next(one.batches(1, shard=4, shards=5)).shape == (1, T)  # it is read again and again
-    with pytest.raises(DataError, match=r"data\.holdout: 1e-09 of the documents of .* leaves no held-out sequence"):
+    with pytest.raises(
+        DataError, match=r"data\.holdout: 1e-09 of the documents of .* leaves no held-out sequence"
+    ):
         one.holdout(3)
 
 
-# -- which files are read ---------------------------------------------------------------------------------------------
+# -- which files are read --------------------------------------------------------------------------
 
 
 def texts_in(opened: Any) -> set[str]:
@@ -285,14 +305,18 @@ def texts_in(opened: Any) -> set[str]:
 
 
 @given(
-    names=st.lists(st.text("ab*?[]:! 12'{}%#\\é", min_size=1, max_size=9), min_size=1, max_size=4, unique=True),
+    names=st.lists(
+        st.text("ab*?[]:! 12'{}%#\\é", min_size=1, max_size=9), min_size=1, max_size=4, unique=True
+    ),
     folder=st.text("a*?[]:! 1{}", min_size=1, max_size=6),
 )
 @example(names=["a*", "a::b"], folder="my [2024] data")
 @settings(max_examples=8, deadline=None)
 def test_every_name_in_a_local_directory_is_a_name(names: list[str], folder: str) -> None:
     with TemporaryDirectory() as place:
-        written(Path(place, folder), {f"{name}.jsonl": json.dumps({"text": name}) for name in names})
+        written(
+            Path(place, folder), {f"{name}.jsonl": json.dumps({"text": name}) for name in names}
+        )
         written(Path(place, "a1"), {"a1.jsonl": json.dumps({"text": "other"})})
         assert texts_in(data.load(config("hub", name=f"{place}/{folder}"), seed=0)) == {*names}
 
@@ -300,25 +324,40 @@ def test_every_name_in_a_local_directory_is_a_name(names: list[str], folder: str
 def test_suffixes_in_a_local_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Compressed, in capital letters; what is of another kind is counted in a line."""
     row = json.dumps({"text": "a"}).encode()
-    files = {"a.jsonl": row, "A.JSONL": row, "b.jsonl.gz": gzip.compress(row), "c.jsonl.xz": lzma.compress(row)}
-    written(tmp_path, {**files, "README.md": "about", "picture.png": "", "rows.csv": "text,n\na,1\n"})
+    files = {
+        "a.jsonl": row,
+        "A.JSONL": row,
+        "b.jsonl.gz": gzip.compress(row),
+        "c.jsonl.xz": lzma.compress(row),
+    }
+    written(
+        tmp_path, {**files, "README.md": "about", "picture.png": "", "rows.csv": "text,n\na,1\n"}
+    )
     opened: Any = data.load(config("hub", name=str(tmp_path)), seed=0)
     assert list(opened._all_texts()) == [b"a"] * 4
     assert "2 files left out, which cannot be read as json, such as " in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_columns_that_differ_do_not_end_a_stream(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nor does a later file without the one that counts: a line names it, and peers agree on the numbers behind it."""
+def test_columns_that_differ_do_not_end_a_stream(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does a later file without the one that counts: a line names it, and peers agree on the
+    numbers behind it."""
     for file in range(3):
-        rows = [{"body" if file == 1 else "text": f"{file} {row}", "id": [row, "x", [1]][file]} for row in range(5)]
+        rows = [
+            {"body" if file == 1 else "text": f"{file} {row}", "id": [row, "x", [1]][file]}
+            for row in range(5)
+        ]
         place = tmp_path / f"{file}.{'parquet' if kind == 'parquet' else 'jsonl'}"
         place.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if kind == "parquet":
             parquet.write_table(Table.from_pylist(rows), place, row_group_size=2)
     opened: Any = data.load(config("hub", name=str(tmp_path)), seed=0)
     whole = [text for unit in range(30) for text in Reader(opened).unit(unit)]
-    assert sorted(filter(None, whole[:15])) == [f"{file} {row}".encode() for file in (0, 2) for row in range(5)]
+    assert sorted(filter(None, whole[:15])) == [
+        f"{file} {row}".encode() for file in (0, 2) for row in range(5)
+    ]
     reader = Reader(opened)
     assert [text for unit in range(30) for text in reader.unit(unit)] == whole
     assert "1.json" in caplog.text or "1.parquet" in caplog.text
@@ -327,22 +366,35 @@ def test_columns_that_differ_do_not_end_a_stream(kind: str, tmp_path: Path, capl
 
 def test_splits_of_a_local_directory(tmp_path: Path) -> None:
     row = {name: json.dumps({"text": name}) for name in ("train", "test")}
-    written(tmp_path, {"data/train-1.jsonl": row["train"], "data/test-1.jsonl": row["test"], "README.md": "text"})
+    written(
+        tmp_path,
+        {"data/train-1.jsonl": row["train"], "data/test-1.jsonl": row["test"], "README.md": "text"},
+    )
     (tmp_path / "empty").mkdir()
     assert texts_in(data.load(config("hub", name=str(tmp_path), split="test"), seed=0)) == {"test"}
     for values, message in (
         ({"split": "dev"}, f"data.split: {tmp_path} has no dev; its splits are train, test"),
-        ({"name": f"{tmp_path}/README.md"}, f"data.name: {tmp_path}/README.md is a file; give its folder, or use "),
-        ({"name": f"{tmp_path}/empty"}, f"data.name: {tmp_path}/empty: Couldn't find any data file at {tmp_path}/e"),
+        (
+            {"name": f"{tmp_path}/README.md"},
+            f"data.name: {tmp_path}/README.md is a file; give its folder, or use ",
+        ),
+        (
+            {"name": f"{tmp_path}/empty"},
+            f"data.name: {tmp_path}/empty: Couldn't find any data file at {tmp_path}/e",
+        ),
     ):
-        assert message in error_text(DataError, data.load, config("hub", **{"name": str(tmp_path), **values}), seed=0)
+        assert message in error_text(
+            DataError, data.load, config("hub", **{"name": str(tmp_path), **values}), seed=0
+        )
 
 
 COMMIT = "a1" * 20
 OWN = f"hf://datasets/org/set@{COMMIT}"
 
 
-def pinned(monkeypatch: pytest.MonkeyPatch, *files: str, kind: str = "json", builder: Any = None) -> Any:
+def pinned(
+    monkeypatch: pytest.MonkeyPatch, *files: str, kind: str = "json", builder: Any = None
+) -> Any:
     """The files of org/set at a commit, of which `datasets` makes a builder such as this."""
     import datasets
 
@@ -367,7 +419,9 @@ def test_a_dataset_at_a_commit_is_asked_of_the_hub_only(
     kind, files, opened = pinned(monkeypatch, f"{OWN}/train.jsonl")
     assert (kind, files) == ("json", [f"{OWN}/train.jsonl"])
     assert opened is not open
-    with pytest.raises(DataError, match="is of the format webdataset; expected one of arrow, csv, json"):
+    with pytest.raises(
+        DataError, match="is of the format webdataset; expected one of arrow, csv, json"
+    ):
         pinned(monkeypatch, f"{OWN}/train.jsonl", kind="webdataset")
     monkeypatch.undo()
     local = datasets.load_dataset_builder(str(hub))
@@ -378,10 +432,16 @@ def test_a_dataset_at_a_commit_is_asked_of_the_hub_only(
 @pytest.mark.parametrize(
     "file",
     [
-        *("/home/alice/notes.txt", "https://example.org/rows.jsonl", "hf://datasets/org/other@main/rows.jsonl"),
+        *(
+            "/home/alice/notes.txt",
+            "https://example.org/rows.jsonl",
+            "hf://datasets/org/other@main/rows.jsonl",
+        ),
         *(f"{OWN}/../../../etc/passwd", f"{OWN}/a.jsonl::/etc/passwd"),
     ],
 )
-def test_a_dataset_that_reads_files_of_others_is_refused(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_reads_files_of_others_is_refused(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DataError, match=r"^data\.name: org/set reads .*, and not files of its own"):
         pinned(monkeypatch, f"{OWN}/train.jsonl", file)

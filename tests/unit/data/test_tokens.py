@@ -1,4 +1,5 @@
-"""Files of tokens: the same tokens as in memory, made once, made again when they are broken, never half there."""
+"""Files of tokens: the same tokens as in memory, made once, made again when they are broken, never
+half there."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from tests.support.peers import together
 @pytest.fixture
 def book(tmp_path: Path) -> Path:
     """Text of some 40 documents."""
-    parts = {f"{part}.txt": "".join(f"w{part} w{n} " for n in range(30 + part)) for part in range(40)}
+    parts = {
+        f"{part}.txt": "".join(f"w{part} w{n} " for n in range(30 + part)) for part in range(40)
+    }
     return written(tmp_path / "book", dict(parts))
 
 
@@ -41,7 +44,9 @@ def everything_has_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Which entries were made."""
     entries, make = list[Path](), tokens._make
-    monkeypatch.setattr(tokens, "_make", lambda entry, *rest: entries.append(entry) or make(entry, *rest))
+    monkeypatch.setattr(
+        tokens, "_make", lambda entry, *rest: entries.append(entry) or make(entry, *rest)
+    )
     return entries
 
 
@@ -52,11 +57,17 @@ def cached(tmp_path: Path, *paths: Path, **values: Any) -> DataConfig:
 def same(one: Any, other: Any) -> bool:
     rows = bool(np.array_equal(one.training.rows, other.training.rows))
     held_out = bool(np.array_equal(one.held_out[0], other.held_out[0]))
-    return rows and held_out and (one.description, one.training.digest) == (other.description, other.training.digest)
+    return (
+        rows
+        and held_out
+        and (one.description, one.training.digest) == (other.description, other.training.digest)
+    )
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
-def test_files_hold_what_memory_would(tokenizer: str, word_tokenizer: str, book: Path, tmp_path: Path) -> None:
+def test_files_hold_what_memory_would(
+    tokenizer: str, word_tokenizer: str, book: Path, tmp_path: Path
+) -> None:
     name = "bytes" if tokenizer == "bytes" else word_tokenizer
     kept = data.load(cached(tmp_path, book, tokenizer=name), 0)
     plain = data.load(config("text", book, cache=None, tokenizer=name), 0)
@@ -66,7 +77,9 @@ def test_files_hold_what_memory_would(tokenizer: str, word_tokenizer: str, book:
     assert torch.equal(kept.holdout(9), plain.holdout(9))
 
 
-def test_tokens_are_made_once_for_any_sequence_length_and_place(book: Path, tmp_path: Path, made: list[Path]) -> None:
+def test_tokens_are_made_once_for_any_sequence_length_and_place(
+    book: Path, tmp_path: Path, made: list[Path]
+) -> None:
     first = data.load(cached(tmp_path, book), 0)
     assert same(first, data.load(cached(tmp_path, book), 0))
     longer = data.load(cached(tmp_path, book, sequence_length=2 * T), 1)
@@ -75,11 +88,16 @@ def test_tokens_are_made_once_for_any_sequence_length_and_place(book: Path, tmp_
     assert len(made) == 1
 
 
-def test_the_key_has_what_tokens_depend_on(book: Path, tmp_path: Path, made: list[Path], word_tokenizer: str) -> None:
+def test_the_key_has_what_tokens_depend_on(
+    book: Path, tmp_path: Path, made: list[Path], word_tokenizer: str
+) -> None:
     files = sorted(book.iterdir())
 
     def load(files: list[Path], **values: Any) -> None:
-        kept, plain = (config("text", *files, cache=cache, **values) for cache in (str(tmp_path / "cache"), None))
+        kept, plain = (
+            config("text", *files, cache=cache, **values)
+            for cache in (str(tmp_path / "cache"), None)
+        )
         assert same(data.load(kept, 0), data.load(plain, 0))
 
     load(files)
@@ -96,7 +114,9 @@ DAMAGE: tuple[Callable[[Path], object], ...] = (
     lambda entry: (file := entry / "training.bin").write_bytes(file.read_bytes() + b"x"),
     lambda entry: (entry / "index.json").write_text('{"training": 3'),
     lambda entry: (entry / "held_out.bin").unlink(),
-    lambda entry: (file := entry / "index.json").write_text(file.read_text().replace("uint8", "uint16")),
+    lambda entry: (file := entry / "index.json").write_text(
+        file.read_text().replace("uint8", "uint16")
+    ),
     lambda entry: [file.unlink() for file in entry.iterdir()],
 )
 
@@ -115,7 +135,9 @@ def test_a_broken_entry_is_made_again(book: Path, tmp_path: Path, made: list[Pat
     assert not left.exists() and entry.is_dir()
 
 
-def test_several_that_want_the_same_tokens_make_them_once(book: Path, tmp_path: Path, made: list[Path]) -> None:
+def test_several_that_want_the_same_tokens_make_them_once(
+    book: Path, tmp_path: Path, made: list[Path]
+) -> None:
     one, *others = together(*[lambda: data.load(cached(tmp_path, book), 0)] * 4)
     assert all(same(one, other) for other in others)
     assert len(made) == 1
@@ -125,18 +147,24 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(book: Path, tmp_path: Path) 
     cache, full = tmp_path / "cache", OSError(errno.ENOSPC, "No space left on device")
     with patch.object(tokens.os, "fsync", side_effect=full):
         text = error_text(DataError, data.load, cached(tmp_path, book), 0)
-    assert text == (
-        f"data.cache={cache}: {cache} cannot hold the tokens (No space left on device); make room there, set "
-        "data.cache to another directory, or data.cache=null to keep them in memory"
+    assert (
+        text
+        == f"data.cache={cache}: {cache} cannot hold the tokens (No space left on device); make"
+        " room there, set data.cache to another directory, or data.cache=null to keep them in"
+        " memory"
     )
     assert [file.suffix for file in cache.iterdir()] == [".lock"]
     cache.rename(tmp_path / "moved")
     cache.write_text("a file")
-    with pytest.raises(DataError, match=r"^data\.cache=.*/cache: .*/cache cannot hold the tokens \(.*\); make room"):
+    with pytest.raises(
+        DataError, match=r"^data\.cache=.*/cache: .*/cache cannot hold the tokens \(.*\); make room"
+    ):
         data.load(cached(tmp_path, book), 0)
 
 
-def test_the_place_is_that_of_caches(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_place_is_that_of_caches(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     data.load(config("text", book), 0)
@@ -146,13 +174,17 @@ def test_the_place_is_that_of_caches(book: Path, tmp_path: Path, monkeypatch: py
     assert list((tmp_path / "home" / ".cache" / "diloco" / "tokens").glob("*/index.json"))
 
 
-def test_little_text_has_no_files(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_text_has_no_files(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     data.load(cached(tmp_path, book), 0)
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_tokenizer_has_the_same_digest_wherever_it_lies(word_tokenizer: str, tmp_path: Path) -> None:
+def test_a_tokenizer_has_the_same_digest_wherever_it_lies(
+    word_tokenizer: str, tmp_path: Path
+) -> None:
     one = HubTokenizer(word_tokenizer)
     one.save(tmp_path)
     assert one.digest == HubTokenizer(str(tmp_path)).digest != ByteTokenizer().digest

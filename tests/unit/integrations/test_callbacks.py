@@ -1,4 +1,5 @@
-"""What a trainer's callback is told and says, in one process: joining late, ending with the swarm, and bad input."""
+"""What a trainer's callback is told and says, in one process: joining late, ending with the swarm,
+and bad input."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.support.loops import Direct, LastFlight
 # Of the libraries, about themselves and this machine.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
+    ),
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
 ]
 
@@ -51,7 +54,9 @@ class Regression(nn.Module):
 
 def callback(node: LastFlight, kind: str = "DilocoCallback", **settings: Any) -> Any:
     """One whose swarm is `node`."""
-    return getattr(diloco, kind)(**{"run_id": "run", "sync_every": 4, "runtime": Direct(node), **settings})
+    return getattr(diloco, kind)(
+        **{"run_id": "run", "sync_every": 4, "runtime": Direct(node), **settings}
+    )
 
 
 ONES = [{"x": torch.ones(4)}] * 64
@@ -64,17 +69,33 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def trainer(
-    directory: Path, *callbacks: Any, model: nn.Module | None = None, data: Any = ONES, **arguments: Any
+    directory: Path,
+    *callbacks: Any,
+    model: nn.Module | None = None,
+    data: Any = ONES,
+    **arguments: Any,
 ) -> Any:
     from transformers import Trainer, TrainingArguments
 
     told = {
-        "max_steps": 16, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-        "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1.0, **arguments,
-    }  # fmt: skip
-    held_out, made = (data[:2] if isinstance(data, list) else None), TrainingArguments(str(directory), **told)
+        "max_steps": 16,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1.0,
+        **arguments,
+    }
+    held_out, made = (
+        (data[:2] if isinstance(data, list) else None),
+        TrainingArguments(str(directory), **told),
+    )
     model = model or Regression()
-    return Trainer(model, made, train_dataset=data, eval_dataset=held_out, callbacks=list(callbacks))
+    return Trainer(
+        model, made, train_dataset=data, eval_dataset=held_out, callbacks=list(callbacks)
+    )
 
 
 def refused(work: Callable[[], object], said: str, kind: type[DilocoError] = ConfigError) -> None:
@@ -83,7 +104,9 @@ def refused(work: Callable[[], object], said: str, kind: type[DilocoError] = Con
     assert "\n" not in str(error.value)
 
 
-def test_a_late_trainer_has_the_swarms_rate_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_trainer_has_the_swarms_rate_and_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And ends with it. The figures are in what it logs and sends."""
     from transformers import TrainerCallback
 
@@ -93,15 +116,28 @@ def test_a_late_trainer_has_the_swarms_rate_and_figures(tmp_path: Path, monkeypa
         def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
             sent.append(dict(logs))
 
-    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda report_to: [Tracker])
+    monkeypatch.setattr(
+        "transformers.trainer.get_reporting_integration_callbacks", lambda report_to: [Tracker]
+    )
     node = Going()  # 12 of the 16 inner steps are done
     own = callback(node)
     late = trainer(tmp_path, own, gradient_accumulation_steps=2)
     late.train()
     training = [logs for logs in sent if "loss" in logs]
-    assert [logs["learning_rate"] for logs in training] == [1 - step / 16 for step in (12, 13, 14, 15)]
-    assert [(logs["diloco/peers"], logs["diloco/round"]) for logs in training] == [(1, 3), (1, 3), (1, 3), (1, 4)]
-    assert {"diloco/bytes_sent", "diloco/wait_share", "diloco/tokens_discarded"} < late.state.log_history[0].keys()
+    assert [logs["learning_rate"] for logs in training] == [
+        1 - step / 16 for step in (12, 13, 14, 15)
+    ]
+    assert [(logs["diloco/peers"], logs["diloco/round"]) for logs in training] == [
+        (1, 3),
+        (1, 3),
+        (1, 3),
+        (1, 4),
+    ]
+    assert {
+        "diloco/bytes_sent",
+        "diloco/wait_share",
+        "diloco/tokens_discarded",
+    } < late.state.log_history[0].keys()
     assert own.attachment.steps == late.state.global_step == 4, "micro-batches are no steps"
     assert own.attachment.tokens == 4 * 2 * 2, "it tells of how many samples a step is made"
     assert node.said[-1] == "close" and "leave" in node.said
@@ -118,7 +154,14 @@ def test_the_others_are_told_while_a_trainer_evaluates(tmp_path: Path) -> None:
             assert paused[-1] is not self.training
             return super().forward(x)
 
-    trainer(tmp_path, callback(node), model=Model(), eval_strategy="steps", eval_steps=2, eval_on_start=True).train()
+    trainer(
+        tmp_path,
+        callback(node),
+        model=Model(),
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_on_start=True,
+    ).train()
     assert sum(paused) == 3, "before the first step, and after the 2nd and the 4th"
 
 
@@ -126,9 +169,15 @@ def test_a_trainer_that_cannot_join_is_refused(tmp_path: Path) -> None:
     """One whose callback is there twice, whose directory is in use, or whose run is over."""
     own, *two = (callback(Going(), identity=tmp_path / name) for name in "abc")
     for several in ([own, own], two):
-        refused(trainer(tmp_path, *several).train, "callbacks: a DilocoCallback is there twice; name one")
+        refused(
+            trainer(tmp_path, *several).train,
+            "callbacks: a DilocoCallback is there twice; name one",
+        )
     with exclusive(tmp_path / FOLDER, "it"):
-        refused(trainer(tmp_path, callback(Going())).train, "output directory: .* is in use by another process")
+        refused(
+            trainer(tmp_path, callback(Going())).train,
+            "output directory: .* is in use by another process",
+        )
     node = Going()
     said = "max_steps=12, and the swarm has made so many inner"
     refused(trainer(tmp_path, callback(node), max_steps=12).train, said, JoinError)
@@ -136,32 +185,42 @@ def test_a_trainer_that_cannot_join_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["DilocoCallback", "DilocoLightningCallback"])
-def test_a_missing_library_is_named_with_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_the_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("diloco.find_spec", lambda library: None)
     extra = "lightning" if "Lightning" in name else "hf"
-    with pytest.raises(ImportError, match=rf"^{name} needs \w+, .* pip install 'diloco\[{extra}\]'$"):
+    with pytest.raises(
+        ImportError, match=rf"^{name} needs \w+, .* pip install 'diloco\[{extra}\]'$"
+    ):
         getattr(diloco, name)
 
 
 def seen_by(directory: Path, name: str, data: Any = NUMBERS, **arguments: Any) -> list[int]:
     model, own = Regression(), callback(Going(), identity=name)
-    trainer(directory, own, model=model, data=data, max_steps=20, learning_rate=1e-6, **arguments).train()
+    trainer(
+        directory, own, model=model, data=data, max_steps=20, learning_rate=1e-6, **arguments
+    ).train()
     return model.seen
 
 
-def test_data_without_an_order_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_without_an_order_gets_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen_by(tmp_path, "a", train_sampling_strategy="sequential")
     sampled = "comes in the order of a SequentialSampler, the same at every peer; shuffle it"
     remedy = f"{sampled}, or give each peer other data: callback.shard(dataset, index=0, of=2)\n"
     assert f"diloco: the training data {remedy}" in capsys.readouterr().err
     assert seen_by(tmp_path, "a", data=Stream()) == list(range(16))
     assert (
-        "diloco: the training data is a stream, which every peer reads from its beginning; give each peer its share: "
-        "callback.shard(dataset)\n"
-    ) in capsys.readouterr().err
+        "diloco: the training data is a stream, which every peer reads from its beginning; give"
+        " each peer its share: callback.shard(dataset)\n" in capsys.readouterr().err
+    )
 
 
-def test_a_callback_shares_a_stream_before_there_is_a_swarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_callback_shares_a_stream_before_there_is_a_swarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = callback(Going())
     trainer(tmp_path, own, data=own.shard(Stream())).train()
     assert "stream" not in capsys.readouterr().err and own._membership._active._numbers[0] == 1
@@ -170,7 +229,14 @@ def test_a_callback_shares_a_stream_before_there_is_a_swarm(tmp_path: Path, caps
     refused(lambda: own.shard(NUMBERS), said)
 
 
-def fit(directory: Path, own: Any, interval: str = "step", optimizers: int = 1, workers: int = 0, **told: Any) -> Any:
+def fit(
+    directory: Path,
+    own: Any,
+    interval: str = "step",
+    optimizers: int = 1,
+    workers: int = 0,
+    **told: Any,
+) -> Any:
     """A module that was trained, and its trainer."""
     from lightning.pytorch import LightningModule, Trainer, seed_everything
 
@@ -193,7 +259,12 @@ def fit(directory: Path, own: Any, interval: str = "step", optimizers: int = 1, 
             return made, [{"scheduler": scheduler, "interval": interval}]
 
     seed_everything(42)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+    }
     quiet |= {"enable_model_summary": False, "default_root_dir": directory}
     module, data = Module(), torch.arange(64.0)[:, None].expand(64, 4)
     one = Trainer(callbacks=[own], **{"max_steps": 16, **quiet, **told})
@@ -218,15 +289,23 @@ def test_peers_of_one_seed_train_on_other_batches(
     """And each says so."""
     a, b, again = (seen(tmp_path, name) for name in "aba")
     assert a == again != b and len(set(a)) == len(a) == 16
-    said = [line for line in capsys.readouterr().err.splitlines() if "in an order of its own" in line]
-    assert all(line.startswith("diloco: this peer reads its data in an order of its own (seed ") for line in said)
+    said = [
+        line for line in capsys.readouterr().err.splitlines() if "in an order of its own" in line
+    ]
+    assert all(
+        line.startswith("diloco: this peer reads its data in an order of its own (seed ")
+        for line in said
+    )
     assert said[0] == said[2] != said[1] and len(said) == 3
 
 
 def test_lightning_joins_late_with_the_swarms_rate(tmp_path: Path) -> None:
-    module, _ = fit(tmp_path, own := lightning(), accumulate_grad_batches=2, max_steps=-1, max_epochs=1)
+    module, _ = fit(
+        tmp_path, own := lightning(), accumulate_grad_batches=2, max_steps=-1, max_epochs=1
+    )
     assert own.attachment.steps == 4, "it ends with the swarm"
-    # After each micro-batch, and after the schedule's own step, which follows that of the optimizer.
+    # After each micro-batch, and after the schedule's own step, which follows that of the
+    # optimizer.
     assert module.rates == [1 / 13, 1 / 14, 1 / 14, 1 / 15, 1 / 15, 1 / 16, 1 / 16, 1 / 17]
 
 
@@ -245,14 +324,25 @@ ZeroOptimizer = type("ZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero
 
 
 def test_what_libraries_wrap_is_found() -> None:
-    """A model has the parameters of the plain one, and the pace of Accelerate's schedules is known."""
+    """A model has the parameters of the plain one, and the pace of Accelerate's schedules is
+    known."""
     layer, compiled = nn.Linear(2, 1), nn.Module()
-    compiled._orig_mod = nn.DataParallel(layer)  # what torch.compile returns, without the seconds that its import takes
-    assert unwrap_model(nn.DataParallel(layer)) is unwrap_model(compiled) is unwrap_model(layer) is layer
+    # what torch.compile returns, without the seconds that its import takes
+    compiled._orig_mod = nn.DataParallel(layer)
+    assert (
+        unwrap_model(nn.DataParallel(layer))
+        is unwrap_model(compiled)
+        is unwrap_model(layer)
+        is layer
+    )
 
     class Accelerated:
         def __init__(self, split_batches: bool) -> None:
-            self.scheduler, self.split_batches, self.step_with_optimizer = "inside", split_batches, True
+            self.scheduler, self.split_batches, self.step_with_optimizer = (
+                "inside",
+                split_batches,
+                True,
+            )
 
     assert scheduled_step(Accelerated(False), 4) == ("inside", 4, 1)
     assert scheduled_step(Accelerated(True), 4) == ("inside", 1, 1)
@@ -266,7 +356,10 @@ def test_what_libraries_wrap_is_found() -> None:
             lambda: unwrap_model(FullyShardedDataParallel()),
             "model=FullyShardedDataParallel: FSDP1 makes flat parameter",
         ),
-        (lambda: unwrap_optimizer(ZeroOptimizer()), "optimizer=ZeroOptimizer: DeepSpeed trains flat copies"),
+        (
+            lambda: unwrap_optimizer(ZeroOptimizer()),
+            "optimizer=ZeroOptimizer: DeepSpeed trains flat copies",
+        ),
         (
             lambda: unwrap_optimizer(Mastered([nn.Parameter(torch.zeros(1))])),
             "optimizer=Mastered trains copies of its own; drop",

@@ -1,4 +1,5 @@
-"""A snapshot comes through whole, in pieces; nothing else is taken for one, and no text in it moves a cursor."""
+"""A snapshot comes through whole, in pieces; nothing else is taken for one, and no text in it moves
+a cursor."""
 
 from __future__ import annotations
 
@@ -16,16 +17,36 @@ from diloco.messages.watching import MAX_PIECE_BYTES
 
 SAID = "a\x1b[2J\nb"
 PEER = schema.PeerRow(
-    "12D3", "ann", "training", True, True, "cpu", 3, 0, 1, 4, 0.5, 100, 2.5, 4, 5, 0.1, PhaseSeconds(1.0),
+    "12D3",
+    "ann",
+    "training",
+    True,
+    True,
+    "cpu",
+    3,
+    0,
+    1,
+    4,
+    0.5,
+    100,
+    2.5,
+    4,
+    5,
+    0.1,
+    PhaseSeconds(1.0),
     ["/ip4/1.2.3.4"],
-)  # fmt: skip
+)
 SEEN = schema.Snapshot(
-    schema.RunInfo("run", "synchronous", "tiny", None, 1000, 3, 90, 1e9, "12D3"), [PEER],
+    schema.RunInfo("run", "synchronous", "tiny", None, 1000, 3, 90, 1e9, "12D3"),
+    [PEER],
     [schema.FragmentRow(0, 3, 90, "ab" * 8, "12D3", None, 2, "alone")],
     [schema.Round(0, 3, 2, 2, 1, 0, PhaseSeconds(1.0, 2.0), 1e9)],
     schema.LedgerTotals(100, 90, 4, 6, [schema.Contributor("12D4", "ann", 2, 90, 8, 1, 3)]),
-    [schema.LossPoint(1e9, 90, 2.5, 2.0, 3.0)], [schema.Event(1e9, "join", "peer=12D4")], 1, [(3, "Once", "upon\na")],
-)  # fmt: skip
+    [schema.LossPoint(1e9, 90, 2.5, 2.0, 3.0)],
+    [schema.Event(1e9, "join", "peer=12D4")],
+    1,
+    [(3, "Once", "upon\na")],
+)
 
 
 def packed(**fields: Any) -> bytes:
@@ -43,9 +64,15 @@ def test_a_crowd_comes_in_pieces() -> None:
     import random
 
     rng = random.Random(0)
-    crowd = [replace(PEER, peer_id=rng.randbytes(23).hex(), addresses=[rng.randbytes(128).hex()] * 4) for _ in range(9)]
+    crowd = [
+        replace(PEER, peer_id=rng.randbytes(23).hex(), addresses=[rng.randbytes(128).hex()] * 4)
+        for _ in range(9)
+    ]
     large = replace(
-        SEEN, peers=[replace(one, addresses=[rng.randbytes(128).hex() for _ in range(16)]) for one in crowd]
+        SEEN,
+        peers=[
+            replace(one, addresses=[rng.randbytes(128).hex() for _ in range(16)]) for one in crowd
+        ],
     )
     pieces = pack(replace(large, peers=large.peers * (MAX_PEERS // 9)))
     assert all(len(piece) <= MAX_PIECE_BYTES for piece in pieces)
@@ -66,8 +93,14 @@ def test_a_crowd_comes_in_pieces() -> None:
         (packed(left_out=-1), "Expected `int` >= 0"),
         (packed(left_out=True), "Expected `int`, got `bool`"),
         (packed(peers=[1] * 1_000_000), "Expected `array` of length|Expected `object`"),
-        (packed(loss=[{"at": float("nan"), "tokens": 1, "loss": 1, "low": 1, "high": 1}]), "malformed|invalid"),
-        (packed(loss=[{"at": 1, "tokens": 1, "loss": 1e9, "low": 1, "high": 1}]), "Expected `float` <="),
+        (
+            packed(loss=[{"at": float("nan"), "tokens": 1, "loss": 1, "low": 1, "high": 1}]),
+            "malformed|invalid",
+        ),
+        (
+            packed(loss=[{"at": 1, "tokens": 1, "loss": 1e9, "low": 1, "high": 1}]),
+            "Expected `float` <=",
+        ),
         (packed(fragments=[{"state": "asleep"}]), "Invalid enum value 'asleep'"),
         (packed(events=[{"at": 1, "kind": "x" * 129, "text": ""}]), "length <= 128"),
     ],
@@ -80,11 +113,16 @@ def test_what_is_no_snapshot_is_refused(content: bytes, why: str) -> None:
 
 def test_no_text_of_a_peer_moves_a_cursor() -> None:
     wild = replace(
-        SEEN, run=replace(SEEN.run, run_id=SAID, model=SAID), peers=[replace(PEER, name=SAID, device=SAID)],
-        fragments=[replace(SEEN.fragments[0], next=SAID, author=SAID)], events=[schema.Event(1e9, SAID, SAID)],
-        ledger=replace(SEEN.ledger, contributions=[replace(SEEN.ledger.contributions[0], name=SAID)]),
+        SEEN,
+        run=replace(SEEN.run, run_id=SAID, model=SAID),
+        peers=[replace(PEER, name=SAID, device=SAID)],
+        fragments=[replace(SEEN.fragments[0], next=SAID, author=SAID)],
+        events=[schema.Event(1e9, SAID, SAID)],
+        ledger=replace(
+            SEEN.ledger, contributions=[replace(SEEN.ledger.contributions[0], name=SAID)]
+        ),
         samples=[(1, SAID, SAID)],
-    )  # fmt: skip
+    )
     raw = json.loads(wild.json())
     raw["peers"][0]["name"] = raw["events"][0]["text"] = SAID
     for seen in (wild, unpack(zlib.compress(json.dumps(raw).encode()))):

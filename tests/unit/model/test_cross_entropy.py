@@ -1,4 +1,5 @@
-"""The loss of logits that exist in chunks: equal to that of whole ones, with less memory, and only where it is safe."""
+"""The loss of logits that exist in chunks: equal to that of whole ones, with less memory, and only
+where it is safe."""
 
 from __future__ import annotations
 
@@ -14,15 +15,19 @@ from diloco.model.cross_entropy import cross_entropy
 from tests.support.models import small_model
 
 V, D = 97, 16
-# Of the largest value: sums over V = 97 terms and over N = 50 rows are rounded in another order, which costs some units
-# in the last place (6e-8) each; a chunk that is left out, or weighted by its own size, costs 1e-2 and more.
+# Of the largest value: sums over V = 97 terms and over N = 50 rows are rounded in another order,
+# which costs some units in the last place (6e-8) each; a chunk that is left out, or weighted by its
+# own size, costs 1e-2 and more.
 ROUNDING = 2e-6
 
 
 def inputs(rows: int = 50, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, weight, bias and targets, some of which are ignored."""
     generator = torch.Generator().manual_seed(rows)
-    hidden, weight = torch.randn(rows, D, generator=generator) * scale, torch.randn(V, D, generator=generator)
+    hidden, weight = (
+        torch.randn(rows, D, generator=generator) * scale,
+        torch.randn(V, D, generator=generator),
+    )
     targets = torch.randint(V, (rows,), generator=generator)
     targets[::7] = -100
     return hidden, weight, torch.randn(V, generator=generator), targets
@@ -33,7 +38,9 @@ def assert_near(one: Tensor, other: Tensor, part: float = ROUNDING) -> None:
 
 
 def some_tokens(sequences: int = 4, length: int = 32) -> Tensor:
-    return torch.randint(256, (sequences, length), generator=torch.Generator().manual_seed(sequences))
+    return torch.randint(
+        256, (sequences, length), generator=torch.Generator().manual_seed(sequences)
+    )
 
 
 @pytest.fixture
@@ -58,7 +65,9 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(("rows", "scale"), [(1, 1.0), (7, 30.0), (50, 1.0), (64, 1.0)])
 def test_loss_and_gradients_are_those_of_whole_logits(rows: int, scale: float) -> None:
     hidden, weight, bias, targets = inputs(scale=scale)
-    found, expected = ([one.clone().requires_grad_() for one in (hidden, weight, bias)] for _ in range(2))
+    found, expected = (
+        [one.clone().requires_grad_() for one in (hidden, weight, bias)] for _ in range(2)
+    )
     ours = cross_entropy(*found, targets, rows)
     theirs = nn.functional.cross_entropy(nn.functional.linear(*expected), targets)
     assert_near(ours, theirs)
@@ -66,7 +75,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(rows: int, scale: float) -
     (3 * theirs).backward()
     for one, other in zip(found, expected, strict=True):
         assert one.grad is not None and other.grad is not None
-        # Logits are rounded in proportion to their size, and what is added to a logit multiplies a probability.
+        # Logits are rounded in proportion to their size, and what is added to a logit multiplies a
+        # probability.
         assert_near(one.grad, other.grad, ROUNDING * scale)
 
 
@@ -82,8 +92,8 @@ def test_only_what_needs_a_gradient_gets_one_and_only_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_gradients_are_as_good_as_of_whole_logits(dtype: torch.dtype) -> None:
-    # In fp64 nothing is lost. fp16 gradients of 2,000 tokens, each divided by 2,000, are so small that whole logits
-    # lose most of them without a scale.
+    # In fp64 nothing is lost. fp16 gradients of 2,000 tokens, each divided by 2,000, are so small
+    # that whole logits lose most of them without a scale.
     hidden, weight, _, targets = inputs(rows=2000)
     exact = [one.double().requires_grad_() for one in (hidden, weight)]
     nn.functional.cross_entropy(exact[0] @ exact[1].T, targets).backward()
@@ -94,10 +104,14 @@ def test_under_autocast_gradients_are_as_good_as_of_whole_logits(dtype: torch.dt
             loss = compute(*own)
         assert loss.dtype == torch.float32
         loss.backward()
-        return [float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in zip(own, exact, strict=True)]  # type: ignore[operator,union-attr]
+        return [
+            float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in zip(own, exact, strict=True)
+        ]  # type: ignore[operator,union-attr]
 
     chunked = errors(lambda *own: cross_entropy(*own, None, targets, 300))
-    whole = errors(lambda *own: nn.functional.cross_entropy(nn.functional.linear(*own).float(), targets))
+    whole = errors(
+        lambda *own: nn.functional.cross_entropy(nn.functional.linear(*own).float(), targets)
+    )
     for ours, theirs in zip(chunked, whole, strict=True):
         assert ours <= 1.05 * theirs
         assert ours < 0.02
@@ -115,7 +129,9 @@ def test_the_logits_of_all_tokens_never_exist() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_chunked_head_has_the_same_gradients(tied: bool, chunked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunked_head_has_the_same_gradients(
+    tied: bool, chunked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokens = small_model(tie_word_embeddings=tied), some_tokens()
 
     def computed(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -130,14 +146,19 @@ def test_a_chunked_head_has_the_same_gradients(tied: bool, chunked: None, monkey
     whole, expected = computed("NllLossBackward0")
     assert_near(loss, whole)
     for name in expected:
-        assert_near(found[name], expected[name], 2e-5)  # through a softmax and norms, each with sums of its own
+        # through a softmax and norms, each with sums of its own
+        assert_near(found[name], expected[name], 2e-5)
 
 
 CAPPED = {"head_dim": 16, "num_key_value_heads": 1, "final_logit_softcapping": 0.5}
 
 
-@pytest.mark.parametrize(("model_type", "config"), [("gemma2", CAPPED), ("granite", {"logits_scaling": 8.0})])
-def test_models_that_change_their_logits_keep_them_whole(model_type: str, config: Any, chunked: None) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "config"), [("gemma2", CAPPED), ("granite", {"logits_scaling": 8.0})]
+)
+def test_models_that_change_their_logits_keep_them_whole(
+    model_type: str, config: Any, chunked: None
+) -> None:
     model, tokens = small_model(model_type, **config), some_tokens()
     assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
     whole = model(input_ids=tokens, labels=tokens).loss.item()

@@ -1,4 +1,5 @@
-"""How layers are computed changes neither what they compute nor what the model looks like from outside."""
+"""How layers are computed changes neither what they compute nor what the model looks like from
+outside."""
 
 from __future__ import annotations
 
@@ -35,13 +36,19 @@ def small() -> nn.Module:
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     models.loss(model, TOKENS).backward()  # type: ignore[no-untyped-call]
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def kept_bytes(model: nn.Module) -> int:
     """What a forward pass keeps for the backward pass, without the hidden states between layers."""
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.untyped_storage().nbytes()), id):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda one: kept.append(one.untyped_storage().nbytes()), id
+    ):
         models.loss(model, TOKENS)
     return sum(kept)
 
@@ -50,13 +57,16 @@ def test_recomputed_layers_have_equal_gradients_and_keep_less() -> None:
     plain, recomputing = small(), small()
     recompute_layers_(recomputing)
     expected, found = gradients(plain), gradients(recomputing)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in found
+    )
     assert kept_bytes(recomputing) < kept_bytes(plain) / 3
     assert len(layers_of(plain)) == 2 and layers_of(nn.Linear(1, 1)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's own tracing, which hides it
+# of torch's own tracing, which hides it
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_compiled_layers_keep_names_and_gradients() -> None:
     plain, compiled = small(), small()
     compile_layers_(compiled, backend="aot_eager")
@@ -66,7 +76,9 @@ def test_compiled_layers_keep_names_and_gradients() -> None:
     for name in found:  # the compiler may fuse, and does not with this backend
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-7)
     assert all(layer._compiled_call_impl is not None for layer in layers_of(compiled))
-    assert all(layer._compiled_call_impl is None for layer in layers_of(copy.deepcopy(compiled))), "a copy is not"
+    assert all(layer._compiled_call_impl is None for layer in layers_of(copy.deepcopy(compiled))), (
+        "a copy is not"
+    )
 
 
 def test_the_attention_is_the_one_that_was_typed_if_it_is_there() -> None:
@@ -81,7 +93,10 @@ def test_the_attention_is_the_one_that_was_typed_if_it_is_there() -> None:
             choose_attention_(model, "flash_attention_2")
     config = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     mamba = models.build(ModelConfig(name="small", model_type="mamba", config=config), 0)
-    with pytest.raises(ConfigError, match=r"^train\.attention=sdpa: MambaForCausalLM does not support .*; use auto$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train\.attention=sdpa: MambaForCausalLM does not support .*; use auto$",
+    ):
         choose_attention_(mamba, "sdpa")
 
 
@@ -94,12 +109,23 @@ class NoReading(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_inner_step_reads_no_value_from_the_device(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inner_step_reads_no_value_from_the_device(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("diloco.model.cross_entropy.CPU_CHUNK_BYTES", 10 * 4 * 256)
-    config = compose(["experiment=smoke", f"train.precision={precision}", "train.micro_batch=1", "train.log_every=100"])
+    config = compose(
+        [
+            "experiment=smoke",
+            f"train.precision={precision}",
+            "train.micro_batch=1",
+            "train.log_every=100",
+        ]
+    )
     model = small()
     prepare_(model, config, ALONE.device)
-    sync = DataParallel(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), ALONE, 100, PhaseTimer())
+    sync = DataParallel(
+        model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), ALONE, 100, PhaseTimer()
+    )
     others: Any = [None] * 5
     trainer = Trainer(config, ALONE, model, model, optimizer, *others[:2], sync, *others)
     with sync, NoReading():
@@ -112,7 +138,14 @@ def test_an_inner_step_reads_no_value_from_the_device(precision: str, monkeypatc
 
 def test_what_the_model_writes_has_nothing_compiled_and_leaves_everything_as_it_was() -> None:
     """Each token makes its sequence longer, so layers would be compiled again and again."""
-    config = compose(["experiment=smoke", "train.compile=true", "eval.prompts=['def ','']", "eval.prompt_tokens=3"])
+    config = compose(
+        [
+            "experiment=smoke",
+            "train.compile=true",
+            "eval.prompts=['def ','']",
+            "eval.prompt_tokens=3",
+        ]
+    )
     model, random_state = small(), torch.random.get_rng_state()
     for layer in layers_of(model):
         layer.compile(backend=lambda *_: pytest.fail("compiled"))
@@ -121,8 +154,12 @@ def test_what_the_model_writes_has_nothing_compiled_and_leaves_everything_as_it_
     trainer = Trainer(config, ALONE, model, model, optimizer, *others, tokenizer=BYTES)
     for _ in range(2):
         written = trainer._write()
-    assert written == [(p, generate(small(), BYTES, p, max_new_tokens=3, temperature=0.0)) for p in ("def ", "")]
-    assert torch.equal(torch.random.get_rng_state(), random_state) and all(one.training for one in model.modules())
+    assert written == [
+        (p, generate(small(), BYTES, p, max_new_tokens=3, temperature=0.0)) for p in ("def ", "")
+    ]
+    assert torch.equal(torch.random.get_rng_state(), random_state) and all(
+        one.training for one in model.modules()
+    )
 
 
 def test_rows_of_several_sequences_are_found_without_a_loss() -> None:
@@ -132,4 +169,5 @@ def test_rows_of_several_sequences_are_found_without_a_loss() -> None:
     with torch.no_grad():
         packed = model(input_ids=TOKENS, position_ids=positions, use_cache=False).logits
         alone = model(input_ids=TOKENS[:, 10:]).logits
-    torch.testing.assert_close(packed[:, 10:], alone, rtol=0, atol=1e-5)  # another kernel, with a mask
+    # another kernel, with a mask
+    torch.testing.assert_close(packed[:, 10:], alone, rtol=0, atol=1e-5)

@@ -28,12 +28,16 @@ SMALL = {**ONE_LAYER, "num_hidden_layers": 2}
 
 
 def settings(model_type: str = "llama", path: str | None = None, **config: Any) -> ModelConfig:
-    return ModelConfig(name="small", model_type=model_type, path=path, config={} if path else {**SMALL, **config})
+    return ModelConfig(
+        name="small", model_type=model_type, path=path, config={} if path else {**SMALL, **config}
+    )
 
 
 def equal(left: nn.Module, right: nn.Module) -> bool:
     ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,9 @@ def test_the_seed_alone_says_the_weights_of_a_model(small: nn.Module) -> None:
     assert not equal(small, models.build(settings(), seed=1))
     assert torch.equal(before, torch.random.get_rng_state())
     assert small.training
-    assert {(parameter.dtype, parameter.device.type) for parameter in small.parameters()} == {(torch.float32, "cpu")}
+    assert {(parameter.dtype, parameter.device.type) for parameter in small.parameters()} == {
+        (torch.float32, "cpu")
+    }
 
 
 def test_the_loss_is_the_mean_over_predicted_tokens(small: nn.Module) -> None:
@@ -67,25 +73,46 @@ def test_the_loss_is_the_mean_over_predicted_tokens(small: nn.Module) -> None:
     changed[:, -1] += 1
     with torch.no_grad():
         found = small(input_ids=tokens, labels=tokens)
-        each = [-found.logits[b, t].log_softmax(-1)[tokens[b, t + 1]].item() for b in range(4) for t in range(31)]
+        each = [
+            -found.logits[b, t].log_softmax(-1)[tokens[b, t + 1]].item()
+            for b in range(4)
+            for t in range(31)
+        ]
         ours = models.loss(small, tokens).item()
-        assert torch.equal(found.logits[:, :-1], small(input_ids=changed).logits[:, :-1]), "none sees a later token"
+        assert torch.equal(found.logits[:, :-1], small(input_ids=changed).logits[:, :-1]), (
+            "none sees a later token"
+        )
     assert torch.equal(tokens, before)
-    assert ours == pytest.approx(sum(each) / len(each), rel=1e-6) == pytest.approx(found.loss.item(), rel=1e-6)
+    assert (
+        ours
+        == pytest.approx(sum(each) / len(each), rel=1e-6)
+        == pytest.approx(found.loss.item(), rel=1e-6)
+    )
     assert ours == pytest.approx(math.log(256), abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("preset", "parameters"),
-    [("tiny", 869_504), ("14m", 14e6), ("60m", 60e6), ("150m", 150e6), ("400m", 400e6), ("1b", 1.1e9)],
+    [
+        ("tiny", 869_504),
+        ("14m", 14e6),
+        ("60m", 60e6),
+        ("150m", 150e6),
+        ("400m", 400e6),
+        ("1b", 1.1e9),
+    ],
 )
 def test_every_preset_has_the_size_of_its_name(preset: str, parameters: float) -> None:
     with torch.device("meta"):
         model = models.outline(compose([f"model={preset}", "data.sequence_length=1024"]).model)
-    assert models.num_parameters(model) == pytest.approx(parameters, rel=0 if preset == "tiny" else 0.03)
+    assert models.num_parameters(model) == pytest.approx(
+        parameters, rel=0 if preset == "tiny" else 0.03
+    )
 
 
-def test_a_saved_model_loads_in_plain_transformers(saved: Path, small: nn.Module, tmp_path: Path) -> None:
+def test_a_saved_model_loads_in_plain_transformers(
+    saved: Path, small: nn.Module, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     assert equal(small, AutoModelForCausalLM.from_pretrained(saved))
@@ -95,7 +122,9 @@ def test_a_saved_model_loads_in_plain_transformers(saved: Path, small: nn.Module
     models.save(tied, tmp_path / "tied")
     loaded = models.load(tmp_path / "tied")
     assert equal(tied, loaded)
-    assert models.num_parameters(small) - models.num_parameters(loaded) == 256 * 32, "they are counted once"
+    assert models.num_parameters(small) - models.num_parameters(loaded) == 256 * 32, (
+        "they are counted once"
+    )
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
@@ -104,9 +133,12 @@ def test_a_model_saved_with_bytes_brings_a_plain_tokenizer(
 ) -> None:
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr("transformers.convert_slow_tokenizer", print)  # as the library has it in some processes
+    # as the library has it in some processes
+    monkeypatch.setattr("transformers.convert_slow_tokenizer", print)
     models.save(small, tmp_path / "model", load_tokenizer("bytes"))
-    text = "héllo Ā \x00 wörld\n\tdef f(x): don't  , . 日本 \U0001f600" + "".join(map(chr, range(0x250)))
+    text = "héllo Ā \x00 wörld\n\tdef f(x): don't  , . 日本 \U0001f600" + "".join(
+        map(chr, range(0x250))
+    )
     plain = AutoTokenizer.from_pretrained(tmp_path / "model")
     ids = plain(text)["input_ids"]
     assert ids == list(text.encode())
@@ -114,19 +146,29 @@ def test_a_model_saved_with_bytes_brings_a_plain_tokenizer(
     assert plain.eos_token_id == 0
     generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 0
-    assert type(load_tokenizer(str(tmp_path / "model"))) is type(load_tokenizer("bytes")), "it is its own tokenizer"
+    assert type(load_tokenizer(str(tmp_path / "model"))) is type(load_tokenizer("bytes")), (
+        "it is its own tokenizer"
+    )
 
 
-def test_saving_replaces_an_older_model_whole_or_not_at_all(small: nn.Module, tmp_path: Path) -> None:
+def test_saving_replaces_an_older_model_whole_or_not_at_all(
+    small: nn.Module, tmp_path: Path
+) -> None:
     place, other = tmp_path / "model", models.build(settings(), 1)
-    full_disk: Any = SimpleNamespace(end=0, save=Mock(side_effect=OSError(28, "No space left on device")))
+    full_disk: Any = SimpleNamespace(
+        end=0, save=Mock(side_effect=OSError(28, "No space left on device"))
+    )
     models.save(other, place)
     (place / "stale.txt").write_text("from the older model")
     models.save(small, place)
     assert not (place / "stale.txt").exists()
     for directory, tokenizer, why in (
         (place, full_disk, r"model: cannot be written \(.*No space left on device\); free space"),
-        (place / "config.json" / "x", None, r"x: cannot be written \(Not a directory\); choose another directory"),
+        (
+            place / "config.json" / "x",
+            None,
+            r"x: cannot be written \(Not a directory\); choose another directory",
+        ),
     ):
         with pytest.raises(ConfigError, match=why):
             models.save(other, directory, tokenizer)
@@ -139,7 +181,10 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
     assert models.loss(half, torch.zeros(2, 8, dtype=torch.int64)).dtype == torch.float32
     models.save(half, tmp_path / "model")
     continued = models.build(
-        settings(path=str(tmp_path / "model")), seed=5, tokenizer=ByteTokenizer(), sequence_length=64
+        settings(path=str(tmp_path / "model")),
+        seed=5,
+        tokenizer=ByteTokenizer(),
+        sequence_length=64,
     )
     assert continued.training
     assert {parameter.dtype for parameter in continued.parameters()} == {torch.float32}
@@ -149,13 +194,21 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (settings("lama"), "model.model_type: 'lama' is no model type of transformers; did you mean 'llama'?"),
+        (
+            settings("lama"),
+            "model.model_type: 'lama' is no model type of transformers; did you mean 'llama'?",
+        ),
         (settings("t5"), "model.model_type: 't5' has no causal language model; one of "),
-        (settings(hidden_size=33), "The hidden size (33) is not a multiple of the number of attention heads (2)"),
+        (
+            settings(hidden_size=33),
+            "The hidden size (33) is not a multiple of the number of attention heads (2)",
+        ),
         (
             settings(vocab_size=100),
-            "model.config.vocab_size: a vocabulary of 100 has no id 255, which the tokenizer gives to the last of "
-            "256 bytes; set it to 256 or choose another data.tokenizer",
+            (
+                "model.config.vocab_size: a vocabulary of 100 has no id 255, which the tokenizer"
+                " gives to the last of 256 bytes; set it to 256 or choose another data.tokenizer"
+            ),
         ),
         (
             settings(max_position_embeddings=16),
@@ -163,8 +216,12 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_cannot_be_built_is_an_error_of_one_line(given: ModelConfig, message: str) -> None:
-    assert message in error_text(ConfigError, models.build, given, 0, tokenizer=ByteTokenizer(), sequence_length=32)
+def test_a_model_that_cannot_be_built_is_an_error_of_one_line(
+    given: ModelConfig, message: str
+) -> None:
+    assert message in error_text(
+        ConfigError, models.build, given, 0, tokenizer=ByteTokenizer(), sequence_length=32
+    )
 
 
 def incomplete(directory: Path) -> None:
@@ -177,7 +234,10 @@ def incomplete(directory: Path) -> None:
 
 UNREAD = "has no *.safetensors; other weight formats are not read, convert them"
 DAMAGE: list[tuple[Any, str]] = [
-    (lambda place: (place / "config.json").unlink(), "has no config.json; give a directory in Hugging Face format"),
+    (
+        lambda place: (place / "config.json").unlink(),
+        "has no config.json; give a directory in Hugging Face format",
+    ),
     (lambda place: (place / "model.safetensors").rename(place / "pytorch_model.bin"), UNREAD),
     (lambda place: os.truncate(place / "model.safetensors", 1000), "cannot be loaded: "),
     (incomplete, "lacks 1 of the model's weights, lm_head.weight first; use a complete checkpoint"),
@@ -185,25 +245,36 @@ DAMAGE: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_a_damaged_directory_is_refused_in_one_line(saved: Path, tmp_path: Path, damage: Any, message: str) -> None:
+def test_a_damaged_directory_is_refused_in_one_line(
+    saved: Path, tmp_path: Path, damage: Any, message: str
+) -> None:
     shutil.copytree(saved, tmp_path / "model")
     damage(tmp_path / "model")
     random_state = torch.random.get_rng_state()
     text = error_text(CheckpointError, models.load, tmp_path / "model", key="model.path")
     assert text.startswith(f"model.path: {tmp_path / 'model'} ") and message in text
-    assert torch.equal(torch.random.get_rng_state(), random_state)  # missing weights are drawn before they are noticed
+    # missing weights are drawn before they are noticed
+    assert torch.equal(torch.random.get_rng_state(), random_state)
 
 
-def test_numbers_that_no_model_has_are_refused(saved: Path, small: nn.Module, tmp_path: Path) -> None:
+def test_numbers_that_no_model_has_are_refused(
+    saved: Path, small: nn.Module, tmp_path: Path
+) -> None:
     """Before a config is made; so are those of a saved one."""
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-        with pytest.raises(ConfigError, match=f"^model.config.{name}: 1000000000 is more than 16777216"):
+        with pytest.raises(
+            ConfigError, match=f"^model.config.{name}: 1000000000 is more than 16777216"
+        ):
             models.config_of(settings(**{name: 10**9}))
     shutil.copytree(saved, tmp_path / "model")
     pretrained = ModelConfig(name="pretrained", path=str(tmp_path / "model"))
     assert models.num_parameters(models.outline(pretrained)) == models.num_parameters(small)
     file = tmp_path / "model" / "config.json"
-    file.write_text(file.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1000000000'))
+    file.write_text(
+        file.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1000000000')
+    )
     for load in (models.outline, lambda given: models.build(given, 0)):
-        with pytest.raises(ConfigError, match=r"model\.path: .*num_hidden_layers: 1000000000 is more than"):
+        with pytest.raises(
+            ConfigError, match=r"model\.path: .*num_hidden_layers: 1000000000 is more than"
+        ):
             load(pretrained)

@@ -23,7 +23,8 @@ from diloco.outer.lossy import LOSSY
 from diloco.outer.replica import Replica
 from tests.support.outer import decoded, encoded, gaussian, outer, relative_error, round_trip
 
-ALL, LESS = ("fp32", "fp16", "int8", "e3m0"), ("stat2", "topk")  # those that publish, and those that lose most
+# those that publish, and those that lose most
+ALL, LESS = ("fp32", "fp16", "int8", "e3m0"), ("stat2", "topk")
 SIZES = (1, 2, 3, 5, 63, 65, 129, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 131)
 each_codec = pytest.mark.parametrize("name", [*ALL, *LESS])
 in_blocks = pytest.mark.parametrize("name", ["int8", "e3m0"])
@@ -34,7 +35,8 @@ def blocks(x: Tensor) -> list[np.ndarray]:
 
 
 def published(name: str, master: Tensor, anchor: Tensor) -> Tensor:
-    """The update that moves the anchor towards the master; it is made and applied here, and changes nothing else."""
+    """The update that moves the anchor towards the master; it is made and applied here, and changes
+    nothing else."""
     update = torch.empty(codec(name).nbytes(master.numel()), dtype=torch.uint8)
     before = master.clone(), anchor.clone()
     codec(name).encode_update(master, anchor, update)
@@ -59,7 +61,7 @@ def assert_refused(name: str, payload: Tensor, numel: int, message: str) -> None
     assert torch.equal(target, before)
 
 
-# -- what travels -----------------------------------------------------------------------------------------------------
+# -- what travels ----------------------------------------------------------------------------------
 
 SOME = [1.0, -0.5, 0.0, 0.3]
 
@@ -71,33 +73,48 @@ SOME = [1.0, -0.5, 0.0, 0.3]
         ("fp16", SOME, bytes.fromhex("003c 00b8 0000 cd34")),
         # 2**-6 is the scale for a largest magnitude of 1: codes 64, -32, 0, round(19.2)
         ("int8", SOME, bytes([256 - 6, 64, 256 - 32, 0, 19])),
-        # top level 2**0 is k=7: nibbles 7, 8+6, 0, and 0.3 goes to 0.25 which is k=5; first half low, second half high
+        # top level 2**0 is k=7: nibbles 7, 8+6, 0, and 0.3 goes to 0.25 which is k=5; first half
+        # low, second half high
         ("e3m0", SOME, bytes([0, 0x07, 0x5E])),
-        # Mean 0, sigma 2.5: below -3.75, below 0, below 3.75, the rest. Levels -4, -1.5, 1.5, 4; codes 0, 1, 1, 2, 2, 3
-        # in quarters (0, 1), (1, 2), (2, 3), ().
-        ("stat2", [-4.0, -2.0, -1.0, 1.0, 2.0, 4.0], bytes.fromhex("80c0 c0bf c03f 8040") + bytes([0x24, 0x39])),
-        # 129 elements keep three: -8 at 1, 2 at 127, 3 at 128. The mean magnitude is 13/3, so levels are 2.5 and 8.
+        # Mean 0, sigma 2.5: below -3.75, below 0, below 3.75, the rest. Levels -4, -1.5, 1.5, 4;
+        # codes 0, 1, 1, 2, 2, 3 in quarters (0, 1), (1, 2), (2, 3), ().
+        (
+            "stat2",
+            [-4.0, -2.0, -1.0, 1.0, 2.0, 4.0],
+            bytes.fromhex("80c0 c0bf c03f 8040") + bytes([0x24, 0x39]),
+        ),
+        # 129 elements keep three: -8 at 1, 2 at 127, 3 at 128. The mean magnitude is 13/3, so
+        # levels are 2.5 and 8.
         (
             "topk",
             [0.5, -8.0, *[0.5] * 125, 2.0, 3.0],
-            bytes.fromhex("2040 0041") + (1 | 127 << 12 | 128 << 24).to_bytes(5, "little") + bytes([3]),
+            bytes.fromhex("2040 0041")
+            + (1 | 127 << 12 | 128 << 24).to_bytes(5, "little")
+            + bytes([3]),
         ),
     ],
 )
-def test_the_wire_format_is_as_it_always_was(name: str, values: list[float], payload: bytes) -> None:
+def test_the_wire_format_is_as_it_always_was(
+    name: str, values: list[float], payload: bytes
+) -> None:
     assert bytes(encoded(name, torch.tensor(values)).tolist()) == payload
 
 
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("fp32", "f5a004648ea8dbd9"), ("fp16", "e7d754111e3b1d6a"), ("int8", "f8863e1528d5e189"),
-        ("e3m0", "e73ee924fb438ce2"), ("stat2", "cd2a81a8b25bfcfb"), ("topk", "8f2af96086960b68"),
+        ("fp32", "f5a004648ea8dbd9"),
+        ("fp16", "e7d754111e3b1d6a"),
+        ("int8", "f8863e1528d5e189"),
+        ("e3m0", "e73ee924fb438ce2"),
+        ("stat2", "cd2a81a8b25bfcfb"),
+        ("topk", "8f2af96086960b68"),
     ],
-)  # fmt: skip
+)
 def test_several_blocks_travel_as_they_always_did(name: str, known: str) -> None:
     """Each part of a payload has all blocks in order, the last one short."""
-    x = (torch.arange(2 * BLOCK + 131) * 7919 % 16381 - 8190 + 0.25) / 64  # no two magnitudes are equal
+    # no two magnitudes are equal
+    x = (torch.arange(2 * BLOCK + 131) * 7919 % 16381 - 8190 + 0.25) / 64
     assert sha256(encoded(name, x).numpy().tobytes()).hexdigest()[:16] == known
 
 
@@ -110,7 +127,9 @@ def chunk_values(draw: st.DrawFn) -> Tensor:
     return x
 
 
-EDGES = torch.tensor([1.0, 0.75, 127.5 / 128, 1.5 - 2**-11, 1.5 - 2**-12, 1.5, 2 - 2**-23, 1 + 2**-23])
+EDGES = torch.tensor(
+    [1.0, 0.75, 127.5 / 128, 1.5 - 2**-11, 1.5 - 2**-12, 1.5, 2 - 2**-23, 1 + 2**-23]
+)
 """Of largest magnitudes; each begins a block of its own, and so does the number below it."""
 EDGES = torch.cat([EDGES, torch.nextafter(EDGES, torch.zeros(8))]).repeat_interleave(BLOCK)
 EDGES.view(-1, BLOCK)[:, 1:] *= -0.5
@@ -135,20 +154,31 @@ def test_int8_is_the_nearest_multiple_of_the_smallest_scale(x: Tensor) -> None:
 def test_e3m0_is_the_nearest_of_seven_powers_of_two_and_zero(x: Tensor) -> None:
     payload = encoded("e3m0", x)
     tops = 2.0 ** payload.numpy()[: -(-x.numel() // BLOCK)].view(np.int8).astype(float)
-    for block, got, top in zip(blocks(x), blocks(decoded("e3m0", payload, x.numel())), tops, strict=True):
+    for block, got, top in zip(
+        blocks(x), blocks(decoded("e3m0", payload, x.numel())), tops, strict=True
+    ):
         largest = np.abs(block).max()
         assert largest < 1.5 * top
         assert largest >= (0.75 - 2**-11) * top or top == 2.0**-120
         levels = np.concatenate([[0.0], top * 2.0 ** np.arange(-6, 1)])
         nearest = np.abs(np.abs(block)[:, None] - levels).min(axis=1)
         # Rounding to half on the way moves the middle between two levels by at most 2**-11.
-        assert np.all(np.abs(block - got) <= nearest + 2.0**-10 * np.maximum(np.abs(block), top * 2.0**-6))
+        assert np.all(
+            np.abs(block - got) <= nearest + 2.0**-10 * np.maximum(np.abs(block), top * 2.0**-6)
+        )
         assert np.all((got == 0) | (np.sign(got) == np.sign(block)))
 
 
 def test_the_middle_goes_to_even_codes_and_to_the_larger_power() -> None:
-    assert round_trip("int8", torch.tensor([1.0, 0.5 / 64, 1.5 / 64, -2.5 / 64])).mul(64).tolist() == [64, 0, 2, -2]
-    assert round_trip("e3m0", torch.tensor([1.0, 0.75, -0.375, 2**-7])).tolist() == [1.0, 1.0, -0.5, 2**-6]
+    assert round_trip("int8", torch.tensor([1.0, 0.5 / 64, 1.5 / 64, -2.5 / 64])).mul(
+        64
+    ).tolist() == [64, 0, 2, -2]
+    assert round_trip("e3m0", torch.tensor([1.0, 0.75, -0.375, 2**-7])).tolist() == [
+        1.0,
+        1.0,
+        -0.5,
+        2**-6,
+    ]
 
 
 @each_codec
@@ -156,9 +186,14 @@ def test_the_middle_goes_to_even_codes_and_to_the_larger_power() -> None:
 def test_accumulate_adds_weight_times_the_decoded_values(name: str, numel: int) -> None:
     acc = gaussian(numel, seed=1)
     payload = encoded(name, gaussian(numel, scale=0.01))
-    before, expected = payload.clone(), acc.double() + 12345.5 * decoded(name, payload, numel).double()
+    before, expected = (
+        payload.clone(),
+        acc.double() + 12345.5 * decoded(name, payload, numel).double(),
+    )
     codec(name).accumulate_(acc, payload, 12345.5)
-    torch.testing.assert_close(acc.double(), expected, rtol=1e-6, atol=1e-4 if name in LESS else 1e-5)
+    torch.testing.assert_close(
+        acc.double(), expected, rtol=1e-6, atol=1e-4 if name in LESS else 1e-5
+    )
     assert torch.equal(payload, before)
 
 
@@ -172,20 +207,24 @@ def test_a_payload_may_lie_anywhere_in_a_larger_message(name: str, offset: int) 
     codec(name).encode(x, inner)
     assert torch.equal(inner, expected) and not message[:offset].any() and message[-1] == 0
     assert torch.equal(decoded(name, inner, x.numel()), decoded(name, expected, x.numel()))
-    for start in range(offset + 1):  # torch wants the address aligned, and the offset from where its storage starts
-        storage = torch.frombuffer(bytearray(message.numpy().tobytes()), dtype=torch.uint8, offset=start)
+    # torch wants the address aligned, and the offset from where its storage starts
+    for start in range(offset + 1):
+        storage = torch.frombuffer(
+            bytearray(message.numpy().tobytes()), dtype=torch.uint8, offset=start
+        )
         received = storage[offset - start : -1]
         assert torch.equal(decoded(name, received, x.numel()), decoded(name, expected, x.numel()))
 
 
-# -- updates ----------------------------------------------------------------------------------------------------------
+# -- updates ---------------------------------------------------------------------------------------
 
 
 @in_blocks
 def test_a_displacement_is_added_with_a_single_rounding(name: str) -> None:
     before, numel = gaussian(3 * BLOCK + 9), 3 * BLOCK + 9
     anchor, master = before.clone(), before + gaussian(numel, seed=1, scale=1e-3)
-    displacement = decoded(name, published(name, master, anchor), numel).double()  # float64 holds these sums exactly
+    # float64 holds these sums exactly
+    displacement = decoded(name, published(name, master, anchor), numel).double()
     expected = (before.double() + displacement).float()
     assert torch.equal(anchor.view(torch.int32), expected.view(torch.int32))
     assert float((master - anchor).abs().max()) < 1e-3
@@ -194,7 +233,8 @@ def test_a_displacement_is_added_with_a_single_rounding(name: str) -> None:
 @in_blocks
 def test_hardware_that_flushes_subnormals_gives_the_same(name: str) -> None:
     anchor = gaussian(BLOCK + 9, scale=1e-30)
-    payload = encoded(name, gaussian(BLOCK + 9, seed=1, scale=1e-36))  # a subnormal product would show
+    # a subnormal product would show
+    payload = encoded(name, gaussian(BLOCK + 9, seed=1, scale=1e-36))
 
     def work(flush: bool) -> Tensor | None:
         supported, result = torch.set_flush_denormal(flush), anchor.clone()
@@ -214,7 +254,7 @@ def test_float_updates_carry_the_new_values(name: str, rounded: torch.dtype) -> 
     assert codec(name).carries_values
 
 
-# -- extremes ---------------------------------------------------------------------------------------------------------
+# -- extremes --------------------------------------------------------------------------------------
 
 
 @each_codec
@@ -224,7 +264,9 @@ def test_a_diverged_model_is_not_sent(name: str, bad: float, position: int) -> N
     x = gaussian(BLOCK + 3)
     x[position] = bad
     payload = torch.empty(codec(name).nbytes(x.numel()), dtype=torch.uint8)
-    with pytest.raises(DivergedError, match=rf"diverged: a value of .* cannot be sent \({name} carries"):
+    with pytest.raises(
+        DivergedError, match=rf"diverged: a value of .* cannot be sent \({name} carries"
+    ):
         codec(name).encode(x, payload)
     if name in ALL:
         with pytest.raises(DivergedError):
@@ -257,7 +299,9 @@ def test_a_payload_of_the_wrong_length_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "lowest", "highest"), [("int8", -126, 58), ("e3m0", -120, 64)])
 @pytest.mark.parametrize("block", [0, 1, 2])
-def test_a_block_exponent_out_of_range_is_refused(name: str, lowest: int, highest: int, block: int) -> None:
+def test_a_block_exponent_out_of_range_is_refused(
+    name: str, lowest: int, highest: int, block: int
+) -> None:
     payload = encoded(name, gaussian(2 * BLOCK + 1))
     for exponent in (lowest - 1, highest + 1, -128, 127):
         payload[block] = exponent % 256
@@ -271,7 +315,9 @@ def test_a_block_exponent_out_of_range_is_refused(name: str, lowest: int, highes
     ("block", "position", "index"),
     [(0, 1, 0), (0, 63, 0), (1, 0, 4095), (1, 5, 0), (2, 2, 140), (2, 2, 4095), (2, 1, 0)],
 )
-def test_indices_that_repeat_go_back_or_leave_are_refused(block: int, position: int, index: int) -> None:
+def test_indices_that_repeat_go_back_or_leave_are_refused(
+    block: int, position: int, index: int
+) -> None:
     x = torch.zeros(2 * BLOCK + 140)  # the last block keeps three
     for start, count in ((0, 64), (BLOCK, 64), (2 * BLOCK, 3)):
         x[start : start + count] = 1.0
@@ -285,19 +331,25 @@ def test_indices_that_repeat_go_back_or_leave_are_refused(block: int, position: 
 
 @settings(max_examples=200)
 @given(st.sampled_from([*ALL, *LESS]), st.integers(1, 200), st.data())
-def test_any_bytes_decode_to_finite_values_or_are_refused(name: str, numel: int, data: st.DataObject) -> None:
+def test_any_bytes_decode_to_finite_values_or_are_refused(
+    name: str, numel: int, data: st.DataObject
+) -> None:
     nbytes = codec(name).nbytes(numel)
-    payload = torch.tensor(list(data.draw(st.binary(min_size=nbytes, max_size=nbytes))), dtype=torch.uint8)
+    payload = torch.tensor(
+        list(data.draw(st.binary(min_size=nbytes, max_size=nbytes))), dtype=torch.uint8
+    )
     target = torch.ones(numel)
     try:
         codec(name).decode(payload, target)
     except PayloadError:
         assert torch.equal(target, torch.ones(numel))
     else:
-        assert target.isfinite().all() and float(target.abs().max()) <= LIMIT * (2 if name == "int8" else 1)
+        assert target.isfinite().all() and float(target.abs().max()) <= LIMIT * (
+            2 if name == "int8" else 1
+        )
 
 
-# -- use --------------------------------------------------------------------------------------------------------------
+# -- use -------------------------------------------------------------------------------------------
 
 
 def test_threads_do_not_share_buffers() -> None:
@@ -341,7 +393,7 @@ def test_the_configuration_and_the_registry_have_the_same_names() -> None:
             OuterConfig(method="diloco", sync_every=1, codec_down=name)
 
 
-# -- what loses most --------------------------------------------------------------------------------------------------
+# -- what loses most -------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -355,7 +407,9 @@ def test_stat2_gives_each_element_the_mean_of_its_bin(numel: int, seed: int, shi
             continue  # rounding may decide the bin
         bins = np.searchsorted(edges, block)
         for one in set(bins):
-            np.testing.assert_allclose(values[bins == one], block[bins == one].mean(), rtol=2**-8, atol=1e-4)
+            np.testing.assert_allclose(
+                values[bins == one], block[bins == one].mean(), rtol=2**-8, atol=1e-4
+            )
 
 
 @settings(max_examples=40)
@@ -378,7 +432,9 @@ def test_topk_sends_the_largest_64th_of_each_block(numel: int, seed: int) -> Non
     st.integers(0, 9),
     st.sampled_from([0.9, 1.0]),
 )
-def test_what_is_sent_and_kept_adds_up_to_what_there_was(name: str, numel: int, seed: int, beta: float) -> None:
+def test_what_is_sent_and_kept_adds_up_to_what_there_was(
+    name: str, numel: int, seed: int, beta: float
+) -> None:
     """The contribution and the new residual, to the pseudo-gradient and the old residual."""
     settings = outer(codec_up=name, error_feedback=beta, momentum=0)
     residual, delta = gaussian(numel, seed), gaussian(numel, seed + 1)
@@ -386,4 +442,6 @@ def test_what_is_sent_and_kept_adds_up_to_what_there_was(name: str, numel: int, 
     peer.anchors[0].zero_()
     peer.residuals[0] = residual.clone()
     together = decoded(name, peer.capture(0), numel).double() + peer.residuals[0].double()
-    torch.testing.assert_close(together, beta * residual.double() + delta.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        together, beta * residual.double() + delta.double(), rtol=1e-5, atol=1e-6
+    )

@@ -1,4 +1,5 @@
-"""Outer optimizers and codecs from users' code: what is registered, what is refused, and what a name may import."""
+"""Outer optimizers and codecs from users' code: what is registered, what is refused, and what a
+name may import."""
 
 from __future__ import annotations
 
@@ -29,7 +30,16 @@ pytestmark = pytest.mark.usefixtures("registers")
 class HeavyBall(OuterOptimizer):
     name = "heavy_ball"
 
-    def push(self, theta: Any, momentum: Any, window: Any, delta: Any, lr: float, beta: float, *rest: object) -> Any:
+    def push(
+        self,
+        theta: Any,
+        momentum: Any,
+        window: Any,
+        delta: Any,
+        lr: float,
+        beta: float,
+        *rest: object,
+    ) -> Any:
         momentum = beta * momentum + delta
         return theta - lr * momentum, momentum, window
 
@@ -84,7 +94,10 @@ def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
         gaussian(CHUNK + 5),
     )
     assert not replica.can_follow, "as a momentum does not follow from its updates"
-    assert replica.optimizer.reach(OuterStep(0, 1), 1.0) == (math.inf, (math.inf,) * 3), "it may be of any length"
+    assert replica.optimizer.reach(OuterStep(0, 1), 1.0) == (
+        math.inf,
+        (math.inf,) * 3,
+    ), "it may be of any length"
     make(replica, named([payload_of(replica.up, delta)]))
     assert torch.equal(replica.anchors[0], -0.5 * delta.sign())
 
@@ -101,7 +114,9 @@ def test_a_registered_class_is_all_that_a_new_codec_takes() -> None:
 def test_a_codec_does_not_publish_unless_it_says_so() -> None:
     register(Thirds)
     assert codec("thirds").nbytes(10) == 30
-    with refused("codec_down=thirds is for contributions only; expected one of fp32, fp16, int8, e3m0"):
+    with refused(
+        "codec_down=thirds is for contributions only; expected one of fp32, fp16, int8, e3m0"
+    ):
         outer(codec_down="thirds")
 
 
@@ -110,7 +125,10 @@ def test_a_codec_does_not_publish_unless_it_says_so() -> None:
     [
         ({"name": "nesterov"}, "name=nesterov is one of diloco's own; choose another"),
         ({"name": "a b"}, "name='a b' is no name; use up to 64 letters, digits, '.', '_' and '-'"),
-        (lambda _, x, m, w, delta, *rest: (x - abs(delta), m, w), "is not linear in theta, momentum, window and delta"),
+        (
+            lambda _, x, m, w, delta, *rest: (x - abs(delta), m, w),
+            "is not linear in theta, momentum, window and delta",
+        ),
         (lambda _, x, m, w, delta, *rest: (x - m, m + delta, w), "does not move theta by delta"),
         (
             lambda _, x, m, w, delta, *rest: (x - delta, m, m + w),
@@ -134,7 +152,13 @@ def _twice(self: Codec, acc: Tensor, payload: Tensor, weight: float) -> None:
     ("changed", "text"),
     [
         (
-            {"encode": lambda self, x, out: out.view(-1, 3).copy_(x.view(-1, 1).view(torch.uint8)[:, 1:])},
+            {
+                "encode": (
+                    lambda self, x, out: out.view(-1, 3).copy_(
+                        x.view(-1, 1).view(torch.uint8)[:, 1:]
+                    )
+                )
+            },
             "Mine.encode takes NaN; call diloco.outer.payloads.refuse_diverged first",
         ),
         ({"accumulate_": _twice}, "Mine.accumulate_ does not add what .decode gives"),
@@ -149,14 +173,19 @@ def test_a_codec_that_cannot_work_is_not_registered(changed: dict[str, Any], tex
 def test_a_name_that_is_not_installed_is_said_with_the_remedy() -> None:
     with refused(f"outer.optimizer=lion {MISSING}"):
         compose(["outer.optimizer=lion"])
-    with pytest.raises(ConfigError, match=r"^outer\.optimizer=nestrov is not installed here \(did you mean nesterov\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^outer\.optimizer=nestrov is not installed here \(did you mean nesterov\?",
+    ):
         compose(["outer.optimizer=nestrov"])
 
 
 def test_an_entry_point_of_the_name_is_imported_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(installed(tmp_path, lion="lion_code", broken="nowhere_at_all", empty="json_code"))
+    monkeypatch.syspath_prepend(
+        installed(tmp_path, lion="lion_code", broken="nowhere_at_all", empty="json_code")
+    )
 
     def asked(*settings: str) -> str:
         try:
@@ -167,11 +196,16 @@ def test_an_entry_point_of_the_name_is_imported_and_no_other(
 
     assert asked() == "nesterov" and "lion_code" not in sys.modules
     assert "(did you mean lion?)" in asked("outer.optimizer=lions")
-    assert asked("outer.optimizer=json_code").startswith("outer.optimizer=json_code is not installed here; ")
+    assert asked("outer.optimizer=json_code").startswith(
+        "outer.optimizer=json_code is not installed here; "
+    )
     assert asked("outer.optimizer=broken").startswith(
-        "outer.optimizer=broken is not installed here: nowhere_at_all cannot be imported (ModuleNotFoundError: "
+        "outer.optimizer=broken is not installed here: nowhere_at_all cannot be imported"
+        " (ModuleNotFoundError: "
     )
     assert not {"lion_code", "json_code"} & set(sys.modules)
-    assert asked("outer.optimizer=empty").startswith("imported too\nouter.optimizer=empty is not installed ")
+    assert asked("outer.optimizer=empty").startswith(
+        "imported too\nouter.optimizer=empty is not installed "
+    )
     assert asked("outer.optimizer=lion") == "imported\nlion"
     del sys.modules["lion_code"], sys.modules["json_code"]

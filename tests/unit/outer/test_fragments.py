@@ -1,4 +1,5 @@
-"""Fragments: every element of every parameter is in exactly one, and travels once. Digests name what is in them."""
+"""Fragments: every element of every parameter is in exactly one, and travels once. Digests name
+what is in them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from diloco.errors import ConfigError, PayloadError
-from diloco.outer.digest import PART, anchor_digest, fragment_digest, part_digest, part_digests, part_ranges
+from diloco.outer.digest import (
+    PART,
+    anchor_digest,
+    fragment_digest,
+    part_digest,
+    part_digests,
+    part_ranges,
+)
 from diloco.outer.fragments import BLOCK, Fragment, gather_, partition, scatter_
 
 LAYOUTS = ("contiguous", "transposed", "channels_last", "every_other", "reversed_dims")
@@ -33,7 +41,8 @@ def make_parameter(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> T
 
 
 def number_elements_(parameters: dict[str, Tensor]) -> int:
-    """Gives every element its place in the concatenation as its value (small enough to be exact in bfloat16)."""
+    """Gives every element its place in the concatenation as its value (small enough to be exact in
+    bfloat16)."""
     first = 0
     for parameter in parameters.values():
         numbers = torch.arange(first, first + parameter.numel()) % 251
@@ -49,7 +58,9 @@ def models(draw: st.DrawFn) -> dict[str, Tensor]:
     for i in range(count):
         shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
         dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
-        prefix = draw(st.sampled_from(["", "model.layers.0.", "model.layers.1.", "encoder.h.10.", "1."]))
+        prefix = draw(
+            st.sampled_from(["", "model.layers.0.", "model.layers.1.", "encoder.h.10.", "1."])
+        )
         parameters[f"{prefix}p{i}"] = make_parameter(shape, draw(st.sampled_from(LAYOUTS)), dtype)
     return parameters
 
@@ -69,7 +80,9 @@ def test_every_element_is_in_one_fragment_and_moved_once(
     found = []
     for fragment in partition({name: p.numel() for name, p in parameters.items()}, count, pattern):
         assert fragment.numel > 0
-        cuts = sorted({0, fragment.numel, *data.draw(st.lists(st.integers(0, fragment.numel), max_size=4))})
+        cuts = sorted(
+            {0, fragment.numel, *data.draw(st.lists(st.integers(0, fragment.numel), max_size=4))}
+        )
         for start, stop in pairwise(cuts):
             for _, piece in fragment.locate(start, stop):
                 visits[piece.name][piece.start : piece.stop] += 1
@@ -78,18 +91,23 @@ def test_every_element_is_in_one_fragment_and_moved_once(
             found.append(out)
             scatter_(parameters, fragment, start, out + 1)
     assert all((count == 1).all() for count in visits.values())
-    # A second gathering or scattering of an element would have seen or made a value that is one higher.
+    # A second gathering or scattering of an element would have seen or made a value that is one
+    # higher.
     expected, together = (torch.arange(total) % 251).float(), torch.cat(found)
     if pattern == "strided":
         assert torch.equal(together.sort().values, expected.sort().values)
     else:
         assert torch.equal(together, expected)
-    assert torch.equal(torch.cat([p.reshape(-1).float() for p in parameters.values()]), expected + 1)
+    assert torch.equal(
+        torch.cat([p.reshape(-1).float() for p in parameters.values()]), expected + 1
+    )
 
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 10 * BLOCK), min_size=1, max_size=20), st.integers(1, 40))
-def test_fragments_are_balanced_contiguous_and_cut_at_blocks(numels: list[int], fragments: int) -> None:
+def test_fragments_are_balanced_contiguous_and_cut_at_blocks(
+    numels: list[int], fragments: int
+) -> None:
     total = sum(numels)
     if total < fragments:
         return
@@ -118,23 +136,37 @@ def names_of(parts: tuple[Fragment, ...]) -> list[list[str]]:
 
 def test_strided_deals_layers_in_turn_the_rest_to_the_lightest() -> None:
     layers = [f"model.layers.{i}.{name}" for i in range(11) for name in ("a.weight", "b.weight")]
-    numels = {"model.embed.weight": 50, **dict.fromkeys(layers, 10), "model.norm.weight": 3, "model.empty": 0}
+    numels = {
+        "model.embed.weight": 50,
+        **dict.fromkeys(layers, 10),
+        "model.norm.weight": 3,
+        "model.empty": 0,
+    }
     numels["head.weight"] = 50
     parts = partition(numels, 3, "strided")
     for index, names in enumerate(names_of(parts)):
         found = [int(name.split(".")[2]) for name in names if ".layers." in name]
         assert found == sorted(2 * list(range(index, 11, 3)))
-    # Layers weigh 80, 80 and 60: the embedding goes to fragment 2 (110), the norm to 0 (83), the head to 1 (130).
+    # Layers weigh 80, 80 and 60: the embedding goes to fragment 2 (110), the norm to 0 (83), the
+    # head to 1 (130).
     assert [part.numel for part in parts] == [83, 130, 110]
     ends = names_of(parts)[2][0], names_of(parts)[0][-1], names_of(parts)[1][-1]
     assert ends == ("model.embed.weight", "model.norm.weight", "head.weight")
-    assert all(piece.start == 0 and piece.stop == numels[piece.name] for part in parts for piece in part.slices)
+    assert all(
+        piece.start == 0 and piece.stop == numels[piece.name]
+        for part in parts
+        for piece in part.slices
+    )
 
 
 def test_strided_goes_by_numbers_in_one_stack_after_another() -> None:
     """Not by the order of names."""
     numels = dict.fromkeys(("h.10.w", "h.9.w", "h.8.w", "h.8.3.w"), 1)
-    assert names_of(partition(numels, 3, "strided")) == [["h.8.w", "h.8.3.w"], ["h.9.w"], ["h.10.w"]]
+    assert names_of(partition(numels, 3, "strided")) == [
+        ["h.8.w", "h.8.3.w"],
+        ["h.9.w"],
+        ["h.10.w"],
+    ]
     numels = {f"{stack}.layers.{i}.w": 1 for stack in ("encoder", "decoder") for i in range(3)}
     assert names_of(partition(numels, 2, "strided")) == [
         ["encoder.layers.0.w", "encoder.layers.2.w", "decoder.layers.1.w"],
@@ -145,13 +177,21 @@ def test_strided_goes_by_numbers_in_one_stack_after_another() -> None:
 def test_an_impossible_number_of_fragments_is_refused() -> None:
     """With the largest possible."""
     for fragments in (0, 9):
-        with pytest.raises(ConfigError, match=rf"outer\.fragments={fragments} is not possible; choose 1 to 8"):
+        with pytest.raises(
+            ConfigError, match=rf"outer\.fragments={fragments} is not possible; choose 1 to 8"
+        ):
             partition({"a": 3, "b": 5}, fragments)
     with pytest.raises(ConfigError, match="no parameters"):
         partition({"empty": 0}, 1)
     numels = {"embed": 100, "layers.0.w": 10, "layers.1.w": 10, "layers.2.w": 0}
-    problem = r"outer\.fragments={} is not possible with outer\.pattern=strided, as the model has {} layers; choose {}$"
-    with pytest.raises(ConfigError, match=problem.format(3, 2, r"at most 2 fragments, or outer\.pattern=contiguous")):
+    problem = (
+        r"outer\.fragments={} is not possible with outer\.pattern=strided, as the model has {}"
+        r" layers; choose {}$"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=problem.format(3, 2, r"at most 2 fragments, or outer\.pattern=contiguous"),
+    ):
         partition(numels, 3, "strided")
     with pytest.raises(ConfigError, match=problem.format(1, 0, r"outer\.pattern=contiguous")):
         partition({"embed": 100}, 1, "strided")
@@ -165,7 +205,9 @@ def test_scatter_changes_the_live_parameters_of_a_module() -> None:
     (fragment,) = partition({name: p.numel() for name, p in parameters.items()}, 1)
     scatter_(parameters, fragment, 0, torch.arange(8.0))
     assert layer.weight.tolist() == [[0, 1, 2], [3, 4, 5]] and layer.bias.tolist() == [6, 7]
-    assert layer.weight.data_ptr() == storage and layer.weight.is_leaf and layer.weight.requires_grad
+    assert (
+        layer.weight.data_ptr() == storage and layer.weight.is_leaf and layer.weight.requires_grad
+    )
     out = torch.empty(8)
     gather_(out, fragment, 0, parameters)
     assert not out.requires_grad
@@ -198,7 +240,11 @@ def test_parts_are_hashed_in_order_and_checked_one_by_one(threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert part_ranges(flat.numel()) == [(0, PART), (PART, 2 * PART), (2 * PART, 2 * PART + 3)]
-    assert changed == (part_digest(flat[:PART]), part_digest(flat[PART : 2 * PART]), part_digest(flat[2 * PART :]))
+    assert changed == (
+        part_digest(flat[:PART]),
+        part_digest(flat[PART : 2 * PART]),
+        part_digest(flat[2 * PART :]),
+    )
     assert [a == b for a, b in zip(digests, changed, strict=True)] == [True, False, True]
 
 

@@ -1,4 +1,5 @@
-"""An heir knows the outer state of a fragment from its updates alone; when the author dies, it goes on with it."""
+"""An heir knows the outer state of a fragment from its updates alone; when the author dies, it goes
+on with it."""
 
 from __future__ import annotations
 
@@ -18,14 +19,19 @@ QUORUM = {"quorum": 1}
 
 
 class Rounds:
-    """An author and an heir, and contributions that point the same way for a while, to matrices and norms."""
+    """An author and an heir, and contributions that point the same way for a while, to matrices and
+    norms."""
 
     def __init__(self, codec: str, **settings: object) -> None:
-        plan = outer(**{"sync_every": 4, "codec_up": "fp32", "codec_down": codec, **QUORUM, **settings})
+        plan = outer(
+            **{"sync_every": 4, "codec_up": "fp32", "codec_down": codec, **QUORUM, **settings}
+        )
         self.generator = torch.Generator().manual_seed(3)
         start = 0.02 * self.noise()
         start[:400] += 1.0
-        self.author, self.heir = (Replica({"w": start}, partition({"w": NUMEL}, 1), plan) for _ in range(2))
+        self.author, self.heir = (
+            Replica({"w": start}, partition({"w": NUMEL}, 1), plan) for _ in range(2)
+        )
         self.author.hold(0)
         self.heir.follow([0])
         self.drift = self.noise()
@@ -112,7 +118,9 @@ def test_a_backup_that_begins_late_or_misses_an_update_is_soon_right(optimizer: 
     step = state.step(true.version + 1, 3, DELAY)
     state.join_(step)
     assert step.pushes == 0 and state.momentum.any()
-    assert not any(further.any() for further in state.vectors[1:]), "what is in the window is not known"
+    assert not any(further.any() for further in state.vectors[1:]), (
+        "what is in the window is not known"
+    )
 
 
 def test_a_backup_follows_what_it_is_backup_of() -> None:

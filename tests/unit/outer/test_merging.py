@@ -1,4 +1,5 @@
-"""Merge rules: the contract that each of them keeps, radial-directional averaging, and `outer.flatten`."""
+"""Merge rules: the contract that each of them keeps, radial-directional averaging, and
+`outer.flatten`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from diloco.outer.replica import Replica
 from diloco.outer.spectrum import Matrix, flatten_, matrices
 from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of, weighted
 
-NUMELS = {"embed.weight": 1000, "layer.weight": CHUNK, "layer.bias": 77}  # two chunks, and elements in no piece
+# two chunks, and elements in no piece
+NUMELS = {"embed.weight": 1000, "layer.weight": CHUNK, "layer.bias": 77}
 NUMEL = sum(NUMELS.values())
 
 
@@ -38,16 +40,23 @@ def zeros(settings: OuterConfig) -> Replica:
     return author({name: torch.zeros(numel) for name, numel in NUMELS.items()}, settings)
 
 
-def version(replica: Replica, found: Mapping[str, Tensor], weights: Mapping[str, float] | None = None) -> Tensor:
+def version(
+    replica: Replica, found: Mapping[str, Tensor], weights: Mapping[str, float] | None = None
+) -> Tensor:
     """How far a version moves the anchor back, of these contributions in this order of arrival."""
     before, weights = replica.anchors[0].clone(), weights or dict.fromkeys(found, 1.0)
-    those = [weighted(peer, payload_of(replica.up, values), weights[peer]) for peer, values in found.items()]
+    those = [
+        weighted(peer, payload_of(replica.up, values), weights[peer])
+        for peer, values in found.items()
+    ]
     _, digest = make(replica, those)
     assert digest == replica.digest(0)
     return before - replica.anchors[0]
 
 
-def merged(settings: OuterConfig, found: Mapping[str, Tensor], weights: Mapping[str, float] | None = None) -> Tensor:
+def merged(
+    settings: OuterConfig, found: Mapping[str, Tensor], weights: Mapping[str, float] | None = None
+) -> Tensor:
     return version(zeros(settings), found, weights)
 
 
@@ -66,7 +75,10 @@ every_rule = pytest.mark.parametrize("rule", [*AVERAGES, "clip"])
 def test_the_order_of_arrival_does_not_matter(rule: str, codec_up: str) -> None:
     """Also where one lies."""
     found = {**contributions(5), "p3": -10 * contributions(5)["p3"]}
-    settings, weights = settings_of(rule, codec_up=codec_up), {peer: 1.0 + i / 7 for i, peer in enumerate(found)}
+    settings, weights = (
+        settings_of(rule, codec_up=codec_up),
+        {peer: 1.0 + i / 7 for i, peer in enumerate(found)},
+    )
     orders = itertools.islice(itertools.permutations(found), 0, 120, 41)
     results = [merged(settings, {peer: found[peer] for peer in order}, weights) for order in orders]
     for result in results[1:]:
@@ -100,29 +112,42 @@ def test_the_configuration_and_the_registry_have_the_same_names() -> None:
 
 def average(vectors: list[Tensor], weights: list[float], pieces: list[tuple[int, int]]) -> Tensor:
     out = torch.full_like(vectors[0], torch.nan)
-    parts = [Part(vector.view(torch.uint8), weight) for vector, weight in zip(vectors, weights, strict=True)]
+    parts = [
+        Part(vector.view(torch.uint8), weight)
+        for vector, weight in zip(vectors, weights, strict=True)
+    ]
     radial_directional(out, codec("fp32"), parts, pieces)
     return out
 
 
 @settings(max_examples=60)
 @given(
-    st.integers(1, 6), st.sets(st.integers(1, 199), max_size=4), st.integers(0, 1000),
+    st.integers(1, 6),
+    st.sets(st.integers(1, 199), max_size=4),
+    st.integers(0, 1000),
     st.sampled_from([1e-15, 1e-3, 1.0, 1e15]),
-)  # fmt: skip
-def test_the_average_agrees_with_the_formula_in_float64(workers: int, cuts: set[int], seed: int, scale: float) -> None:
+)
+def test_the_average_agrees_with_the_formula_in_float64(
+    workers: int, cuts: set[int], seed: int, scale: float
+) -> None:
     pieces = list(pairwise([0, *sorted(cuts), 200]))
     vectors = [gaussian(200, seed + worker, scale) for worker in range(workers)]
     weights = [float(1000 * (worker + 1)) for worker in range(workers)]
     got = average(vectors, weights, pieces)
     for start, stop in pieces:
         parts = [vector[start:stop].double() for vector in vectors]
-        direction = sum(weight * part / part.norm() for weight, part in zip(weights, parts, strict=True))
+        direction = sum(
+            weight * part / part.norm() for weight, part in zip(weights, parts, strict=True)
+        )
         if direction.norm() < 1e-2 * sum(weights):
             continue  # directions that nearly cancel; fp32 cannot agree to many places
-        length = sum(weight * part.norm() for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+        length = sum(
+            weight * part.norm() for weight, part in zip(weights, parts, strict=True)
+        ) / sum(weights)
         expected = length * direction / direction.norm()
-        torch.testing.assert_close(got[start:stop].double(), expected, rtol=1e-4, atol=1e-4 * float(length))
+        torch.testing.assert_close(
+            got[start:stop].double(), expected, rtol=1e-4, atol=1e-4 * float(length)
+        )
 
 
 def test_a_piece_of_zeros_counts_in_the_mean_norm_only() -> None:
@@ -153,13 +178,18 @@ def reference(matrix: Tensor, part: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("part", "shape", "scale"), [(0.0, (8, 20), 1.0), (0.5, (20, 8), 1e-9), (0.5, (8, 20), 1e15), (1.0, (6, 6), 1.0)]
+    ("part", "shape", "scale"),
+    [(0.0, (8, 20), 1.0), (0.5, (20, 8), 1e-9), (0.5, (8, 20), 1e15), (1.0, (6, 6), 1.0)],
 )
-def test_singular_values_take_the_power_and_the_norm_stays(part: float, shape: tuple[int, int], scale: float) -> None:
+def test_singular_values_take_the_power_and_the_norm_stays(
+    part: float, shape: tuple[int, int], scale: float
+) -> None:
     matrix = gaussian(shape[0] * shape[1], 1, scale).view(shape)
     flat = matrix.flatten().clone()
     flatten_(flat, [Matrix(0, *shape)], part)
-    torch.testing.assert_close(flat.view(shape), reference(matrix, part), rtol=1e-4, atol=1e-5 * scale)
+    torch.testing.assert_close(
+        flat.view(shape), reference(matrix, part), rtol=1e-4, atol=1e-5 * scale
+    )
 
 
 def test_zeros_and_a_single_direction_stay_as_they_are() -> None:
@@ -174,9 +204,12 @@ def test_zeros_and_a_single_direction_stay_as_they_are() -> None:
 
 def test_only_whole_rows_of_hidden_matrices_are_flattened() -> None:
     shapes = {
-        "model.embed_tokens.weight": (9, 4), "layer.0.up.weight": (6, 4), "layer.0.norm.weight": (5,),
-        "conv": (2, 2, 2), "lm_head.weight": (9, 4),
-    }  # fmt: skip
+        "model.embed_tokens.weight": (9, 4),
+        "layer.0.up.weight": (6, 4),
+        "layer.0.norm.weight": (5,),
+        "conv": (2, 2, 2),
+        "lm_head.weight": (9, 4),
+    }
     sizes = {name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}
     [whole] = partition(sizes, 1)
     assert matrices(whole, shapes) == [Matrix(36, 6, 4)]
@@ -190,7 +223,9 @@ def test_only_whole_rows_of_hidden_matrices_are_flattened() -> None:
 def test_a_version_is_made_of_flattened_matrices(robust: str) -> None:
     """One matrix lies across the border of two chunks; the vector behind it gets the plain mean."""
     shapes = {"a": (CHUNK - 2048,), "b": (64, 64), "c": (10,)}
-    [fragment] = partition({name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}, 1)
+    [fragment] = partition(
+        {name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}, 1
+    )
     settings = outer(lr=1.0, momentum=0.0, flatten=0.5, robust=robust, **EXACT)
     peer = author({name: torch.zeros(shape) for name, shape in shapes.items()}, settings)
     contributions = [gaussian(fragment.numel, seed) + 1 for seed in range(4)]

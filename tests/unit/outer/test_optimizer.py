@@ -1,4 +1,5 @@
-"""The outer optimizers: against torch, in special cases, and their rates. By hand: test_trajectories.py."""
+"""The outer optimizers: against torch, in special cases, and their rates. By hand:
+test_trajectories.py."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_a_window_of_pushes_is_nesterov_on_their_mean(delay: int) -> None:
 
 
 GROUPS = {
-    "threes": [3, 3, 3, 3],  # 4 does not divide 3: the second version completes a window and begins the next
+    # 4 does not divide 3: the second version completes a window and begins the next
+    "threes": [3, 3, 3, 3],
     "whole": [4, 4],
     "several": [9, 1, 2, 6],  # more than one window in a version
 }
@@ -40,10 +42,15 @@ GROUPS = {
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("settings", [{}, {"delay_c": 0.1}], ids=["DN", "DN, c"])
-def test_a_momentum_step_belongs_to_a_window_of_contributions(settings: dict[str, object], groups: list[int]) -> None:
-    """Versions that merge several contributions end where the same contributions end that are pushed one by one."""
+def test_a_momentum_step_belongs_to_a_window_of_contributions(
+    settings: dict[str, object], groups: list[int]
+) -> None:
+    """Versions that merge several contributions end where the same contributions end that are
+    pushed one by one."""
     fixed = {"quorum": 1, "lr": 0.5, "momentum": 0.8, "momentum_warmup": 0, **EXACT}
-    replica = author({"w": gaussian(200)}, outer(**{"optimizer": "delayed_nesterov", **fixed, **settings}))
+    replica = author(
+        {"w": gaussian(200)}, outer(**{"optimizer": "delayed_nesterov", **fixed, **settings})
+    )
     state, delay, pushed = replica.states[0], 4, 0
     plain = (replica.anchors[0].double(), torch.zeros(200).double(), torch.zeros(200).double())
     for version, contributions in enumerate(groups * 3):
@@ -63,7 +70,9 @@ def test_a_windows_length_changes_with_the_next_window_only() -> None:
     state, steps = author({"w": torch.zeros(4)}, outer(optimizer="delayed_nesterov")).states[0], []
     for version, delay in enumerate((3, 2, 2, 2, 2)):
         steps.append(state.step(version, 1, delay))
-        state.apply_(steps[-1], Linear((1.0,) * 3, (0.0,) * 3, (0.0,) * 3), codec("fp32"), torch.zeros(4), [])
+        state.apply_(
+            steps[-1], Linear((1.0,) * 3, (0.0,) * 3, (0.0,) * 3), codec("fp32"), torch.zeros(4), []
+        )
     assert [(step.pushes, step.delay) for step in steps] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
 
 
@@ -79,28 +88,36 @@ def momentum_of(step: OuterStep, optimizer: str = "nesterov", **rates: object) -
 
 
 def test_by_default_the_momentum_rises_over_the_run() -> None:
-    """Over the rounds that are planned; without a plan with its age, of which a window of contributions is one step."""
-    # 1 / (1 - 0.7) = 10/3, so 1, 13/6, 10/3 at the beginning, in the middle and at the end; 1 - 6/13 = 7/13.
+    """Over the rounds that are planned; without a plan with its age, of which a window of
+    contributions is one step."""
+    # 1 / (1 - 0.7) = 10/3, so 1, 13/6, 10/3 at the beginning, in the middle and at the end; 1 -
+    # 6/13 = 7/13.
     planned = [momentum_of(OuterStep(version, 4), rounds=16) for version in (0, 8, 16, 40)]
     assert planned == pytest.approx([0.0, 7 / 13, 0.7, 0.7])
     aged = [momentum_of(OuterStep(version, 4)) for version in (0, YOUTH, 10**9)]
     assert aged == pytest.approx([0.0, 7 / 13, 0.7])
     windowed = momentum_of(OuterStep(4 * YOUTH, 1, 0, delay=4), "delayed_nesterov")
     assert windowed == momentum_of(OuterStep(YOUTH, 4))
-    assert momentum_of(OuterStep(4, 4), rounds=100, momentum_warmup=4) == 0.7, "a warm-up counts more than the plan"
+    assert momentum_of(OuterStep(4, 4), rounds=100, momentum_warmup=4) == 0.7, (
+        "a warm-up counts more than the plan"
+    )
 
 
 def test_the_learning_rate_by_peers_is_the_papers() -> None:
     """And linear in the logarithm between, constant beyond the ends and without a table."""
-    assert [lr_at(peers, 0.7, PAPER) for peers in (1, 2, 4, 8)] == pytest.approx([0.4, 0.6, 0.6, 0.8])
+    assert [lr_at(peers, 0.7, PAPER) for peers in (1, 2, 4, 8)] == pytest.approx(
+        [0.4, 0.6, 0.6, 0.8]
+    )
     assert lr_at(3, 0.7, PAPER) == pytest.approx(0.6)
-    assert lr_at(4, 0.7, {2: 0.5, 8: 0.9}) == pytest.approx(0.7)  # 4 is half-way from 2 to 8 in doublings
+    # 4 is half-way from 2 to 8 in doublings
+    assert lr_at(4, 0.7, {2: 0.5, 8: 0.9}) == pytest.approx(0.7)
     assert lr_at(1, 0.7, {2: 0.5, 8: 0.9}) == lr_at(7, 0.7, {4: 0.5}) == 0.5
     assert lr_at(1000, 0.7, {8: 0.9, 2: 0.5}) == 0.9 and lr_at(7, 0.7, {}) == 0.7
 
 
 def test_steps_by_speed_are_those_of_the_papers_toy_experiment() -> None:
-    # PAPERS.md section 8: seconds per step .58, .75, 1.51, 3.33 and H=20 give 20, 15, 7 and 3, which the floor lifts.
+    # PAPERS.md section 8: seconds per step .58, .75, 1.51, 3.33 and H=20 give 20, 15, 7 and 3,
+    # which the floor lifts.
     speeds = [1 / seconds for seconds in (0.58, 0.75, 1.51, 3.33)]
     assert [dylu_steps(speed, max(speeds), 20) for speed in speeds] == [20, 15, 7, 5]
     assert dylu_steps(speeds[3], speeds[0], 20, floor=1) == 3

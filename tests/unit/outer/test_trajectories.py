@@ -1,7 +1,8 @@
-"""Golden trajectories: every merge rule and outer optimizer with constant gradients, worked out by hand.
+"""Golden trajectories: every merge rule and outer optimizer with constant gradients, worked out by
+hand.
 
-Unless it says otherwise, pseudo-gradients are 0.2, 0.4, 0.6 and 1.2 in every round, the outer learning rate and the
-momentum are 0.5, and all parameters start at 10. The mean is then 0.6.
+Unless it says otherwise, pseudo-gradients are 0.2, 0.4, 0.6 and 1.2 in every round, the outer
+learning rate and the momentum are 0.5, and all parameters start at 10. The mean is then 0.6.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def assert_all(vector: Tensor, value: float) -> None:
 
 
 def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: float) -> None:
-    transition = Nesterov(outer(lr=lr, momentum=beta, momentum_warmup=0)).transition(OuterStep(0, 1))
+    transition = Nesterov(outer(lr=lr, momentum=beta, momentum_warmup=0)).transition(
+        OuterStep(0, 1)
+    )
     before = master.clone()
     transition.move_(master, delta, [momentum])
     transition.follow_([momentum], master - before)
@@ -46,7 +49,10 @@ def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: 
 
 def merged(deltas: Sequence[float], weights: Sequence[float]) -> Tensor:
     out = full(0.0)
-    parts = [Part(full(delta).view(torch.uint8), weight) for delta, weight in zip(deltas, weights, strict=True)]
+    parts = [
+        Part(full(delta).view(torch.uint8), weight)
+        for delta, weight in zip(deltas, weights, strict=True)
+    ]
     mean(out, codec("fp32"), parts, [])
     return out
 
@@ -60,17 +66,26 @@ def merged(deltas: Sequence[float], weights: Sequence[float]) -> Tensor:
 #   m = 0.8 / 2 + 0.6 = 1.0    step 0.5 * (0.6 + 0.5)       = 0.55          8.71666667
 #   m = 1.0 / 2 + 0.6 = 1.1    step 0.5 * (0.6 + 0.55)      = 0.575         8.14166667
 #
-# 1, 2 and 4 peers with {1: 0.4, 4: 0.8}: lr 0.4, 0.6 (half-way in doublings), 0.8; steps 0.24, 0.36, 0.48.
+# 1, 2 and 4 peers with {1: 0.4, 4: 0.8}: lr 0.4, 0.6 (half-way in doublings), 0.8; steps 0.24,
+# 0.36, 0.48.
 RATES: dict[str, tuple[Callable[[int], tuple[float, float]], list[float]]] = {
     "fedavg": (lambda version: (1.0, 0.0), [9.4, 8.8, 8.2]),
     "sgd": (lambda version: (0.5, 0.0), [9.7, 9.4, 9.1]),
-    "warm-up": (lambda version: (0.5, momentum_at(version, 0.5, 2)), [9.7, 9.26666667, 8.71666667, 8.14166667]),
-    "by peers": (lambda version: (lr_at(2**version, 0.5, {1: 0.4, 4: 0.8}), 0.0), [9.76, 9.4, 8.92]),
+    "warm-up": (
+        lambda version: (0.5, momentum_at(version, 0.5, 2)),
+        [9.7, 9.26666667, 8.71666667, 8.14166667],
+    ),
+    "by peers": (
+        lambda version: (lr_at(2**version, 0.5, {1: 0.4, 4: 0.8}), 0.0),
+        [9.76, 9.4, 8.92],
+    ),
 }
 
 
 @pytest.mark.parametrize(("rates", "golden"), RATES.values(), ids=RATES)
-def test_nesterov_by_rates(rates: Callable[[int], tuple[float, float]], golden: list[float]) -> None:
+def test_nesterov_by_rates(
+    rates: Callable[[int], tuple[float, float]], golden: list[float]
+) -> None:
     master, momentum = full(10.0), full(0.0)
     for version, expected in enumerate(golden):
         nesterov_(master, momentum, merged(DELTAS, [1.0] * 4), *rates(version))
@@ -78,9 +93,12 @@ def test_nesterov_by_rates(rates: Callable[[int], tuple[float, float]], golden: 
 
 
 # Equal tokens of 1000, in 2, 2, 1 and 1 steps. tokens, uniform: the mean is 0.6.
-#   m 0.6, 0.9, 1.05           steps 0.5 * (0.6 + m / 2) = 0.45, 0.525, 0.5625    9.55, 9.025, 8.4625
-# tokens2_per_step: weights 500000, 500000, 1000000, 1000000; mean (0.1 + 0.2 + 0.6 + 1.2) / 3 = 0.7.
-#   m 0.7, 1.05, 1.225         steps 0.5 * (0.7 + m / 2) = 0.525, 0.6125, 0.65625    9.475, 8.8625, 8.20625
+#   m 0.6, 0.9, 1.05           steps 0.5 * (0.6 + m / 2) = 0.45, 0.525, 0.5625    9.55, 9.025,
+#                              8.4625
+# tokens2_per_step: weights 500000, 500000, 1000000, 1000000; mean (0.1 + 0.2 + 0.6 + 1.2) / 3 =
+#     0.7.
+#   m 0.7, 1.05, 1.225         steps 0.5 * (0.7 + m / 2) = 0.525, 0.6125, 0.65625    9.475, 8.8625,
+#                              8.20625
 @pytest.mark.parametrize(
     ("kind", "golden"),
     [
@@ -90,7 +108,10 @@ def test_nesterov_by_rates(rates: Callable[[int], tuple[float, float]], golden: 
     ],
 )
 def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
-    lines = [Line(0, peer, 1, "", steps, 1000, (), 1.0, "") for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True)]
+    lines = [
+        Line(0, peer, 1, "", steps, 1000, (), 1.0, "")
+        for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True)
+    ]
     counted = weights(kind, lines)
     master, momentum = full(10.0), full(0.0)
     for expected in golden:
@@ -98,15 +119,17 @@ def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
         assert_all(master, expected)
 
 
-# SparseLoCo: one of three elements a round (ceil(3 / 64)), residual times 0.5, SGD with lr 1, delta (4, 3, -3.5).
-#   e = (4, 3, -3.5)                                sends   4     at 0    ( 6, 10,    10)
-#   e = (0, 1.5, -1.75)  + delta = (4, 4.5, -5.25)  sends  -5.25  at 2    ( 6, 10,    15.25)
+# SparseLoCo: one of three elements a round (ceil(3 / 64)), residual times 0.5, SGD with lr 1, delta
+#   (4, 3, -3.5). e = (4, 3, -3.5)                                sends   4     at 0    ( 6, 10,
+#   10) e = (0, 1.5, -1.75)  + delta = (4, 4.5, -5.25)  sends  -5.25  at 2    ( 6, 10,    15.25)
 #   e = (2, 2.25, 0)     + delta = (6, 5.25, -3.5)  sends   6     at 0    ( 0, 10,    15.25)
 #   e = (0, 2.625, -1.75)+ delta = (4, 5.625,-5.25) sends   5.625 at 1    ( 0, 4.375, 15.25)
 def test_sparse_with_error_feedback() -> None:
     settings = outer(codec_up="topk", error_feedback=0.5, momentum=0, lr=1, codec_down="fp32")
     peer = author({"w": torch.full((3,), 10.0)}, settings)
-    for version, expected in enumerate(([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])):
+    for version, expected in enumerate(
+        ([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])
+    ):
         peer.local.tensors["w"].sub_(torch.tensor([4.0, 3.0, -3.5]))
         make(peer, named([peer.capture(0)]), step=OuterStep(version, 1))
         peer.load_local_()
@@ -117,16 +140,20 @@ def test_sparse_with_error_feedback() -> None:
 #   m = 0.2                    step 0.5 * (0.2 + 0.1)    = 0.15       9.85
 #   m = 0.1   + 0.4 = 0.5      step 0.5 * (0.4 + 0.25)   = 0.325      9.525
 #   m = 0.25  + 0.6 = 0.85     step 0.5 * (0.6 + 0.425)  = 0.5125     9.0125
-#   m = 0.425 + 1.2 = 1.625    step 0.5 * (1.2 + 0.8125) = 1.00625    8.00625, where synchronous Nesterov is at 9.55
+#   m = 0.425 + 1.2 = 1.625    step 0.5 * (1.2 + 0.8125) = 1.00625    8.00625, where synchronous
+#                              Nesterov is at 9.55
 #
-# Delayed Nesterov, windows of four; three contributions of 0.2, 0.4 and 0.6 move the master by 0.025, 0.05 and 0.075.
+# Delayed Nesterov, windows of four; three contributions of 0.2, 0.4 and 0.6 move the master by
+# 0.025, 0.05 and 0.075.
 #   c = 0     fourth: m = 2.4 / 4 = 0.6          step 0.5 * (0.3  + 0.3)       = 0.3       9.55
-#             fourth: m = 0.3 + 0.6 = 0.9        step 0.5 * (0.45 + 0.3)       = 0.375     9.025, as synchronous
+#             fourth: m = 0.3 + 0.6 = 0.9        step 0.5 * (0.45 + 0.3)       = 0.375     9.025, as
+#                                                synchronous
 #   c = 0.1   fourth: share 1 - 0.4 + 0.1 = 0.7  step 0.5 * (0.7 * 0.3 + 0.3)  = 0.255     9.595
 #             each of the next three adds 0.5 * 0.1 * 0.5 * 0.6 = 0.015: 0.04, 0.065, 0.09
 #             fourth: m = 0.9                    step 0.5 * (0.7 * 0.45 + 0.3) = 0.3075    9.0925
 #
-# Windows of two, c = 0. The first contribution, 0.8, is 3 versions late and counts (1 + 3) ** -0.5 = 0.5.
+# Windows of two, c = 0. The first contribution, 0.8, is 3 versions late and counts (1 + 3) ** -0.5
+# = 0.5.
 #   step 0.5 * 0.5/2 * 0.8 = 0.1                                      9.9
 #   m = (0.4 + 0.6) / 2 = 0.5    step 0.5 * (0.25 + 0.3) = 0.275      9.625
 #
@@ -143,5 +170,7 @@ def test_one_push_at_a_time(c: float, delay: int, deltas: list[float], golden: l
     state = (full(10.0), full(0.0), full(0.0))
     push = DelayedNesterov(outer(optimizer="delayed_nesterov", quorum=1, delay_c=c)).push
     for index, (delta, expected) in enumerate(zip(deltas, golden, strict=True)):
-        state = push(*state, full(delta), lr=0.5, beta=0.5, delay=delay, last=index % delay == delay - 1)
+        state = push(
+            *state, full(delta), lr=0.5, beta=0.5, delay=delay, last=index % delay == delay - 1
+        )
         assert_all(state[0], expected)

@@ -58,7 +58,11 @@ def assert_same(left: Mapping[str, dict[str, Tensor]], right: Groups) -> None:
         assert left[stem].keys() == group.keys()
         for name, tensor in group.items():
             found = left[stem][name]
-            assert (found.dtype, found.shape, raw(found)) == (tensor.dtype, tensor.shape, raw(tensor))
+            assert (found.dtype, found.shape, raw(found)) == (
+                tensor.dtype,
+                tensor.shape,
+                raw(tensor),
+            )
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -70,8 +74,11 @@ class Crash(BaseException):
 
 
 @contextlib.contextmanager
-def failing(position: int, error: Callable[[], BaseException], forever: bool) -> Iterator[list[str]]:
-    """Makes disk operation number `position` fail (with `forever` every later one, too); a write is cut in half."""
+def failing(
+    position: int, error: Callable[[], BaseException], forever: bool
+) -> Iterator[list[str]]:
+    """Makes disk operation number `position` fail (with `forever` every later one, too); a write is
+    cut in half."""
     calls: list[str] = []
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,9 +104,14 @@ def count_operations(action: Callable[[], Any]) -> int:
     return len(calls)
 
 
-@pytest.mark.parametrize(("before", "step", "keep"), [(1, 2, 1), (1, 2, 2), (1, 1, 2), (1, 0, 2), (None, 1, 1)])
-def test_a_crash_leaves_a_complete_checkpoint(tmp_path: Path, before: int | None, step: int, keep: int) -> None:
-    """At any operation: before the rename the old one, or none if there was none, after it the new one."""
+@pytest.mark.parametrize(
+    ("before", "step", "keep"), [(1, 2, 1), (1, 2, 2), (1, 1, 2), (1, 0, 2), (None, 1, 1)]
+)
+def test_a_crash_leaves_a_complete_checkpoint(
+    tmp_path: Path, before: int | None, step: int, keep: int
+) -> None:
+    """At any operation: before the rename the old one, or none if there was none, after it the new
+    one."""
 
     def prepare(name: str) -> CheckpointStore:
         store = CheckpointStore(tmp_path / name, keep=keep)
@@ -148,7 +160,9 @@ def test_a_disk_error_is_one_line_and_leaves_nothing_half(tmp_path: Path) -> Non
         save(store, 1)
         said = os.strerror(code := (errno.ENOSPC, errno.EROFS, errno.EIO)[position % 3])
         with failing(position, lambda code=code, said=said: OSError(code, said), forever=False):
-            with pytest.raises(CheckpointError, match=r"^run\.dir: cannot write the [^\n]* step 2 [^\n]*$") as caught:
+            with pytest.raises(
+                CheckpointError, match=r"^run\.dir: cannot write the [^\n]* step 2 [^\n]*$"
+            ) as caught:
                 save(store, 2)
         assert said in str(caught.value) and "choose another run.dir" in str(caught.value)
         assert caught.value.exit_code == 2
@@ -169,20 +183,31 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     assert os.listdir(store.directory) == []
     (tmp_path / "file").write_text("in the way")
     store = CheckpointStore(tmp_path / "file" / "p0", keep=1)
-    with pytest.raises(CheckpointError, match=r"^run\.dir: cannot write the checkpoint .*Not a directory.*; free some"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^run\.dir: cannot write the checkpoint .*Not a directory.*; free some",
+    ):
         save(store, 1)
-    with pytest.raises(CheckpointError, match=r"^run\.dir: cannot read the checkpoints in .*Not a directory"):
+    with pytest.raises(
+        CheckpointError, match=r"^run\.dir: cannot read the checkpoints in .*Not a directory"
+    ):
         store.load_latest()
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_a_damaged_file_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     """And an older checkpoint used."""
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     path = save(store, 2) / name
     content = path.read_bytes()
-    for size in (*(int(part * len(content)) for part in (0, 0.1, 0.5, 0.9)), len(content) - 1, None):
+    for size in (
+        *(int(part * len(content)) for part in (0, 0.1, 0.5, 0.9)),
+        len(content) - 1,
+        None,
+    ):
         if size is None:
             path.unlink()
         else:
@@ -190,12 +215,16 @@ def test_a_damaged_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         loaded = latest(store)
         [warning] = loaded.skipped
         assert loaded.step == 1 and warning in caplog.text
-        assert warning.startswith(f"step-00000002: {name} ") and warning.endswith("; using step-00000001 instead")
+        assert warning.startswith(f"step-00000002: {name} ") and warning.endswith(
+            "; using step-00000001 instead"
+        )
     assert " is missing; " in warning
 
 
 @settings(max_examples=40)
-@given(name=st.sampled_from(FILES), position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@given(
+    name=st.sampled_from(FILES), position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7)
+)
 def test_any_flipped_bit_is_noticed(name: str, position: float, bit: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         store = CheckpointStore(Path(directory), keep=2)
@@ -206,8 +235,11 @@ def test_any_flipped_bit_is_noticed(name: str, position: float, bit: int) -> Non
         path.write_bytes(content)
         loaded = latest(store)
         assert loaded.step == (1 if loaded.skipped else 2)
-        # The one harmless flip is the case of a hexadecimal digit in a JSON escape, such as \\u00e9.
-        assert loaded.skipped or json.loads(content) == json.loads((loaded.path / name).read_bytes())
+        # The one harmless flip is the case of a hexadecimal digit in a JSON escape, such as
+        # \\u00e9.
+        assert loaded.skipped or json.loads(content) == json.loads(
+            (loaded.path / name).read_bytes()
+        )
 
 
 def test_damage_to_every_checkpoint_is_one_line(tmp_path: Path) -> None:
@@ -216,8 +248,9 @@ def test_damage_to_every_checkpoint_is_one_line(tmp_path: Path) -> None:
     (save(store, 2) / "state.json").write_text("[1]")
     with pytest.raises(CheckpointError) as caught:
         store.load_latest()
-    assert str(caught.value) == (
-        f"run.dir: no usable checkpoint in {tmp_path} (step-00000002: state.json is corrupt; "
+    assert (
+        str(caught.value)
+        == f"run.dir: no usable checkpoint in {tmp_path} (step-00000002: state.json is corrupt; "
         "step-00000001: inner.safetensors has 0 bytes instead of 88); "
         "put a good copy back, or delete that directory or choose another run.dir to start over"
     )
@@ -230,7 +263,9 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(
     with monkeypatch.context() as patch:
         patch.setattr(module, "FORMAT", other)
         save(CheckpointStore(tmp_path, keep=1), 1)
-    with pytest.raises(CheckpointError, match=f"it has format {other}, this version of diloco reads 3") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"it has format {other}, this version of diloco reads 3"
+    ) as caught:
         CheckpointStore(tmp_path, keep=1).load_latest()
     assert "\n" not in str(caught.value)
 
@@ -242,7 +277,8 @@ def test_looking_for_checkpoints_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "p0" / ".tmp-step-00000001-99").mkdir(parents=True)
     (tmp_path / "p0" / "notes").mkdir()
     assert store.load_latest() is None
-    assert (tmp_path / "p0" / ".tmp-step-00000001-99").exists()  # perhaps another process is writing it
+    # perhaps another process is writing it
+    assert (tmp_path / "p0" / ".tmp-step-00000001-99").exists()
     save(store, 1)
     assert sorted(os.listdir(store.directory)) == ["notes", "step-00000001"]
 
@@ -273,7 +309,9 @@ def test_damaged_checkpoints_do_not_count_among_those_kept(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path)) == ["step-00000010", "step-00000015"]
 
 
-def test_a_reader_survives_a_writer_that_prunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_survives_a_writer_that_prunes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer, reader = CheckpointStore(tmp_path, keep=1), CheckpointStore(tmp_path, keep=1)
     save(writer, 1)
     real = module._read_directory
@@ -290,7 +328,15 @@ def test_a_reader_survives_a_writer_that_prunes(tmp_path: Path, monkeypatch: pyt
     assert_same(loaded.tensors, groups(2))
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
 
 
 KINDS = st.tuples(
@@ -303,7 +349,10 @@ PLAIN = st.floats() | st.integers() | st.text() | st.none() | st.lists(st.boolea
 
 
 @settings(max_examples=40)
-@given(st.dictionaries(st.sampled_from(["anchor", "outer", "inner-1"]), GROUP), st.dictionaries(st.text(), PLAIN))
+@given(
+    st.dictionaries(st.sampled_from(["anchor", "outer", "inner-1"]), GROUP),
+    st.dictionaries(st.text(), PLAIN),
+)
 def test_what_comes_back_is_bit_equal_for_any_tensors(kinds: Any, state: dict[str, Any]) -> None:
     pool = torch.randint(0, 255, (4096,), dtype=torch.uint8)
 
@@ -317,7 +366,9 @@ def test_what_comes_back_is_bit_equal_for_any_tensors(kinds: Any, state: dict[st
             return tensor.transpose(0, -1) if shape else tensor
         return tensor.unsqueeze(0).expand(3, *shape) if kind == "expanded" else tensor
 
-    tensors = {stem: {name: make(*kind) for name, kind in group.items()} for stem, group in kinds.items()}
+    tensors = {
+        stem: {name: make(*kind) for name, kind in group.items()} for stem, group in kinds.items()
+    }
     with tempfile.TemporaryDirectory() as directory:
         path = CheckpointStore(Path(directory), keep=1).save(3, tensors, state)
         loaded = CheckpointStore(Path(directory), keep=1).load_latest()
@@ -326,10 +377,13 @@ def test_what_comes_back_is_bit_equal_for_any_tensors(kinds: Any, state: dict[st
         assert_same({stem: load_file(path / f"{stem}.safetensors") for stem in tensors}, tensors)
 
 
-def test_tensors_larger_than_a_block_are_saved_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_larger_than_a_block_are_saved_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     real = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, bytes(data)[:50]))  # short writes
+    # short writes
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, bytes(data)[:50]))
     weight = torch.nn.Parameter(torch.randn(70, 3))
     store = CheckpointStore(tmp_path, keep=1)
     path = store.save(1, {"anchor": {"w": weight}}, {})
@@ -339,7 +393,9 @@ def test_tensors_larger_than_a_block_are_saved_in_full(tmp_path: Path, monkeypat
 
 def quadratic(seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).requires_grad_() for shape in ((4, 3), (5,), ())]
+    return [
+        torch.randn(shape, generator=generator).requires_grad_() for shape in ((4, 3), (5,), ())
+    ]
 
 
 def train(parameters: list[Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -353,7 +409,9 @@ def train(parameters: list[Tensor], optimizer: torch.optim.Optimizer, steps: int
         optimizer.step(closure)  # type: ignore[arg-type]
 
 
-def through_the_disk(directory: Path, tensors: dict[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
+def through_the_disk(
+    directory: Path, tensors: dict[str, Tensor], state: Any
+) -> tuple[dict[str, Tensor], Any]:
     CheckpointStore(directory, keep=1).save(3, {"it": tensors}, {"it": state})
     loaded = CheckpointStore(directory, keep=1).load_latest()
     assert loaded is not None
@@ -361,8 +419,12 @@ def through_the_disk(directory: Path, tensors: dict[str, Tensor], state: Any) ->
 
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW([{"params": p[:1], "lr": 0.03}, {"params": p[1:]}], lr=0.1, betas=(0.8, 0.9)),
-    "AdamW, learning rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
+    "AdamW": lambda p: torch.optim.AdamW(
+        [{"params": p[:1], "lr": 0.03}, {"params": p[1:]}], lr=0.1, betas=(0.8, 0.9)
+    ),
+    "AdamW, learning rate in a tensor": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(0.1), foreach=False
+    ),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
 }
 
@@ -391,9 +453,14 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     optimizer = torch.optim.AdamW(parameters)
     train(parameters, optimizer, 1)
     tensors, saved = flatten_optimizer(optimizer)
-    with pytest.raises(CheckpointError, match="holds the state of AdamW for 18 parameters, this run has SGD for 18 "):
+    with pytest.raises(
+        CheckpointError,
+        match="holds the state of AdamW for 18 parameters, this run has SGD for 18 ",
+    ):
         restore_optimizer(torch.optim.SGD(quadratic(0)), tensors, saved)
-    with pytest.raises(CheckpointError, match=r"AdamW for 18 parameters, this run has AdamW for 5 .*configuration"):
+    with pytest.raises(
+        CheckpointError, match=r"AdamW for 18 parameters, this run has AdamW for 5 .*configuration"
+    ):
         restore_optimizer(torch.optim.AdamW(quadratic(0)[1:2]), tensors, saved)
     optimizer = torch.optim.SGD(quadratic(0))
     optimizer.param_groups[0]["hook"] = print
@@ -403,7 +470,12 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
 
 def test_random_numbers_continue(tmp_path: Path) -> None:
     def draw() -> list[Any]:
-        return [random.random(), random.gauss(0, 1), torch.randn(3).tolist(), numpy.random.randn(3).tolist()]
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            torch.randn(3).tolist(),
+            numpy.random.randn(3).tolist(),
+        ]
 
     draw()  # an odd number of normal deviates: both generators now hold a cached one
     kept = through_the_disk(tmp_path, *rng_state())

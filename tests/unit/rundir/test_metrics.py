@@ -1,4 +1,5 @@
-"""Run files under crashes and several writers, phases of wall time, summaries and their merge, wandb that fails."""
+"""Run files under crashes and several writers, phases of wall time, summaries and their merge,
+wandb that fails."""
 
 from __future__ import annotations
 
@@ -26,24 +27,44 @@ from diloco.rundir import summary
 from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
 from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog
 from diloco.rundir.reporting import swarm_figures
-from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary, Tokens, merge_peer_summaries
+from diloco.rundir.summary import (
+    Evaluation,
+    PeerSummary,
+    PhaseTimer,
+    Summary,
+    Tokens,
+    merge_peer_summaries,
+)
 from tests.support.fake_swarm import snapshot
 
 
-def test_lines_of_several_writers_never_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_several_writers_never_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is one write, at what is the end of the file by then."""
     path, real, writes = tmp_path / "metrics.jsonl", os.write, list[bytes]()
-    monkeypatch.setattr(os, "write", lambda descriptor, data: (writes.append(data), real(descriptor, data))[1])
+    monkeypatch.setattr(
+        os, "write", lambda descriptor, data: (writes.append(data), real(descriptor, data))[1]
+    )
     with closing(JsonLines(path)) as one, closing(JsonLines(path)) as other:
         for _ in range(3):
             one.write({"loss": math.nan, "nested": {"list": (1.0, math.inf)}})
             other.write({"a": 1, "b": {"c": [1.5, None]}})
-    lines = [b'{"loss": null, "nested": {"list": [1.0, null]}}\n', b'{"a": 1, "b": {"c": [1.5, null]}}\n']
+    lines = [
+        b'{"loss": null, "nested": {"list": [1.0, null]}}\n',
+        b'{"a": 1, "b": {"c": [1.5, null]}}\n',
+    ]
     assert writes == path.read_bytes().splitlines(keepends=True) == lines * 3
 
 
-@given(torn=st.binary(max_size=20).filter(lambda tail: b"\n" not in tail and tail.strip(b"0123456789 ") != b""))
-def test_a_torn_line_costs_only_itself(tmp_path_factory: pytest.TempPathFactory, torn: bytes) -> None:
+@given(
+    torn=st.binary(max_size=20).filter(
+        lambda tail: b"\n" not in tail and tail.strip(b"0123456789 ") != b""
+    )
+)
+def test_a_torn_line_costs_only_itself(
+    tmp_path_factory: pytest.TempPathFactory, torn: bytes
+) -> None:
     path = tmp_path_factory.mktemp("torn") / "events.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": ' + torn)
     with closing(JsonLines(path)) as lines:
@@ -71,12 +92,17 @@ def full_disk(*args: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A link that somebody else made is not followed."""
     path = tmp_path / "summary.json"
     write_atomic(path, "old")
     for operation in ("open", "fsync", "replace"):
-        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="No space left on device"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ConfigError, match="No space left on device"),
+        ):
             patch.setattr(os, operation, full_disk)
             write_atomic(path, "new")
         assert path.read_text() == "old" and os.listdir(tmp_path) == ["summary.json"]
@@ -94,14 +120,17 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert precious.read_text() == "mine"
 
 
-def test_a_run_directory_is_made_and_left_empty_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_is_made_and_left_empty_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(2):
         prepare_run_directory(tmp_path / "runs" / "a")
     assert os.listdir(tmp_path / "runs" / "a") == []
 
     def refused(make: Callable[[Path], object], path: str, why: str) -> None:
         expected = (
-            rf"^run\.dir: cannot write .*/{path}: {why}; choose a directory that you may write to [^\n]*, such as "
+            rf"^run\.dir: cannot write .*/{path}: {why}; choose a directory that you may write to"
+            r" [^\n]*, such as "
         )
         with pytest.raises(ConfigError, match=expected + r"run\.dir=runs/"):
             make(tmp_path / path)
@@ -127,7 +156,10 @@ def test_every_line_of_a_run_names_its_peer_and_time(tmp_path: Path) -> None:
         {**at, "eval_loss": None},
     ]
     assert read_json_lines(tmp_path / "events.jsonl") == [{**line, "kind": "heal", "fragment": 2}]
-    with RunLog(tmp_path, "p0") as log, pytest.raises(AssertionError, match="has its own time and peer"):
+    with (
+        RunLog(tmp_path, "p0") as log,
+        pytest.raises(AssertionError, match="has its own time and peer"),
+    ):
         log.event("leave", peer="p1")
 
 
@@ -150,7 +182,8 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
             clock.now = 14
         clock.now = 15
     clock.now = 16
-    assert phases.seconds() == PhaseSeconds(compute=4, wait=4, comm=3, outer=0)  # the running phase is counted
+    # the running phase is counted
+    assert phases.seconds() == PhaseSeconds(compute=4, wait=4, comm=3, outer=0)
     assert phases.switch("outer") == "compute"
     clock.now = 17
     assert phases.switch(None) == "outer"
@@ -158,7 +191,9 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
     assert phases.seconds() == PhaseSeconds(compute=4, wait=4, comm=3, outer=1)
     assert (phases.seconds().total, phases.seconds().utilization) == (12, 4 / 12)
     phases.move("comm", "wait", 5)
-    assert phases.seconds() == PhaseSeconds(compute=4, wait=7, comm=0, outer=1), "no more than there is"
+    assert phases.seconds() == PhaseSeconds(compute=4, wait=7, comm=0, outer=1), (
+        "no more than there is"
+    )
 
 
 def test_a_phase_has_what_a_device_was_given_and_ends_with_it() -> None:
@@ -182,31 +217,61 @@ def test_a_phase_has_what_a_device_was_given_and_ends_with_it() -> None:
     assert phases.seconds() == PhaseSeconds(compute=1, comm=5)
 
 
-def single(name: str, processed: int, applied: int, loss: float | None, outer_steps: int = 16) -> Summary:
+def single(
+    name: str, processed: int, applied: int, loss: float | None, outer_steps: int = 16
+) -> Summary:
     seconds = PhaseSeconds(compute=3, wait=1)
     return Summary(
-        run_id="r", manifest_hash="m", mode="diloco", wall_s=9.0, outer_steps=outer_steps,
-        tokens=Tokens(processed, applied, 0, 0), eval=Evaluation(loss), heals=1, takeovers=2, exit=0,
+        run_id="r",
+        manifest_hash="m",
+        mode="diloco",
+        wall_s=9.0,
+        outer_steps=outer_steps,
+        tokens=Tokens(processed, applied, 0, 0),
+        eval=Evaluation(loss),
+        heals=1,
+        takeovers=2,
+        exit=0,
         peers=[PeerSummary(f"12D3{name}", name, processed // 10, processed, "ab12", 5, 7, seconds)],
-    )  # fmt: skip
+    )
 
 
 def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
     summary.write_summary(tmp_path / "summary.json", single("p0", 100, 90, 2.0))
     peer = {
-        "peer_id": "12D3p0", "name": "p0", "steps": 10, "tokens": 100, "anchor_digest": "ab12", "bytes_sent": 5,
-        "bytes_received": 7, "seconds": {"compute": 3, "wait": 1, "comm": 0.0, "outer": 0.0}, "utilization": 0.75,
-    }  # fmt: skip
+        "peer_id": "12D3p0",
+        "name": "p0",
+        "steps": 10,
+        "tokens": 100,
+        "anchor_digest": "ab12",
+        "bytes_sent": 5,
+        "bytes_received": 7,
+        "seconds": {"compute": 3, "wait": 1, "comm": 0.0, "outer": 0.0},
+        "utilization": 0.75,
+    }
     assert json.loads((tmp_path / "summary.json").read_text()) == {
-        "run_id": "r", "manifest_hash": "m", "mode": "diloco", "wall_s": 9.0, "outer_steps": 16,
+        "run_id": "r",
+        "manifest_hash": "m",
+        "mode": "diloco",
+        "wall_s": 9.0,
+        "outer_steps": 16,
         "tokens": {"processed": 100, "applied": 90, "discarded": 0, "in_flight": 0},
         "eval": {"loss": 2.0, "perplexity": math.exp(2.0)},
-        "peers": [peer], "heals": 1, "takeovers": 2, "exit": 0,
-    }  # fmt: skip
+        "peers": [peer],
+        "heals": 1,
+        "takeovers": 2,
+        "exit": 0,
+    }
 
 
 def test_what_does_not_exist_is_null_or_zero() -> None:
-    for loss, perplexity in {None: None, math.nan: None, math.inf: None, 800.0: None, 0.0: 1.0}.items():
+    for loss, perplexity in {
+        None: None,
+        math.nan: None,
+        math.inf: None,
+        800.0: None,
+        0.0: 1.0,
+    }.items():
         assert Evaluation(loss).perplexity == perplexity
 
 
@@ -217,7 +282,9 @@ def test_merging_adds_what_peers_did() -> None:
         single("p1", 80, 175, 2.4, outer_steps=16),
         single("p2", 10, 0, None, outer_steps=17),
     ]
-    whole = merge_peer_summaries(parts, run_id="r", manifest_hash="m", mode="diloco", wall_s=11.0, exit=4)
+    whole = merge_peer_summaries(
+        parts, run_id="r", manifest_hash="m", mode="diloco", wall_s=11.0, exit=4
+    )
     assert whole.tokens == Tokens(processed=190, applied=175, discarded=0, in_flight=15)
     assert (whole.outer_steps, whole.eval.loss, whole.heals, whole.takeovers) == (17, 2.4, 3, 6)
     assert (whole.wall_s, whole.exit, whole.mode) == (11.0, 4, "diloco")
@@ -226,8 +293,14 @@ def test_merging_adds_what_peers_did() -> None:
 
 def test_contributions_become_a_table_for_any_spreadsheet(tmp_path: Path) -> None:
     """They are the record of the furthest peer that has one."""
-    rows = [Contributor("id1", 'anna, "x"', 2, 30, 99, 1, 3), Contributor("=cmd", "=SUM(A1)", 1, 10, 45, 2, 2)]
-    p0, p1, p2 = (single(f"p{number}", 1, 1, None, outer_steps=steps) for number, steps in enumerate((3, 2, 4)))
+    rows = [
+        Contributor("id1", 'anna, "x"', 2, 30, 99, 1, 3),
+        Contributor("=cmd", "=SUM(A1)", 1, 10, 45, 2, 2),
+    ]
+    p0, p1, p2 = (
+        single(f"p{number}", 1, 1, None, outer_steps=steps)
+        for number, steps in enumerate((3, 2, 4))
+    )
     whole = merge_peer_summaries(
         [replace(p0, contributions=rows), replace(p1, contributions=rows[1:]), p2],
         run_id="r",
@@ -249,7 +322,12 @@ class FakeWandb:
     """Stands for the library and for its run, of which one call may fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: str = "") -> None:
-        self.fail, self.arguments, self.logged, self.finished = fail, dict[str, Any](), list[dict[str, Any]](), False
+        self.fail, self.arguments, self.logged, self.finished = (
+            fail,
+            dict[str, Any](),
+            list[dict[str, Any]](),
+            False,
+        )
         module = types.ModuleType("wandb")
         vars(module).update(init=self.init, Settings=lambda **options: options, Table=self.table)
         monkeypatch.setitem(sys.modules, "wandb", module)
@@ -277,7 +355,11 @@ class FakeWandb:
 
 
 def wandb_log(tmp_path: Path, *settings: str, mode: str = "offline", **options: Any) -> WandbLog:
-    return WandbLog(compose([f"wandb.mode={mode}", f"run.dir={tmp_path}", "run.id=my.run", *settings]), "p0", **options)
+    return WandbLog(
+        compose([f"wandb.mode={mode}", f"run.dir={tmp_path}", "run.id=my.run", *settings]),
+        "p0",
+        **options,
+    )
 
 
 def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,15 +368,22 @@ def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with RunLog(tmp_path, "p0", wandb_log(tmp_path)) as log:
         log.metric(version=1, inner_step=2, tokens=3, loss=4.0)
         log.samples(1, [("def ", "main"), ("", "x")])
-    assert run.logged[0] == {"version": 1, "inner_step": 2, "tokens": 3, "loss": 4.0} and run.finished
-    table = {"columns": ["outer step", "prompt", "text"], "rows": [[1, "def ", "main"], [1, "", "x"]]}
+    assert (
+        run.logged[0] == {"version": 1, "inner_step": 2, "tokens": 3, "loss": 4.0} and run.finished
+    )
+    table = {
+        "columns": ["outer step", "prompt", "text"],
+        "rows": [[1, "def ", "main"], [1, "", "x"]],
+    }
     assert run.logged[1:] == [{"samples": table}]
     told = {"group": "my.run", "id": "my-run-p0", "resume": "allow", "mode": "offline"}
     assert run.arguments.items() >= told.items()
     assert run.arguments["settings"]["console"] == "off"  # stdout belongs to the supervisor's lines
 
 
-def test_the_aggregated_form_logs_the_swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_aggregated_form_logs_the_swarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once per outer step, and now and then within one, under one id."""
     run, clock, seen = FakeWandb(monkeypatch), Clock(), snapshot(3)
     wandb = wandb_log(tmp_path, "wandb.aggregate=true", clock=clock)
@@ -307,7 +396,9 @@ def test_the_aggregated_form_logs_the_swarm(tmp_path: Path, monkeypatch: pytest.
         log.metric(version=1, inner_step=4, tokens=0, loss=9.0)
         wandb.figures = lambda: swarm_figures(None)  # it has left
         log.metric(version=1, inner_step=4, tokens=0, eval_loss=1.5)
-    assert run.arguments.items() >= {"name": "swarm", "id": "my-run-swarm", "resume": "allow"}.items()
+    assert (
+        run.arguments.items() >= {"name": "swarm", "id": "my-run-swarm", "resume": "allow"}.items()
+    )
     assert len(run.logged) == 4 and run.logged[-1] == {"swarm/held_out_loss": 1.5}
     figures = run.logged[0]
     assert figures["swarm/tokens/applied"] == seen.ledger.applied

@@ -1,4 +1,5 @@
-"""The loss plot: what is read from damaged and resumed runs, and that it becomes a picture without a display."""
+"""The loss plot: what is read from damaged and resumed runs, and that it becomes a picture without
+a display."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ def train(peer: str, step: int, tokens: int | None, loss: Any) -> dict[str, Any]
 
 
 def held_out(version: int, tokens: int | None, loss: Any, step: int = 0) -> dict[str, Any]:
-    return {"peer": "p0", "inner_step": step, "version": version, "tokens": tokens, "eval_loss": loss}
+    return {
+        "peer": "p0",
+        "inner_step": step,
+        "version": version,
+        "tokens": tokens,
+        "eval_loss": loss,
+    }
 
 
 def test_curves_are_per_peer_over_the_swarm_clock(tmp_path: Path) -> None:
@@ -46,16 +53,27 @@ def test_steps_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
     """A peer that rejoins with nothing keeps its history."""
     before = [train("p0", step, 10 * (step // 2), 9.0) for step in range(1, 6)]
     after = [train("p0", step, 10 * (step // 2), 1.0) for step in range(2, 8)]
-    path = write(tmp_path / "m", *before, held_out(1, 10, 9.0), held_out(2, 20, 9.0), *after, held_out(2, 20, 1.0))
+    path = write(
+        tmp_path / "m",
+        *before,
+        held_out(1, 10, 9.0),
+        held_out(2, 20, 9.0),
+        *after,
+        held_out(2, 20, 1.0),
+    )
     training, evaluated = read_curves(path)
     assert training["p0"].loss == [9.0] + [1.0] * 6
     assert evaluated == Curve([10, 20], [9.0, 1.0])
-    path = write(tmp_path / "m", train("p0", 1, 10, 5.0), train("p0", 2, 20, 4.0), train("p0", 1, 90, 3.0))
+    path = write(
+        tmp_path / "m", train("p0", 1, 10, 5.0), train("p0", 2, 20, 4.0), train("p0", 1, 90, 3.0)
+    )
     assert read_curves(path)[0]["p0"].loss == [5.0, 4.0, 3.0]
 
 
 def test_torn_lines_and_absurd_fields_are_passed_over(tmp_path: Path) -> None:
-    absurd = [train("p0", step, 10 * step, loss) for step, loss in ((2, None), (3, "high"), (4, math.inf))]
+    absurd = [
+        train("p0", step, 10 * step, loss) for step, loss in ((2, None), (3, "high"), (4, math.inf))
+    ]
     path = write(
         tmp_path / "m",
         *({"event": "no loss"}, train("p0", 1, 10, 5.0), *absurd, {"peer": "p0", "loss": 1.0}),
@@ -68,10 +86,18 @@ def test_torn_lines_and_absurd_fields_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("peers", [0, 1, 9])
-def test_any_number_of_peers_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: int) -> None:
+def test_any_number_of_peers_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: int
+) -> None:
     monkeypatch.delenv("DISPLAY", raising=False)
-    steps = [train(f"_p{peer}", step, 10 * step, 5.0 / step) for step in range(1, 100) for peer in range(peers)]
-    path = write(tmp_path / "m", *steps, *[held_out(version, 100 * version, 4.0) for version in range(peers)])
+    steps = [
+        train(f"_p{peer}", step, 10 * step, 5.0 / step)
+        for step in range(1, 100)
+        for peer in range(peers)
+    ]
+    path = write(
+        tmp_path / "m", *steps, *[held_out(version, 100 * version, 4.0) for version in range(peers)]
+    )
     plot_losses(path, tmp_path / "loss.png", "no $\\formula$ and 100 %")
     pixels = image.imread(tmp_path / "loss.png")  # (H, W, 4)
     assert pixels.shape == (650, 1040, 4)
@@ -84,5 +110,7 @@ def test_a_run_without_metrics_says_so_in_its_picture(tmp_path: Path) -> None:
     plot_losses(tmp_path / "missing", tmp_path / "loss.png", "nothing")
     middle = image.imread(tmp_path / "loss.png")[250:400, 400:700, 0]
     assert (middle < 0.6).sum() > 200
-    with pytest.raises(ConfigError, match=r"^run\.dir: cannot write .*loss\.png: No such file or directory; choose"):
+    with pytest.raises(
+        ConfigError, match=r"^run\.dir: cannot write .*loss\.png: No such file or directory; choose"
+    ):
         plot_losses(write(tmp_path / "m"), tmp_path / "missing" / "loss.png", "")

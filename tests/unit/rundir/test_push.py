@@ -1,4 +1,5 @@
-"""Models go to a directory or a store once per version, as a whole, and training never waits for it."""
+"""Models go to a directory or a store once per version, as a whole, and training never waits for
+it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def content(url: str) -> dict[str, bytes]:
     """Every file that is there, by its name below the URL."""
     files, root = fsspec.url_to_fs(url)
-    return {name.removeprefix(f"{root}/"): files.cat_file(name) for name in sorted(files.find(root))}
+    return {
+        name.removeprefix(f"{root}/"): files.cat_file(name) for name in sorted(files.find(root))
+    }
 
 
 def pushed(pusher: Pusher, *versions: int, final: bool = False) -> None:
@@ -53,7 +56,9 @@ def pushed(pusher: Pusher, *versions: int, final: bool = False) -> None:
         pusher.wait(30)
 
 
-def test_what_is_there_is_the_model_and_the_mark_comes_last(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_is_the_model_and_the_mark_comes_last(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pusher = Pusher(url, str, Writes())
     assert content(url) == {}, "the probe is gone"
     order: list[str] = []
@@ -73,7 +78,9 @@ def test_what_is_there_is_the_model_and_the_mark_comes_last(url: str, monkeypatc
     assert all(there[f"step-00000012/{name}"] == value for name, value in MODEL.items())
 
 
-def test_of_several_peers_one_pushes_a_version_and_a_claim_without_a_model_is_passed_at_the_end(url: str) -> None:
+def test_of_several_peers_one_pushes_a_version_and_a_claim_without_a_model_is_passed_at_the_end(
+    url: str,
+) -> None:
     writes = Writes()
     first, second, third = (Pusher(url, str, writes, retry_s=[0.0]) for _ in range(3))
     writes.go_on.clear()
@@ -101,7 +108,11 @@ def test_a_number_that_another_training_had_is_pushed_anew(url: str) -> None:
     pusher = Pusher(url, str, writes)
     pusher.begin(1, 7)
     pusher.wait(30)
-    assert writes.versions == [1, 7] and content(url).keys() == before.keys() and content(url) != before
+    assert (
+        writes.versions == [1, 7]
+        and content(url).keys() == before.keys()
+        and content(url) != before
+    )
     files, root = fsspec.url_to_fs(url)
     files.rm_file(f"{root}/step-00000001/{COMPLETE}")
     pushed(pusher, 1)
@@ -111,7 +122,12 @@ def test_a_number_that_another_training_had_is_pushed_anew(url: str) -> None:
         later._old.clear()  # what was pushed since it began
         later.begin(1, model, final)
         later.wait(30)
-    assert writes.versions == [1, 7, 1, 9], "other peers' anchors may be between two versions; those at the end are not"
+    assert writes.versions == [
+        1,
+        7,
+        1,
+        9,
+    ], "other peers' anchors may be between two versions; those at the end are not"
 
 
 def test_training_waits_for_nothing_and_of_what_waits_the_newest_is_pushed(
@@ -130,7 +146,9 @@ def test_training_waits_for_nothing_and_of_what_waits_the_newest_is_pushed(
     assert writes.versions == [1, 5]
 
 
-def test_a_store_that_fails_is_tried_again_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_fails_is_tried_again_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pusher = Pusher(str(tmp_path / "models"), str, Writes(), retry_s=[0.0, 0.0])
     put, fails, tries = pusher._files.put_file, True, 0
 
@@ -163,7 +181,9 @@ def test_a_store_that_fails_is_tried_again_and_named_once(tmp_path: Path, caplog
         ("memory", None),
     ],
 )
-def test_a_place_that_cannot_be_written_is_one_line_before_training(url: str, said: str | None, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_one_line_before_training(
+    url: str, said: str | None, tmp_path: Path
+) -> None:
     if said is None:
         url = str(tmp_path / "file")
         Path(url).write_text("a file")
@@ -172,18 +192,32 @@ def test_a_place_that_cannot_be_written_is_one_line_before_training(url: str, sa
     assert text.startswith(f"checkpoint.push={url} cannot be written (") and said in text
 
 
-@pytest.mark.parametrize("url", ["s3://key:geheim@bucket/x", "sftp://me:geheim@host/x", "az://box/x?sig=geheim"])
+@pytest.mark.parametrize(
+    "url", ["s3://key:geheim@bucket/x", "sftp://me:geheim@host/x", "az://box/x?sig=geheim"]
+)
 def test_a_password_is_refused_and_not_shown(url: str) -> None:
     text = error_text(ConfigError, compose, [f"checkpoint.push={url}"])
     assert text.startswith("checkpoint.push has a password or key in it") and "geheim" not in text
-    assert compose(["checkpoint.push=hf://owner/name@main/x"]).checkpoint.push == "hf://owner/name@main/x"
+    assert (
+        compose(["checkpoint.push=hf://owner/name@main/x"]).checkpoint.push
+        == "hf://owner/name@main/x"
+    )
 
 
-def test_a_run_that_pushes_ends_where_one_that_does_not_ends_and_pushes_what_it_saves(tmp_path: Path) -> None:
-    settings = ["experiment=smoke", "outer=data_parallel", "outer.sync_every=2", "budget.outer_steps=2"]
+def test_a_run_that_pushes_ends_where_one_that_does_not_ends_and_pushes_what_it_saves(
+    tmp_path: Path,
+) -> None:
+    settings = [
+        "experiment=smoke",
+        "outer=data_parallel",
+        "outer.sync_every=2",
+        "budget.outer_steps=2",
+    ]
 
     def ended(name: str, *more: str) -> str | None:
-        summary = run(compose([*settings, f"run.dir={tmp_path / name}", *more]), lambda message: None)
+        summary = run(
+            compose([*settings, f"run.dir={tmp_path / name}", *more]), lambda message: None
+        )
         return summary.peers[0].anchor_digest
 
     url = f"memory://{tmp_path}/pushed"

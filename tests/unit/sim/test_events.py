@@ -24,7 +24,10 @@ def test_events_are_sorted_and_say_who_is_there_at_the_start() -> None:
     [
         (["crash:5@1"], "sim.events: crash:5@1, but peer 5 is not there"),
         (["crash:1@1", "leave:1@2"], "sim.events: leave:1@2, but peer 1 is not there"),
-        (["leave:1@2", "join:1@3", "join:1@4"], "sim.events: join:1@4, but peer 1 is there already"),
+        (
+            ["leave:1@2", "join:1@3", "join:1@4"],
+            "sim.events: join:1@4, but peer 1 is there already",
+        ),
     ],
 )
 def test_what_cannot_happen_is_refused(texts: list[str], complaint: str) -> None:

@@ -74,7 +74,13 @@ def town(loop: VirtualLoop) -> Town:
 
 @pytest.mark.parametrize(
     ("up", "down", "seconds"),
-    [(None, None, 0.0), (1 * MB, None, 3.0), (None, 1 * MB, 3.0), (1 * MB, 1 * MB, 3.0), (2 * MB, 0.5 * MB, 6.0)],
+    [
+        (None, None, 0.0),
+        (1 * MB, None, 3.0),
+        (None, 1 * MB, 3.0),
+        (1 * MB, 1 * MB, 3.0),
+        (2 * MB, 0.5 * MB, 6.0),
+    ],
 )
 async def test_bytes_take_their_number_over_the_bandwidth_and_latency(
     town: Town, up: float | None, down: float | None, seconds: float
@@ -98,13 +104,18 @@ async def test_streams_share_an_uplink_fairly(town: Town) -> None:
     await asyncio.gather(*(town.tell(one, name, bytes(size)) for name, size in sizes.items()))
     await sleep(AGES_S)
     arrival = {name: heard[0][1] for name, heard in town.heard.items()}
-    assert arrival["four"] < 0.4  # its byte and its end each wait for 64 KiB of the others, not for their megabytes
+    # its byte and its end each wait for 64 KiB of the others, not for their megabytes
+    assert arrival["four"] < 0.4
     turns_s = 3 * PIECE_BYTES / MB
     assert arrival["three"] == pytest.approx(4.0, abs=turns_s)  # half of the link, until it is done
     assert arrival["two"] == pytest.approx(6.0, abs=turns_s)
 
 
-@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=6), st.integers(1, 10), st.integers(1, 10))
+@given(
+    st.lists(st.integers(0, 200_000), min_size=1, max_size=6),
+    st.integers(1, 10),
+    st.integers(1, 10),
+)
 def test_every_byte_arrives_once_and_in_order(sizes: list[int], up: int, down: int) -> None:
     data = [bytes([index + 1]) * size for index, size in enumerate(sizes)]
 
@@ -174,8 +185,10 @@ async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) 
     await town.tell(one, "two", b"again")
     await sleep(10)
     assert {name: sorted(town.told(name)) for name in town.heard} == {
-        "one": [b""], "two": [b"", b"again", b"kept"], "three": [b"kept"],
-    }  # fmt: skip
+        "one": [b""],
+        "two": [b"", b"again", b"kept"],
+        "three": [b"kept"],
+    }
 
 
 def test_a_doomed_stream_breaks_on_both_sides_as_seeds_decide() -> None:

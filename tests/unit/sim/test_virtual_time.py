@@ -16,7 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.sim.lockstep import Killed, Lockstep
-from diloco.sim.virtual_time import POLL_EVERY, RESOLUTION_S, DeadlockError, VirtualLoop, virtual_time
+from diloco.sim.virtual_time import (
+    POLL_EVERY,
+    RESOLUTION_S,
+    DeadlockError,
+    VirtualLoop,
+    virtual_time,
+)
 
 
 def starts(loop: VirtualLoop, owner: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -83,7 +89,8 @@ async def test_an_owner_is_killed_with_all_that_it_started(loop: VirtualLoop) ->
 
 @pytest.mark.parametrize("busy", [True, False])
 async def test_signals_still_come_in(loop: VirtualLoop, busy: bool) -> None:
-    """While turns follow each other without a pause, and while nothing else is ever going to happen."""
+    """While turns follow each other without a pause, and while nothing else is ever going to
+    happen."""
     came, turns = asyncio.Event(), 0
     loop.add_signal_handler(signal.SIGUSR1, came.set)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -97,16 +104,22 @@ async def test_signals_still_come_in(loop: VirtualLoop, busy: bool) -> None:
 
 async def test_work_of_a_thread_is_done_here(loop: VirtualLoop) -> None:
     """In no time, or in some before and after it."""
-    assert await asyncio.to_thread(threading.get_ident) == threading.get_ident() and loop.time() == 0.0
+    assert (
+        await asyncio.to_thread(threading.get_ident) == threading.get_ident() and loop.time() == 0.0
+    )
     with pytest.raises(ValueError, match="invalid literal"):
         await asyncio.to_thread(int, "x")
     seconds = iter([2.0, 1.0])
     loop.executor_s = lambda: next(seconds)
-    assert (await asyncio.to_thread(lambda: loop.seconds), loop.seconds) == pytest.approx((2.0, 3.0))
+    assert (await asyncio.to_thread(lambda: loop.seconds), loop.seconds) == pytest.approx(
+        (2.0, 3.0)
+    )
 
 
 @pytest.mark.parametrize(("dies_at", "works"), [(1.0, False), (3.0, True)])
-async def test_a_killed_owner_loses_what_its_threads_do(loop: VirtualLoop, dies_at: float, works: bool) -> None:
+async def test_a_killed_owner_loses_what_its_threads_do(
+    loop: VirtualLoop, dies_at: float, works: bool
+) -> None:
     """The work is done in the middle of the time that it takes; its result comes 2 s later."""
     loop.executor_s = lambda: 2.0
     done: list[str] = []
@@ -122,7 +135,9 @@ async def test_a_killed_owner_loses_what_its_threads_do(loop: VirtualLoop, dies_
 
 
 @pytest.mark.parametrize("dies", [False, True])
-async def test_what_waited_for_a_frozen_owner_runs_in_its_order(loop: VirtualLoop, dies: bool) -> None:
+async def test_what_waited_for_a_frozen_owner_runs_in_its_order(
+    loop: VirtualLoop, dies: bool
+) -> None:
     """Nothing runs but its end, if it dies meanwhile. What its threads do waits, too."""
     said: list[tuple[str, float]] = []
     loop.executor_s = lambda: 1.0
@@ -138,9 +153,15 @@ async def test_what_waited_for_a_frozen_owner_runs_in_its_order(loop: VirtualLoo
     starts(loop, "a", asyncio.to_thread(lambda: said.append(("thread", round(loop.seconds, 3)))))
     for name, second in (("a3", 3.0), ("a1", 1.0), ("a2", 2.0), ("a6", 6.0), ("b2", 2.0)):
         starts(loop, name[0], says(name, second))
-    await at_times(loop, (0.5, lambda: loop.freeze("a")), (5.0, lambda: loop.kill("a") if dies else loop.thaw("a")))
+    await at_times(
+        loop,
+        (0.5, lambda: loop.freeze("a")),
+        (5.0, lambda: loop.kill("a") if dies else loop.thaw("a")),
+    )
     if dies:
-        assert said[0] == ("b2", 2.0) and sorted(said[1:]) == [(f"end of a{number}", 5.0) for number in (1, 2, 3, 6)]
+        assert said[0] == ("b2", 2.0) and sorted(said[1:]) == [
+            (f"end of a{number}", 5.0) for number in (1, 2, 3, 6)
+        ]
     else:
         assert said[0] == ("b2", 2.0) and said[-1] == ("a6", 6.0)
         assert said[1:-1] == [("thread", 5.0), ("a1", 5.0), ("a2", 5.0), ("a3", 5.0)]
@@ -177,7 +198,9 @@ async def test_threads_take_turns_in_virtual_time(loop: VirtualLoop) -> None:
         return name.upper()
 
     seconds = {"slow": 3.0, "fast": 1.0}
-    steps = {name: Lockstep(partial(trainer, name, step_s), name) for name, step_s in seconds.items()}
+    steps = {
+        name: Lockstep(partial(trainer, name, step_s), name) for name, step_s in seconds.items()
+    }
     assert await asyncio.gather(*(step.run() for step in steps.values())) == ["SLOW", "FAST"]
     assert said[:2] == [("fast", 1.0), ("fast", 2.0)]
     assert sorted(said[2:4]) == [("fast", 3.0), ("slow", 3.0)]

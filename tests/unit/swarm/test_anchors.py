@@ -1,4 +1,5 @@
-"""The tensors of a node: what moves an anchor, what does not, and what a checkpoint holds meanwhile."""
+"""The tensors of a node: what moves an anchor, what does not, and what a checkpoint holds
+meanwhile."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ from tests.support.coroutines import turns
 
 
 def applying(node: Alone, anchor: torch.Tensor, limit: float = 1e9, state: str = "") -> Apply:
-    """An update of another author to an anchor; with the float codecs it carries the values themselves."""
+    """An update of another author to an anchor; with the float codecs it carries the values
+    themselves."""
     tip, replica = node.core.facts.control.tip, node.replica
     update = torch.empty(replica.updates[0].nbytes, dtype=torch.uint8)
     replica.down.encode_update(anchor, replica.anchors[0], update)
     book: Book = tip.book
     state = state or state_of(book, part_digests(anchor))
-    head = Head(0, tip.head.number + 1, tip.head.id, OTHER, OTHER, (), 1, tip.head.work + 10, D, state)
+    head = Head(
+        0, tip.head.number + 1, tip.head.id, OTHER, OTHER, (), 1, tip.head.work + 10, D, state
+    )
     return Apply(0, head, book, update, limit, 0)
 
 
@@ -45,7 +49,8 @@ def test_an_update_moves_the_anchor_only_to_what_its_head_says() -> None:
 
 
 def test_nothing_moves_under_a_checkpoint_that_is_written() -> None:
-    """An author that saves for long goes on without itself; the version it makes must not be in the checkpoint."""
+    """An author that saves for long goes on without itself; the version it makes must not be in the
+    checkpoint."""
 
     async def scene(node: Alone) -> None:
         await node.learn()

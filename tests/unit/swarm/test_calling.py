@@ -34,7 +34,9 @@ class Daemon:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_daemon_that_does_not_start_has_ended(cancelled: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_daemon_that_does_not_start_has_ended(
+    cancelled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Before the loop is closed."""
     waiting = asyncio.Event()
 
@@ -76,10 +78,18 @@ def test_a_broken_connection_with_a_daemon_is_no_unheard_error() -> None:
 @pytest.mark.parametrize(
     ("fails", "outcome", "said"),
     [
-        (None, "nobody listens on that port", "initial_peers=A cannot be reached: nobody listens on that port; check"),
+        (
+            None,
+            "nobody listens on that port",
+            "initial_peers=A cannot be reached: nobody listens on that port; check",
+        ),
         (None, "that host name is unknown", "unknown; check the name and the network"),
         ("[Errno 13] denied: '/x/p2pd'", "", "libp2p failed on this machine: [Errno 13] denied: "),
-        ("failed to listen on any addresses", "", "listen=/ip4/127.0.0.1/tcp/0 cannot be listened on"),
+        (
+            "failed to listen on any addresses",
+            "",
+            "listen=/ip4/127.0.0.1/tcp/0 cannot be listened on",
+        ),
     ],
 )
 def test_others_are_blamed_only_when_nobody_answers_a_daemon_that_runs(
@@ -103,11 +113,15 @@ def test_others_are_blamed_only_when_nobody_answers_a_daemon_that_runs(
     monkeypatch.setattr(libp2p, "start_daemon", start)
     monkeypatch.setattr(libp2p, "call_each", call)
     network = SwarmConfig(initial_peers=(address,))
-    text = error_text(SwarmError, asyncio.run, libp2p.Libp2p.connect(network, tmp_path / "key", Gate()))
+    text = error_text(
+        SwarmError, asyncio.run, libp2p.Libp2p.connect(network, tmp_path / "key", Gate())
+    )
     assert said in text.replace(address, "A")
 
 
-def test_sockets_are_where_temporary_files_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sockets_are_where_temporary_files_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """/tmp may be read-only or full."""
 
     async def starts(child: Process) -> Any:
@@ -115,4 +129,7 @@ def test_sockets_are_where_temporary_files_can_be_written(monkeypatch: pytest.Mo
 
     for place, used in (("/var/tmp", "/var/tmp"), (f"/{'deep/' * 20}", "/tmp")):
         monkeypatch.setattr("tempfile.tempdir", place)
-        assert error_text(P2PDaemonError, asyncio.run, start_daemon(Daemon(starts))) == f"/unix{used}/hivemind-"  # type: ignore[arg-type]
+        assert (
+            error_text(P2PDaemonError, asyncio.run, start_daemon(Daemon(starts)))
+            == f"/unix{used}/hivemind-"
+        )  # type: ignore[arg-type]

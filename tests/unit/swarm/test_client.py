@@ -55,7 +55,9 @@ DIGEST = sha256(b"content").hexdigest()
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_file_is_written_whole_or_not_at_all(wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_whole_or_not_at_all(
+    wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Visitor:
         seeds = ("liar", "donor")
 

@@ -1,4 +1,5 @@
-"""What survives a restart: revocations, first users, the seal of the manifest. Also: who is believed."""
+"""What survives a restart: revocations, first users, the seal of the manifest. Also: who is
+believed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from tests.support.gates import gate, meet
 NOW = int(time.time())
 SOON = NOW + 3600
 HASH = "5e" * 32
-ALICE, BOB = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51", "QmZXuaYC6UBKw1mwPzS7mVVDDqY1mWxzkRhxDjsVMRDfdj"
+ALICE, BOB = (
+    "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51",
+    "QmZXuaYC6UBKw1mwPzS7mVVDDqY1mWxzkRhxDjsVMRDfdj",
+)
 KEY = RunKey(new_key())
 
 
@@ -74,13 +78,26 @@ def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) ->
     owner = gate_for("run", None, None, str(tmp_path / "run.key"), manifest_hash=HASH)
     seal = owner.memory.seal
     assert is_sealed(key.public, "run", HASH, seal)
-    for wrong in ((HASH[::-1], seal), (HASH, seal[::-1]), (HASH, ""), (HASH, "no hex"), (HASH, KEY.seal("run", HASH))):
+    for wrong in (
+        (HASH[::-1], seal),
+        (HASH, seal[::-1]),
+        (HASH, ""),
+        (HASH, "no hex"),
+        (HASH, KEY.seal("run", HASH)),
+    ):
         assert not owner.sealed(*wrong)
     assert not is_sealed(key.public, "other", HASH, seal)
     token = invitation(key=key).to_text()
 
     def guest(manifest_hash: str = HASH) -> Gate:
-        return gate_for("run", None, token, None, manifest_hash=manifest_hash, memory_path=tmp_path / "guest.json")
+        return gate_for(
+            "run",
+            None,
+            token,
+            None,
+            manifest_hash=manifest_hash,
+            memory_path=tmp_path / "guest.json",
+        )
 
     one = guest()
     one.learn_seal(HASH, KEY.seal("run", HASH))
@@ -111,7 +128,10 @@ def test_a_key_or_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
         (token, 0o604, "swarm.token", (f"@{token}", None)),
     ):
         path.chmod(mode)
-        why = f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}$"
+        why = (
+            f"{setting}={path} holds a secret, and other users of this machine can read it; chmod"
+            f" 600 {path}$"
+        )
         with pytest.raises(ConfigError, match=why):
             gate_for("run", None, *given)
 

@@ -34,7 +34,7 @@ CONTENT = bytes(range(256)) * 4096 + b"the end"  # two whole pieces, and some mo
 DIGEST, GONE = sha256(CONTENT).hexdigest(), "ab" * 32
 
 
-# -- manifest, snapshot, files ----------------------------------------------------------------------------------------
+# -- manifest, snapshot, files ---------------------------------------------------------------------
 
 
 def info(tmp_path: Path) -> Any:
@@ -45,17 +45,23 @@ def info(tmp_path: Path) -> Any:
     return Transport(InfoServer(context, '{"ä": 1}', files, lambda now: pack(SEEN)).answer)
 
 
-async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_others(tmp_path: Path) -> None:
+async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_others(
+    tmp_path: Path,
+) -> None:
     there = info(tmp_path)
     assert await request_manifest(there, "p") == ('{"ä": 1}', "a" * 128)
     assert await request_snapshot(there, "p") == SEEN
     assert await request_file(there, "p", DIGEST, len(CONTENT)) == CONTENT
     for digest in (sha256(b"secret").hexdigest(), GONE):
-        with pytest.raises(PayloadError, match="refused: no file with that digest is here; ask another peer"):
+        with pytest.raises(
+            PayloadError, match="refused: no file with that digest is here; ask another peer"
+        ):
             await request_file(there, "p", digest, 9)
 
 
-async def test_an_asker_gets_only_so_many_bytes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_asker_gets_only_so_many_bytes_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "FILE_BYTES", 2 * len(CONTENT))
     there = info(tmp_path)
     for _ in range(2):
@@ -87,7 +93,7 @@ async def test_only_what_was_asked_for_is_believed() -> None:
     assert (await request_manifest(saying(b"\xff"), "p"))[0] == "\ufffd", "which is no JSON"
 
 
-# -- probes -----------------------------------------------------------------------------------------------------------
+# -- probes ----------------------------------------------------------------------------------------
 
 
 class Network(Transport):
@@ -138,7 +144,10 @@ async def test_only_the_address_that_an_asker_comes_from_is_called() -> None:
     network = Network(other)
     assert await ask_to_be_called(network) == (
         False,
-        f"others reach this peer at another address than it says; add 'swarm.announce=[{other[:-1]}22]'",
+        (
+            "others reach this peer at another address than it says; add"
+            f" 'swarm.announce=[{other[:-1]}22]'"
+        ),
     )
     network.addresses = ("/ip4/10.0.0.9/tcp/80/p2p/asker",)
     reachable, advice = await ask_to_be_called(network)
@@ -164,7 +173,7 @@ async def test_calls_back_and_measurements_are_few_per_asker_and_in_all() -> Non
     assert await network.obeys(("another", request), ("one", large)) == [True, True]
 
 
-# -- the inner optimizer's state --------------------------------------------------------------------------------------
+# -- the inner optimizer's state -------------------------------------------------------------------
 
 LAYOUT = Layout(("0.w.exp_avg", "0.w.exp_avg_sq"), (2, 2), 1)
 STATE = InnerState(LAYOUT, (6,), torch.tensor([-1.0, 2.0, 3.0, 4.0]))
@@ -174,7 +183,11 @@ class Asker:
     """A joiner among peers that train; donors answer with `give`."""
 
     def __init__(self, give: Callable[[], InnerState | None]) -> None:
-        self.core, self.notes, self.asked = core(), list[tuple[str, dict[str, object]]](), list[str]()
+        self.core, self.notes, self.asked = (
+            core(),
+            list[tuple[str, dict[str, object]]](),
+            list[str](),
+        )
         self._give = InnerStateServer(give)
 
     def now(self) -> float:
@@ -204,7 +217,13 @@ async def test_a_joiner_has_a_donor_s_moments() -> None:
 
 async def test_donors_are_drawn_among_those_that_train_and_resumed_ones_come_last() -> None:
     asker = Asker(lambda: None)
-    for name, pace in (("slow", 0.5), ("fast", 3.0), ("other", 1.0), ("liar", 1e6), ("resumed", 0.0)):
+    for name, pace in (
+        ("slow", 0.5),
+        ("fast", 3.0),
+        ("other", 1.0),
+        ("liar", 1e6),
+        ("resumed", 0.0),
+    ):
         join(asker.core, name, steps_per_s=pace)
     join(asker.core, "host", trains=False)
     join(asker.core, "gone", leaves=True, steps_per_s=9.0)
@@ -232,7 +251,10 @@ def spoiled(at: int, value: float) -> InnerState:
         (spoiled(0, math.nan), "0.w.exp_avg holds nan to nan"),
         (spoiled(3, -1e-6), "0.w.exp_avg_sq holds -1e-06 to 3"),
         (replace(STATE, steps=(1, 2)), "in another order or number than here"),
-        (InnerState(Layout(LAYOUT.names, (2, 3), 1), (6,), torch.zeros(5)), "the inner state there has 5 elements"),
+        (
+            InnerState(Layout(LAYOUT.names, (2, 3), 1), (6,), torch.zeros(5)),
+            "the inner state there has 5 elements",
+        ),
     ],
 )
 async def test_a_state_that_cannot_be_is_refused_by_both_sides(given: InnerState, why: str) -> None:
@@ -275,6 +297,7 @@ async def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
     begun.set()
     await asyncio.gather(*readers)
     readers.clear()
-    await until(lambda: donor._kept is None or donor._kept() is None)  # a thread lets go a moment later
+    # a thread lets go a moment later
+    await until(lambda: donor._kept is None or donor._kept() is None)
     await donor.answer(reader, InnerRequest())
     assert len(made) == 2

@@ -1,4 +1,5 @@
-"""The tasks of a node: what outlives its caller, what must not, and who is late when the node closes."""
+"""The tasks of a node: what outlives its caller, what must not, and who is late when the node
+closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sequences that a peer trains on: each is taken once, and all ranks of a peer take the same."""
+"""The sequences that a peer trains on: each is taken once, and all ranks of a peer take the
+same."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def test_every_sequence_is_taken_once(steps: list[tuple[str, int]]) -> None:
             case "take":
                 coming, units = data.ahead(number), data.take(number)
                 if units is not None:
-                    assert coming == units and count(units) == number and not intersection(units, taken)
+                    assert (
+                        coming == units
+                        and count(units) == number
+                        and not intersection(units, taken)
+                    )
                     taken, open_ = union(taken, units), union(open_, units)
             case "train":
                 assert data.trained() == open_
@@ -64,7 +69,9 @@ class Ranks:
 @given(st.lists(st.tuples(st.sampled_from(["lease", "take"]), st.integers(1, 6)), max_size=40))
 def test_all_ranks_take_the_units_of_rank_0(steps: list[tuple[str, int]]) -> None:
     data, alone, said = LeasedData(), LeasedData(), list[Any]()
-    leads, follows = (RankLeases(cast(RankGroup, Ranks(first, said)), lambda: data, 3) for first in (True, False))
+    leads, follows = (
+        RankLeases(cast(RankGroup, Ranks(first, said)), lambda: data, 3) for first in (True, False)
+    )
     queue: Units = NONE
     for at, (what, size) in enumerate(steps):
         if what == "lease":

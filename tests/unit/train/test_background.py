@@ -59,9 +59,19 @@ class Scene:
         self.position = {"next": 0}
         stream: Any = SimpleNamespace(state=lambda: self.position)
         self.trainer = Trainer(
-            config, ranks, self.model, self.model, optimizer, stream, torch.zeros(1), self.sync, self.session, phases,
-            log, lambda message: None,
-        )  # fmt: skip
+            config,
+            ranks,
+            self.model,
+            self.model,
+            optimizer,
+            stream,
+            torch.zeros(1),
+            self.sync,
+            self.session,
+            phases,
+            log,
+            lambda message: None,
+        )
 
     def reach(self, version: int) -> None:
         """The parameters are the number of the version from now on."""
@@ -83,7 +93,11 @@ def found(config: Config) -> tuple[int, float, int]:
     """Version, value of all parameters, and position in the data of the newest checkpoint."""
     checkpoint = CheckpointStore(config.run.dir / "checkpoints" / "peer", 2).load_latest()
     assert checkpoint is not None
-    [value] = {float(value) for tensor in checkpoint.tensors["anchor"].values() for value in tensor.flatten()}
+    [value] = {
+        float(value)
+        for tensor in checkpoint.tensors["anchor"].values()
+        for value in tensor.flatten()
+    }
     return checkpoint.step, value, checkpoint.state["stream"]["next"]
 
 
@@ -133,7 +147,9 @@ def test_a_checkpoint_that_could_not_be_written_is_told(config: Config, disk: Di
     assert found(config) == (1, 1.0, 1)
 
 
-def test_an_error_that_is_ours_is_not_hidden(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_is_ours_is_not_hidden(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene = Scene(config)
     monkeypatch.setattr(CheckpointStore, "save", lambda *_: 1 / 0)
     scene.step(1)

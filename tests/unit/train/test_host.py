@@ -21,10 +21,14 @@ from diloco.train.host import Host
         (3, [True], False),  # it has not heard of the last version
     ],
 )
-def test_a_host_ends_with_the_budget_when_nobody_trains(steps: int, trains: list[bool], over: bool) -> None:
+def test_a_host_ends_with_the_budget_when_nobody_trains(
+    steps: int, trains: list[bool], over: bool
+) -> None:
     members = [SimpleNamespace(hello=SimpleNamespace(trains=one)) for one in trains]
     control = SimpleNamespace(tip=SimpleNamespace(head=SimpleNamespace(number=steps, work=0)))
-    facts = SimpleNamespace(members=SimpleNamespace(all=lambda: members), control=control, planned=(0, 0, 0))
+    facts = SimpleNamespace(
+        members=SimpleNamespace(all=lambda: members), control=control, planned=(0, 0, 0)
+    )
     host = object.__new__(Host)
     host.manifest, host._used_up = compose(["experiment=smoke"]).manifest(), False
     host.node = SimpleNamespace(core=SimpleNamespace(facts=facts))  # type: ignore[assignment]

@@ -31,55 +31,100 @@ def budget(outer_steps: int | None = None, tokens: int | None = None) -> BudgetC
 @pytest.mark.parametrize(
     ("limits", "time", "over"),
     [
-        (budget(3), Time(2, 99, 10**9), False), (budget(3), Time(3), True), (budget(3), Time(4), True),
-        (budget(tokens=100), Time(10**6, 0, 99), False), (budget(tokens=100), Time(0, 0, 100), True),
-        (budget(3, 100), Time(3, 0, 0), True), (budget(3, 100), Time(0, 0, 100), True),
+        (budget(3), Time(2, 99, 10**9), False),
+        (budget(3), Time(3), True),
+        (budget(3), Time(4), True),
+        (budget(tokens=100), Time(10**6, 0, 99), False),
+        (budget(tokens=100), Time(0, 0, 100), True),
+        (budget(3, 100), Time(3, 0, 0), True),
+        (budget(3, 100), Time(0, 0, 100), True),
         (budget(3, 100), Time(2, 0, 99), False),
     ],
-)  # fmt: skip
-def test_a_run_ends_with_the_first_limit_that_is_reached(limits: BudgetConfig, time: Time, over: bool) -> None:
+)
+def test_a_run_ends_with_the_first_limit_that_is_reached(
+    limits: BudgetConfig, time: Time, over: bool
+) -> None:
     assert limits.is_used_up(time.version, time.applied_tokens) is over
 
 
-COSINE = [2.0, 0.2 + 1.8 * 0.5 * (1 + math.sqrt(0.5)), 1.1, 0.2 + 1.8 * 0.5 * (1 - math.sqrt(0.5)), 0.2, 0.2]
+COSINE = [
+    2.0,
+    0.2 + 1.8 * 0.5 * (1 + math.sqrt(0.5)),
+    1.1,
+    0.2 + 1.8 * 0.5 * (1 - math.sqrt(0.5)),
+    0.2,
+    0.2,
+]
 RATES: dict[str, tuple[InnerConfig, BudgetConfig, int, list[Time], list[float]]] = {
     "a warm-up is linear, and its last step has the peak": (
-        inner(warmup_steps=4), budget(10), 3, [Time(step // 3, step % 3) for step in range(5)], [0.5, 1, 1.5, 2, 2],
+        inner(warmup_steps=4),
+        budget(10),
+        3,
+        [Time(step // 3, step % 3) for step in range(5)],
+        [0.5, 1, 1.5, 2, 2],
     ),
     "a part of a budget of tokens follows those applied, and between exchanges the own ones": (
-        inner(warmup_steps=0.5, schedule="constant"), budget(tokens=80), 4,
+        inner(warmup_steps=0.5, schedule="constant"),
+        budget(tokens=80),
+        4,
         [Time(0, 0, 0, 1), Time(0, 1, 0, 2), Time(1, 0, 8, 1), Time(1, 3, 8, 4), Time(5, 0, 40, 0)],
         [0.05, 0.1, 0.45, 0.6, 2.0],
     ),
     "after a warm-up over a part of the tokens the cosine begins at its peak": (
-        inner(warmup_steps=0.5), budget(tokens=80), 4, [Time(0, 0, tokens) for tokens in (40, 60, 80)], [2.0, 1.1, 0.2],
+        inner(warmup_steps=0.5),
+        budget(tokens=80),
+        4,
+        [Time(0, 0, tokens) for tokens in (40, 60, 80)],
+        [2.0, 1.1, 0.2],
     ),
     "the cosine goes from the peak to its last part, and stays there past the end": (
-        inner(warmup_steps=10), budget(11), 10, [Time(step // 10, step % 10) for step in (10, 35, 60, 85, 110, 150)],
+        inner(warmup_steps=10),
+        budget(11),
+        10,
+        [Time(step // 10, step % 10) for step in (10, 35, 60, 85, 110, 150)],
         COSINE,
     ),
     "a line goes from the peak to its last part, and stays there": (
-        inner(schedule="linear", warmup_steps=10), budget(11), 10,
-        [Time(step // 10, step % 10) for step in (10, 35, 60, 110, 150)], [2.0, 1.55, 1.1, 0.2, 0.2],
+        inner(schedule="linear", warmup_steps=10),
+        budget(11),
+        10,
+        [Time(step // 10, step % 10) for step in (10, 35, 60, 110, 150)],
+        [2.0, 1.55, 1.1, 0.2, 0.2],
     ),
     "wsd is constant until its decay, a line over the last part of the run": (
-        inner(schedule="wsd", warmup_steps=2, decay_ratio=0.4), budget(10), 10,
-        [Time(step // 10, step % 10) for step in (0, 2, 59, 60, 80, 100, 120)], [1.0, 2.0, 2.0, 2.0, 1.1, 0.2, 0.2],
+        inner(schedule="wsd", warmup_steps=2, decay_ratio=0.4),
+        budget(10),
+        10,
+        [Time(step // 10, step % 10) for step in (0, 2, 59, 60, 80, 100, 120)],
+        [1.0, 2.0, 2.0, 2.0, 1.1, 0.2, 0.2],
     ),
     "a decay longer than what the warm-up leaves begins after it": (
-        inner(schedule="wsd", warmup_steps=0.5, decay_ratio=1.0), budget(10), 10,
-        [Time(step // 10, step % 10) for step in (24, 50, 75, 100)], [1.0, 2.0, 1.1, 0.2],
+        inner(schedule="wsd", warmup_steps=0.5, decay_ratio=1.0),
+        budget(10),
+        10,
+        [Time(step // 10, step % 10) for step in (24, 50, 75, 100)],
+        [1.0, 2.0, 1.1, 0.2],
     ),
     "a constant schedule is constant after its warm-up": (
-        inner(schedule="constant", warmup_steps=2), budget(1), 9, [Time(0, step) for step in range(4)], [1, 2, 2, 2],
+        inner(schedule="constant", warmup_steps=2),
+        budget(1),
+        9,
+        [Time(0, step) for step in range(4)],
+        [1, 2, 2, 2],
     ),
     "of two limits the nearer one counts": (
-        inner(), budget(10, 1000), 10, [Time(5, 0, 100), Time(1, 0, 500)], [1.1, 1.1],
+        inner(),
+        budget(10, 1000),
+        10,
+        [Time(5, 0, 100), Time(1, 0, 500)],
+        [1.1, 1.1],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rule", RATES)
 def test_the_rate_is_that_of_the_swarm_clock(rule: str) -> None:
     settings, limits, sync_every, times, rates = RATES[rule]
-    assert [learning_rate(time, settings, limits, sync_every) for time in times] == pytest.approx(rates)
+    assert [learning_rate(time, settings, limits, sync_every) for time in times] == pytest.approx(
+        rates
+    )

@@ -29,22 +29,33 @@ def scale_of(*overrides: str, ranks: Any = None) -> LossScale:
 
 
 @pytest.mark.parametrize(("native", "chosen"), [(True, "bf16"), (False, "fp16")])
-def test_auto_is_what_the_device_computes_natively(native: bool, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_what_the_device_computes_natively(
+    native: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation
+    )
     assert precision_of(compose(), CUDA) == chosen
     assert precision_of(compose(["train.precision=fp32"]), CUDA) == "fp32"
     assert precision_of(compose(), CPU) == "fp32"
 
 
 def test_products_are_computed_in_the_precision() -> None:
-    for typed, dtype in {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.items():
+    for typed, dtype in {
+        "auto": "float32",
+        "fp32": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+    }.items():
         with autocast(compose([f"train.precision={typed}"]), CPU):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == getattr(torch, dtype)
 
 
 @pytest.mark.parametrize("against", [None, "train.tf32=false", "train.precision=bf16"])
-def test_fp32_on_cuda_uses_tf32_unless_told_otherwise(against: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_on_cuda_uses_tf32_unless_told_otherwise(
+    against: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = compose(["train.precision=fp32", *([against] if against else [])])
     said: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
@@ -57,10 +68,14 @@ def test_fp32_on_cuda_uses_tf32_unless_told_otherwise(against: str | None, monke
 
 def test_flash_attention_needs_cuda_and_a_narrow_precision() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match=r"train\.attention=flash_attention_2 computes in bf16 or fp16 on CUDA"):
+    with pytest.raises(
+        ConfigError, match=r"train\.attention=flash_attention_2 computes in bf16 or fp16 on CUDA"
+    ):
         prepare_(model, compose(["train.attention=flash_attention_2"]), CPU)
     with pytest.raises(ConfigError, match="this is fp32 on cuda; use sdpa"):
-        prepare_(model, compose(["train.attention=flash_attention_2", "train.precision=fp32"]), CUDA)
+        prepare_(
+            model, compose(["train.attention=flash_attention_2", "train.precision=fp32"]), CUDA
+        )
 
 
 def test_the_scale_moves_like_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +107,9 @@ def test_gradients_of_the_scaled_loss_become_those_of_the_loss() -> None:
     scale = LossScale(compose(["train.precision=bf16"]), RankGroup(CPU))
     loss = torch.ones(())
     assert scale.scaled(loss) is loss
-    assert not scale.skips(torch.empty((), device="meta")), "nobody waits for the norm: to read this value would raise"
+    assert not scale.skips(torch.empty((), device="meta")), (
+        "nobody waits for the norm: to read this value would raise"
+    )
 
 
 def test_gradients_that_overflow_unscaled_end_the_run() -> None:
@@ -101,7 +118,9 @@ def test_gradients_that_overflow_unscaled_end_the_run() -> None:
     with pytest.raises(DivergedError, match=r"use train\.precision=fp32, or lower inner\.lr"):
         scale.skips(infinite)
     another_rank: Any = SimpleNamespace(device=CPU, all_reduce_min=lambda finite: 0)
-    assert scale_of(ranks=another_rank).skips(torch.ones(())), "a step is skipped when those of another rank overflow"
+    assert scale_of(ranks=another_rank).skips(torch.ones(())), (
+        "a step is skipped when those of another rank overflow"
+    )
 
 
 def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +139,8 @@ def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At this scale the gradients of some first steps overflow; whatever is above 65504 is infinite in fp16."""
+    """At this scale the gradients of some first steps overflow; whatever is above 65504 is infinite
+    in fp16."""
     monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**24)
 
 
@@ -132,5 +152,7 @@ def test_peers_in_fp16_skip_steps_and_still_exchange(tmp_path: Path) -> None:
     assert next(event["scale"] for event in skipped if event["peer"] == "p0") == 2.0**23
     assert len(digests(outcome)) == 1
     assert [peer.steps for peer in outcome.summary.peers] == [12, 12], "a skipped step counts"
-    losses = [line["eval_loss"] for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line]
+    losses = [
+        line["eval_loss"] for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line
+    ]
     assert losses[-1] < losses[0]

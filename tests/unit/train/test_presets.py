@@ -1,4 +1,5 @@
-"""Every way of taking outer steps: real processes over hivemind, the simulator, and the small twins of the papers."""
+"""Every way of taking outer steps: real processes over hivemind, the simulator, and the small twins
+of the papers."""
 
 from __future__ import annotations
 
@@ -18,20 +19,51 @@ def test_every_outer_preset_is_tried() -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=name_of)
 def test_it_runs_in_the_simulator_to_one_anchor(run: tuple[str, ...], tmp_path: Path) -> None:
-    settings = ["experiment=smoke", *run, "local.peers=3", "sim.step_s=[1,1.3,2.1]", "sim.latency_s=0.05"]
+    settings = [
+        "experiment=smoke",
+        *run,
+        "local.peers=3",
+        "sim.step_s=[1,1.3,2.1]",
+        "sim.latency_s=0.05",
+    ]
     outcome = simulate(compose([*settings, f"run.dir={tmp_path}"]), lambda message: None)
     spent = outcome.summary.tokens
-    assert len(digests(outcome)) == 1 and spent.applied > 0 and outcome.summary.eval.loss is not None
-    assert spent.processed == spent.applied + spent.discarded + spent.in_flight and spent.in_flight >= 0
+    assert (
+        len(digests(outcome)) == 1 and spent.applied > 0 and outcome.summary.eval.loss is not None
+    )
+    assert (
+        spent.processed == spent.applied + spent.discarded + spent.in_flight
+        and spent.in_flight >= 0
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in choices()["experiment"] if name.endswith("-mini")])
+@pytest.mark.parametrize(
+    "name", [name for name in choices()["experiment"] if name.endswith("-mini")]
+)
 def test_the_small_twin_of_a_paper_learns(name: str, tmp_path: Path) -> None:
-    tiny = ["model.config.hidden_size=32", "model.config.num_hidden_layers=2", "model.config.intermediate_size=64"]
-    heads = ["model.config.num_attention_heads=2", "model.config.num_key_value_heads=2", "data.sequence_length=32"]
+    tiny = [
+        "model.config.hidden_size=32",
+        "model.config.num_hidden_layers=2",
+        "model.config.intermediate_size=64",
+    ]
+    heads = [
+        "model.config.num_attention_heads=2",
+        "model.config.num_key_value_heads=2",
+        "data.sequence_length=32",
+    ]
     rest = ["budget.tokens=9000", "inner.batch_size=2", "inner.lr=0.01", "inner.warmup_steps=2"]
-    settings = [f"experiment={name}", *tiny, *heads, *rest, "outer.fragments=2", "local.peers=2", f"run.dir={tmp_path}"]
+    settings = [
+        f"experiment={name}",
+        *tiny,
+        *heads,
+        *rest,
+        "outer.fragments=2",
+        "local.peers=2",
+        f"run.dir={tmp_path}",
+    ]
     outcome = simulate(compose(settings), lambda message: None)
     assert len(digests(outcome)) == 1
-    assert outcome.summary.eval.loss is not None and outcome.summary.eval.loss < 4.8, "5.55 is a guess"
+    assert outcome.summary.eval.loss is not None and outcome.summary.eval.loss < 4.8, (
+        "5.55 is a guess"
+    )

@@ -1,4 +1,5 @@
-"""The figures of a line in `metrics.jsonl`: norm, pace, memory, and the part of a device's peak that is used."""
+"""The figures of a line in `metrics.jsonl`: norm, pace, memory, and the part of a device's peak
+that is used."""
 
 from __future__ import annotations
 
@@ -29,13 +30,21 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def built(kind: str, **more: Any) -> torch.nn.Module:
-    shape = " ".join([f"model.config.{key}={value}" for key, value in {**KINDS[kind], **more}.items()])
-    typed = ["model.config={}", f"model.model_type={kind.partition(',')[0]}", *(f"+{one}" for one in shape.split())]
+    shape = " ".join(
+        [f"model.config.{key}={value}" for key, value in {**KINDS[kind], **more}.items()]
+    )
+    typed = [
+        "model.config={}",
+        f"model.model_type={kind.partition(',')[0]}",
+        *(f"+{one}" for one in shape.split()),
+    ]
     return models.build(compose(typed).model, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_operations_of_a_token_are_those_that_torch_counts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operations_of_a_token_are_those_that_torch_counts(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "name_of", lambda device: "NVIDIA H100 80GB HBM3")
     model, rows = built(kind), torch.zeros(2, 96, dtype=torch.int64)
     model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -49,10 +58,17 @@ def test_the_operations_of_a_token_are_those_that_torch_counts(kind: str, monkey
 def test_no_peak_is_invented(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built("llama")
     peaks = {
-        "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GH200 480GB": 989e12, "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA L40S": 362e12, "NVIDIA GeForce RTX 4090": 165.2e12, "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-        "NVIDIA A10G": None, "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None, "CPU": None, "MPS": None,
-    }  # fmt: skip
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA GH200 480GB": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA GeForce RTX 4090": 165.2e12,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "NVIDIA A10G": None,
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
+        "CPU": None,
+        "MPS": None,
+    }
     for name, peak in peaks.items():
         monkeypatch.setattr(devices, "name_of", lambda device, name=name: name)
         assert devices.peak_flops(CPU) == peak
@@ -63,11 +79,16 @@ def test_a_line_has_norm_pace_memory_and_utilization(monkeypatch: pytest.MonkeyP
     """The norm is that of the last gradient before it is clipped."""
     monkeypatch.setattr(devices, "name_of", lambda device: "NVIDIA H100 80GB HBM3")
     typed = (
-        "outer=data_parallel outer.sync_every=2 budget.outer_steps=2 inner.clip=1e-3 run.lead=false train.log_every=1"
+        "outer=data_parallel outer.sync_every=2 budget.outer_steps=2 inner.clip=1e-3 run.lead=false"
+        " train.log_every=1"
     )
     config = compose(["experiment=smoke", *typed.split(), "run.lead=false", "checkpoint.every=0"])
     model, clock = models.build(config.model, 0), iter(range(10**6))
-    phases, lines, norms = PhaseTimer(clock=lambda: next(clock)), list[dict[str, Any]](), list[float]()
+    phases, lines, norms = (
+        PhaseTimer(clock=lambda: next(clock)),
+        list[dict[str, Any]](),
+        list[float](),
+    )
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     ranks, log = RankGroup(CPU), SimpleNamespace(metric=lambda **line: lines.append(line))
     sync = DataParallel(model, optimizer, ranks, 2, phases)
@@ -82,14 +103,27 @@ def test_a_line_has_norm_pace_memory_and_utilization(monkeypatch: pytest.MonkeyP
     rows: Any = iter(torch.randint(256, (9, 2, 32), generator=torch.Generator().manual_seed(0)))
     session: Any = SimpleNamespace(loss_scale=(), traffic=(0, 0))
     trainer = Trainer(
-        config, ranks, model, model, optimizer, rows, rows, sync, session, phases, log, lambda message: None,  # type: ignore[arg-type]
-    )  # fmt: skip
+        config,
+        ranks,
+        model,
+        model,
+        optimizer,
+        rows,
+        rows,
+        sync,
+        session,
+        phases,
+        log,
+        lambda message: None,  # type: ignore[arg-type]
+    )
     with sync:
         trainer.train()
     told = [line for line in lines if "loss" in line]
     assert [line["grad_norm"] for line in told] == pytest.approx(norms) and len(told) == 4
     for line in told:
         assert 0 < line["tokens_per_s"] <= 64 and line["peak_process_bytes"] > 2**26
-        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * token_share(model, config.data.sequence_length, CPU))
+        assert line["mfu"] == pytest.approx(
+            line["tokens_per_s"] * token_share(model, config.data.sequence_length, CPU)
+        )
     rounds = [line for line in lines if "bytes_sent" in line]
     assert len(rounds) == 2 and all(0 < line["swarm_tokens_per_s"] <= 64 for line in rounds)

@@ -1,4 +1,5 @@
-"""A run that starts from a checkpoint: what of it is in the manifest, and what a peer builds that has the manifest."""
+"""A run that starts from a checkpoint: what of it is in the manifest, and what a peer builds that
+has the manifest."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def test_a_run_from_a_directory_has_a_manifest_without_it(saved: Path, tmp_path:
     manifest = parse_manifest(text)
     assert (manifest.model.path, manifest.model.model_type) == (None, "glm4_moe")
     assert [source.what for source in sources_of(manifest)] == ["model", "tokenizer"]
-    assert manifest.model.generation["eos_token_id"] == [0, 9] and manifest.model.generation["top_k"] == 5
+    assert (
+        manifest.model.generation["eos_token_id"] == [0, 9]
+        and manifest.model.generation["top_k"] == 5
+    )
     assert list(manifest.model.frozen) == [BIAS]
     assert {"tokenizer.json", "chat_template.jinja"} <= manifest.data.tokenizer_files.keys()
     shutil.copytree(saved, tmp_path / "copy")
@@ -51,14 +55,19 @@ def trained() -> nn.Module:
 
 def test_what_another_checkpoint_differs_in_is_named(saved: Path, tmp_path: Path) -> None:
     other = shutil.copytree(saved, tmp_path / "other")
-    for model, what in ((experts(shift=1.0), f"model.frozen.{BIAS}: "), (trained(), "model.weights: ")):
+    for model, what in (
+        (experts(shift=1.0), f"model.frozen.{BIAS}: "),
+        (trained(), "model.weights: "),
+    ):
         models.save(model, tmp_path / "again")
         shutil.copy(tmp_path / "again" / "model.safetensors", other)
         [difference] = started(saved).manifest().differences(started(other).manifest())
         assert difference.startswith(what)
 
 
-def test_a_run_from_the_hub_names_it(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_the_hub_names_it(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And needs it no more."""
     with stub_hub(saved) as hub:
         go_online(monkeypatch, hub.url, tmp_path / "cache")
@@ -67,7 +76,9 @@ def test_a_run_from_the_hub_names_it(saved: Path, tmp_path: Path, monkeypatch: p
     assert (manifest.model.path, manifest.model.revision) == ("org/model", COMMIT)
     assert (manifest.data.tokenizer, manifest.data.tokenizer_revision) == ("org/model", COMMIT)
     here = started(saved).manifest()
-    assert manifest.model.weights == here.model.weights and manifest.model.config == here.model.config
+    assert (
+        manifest.model.weights == here.model.weights and manifest.model.config == here.model.config
+    )
     assert manifest.data.tokenizer_files == here.data.tokenizer_files
     models.outline(joiner(manifest, tmp_path).model)  # the hub is gone
 
@@ -80,7 +91,9 @@ def test_a_run_from_the_hub_names_it(saved: Path, tmp_path: Path, monkeypatch: p
         ({}, "data.tokenizer=files is what a run says of a directory; give the directory"),
     ],
 )
-def test_a_manifest_that_names_other_files_is_refused(saved: Path, files: dict[str, str], why: str) -> None:
+def test_a_manifest_that_names_other_files_is_refused(
+    saved: Path, files: dict[str, str], why: str
+) -> None:
     content = json.loads(started(saved).manifest().to_json())
     content["data"]["tokenizer_files"] = files
     with pytest.raises(ConfigError, match=why) as caught:
@@ -91,12 +104,18 @@ def test_a_manifest_that_names_other_files_is_refused(saved: Path, files: dict[s
 def test_files_that_no_run_can_start_from_are_one_line(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        DataError, match=r"^data\.tokenizer=.*empty has no tokenizer; set it to bytes, or to a director"
+        DataError,
+        match=r"^data\.tokenizer=.*empty has no tokenizer; set it to bytes, or to a director",
     ):
         start_files.resolved(config_of(saved, tmp_path / "empty"))
-    with pytest.raises(CheckpointError, match=r"^model\.path: .*nowhere is no directory; give a directory"):
+    with pytest.raises(
+        CheckpointError, match=r"^model\.path: .*nowhere is no directory; give a directory"
+    ):
         start_files.resolved(config_of(tmp_path / "nowhere", "bytes"))
-    with pytest.raises(ConfigError, match=r"^data\.sequence_length=128 is longer than model\.config\.max_position_emb"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^data\.sequence_length=128 is longer than model\.config\.max_position_emb",
+    ):
         start_files.resolved(config_of(saved, None, "data.sequence_length=128"))
 
 
@@ -123,17 +142,27 @@ def test_a_peer_without_the_files_builds_the_same_model(saved: Path, tmp_path: P
     start_files.keep(other, built)
     assert torch.equal(built.get_buffer(BIAS), torch.arange(4.0))
     about = ("architectures", "_name_or_path", "dtype")
-    settings = [{k: v for k, v in one.config.to_dict().items() if k not in about} for one in (built, model)]
+    settings = [
+        {k: v for k, v in one.config.to_dict().items() if k not in about} for one in (built, model)
+    ]
     assert settings[0] == settings[1]
     assert built.generation_config.to_dict() == model.generation_config.to_dict()
     assert load_tokenizer(*other.data.tokenizer_place).digest == load_tokenizer(str(saved)).digest
     start_files.check_start(other, model)
-    with pytest.raises(SwarmError, match=r"^the run starts from weights [0-9a-f]{12}, and the swarm sent others; join"):
+    with pytest.raises(
+        SwarmError,
+        match=r"^the run starts from weights [0-9a-f]{12}, and the swarm sent others; join",
+    ):
         start_files.check_start(other, built)
     built.load_state_dict(model.state_dict())
     for place, one in (("a", model), ("b", built)):
         models.save(one, tmp_path / place, load_tokenizer(str(saved)))
-    for name in ("model.safetensors", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+    for name in (
+        "model.safetensors",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    ):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "b" / name).read_text())["eos_token_id"] == [0, 9]
@@ -144,16 +173,28 @@ def test_a_tensor_or_a_file_that_is_not_the_runs_is_named(saved: Path, tmp_path:
     config = started(saved, f"run.dir={tmp_path / 'first'}")
     shifted: Any = models.build(config.model, 0)
     shifted.get_buffer(BIAS).add_(1)
-    with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS} is not what the run starts from; use the f"):
+    with pytest.raises(
+        CheckpointError, match=rf"^model\.frozen\.{BIAS} is not what the run starts from; use the f"
+    ):
         start_files.keep(config, shifted)
-    with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS} is here or in the run, and not in both"):
+    with pytest.raises(
+        CheckpointError, match=rf"^model\.frozen\.{BIAS} is here or in the run, and not in both"
+    ):
         start_files.keep(start_files.with_origin(config), small_model())
-    with pytest.raises(CheckpointError, match=r"^model\.directory=.* has other weights than [0-9a-f]{12}, from which"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^model\.directory=.* has other weights than [0-9a-f]{12}, from which",
+    ):
         start_files.keep(config, trained())
     words = shutil.copytree(saved, tmp_path / "words")
     (words / "chat_template.jinja").write_text("another")
-    changed = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer_directory": str(words)})})
-    with pytest.raises(CheckpointError, match=r"^data\.tokenizer_files\.chat_template\.jinja is not what the run star"):
+    changed = config.model_copy(
+        update={"data": config.data.model_copy(update={"tokenizer_directory": str(words)})}
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"^data\.tokenizer_files\.chat_template\.jinja is not what the run star",
+    ):
         start_files.keep(changed, models.build(config.model, 0))
     assert not (origin_of(config) / "tokenizer" / "chat_template.jinja").exists()
 

@@ -131,7 +131,10 @@ class Crowd:
             before.fresh and (before.sync is None or before.sync.tokens == 0)
         )
         saved = [checkpoint] if checkpoint is not None else []
-        life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, saved, fresh=untrained)
+        flips = before.flips if before is not None and saved else 0
+        life = Life(
+            member, self._numbers, known[:MAX_SEEDS], min_peers, saved, flips=flips, fresh=untrained
+        )
         self.lives[member.name] = life
         self.started.append(life)
         rate, offset_s = member.clock

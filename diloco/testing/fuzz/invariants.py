@@ -107,6 +107,8 @@ class Watch:
         assert node is not None
         tips = [f.tip for f in node.core.facts.fragments]
         seen = _Seen(life, node, tips, told=self._told[life.owner])
+        if life.flips:  # its checkpoint may hold them
+            seen.damaged.update(range(len(tips)))
         for tip in tips:
             if tip.head.number == 0:
                 self.lineage.add(tip)
@@ -317,10 +319,10 @@ class Watch:
                     )
         survived = {head.id for head in self.lineage.chain(heads[CONTROL])}
         for seen in living if not self._crowd.torn else ():
-            numbers = [self.lineage.made[each].head.number for each in seen.had - survived]
-            # two may make the first while they still meet
-            if lost := [number for number in numbers if number > 1]:
-                raise Violation(f"{seen.life.name} had versions {sorted(lost)}, and they are lost")
+            lost = [self.lineage.made[each].head for each in seen.had - survived]
+            # Two may make the same version: while they still meet, or when an author comes back.
+            if more := [head.number for head in lost if head.prev not in survived]:
+                raise Violation(f"{seen.life.name} had versions {sorted(more)}, and they are lost")
         self._check_data(living)
 
     def _check_tokens(self, seen: _Seen) -> None:

@@ -343,12 +343,14 @@ class _Stage:
             crowd.network.cut(one, other, one_way)
             if fault.kind != "hold":
                 crowd.network.reset(one, other)
-        alone = self.begun if checked and not self.pending else -1
         nodes = [(life, life.node.core.facts) for life in crowd.members() if life.node is not None]
         authors, parted = (
             [life.name for life, facts in nodes if facts.identity.may_author],
             {*map(frozenset, cut)},
         )
+        # Who has not met enough peers to begin with waits for them, and others for it.
+        checked = checked and not self.pending and all(facts.ready for _, facts in nodes)
+        alone = self.begun if checked else -1
         before = [
             (life, life.work)
             for life, facts in nodes

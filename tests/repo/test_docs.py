@@ -140,14 +140,17 @@ def test_the_front_page_leads_to_every_page_of_the_documents() -> None:
     assert [
         page.name for page in DOCS.glob("*.md") if f"](diloco/docs/{page.name}" not in front
     ] == []
-    assert "](#presets)" in front and "\n## Presets\n" in front
-    assert len(front.splitlines()) <= 150
+    assert len(front.splitlines()) <= 120
 
 
 def test_there_is_no_more_to_read_than_somebody_reads() -> None:
-    words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in docs.pages()}
-    assert words["diloco/docs/tutorial.md"] <= 1500 and words["scripts/LOG.md"] <= 3000
-    assert sum(words.values()) <= 19_000, words
+    """Tables that scripts write do not count."""
+    table = re.compile(r"<!-- (\w+) -->\n\|.*?<!-- end of \1 -->", re.DOTALL)
+    words = {
+        str(page.relative_to(ROOT)): len(table.sub("", page.read_text()).split())
+        for page in docs.pages()
+    }
+    assert sum(words.values()) <= 15_000, words
 
 
 def test_a_page_that_starts_another_peer_says_how_its_data_differs() -> None:

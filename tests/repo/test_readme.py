@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 from tests.support.pages import block
@@ -16,17 +13,10 @@ PAGES = [ROOT / "README.md"] + [
 ]
 
 
-def test_the_swarm_loop_is_at_most_ten_lines_away_from_the_plain_one() -> None:
-    plain, swarm = (
-        [re.sub(r"\s*#.*", "", line).strip() for line in block(name).splitlines()]
-        for name in ("plain loop", "swarm loop")
-    )
-    changed = [line for line in difflib.ndiff(plain, swarm) if line[0] in "+-"]
-    assert 0 < len(changed) <= 10, changed
-
-
-def test_the_plain_loop_runs() -> None:
-    subprocess.run([sys.executable, "-c", block("plain loop")], check=True, timeout=120)
+def test_two_lines_make_a_loop_a_peer() -> None:
+    """One import, one `with`; the loop is as it was."""
+    lines = [re.sub(r"#.*", "", line) for line in block("swarm loop").splitlines()]
+    assert len([line for line in lines if "swarm" in line.lower()]) == 2
 
 
 def test_the_callback_of_the_readme_is_one_that_a_trainer_takes() -> None:
@@ -46,10 +36,10 @@ def test_the_callback_of_the_readme_is_one_that_a_trainer_takes() -> None:
 
 
 def test_the_design_names_every_room_of_the_package() -> None:
-    storeys = (ROOT / "diloco" / "README.md").read_text().split("## Storeys")[1].split("```")[1]
+    rooms_page = (ROOT / "diloco" / "README.md").read_text().split("## Rooms")[1].split("```")[1]
     named = {
         word
-        for line in storeys.splitlines()
+        for line in rooms_page.splitlines()
         for word in line.strip()[:24].split("  ")[0].split(" | ")
     }
     rooms = {place.parent.name for place in (ROOT / "diloco").glob("*/__init__.py")}

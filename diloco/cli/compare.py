@@ -17,7 +17,7 @@ from diloco.errors import ConfigError
 from diloco.text import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
-    from diloco.rundir.compare import Arm, Comparison
+    from diloco.rundir.compare import Arm, RunComparison
 
 
 @click.command(cls=Command)
@@ -92,7 +92,7 @@ def run(
     return 0
 
 
-def _show(found: Comparison, loss: float | None) -> None:
+def _show(found: RunComparison, loss: float | None) -> None:
     """A row per arm; elsewhere than on a terminal the table is as wide as it needs to be."""
     from rich.console import Console
     from rich.measure import Measurement

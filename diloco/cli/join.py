@@ -105,11 +105,11 @@ def join(address: str | None, yes: bool, options: Options) -> int:
 
 def _shown(view: LiveView) -> Listener:
     """Shows the training loop's messages, and when the first contribution is in the model."""
-    from diloco.rundir.reporting import Message, Ready, Stage, Status
+    from diloco.rundir.reporting import PeerStatus, Ready, Report, Stage
 
     arrived, discarded = False, 0
 
-    def listen(message: Message) -> None:
+    def listen(message: Report) -> None:
         nonlocal arrived, discarded
         if isinstance(message, Ready) and not message.advice:
             return  # a guest need not invite others
@@ -118,7 +118,7 @@ def _shown(view: LiveView) -> Listener:
             is_told = message.stage == "state" or message.wanted
             view.stage(message.stage, f"{human_bytes(message.received)} {done}" if is_told else "")
         elif (
-            isinstance(message, Status)
+            isinstance(message, PeerStatus)
             and not arrived
             and message.state not in ("", "starting", "waiting")
         ):

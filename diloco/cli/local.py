@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from diloco.cli.table import LiveView
     from diloco.config import Config
-    from diloco.rundir.reporting import Message
+    from diloco.rundir.reporting import Report
     from diloco.rundir.summary import Summary
 
 LINGERING_S = 5.0
@@ -275,7 +275,7 @@ class Child:
         return error
 
 
-Words: TypeAlias = "queue.Queue[tuple[Child, Message | None]]"
+Words: TypeAlias = "queue.Queue[tuple[Child, Report | None]]"
 """What the peers say, in the order in which they say it; None when one has ended."""
 
 
@@ -311,10 +311,10 @@ def _started(
 
 
 def _listen(child: Child, output: IO[str], words: Words) -> None:
-    from diloco.rundir.reporting import read_message
+    from diloco.rundir.reporting import read_report
 
     for line in output:
-        if (message := read_message(line)) is not None:
+        if (message := read_report(line)) is not None:
             words.put((child, message))
 
 
@@ -333,14 +333,14 @@ def _follow(
     A peer that fails or is killed before any trains ends the others, which would wait for it; it is
     returned.
     """
-    from diloco.rundir.reporting import Finished, Ready, Status
+    from diloco.rundir.reporting import Finished, PeerStatus, Ready
 
     running, culprit = {child.name for child in children}, None
     while running:
         child, message = words.get()
         if message is not None:
             child.ready |= isinstance(message, Ready)
-            if isinstance(message, Status) and message.state == "training":
+            if isinstance(message, PeerStatus) and message.state == "training":
                 for one in children:
                     one.begun = True
             if isinstance(message, Finished):
@@ -351,7 +351,7 @@ def _follow(
         if (code := child.process.wait()) == 0:
             continue
         state = "killed" if code < 0 else "failed"
-        view.update(Status(child.name, state=state))
+        view.update(PeerStatus(child.name, state=state))
         view.note(
             f"{child.name} {state}: {child.complaint() if code > 0 else signal.Signals(-code).name}"
         )

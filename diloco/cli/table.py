@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.config import Config
-from diloco.rundir.reporting import Lines, Message, Ready, Status, who_can_join
+from diloco.rundir.reporting import Lines, PeerStatus, Ready, Report, who_can_join
 from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
 STATE_STYLES = {
@@ -54,7 +54,7 @@ class LiveView:
         self.title = title
         self._console = console
         self._lines = Lines(self._write, total_steps, clock)
-        self._lines.known |= {peer: Status(peer, state="starting") for peer in peers}
+        self._lines.known |= {peer: PeerStatus(peer, state="starting") for peer in peers}
         self._stage = ("", "")
         self._ready = False
         self._first: tuple[float, int] | None = None  # when training began, and at which version
@@ -82,9 +82,9 @@ class LiveView:
         yield
         self.__enter__()
 
-    def update(self, message: Message) -> None:
-        """Shows a message: `Ready`, `Notice` or `Status`; others are ignored."""
-        if isinstance(message, Status):
+    def update(self, message: Report) -> None:
+        """Shows a message: `Ready`, `Notice` or `PeerStatus`; others are ignored."""
+        if isinstance(message, PeerStatus):
             if self._first is None and message.version is not None and message.state == "training":
                 self._first = (self._lines.clock(), message.version)
             if self._live is not None:
@@ -139,11 +139,11 @@ class LiveView:
                 known = [value for one in rows if (value := getattr(one, name)) is not None]
                 sums[name] = sum(known) if known else None
             table.add_row(
-                "together", "", "", "", "", "", *_figures(Status(**sums))[2:], style="dim"
+                "together", "", "", "", "", "", *_figures(PeerStatus(**sums))[2:], style="dim"
             )
         return Group(Text(self.title), self._progress(rows), table, *under_way)
 
-    def _progress(self, rows: Sequence[Status]) -> RenderableType:
+    def _progress(self, rows: Sequence[PeerStatus]) -> RenderableType:
         total, elapsed = self._lines.total, self._lines.clock() - self._lines.began
         done = max((one.version or 0 for one in rows), default=0)
         peers = max((one.peers or 0 for one in rows), default=0)
@@ -192,7 +192,7 @@ def say_who_can_join(console: Console, config: Config) -> None:
         console.print(text, style="bold red" if is_warning else "dim", highlight=False)
 
 
-def _figures(status: Status) -> list[str]:
+def _figures(status: PeerStatus) -> list[str]:
     loss, eval_loss = (
         "-" if one is None else f"{one:.2f}" for one in (status.loss, status.eval_loss)
     )

@@ -27,7 +27,7 @@ def train(options: Options) -> int:
     from rich.console import Console
 
     from diloco.cli.table import LiveView, hear_warnings, say_who_can_join
-    from diloco.rundir.reporting import Message, Ready
+    from diloco.rundir.reporting import Ready, Report
     from diloco.train.run import run
 
     hear_warnings()
@@ -35,7 +35,7 @@ def train(options: Options) -> int:
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, {config.outer.method}"
     with LiveView(console, [config.run.name or "peer"], config.budget.outer_steps, title) as view:
 
-        def show(message: Message) -> None:
+        def show(message: Report) -> None:
             if isinstance(message, Ready):  # an error before that stands alone, in one line
                 say_who_can_join(console, config)
             view.update(message)
@@ -125,14 +125,14 @@ def simulate(options: Options) -> int:
     from rich.console import Console
 
     from diloco.cli.table import LiveView, hear_warnings
-    from diloco.rundir.reporting import Message
+    from diloco.rundir.reporting import Report
     from diloco.sim.run import simulate
 
     hear_warnings()
     console, peers, at_s = Console(), config.local.peers, 0.0
     title = f"{config.run.id}: {peers} simulated peers, {config.outer.method}"
 
-    def listen(message: Message) -> None:
+    def listen(message: Report) -> None:
         nonlocal at_s
         at_s = message.time
         view.update(message)

@@ -170,7 +170,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Runs side by side, as `compare` returns it.
 
     arms: runs that differ in run.seed only, by their mean loss, the lowest first.
@@ -254,7 +254,7 @@ class Comparison:
         return written
 
 
-def compare(*places: str | Path) -> Comparison:
+def compare(*places: str | Path) -> RunComparison:
     """Reads runs, which may have broken or be still going on, to compare them.
 
         from diloco import compare
@@ -266,7 +266,7 @@ def compare(*places: str | Path) -> Comparison:
     neither.
     """
     arms = _arms([read_run(directory) for directory in _run_directories(map(Path, places))])
-    return Comparison(tuple(arms), tuple(_gaps(arms)))
+    return RunComparison(tuple(arms), tuple(_gaps(arms)))
 
 
 def gap_of(loss: float, baseline: float) -> float:

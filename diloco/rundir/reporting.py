@@ -1,7 +1,7 @@
 """What one peer reports while it trains: the messages, and their listeners: a supervisor's pipe,
 lines, the log.
 
-training loop -> Message -> json_lines -> one JSON object per line -> read_message -> Message ->
+training loop -> Report -> json_lines -> one JSON object per line -> read_report -> Report ->
 live table
 """
 
@@ -38,7 +38,7 @@ _FROM = {
 }
 
 
-class Message(Struct, frozen=True, tag_field="t"):
+class Report(Struct, frozen=True, tag_field="t"):
     """Base of all messages. `peer` is the name of the peer that reports, `time` unix seconds
     (virtual if simulated)."""
 
@@ -50,7 +50,7 @@ class Message(Struct, frozen=True, tag_field="t"):
         return replace(self, peer=peer, time=time)
 
 
-class Stage(Message, frozen=True, tag="stage"):
+class Stage(Report, frozen=True, tag="stage"):
     """A peer prepares to train. `stage` is "data", with bytes of text that are tokenised of how
     many (0: none is now), or "state", with bytes that came in.
     """
@@ -60,7 +60,7 @@ class Stage(Message, frozen=True, tag="stage"):
     wanted: int = 0
 
 
-class Ready(Message, frozen=True, tag="ready"):
+class Ready(Report, frozen=True, tag="ready"):
     """A peer has joined the swarm, or has started it (`first`).
 
     address: the best one, empty if the peer listens nowhere. addresses: all, the best first.
@@ -100,13 +100,13 @@ class Ready(Message, frozen=True, tag="ready"):
         return lines + [f"or, {reachability(other)}: {command} {other}" for other in others[:4]]
 
 
-class Notice(Message, frozen=True, tag="notice"):
+class Notice(Report, frozen=True, tag="notice"):
     """Something that whoever started the peer should know, in one line."""
 
     text: str = ""
 
 
-class Status(Message, frozen=True, tag="status"):
+class PeerStatus(Report, frozen=True, tag="status"):
     """The state of a peer twice a second: losses in nats per token, `outer_steps` of the budget,
     counts of this peer.
 
@@ -129,27 +129,27 @@ class Status(Message, frozen=True, tag="status"):
     peers: int | None = None
 
 
-class Finished(Message, frozen=True, tag="summary"):
+class Finished(Report, frozen=True, tag="summary"):
     """The summary of this single peer, after its last step."""
 
     summary: Summary = Summary()
 
 
-Listener = Callable[[Message], None]
-_READER = msgspec.json.Decoder(Stage | Ready | Notice | Status | Finished)
+Listener = Callable[[Report], None]
+_READER = msgspec.json.Decoder(Stage | Ready | Notice | PeerStatus | Finished)
 
 
-def read_message(line: str) -> Message | None:
+def read_report(line: str) -> Report | None:
     """A message from a line of `json_lines`; None for any other, for a library may write there,
     too."""
     try:
-        message: Message = _READER.decode(line)
+        message: Report = _READER.decode(line)
     except msgspec.MsgspecError:
         return None
     return message
 
 
-def json_lines(message: Message) -> None:
+def json_lines(message: Report) -> None:
     """Writes a message to stdout at once, one JSON object per line: `diloco local` reads its peers
     this way.
 
@@ -188,14 +188,14 @@ class Lines:
         total: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.known: dict[str, Status] = {}
+        self.known: dict[str, PeerStatus] = {}
         self.total, self.clock, self.began = total, clock, clock()
         self._write = write
         # outer step and time of each peer's last line
         self._shown: dict[str, tuple[int | None, float]] = {}
         self._told = set[str]()
 
-    def __call__(self, message: Message) -> None:
+    def __call__(self, message: Report) -> None:
         peer = plain(message.peer)
         if isinstance(message, Ready):
             self._ready(peer, message)
@@ -203,7 +203,7 @@ class Lines:
             if message.text not in self._told:  # peers with the same files say the same of them
                 self.note(f"{peer}: {message.text}")
             self._told.add(message.text)
-        elif isinstance(message, Status):
+        elif isinstance(message, PeerStatus):
             self.learn(message)
             self._status(peer, self.known[peer])
 
@@ -211,10 +211,10 @@ class Lines:
         """Writes a line for an event."""
         self._write(f"[{self.clock() - self.began:5.1f}s] {plain(text)}")
 
-    def learn(self, status: Status) -> None:
+    def learn(self, status: PeerStatus) -> None:
         """Takes what is known of a peer into `known`."""
         peer, fields = plain(status.peer), status.__struct_fields__
-        before = self.known.get(peer, Status(peer, state="starting"))
+        before = self.known.get(peer, PeerStatus(peer, state="starting"))
         told = {name: value for name in fields if (value := getattr(status, name)) is not None}
         self.known[peer] = replace(before, **told | {"state": plain(status.state) or before.state})
         self.total = status.outer_steps or self.total
@@ -229,7 +229,7 @@ class Lines:
             for line in others:  # for copying: nothing stands before it
                 self._write(line)
 
-    def _status(self, peer: str, status: Status) -> None:
+    def _status(self, peer: str, status: PeerStatus) -> None:
         now, (version, at) = self.clock(), self._shown.get(peer, (None, self.began))
         # the evaluation of the step is over
         settled = status.state in ("training", "waiting", "leaving", "done")
@@ -246,7 +246,7 @@ class Lines:
             f" {status.state}"
         )
 
-    def step_of(self, status: Status) -> str:
+    def step_of(self, status: PeerStatus) -> str:
         """The outer step, and of how many."""
         version = "-" if status.version is None else str(status.version)
         return version if self.total is None else f"{version}/{self.total}"
@@ -257,7 +257,7 @@ def log_lines(config: Config, clock: Callable[[], float] = time.monotonic) -> Li
     model is."""
     lines, notice = Lines(lambda text: logger.info("%s", text), clock=clock), who_can_join(config)
 
-    def listen(message: Message) -> None:
+    def listen(message: Report) -> None:
         if isinstance(message, Ready) and notice is not None:
             text, is_warning = notice
             logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)

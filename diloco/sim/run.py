@@ -28,7 +28,7 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Listener, Message, Status
+from diloco.rundir.reporting import Listener, PeerStatus, Report
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions
 from diloco.sim import events
 from diloco.sim.events import SimEvent
@@ -199,7 +199,7 @@ class Simulation:
             peer.crashed = True
             self.network.crash(peer.name)
             self.loop.kill(peer.name)
-            self.listen(self._message(peer, Status(state="killed")))
+            self.listen(self._message(peer, PeerStatus(state="killed")))
 
     def _join(self, index: int, min_peers: int) -> None:
         seeds = [
@@ -288,7 +288,7 @@ class Simulation:
             config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime
         )
 
-    def _message(self, peer: SimPeer, message: Message) -> Message:
+    def _message(self, peer: SimPeer, message: Report) -> Report:
         return message.told_by(peer.name, self.loop.time())
 
 

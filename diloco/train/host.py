@@ -20,7 +20,7 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.rundir.files import exclusive, prepare_run_directory
 from diloco.rundir.metrics import RunLog
-from diloco.rundir.reporting import Status
+from diloco.rundir.reporting import PeerStatus
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.client.ask import check_clock, inspect_swarm, parse_manifest
 from diloco.swarm.node.runtime import NodeThread
@@ -112,10 +112,10 @@ class Host:
         self._used_up |= self.manifest.budget.is_used_up(tip.number, tip.work)
         return self._used_up and not trainers
 
-    def status(self) -> Status:
+    def status(self) -> PeerStatus:
         """This host's state and figures, for a live table."""
         core, traffic = self.node.core.facts, self.node.traffic
-        return Status(
+        return PeerStatus(
             self._name,
             time.time(),
             state="training" if core.ready else "waiting",

@@ -30,7 +30,7 @@ from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.push import Pusher
-from diloco.rundir.reporting import Message, Notice, Status
+from diloco.rundir.reporting import Notice, PeerStatus, Report
 from diloco.rundir.summary import (
     Evaluation,
     PeerSummary,
@@ -66,7 +66,7 @@ class Trainer:
     checkpoints: RunCheckpoints
     phases: PhaseTimer
     log: RunLog
-    tell: Callable[[Message], None]
+    tell: Callable[[Report], None]
     tokenizer: Any = None  # a `Tokenizer`, for `eval.prompts`
     pusher: Pusher | None = None
     eval_loss: float | None = None
@@ -439,10 +439,10 @@ class Trainer:
             self._told_at = now
             self.tell(self.status("training"))
 
-    def status(self, state: str) -> Status:
+    def status(self, state: str) -> PeerStatus:
         sync, (sent, received) = self.sync, self.traffic()
         shared = ("version", "inner_step", "target_steps", "exchanged", "tokens")
-        return Status(
+        return PeerStatus(
             **{name: getattr(sync, name) for name in shared},
             state=state,
             outer_steps=self.config.budget.outer_steps,

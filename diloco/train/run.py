@@ -30,7 +30,7 @@ from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.push import Pusher
-from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures
+from diloco.rundir.reporting import Finished, Listener, Ready, Report, Stage, swarm_figures
 from diloco.rundir.summary import (
     PhaseTimer,
     Summary,
@@ -52,7 +52,7 @@ from diloco.train.loop import Trainer
 from diloco.train.memory import fit_to_memory
 from diloco.train.precision import precision_of, prepare_
 
-Tell = Callable[[Message], None]
+Tell = Callable[[Report], None]
 
 ARRIVAL_EVERY_S = 0.2
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from diloco.cli.table import LiveView, _Stderr
-from diloco.rundir.reporting import Message, Notice, Ready, Status
+from diloco.rundir.reporting import Notice, PeerStatus, Ready, Report
 from diloco.text import human_bytes, human_count, human_seconds
 
 
@@ -39,7 +39,7 @@ def make(
     )
 
 
-def status(peer: str = "p0", state: str = "training", version: int = 3, **fields: Any) -> Status:
+def status(peer: str = "p0", state: str = "training", version: int = 3, **more: Any) -> PeerStatus:
     defaults = {
         "inner_step": 90,
         "loss": 2.614,
@@ -47,7 +47,7 @@ def status(peer: str = "p0", state: str = "training", version: int = 3, **fields
         "tokens_per_s": 4100.0,
         "bytes_sent": 1230000,
     }
-    return Status(peer, 0.0, state, version, **{**defaults, **fields})
+    return PeerStatus(peer, 0.0, state, version, **{**defaults, **more})
 
 
 def shown(view: LiveView, width: int = 80) -> list[str]:
@@ -64,7 +64,7 @@ def test_a_line_has_the_documented_format() -> None:
     for peer in ("p0", "p1"):  # it is said once
         view.update(Notice(peer, text="one\ntwo"))
     view.update(status(state="done", eval_loss=2.4))  # also within the same step
-    view.update(Status("p1", state="left", version=4))
+    view.update(PeerStatus("p1", state="left", version=4))
     assert file.getvalue().splitlines() == [
         "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training",
         "[ 12.3s] p0 ready at /ip4/127.0.0.1/tcp/1/p2p/12D3",
@@ -216,7 +216,7 @@ def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
 texts = st.text(max_size=9)
 figures = st.none() | st.floats() | st.integers(0, 10**12)
 messages = st.builds(Ready, texts, address=texts, advice=texts) | st.builds(
-    Status,
+    PeerStatus,
     texts,
     state=texts,
     version=figures,
@@ -229,9 +229,7 @@ messages = st.builds(Ready, texts, address=texts, advice=texts) | st.builds(
 @pytest.mark.parametrize("terminal", [False, True])
 @settings(max_examples=50, deadline=None)
 @given(said=st.lists(messages))
-def test_no_message_can_end_the_view_or_break_its_lines(
-    terminal: bool, said: list[Message]
-) -> None:
+def test_no_message_can_end_the_view_or_break_its_lines(terminal: bool, said: list[Report]) -> None:
     view, file, _ = make(terminal, total=None)
     for message in said:
         view.update(message)

@@ -13,7 +13,7 @@ import pytest
 from diloco.config import compose
 from diloco.messages.snapshot import Contributor, PhaseSeconds
 from diloco.rundir import reporting
-from diloco.rundir.reporting import Finished, Message, Notice, Ready, Stage, Status, read_message
+from diloco.rundir.reporting import Finished, Notice, PeerStatus, Ready, Report, Stage, read_report
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
 
 PEER = PeerSummary("12D3", "p0", 480, 9600, "ab12", 5, 7, PhaseSeconds(3.0, 1.0, 0.5, 0.25))
@@ -43,18 +43,18 @@ MESSAGES = [
         "diloco invite",
         "no",
     ),
-    Status("p0", 1.5, "training", 3, 16, 5, 25, True, 2.5, 2.75, 100, 10, 4.5, 7, 8, 4),
+    PeerStatus("p0", 1.5, "training", 3, 16, 5, 25, True, 2.5, 2.75, 100, 10, 4.5, 7, 8, 4),
     Notice("p0", 1.5, "p1 has other data"),
-    Status("p0", state="killed"),
+    PeerStatus("p0", state="killed"),
     Finished("p0", 1.5, SUMMARY),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_pipe(message: Message, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_survives_the_pipe(message: Report, capsys: pytest.CaptureFixture[str]) -> None:
     reporting.json_lines(message)
     [line] = capsys.readouterr().out.splitlines()
-    assert read_message(line) == message
+    assert read_report(line) == message
 
 
 def test_a_warning_of_the_log_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +66,7 @@ def test_a_warning_of_the_log_is_a_message(capsys: pytest.CaptureFixture[str]) -
     finally:
         log.handlers.clear()
     [line] = capsys.readouterr().out.splitlines()
-    message = read_message(line)
+    message = read_report(line)
     assert isinstance(message, Notice) and (message.peer, message.text) == (
         "p0",
         "3 files left out",
@@ -75,7 +75,7 @@ def test_a_warning_of_the_log_is_a_message(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_line_has_the_fields_that_readers_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
     """Other lines are passed over."""
-    reporting.json_lines(Status("p0", 2.0, "training", 3, loss=math.nan))
+    reporting.json_lines(PeerStatus("p0", 2.0, "training", 3, loss=math.nan))
     line = json.loads(capsys.readouterr().out)
     assert line.items() >= {"t": "status", "peer": "p0", "version": 3, "loss": None}.items()
     for other in (
@@ -85,7 +85,7 @@ def test_a_line_has_the_fields_that_readers_rely_on(capsys: pytest.CaptureFixtur
         '{"t": "status", "version": "x"}',
         "\x00",
     ):
-        assert read_message(other) is None
+        assert read_report(other) is None
 
 
 def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,7 +94,7 @@ def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptu
     listen = reporting.log_lines(compose([f"run.dir={tmp_path}"]), lambda: 2.0)
     listen(Ready("p0", first=True, address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
     listen(
-        Status(
+        PeerStatus(
             "p0",
             state="training",
             version=0,
@@ -104,7 +104,7 @@ def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptu
             bytes_sent=12000000,
         )
     )
-    listen(Status("p0", state="training", version=0, loss=2.25))
+    listen(PeerStatus("p0", state="training", version=0, loss=2.25))
     (tmp_path / "model").mkdir()
     listen(Finished(summary=Summary(outer_steps=9, eval=Evaluation(2.0))))
     assert [record.getMessage() for record in caplog.records] == [

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from diloco.attach.console_log import Callbacks
-from diloco.attach.devices import usual
+from diloco.attach.devices import default_modes
 from diloco.attach.inner_optimizer import InnerStateTransfer, snapshot
-from diloco.attach.node_link import NodeHandle, NodeLink, Position, RankLeases
+from diloco.attach.node_link import NodeHandle, NodeLink, Position, Progress, RankLeases
 from diloco.attach.parameters import TrainedParams
-from diloco.attach.progress import Progress
 from diloco.attach.ranks import RankGroup
 from diloco.attach.schedulers import Schedulers, StepHooks, swarm_steps
 from diloco.attach.sharded import restored_after
@@ -135,7 +134,7 @@ class Attachment:
             return self.drop_out()
         self.__exit__(kind, None, None)
 
-    @usual
+    @default_modes
     def __enter__(self) -> Attachment:
         if self._phase in RUNNING:  # opened already
             return self
@@ -153,7 +152,7 @@ class Attachment:
         self._end_loop()
         return self
 
-    @usual
+    @default_modes
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -241,7 +240,7 @@ class Attachment:
             self.close_opened()
             leave(self.ended_by)
 
-    @usual
+    @default_modes
     def finish(self) -> None:
         """Wait for the updates that are under way, for which the other peers wait, too. No inner
         step may follow."""
@@ -293,10 +292,11 @@ class Attachment:
         """The mean loss of the last inner steps (nats per token), for watchers of the swarm."""
         self._progress.loss = loss
         if self.node is not None:
-            figures = self._progress.figures(self.tokens, self.discarded_tokens, self.node.traffic)
+            traffic = self.node.traffic.bytes_sent, self.node.traffic.bytes_received
+            figures = self._progress.figures(self.tokens, self.discarded_tokens, *traffic)
             self._link.call_soon(lambda node: node.core.measure, figures)
 
-    @usual
+    @default_modes
     def _before_step(self) -> None:
         self.parameters.check_kept()
         self.schedulers.step_to(swarm_steps(self, self.outer.sync_every))
@@ -306,7 +306,7 @@ class Attachment:
             self._after_step()
         self._end_loop()
 
-    @usual
+    @default_modes
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
         self.steps += 1

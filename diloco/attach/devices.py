@@ -1,5 +1,4 @@
-"""Accelerators of this machine: `cuda` (also AMD's), `xpu` (Intel's) and `mps` (Apple's). A torch
-knows one."""
+"""Accelerators of this machine: `cuda` (also AMD's), `xpu` (Intel's) and `mps` (Apple's)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from diloco.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-KINDS = ("cuda", "xpu", "mps")
+KINDS = ("cuda", "xpu", "mps")  # a torch knows one of them
 # From data sheets: 10^12 operations per second in bf16 (T4, V100: fp16), added up in fp32, without
 # sparsity. The first pattern that is in a device's name counts; of GeForce cards others have longer
 # names.
@@ -33,14 +32,13 @@ REFUSED_S = 30.0  # rank 0 says why, and torchrun then ends the others
 
 
 @contextmanager
-def _usual() -> Iterator[None]:
+def _default_modes() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         yield
 
 
-usual = _usual()
-"""Decorates what a training loop calls: the modes and the default device of its thread mean nothing
-inside."""
+default_modes = _default_modes()
+"""Decorates what a training loop calls: its modes and default device mean nothing inside."""
 
 
 def place(kind: str, index: int) -> str:
@@ -49,8 +47,7 @@ def place(kind: str, index: int) -> str:
 
 
 def count_devices() -> tuple[str, int]:
-    """The kind of the accelerators that are here, and how many there are; `("cpu", 0)` without
-    any."""
+    """The kind of the accelerators that are here, and how many; `("cpu", 0)` without any."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type not in KINDS:
         return "cpu", 0
@@ -58,38 +55,37 @@ def count_devices() -> tuple[str, int]:
 
 
 def choose(setting: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """The device that train.device means for a process alone, or for a rank, one of `local_size` on
-    this machine.
+    """The device that train.device means for a rank, one of `local_size` on this machine.
 
     Without a number a rank takes the one of its own number. Raises `ConfigError` if that is not
     there.
     """
-    if setting == "cpu":
-        return torch.device("cpu")
-    kind, count = count_devices()
     wanted, _, number = setting.partition(":")
-    if wanted == "auto":
-        if not count:
-            return torch.device("cpu")
-        wanted = kind
-    if wanted != kind or (number and int(number) >= count):
+    kind, count = ("cpu", 0) if wanted == "cpu" else count_devices()
+    if wanted == "cpu" or (wanted == "auto" and not count):
+        return torch.device("cpu")
+    if wanted not in ("auto", kind) or (number and int(number) >= count):
         raise ConfigError(
             f"train.device={setting} is not there: this machine has {_words(kind, count)}; use auto"
             " or cpu"
         )
-    if number:
-        return torch.device(place(kind, int(number)))
-    if local_size > count:
+    if not number and local_size > count:
         raise ConfigError(
             f"train.device={setting}: {local_size} processes on this machine, which has"
             f" {_words(kind, count)}; start {count}, or use train.device=cpu"
         )
-    return torch.device(place(kind, local_rank))
+    return torch.device(place(kind, int(number or local_rank)))
+
+
+def _words(kind: str, count: int) -> str:
+    if not count:
+        return "no accelerator that torch can use"
+    names = [place(kind, index) for index in range(count)]
+    return names[0] if count == 1 else f"{names[0]} to {names[-1]}"
 
 
 def pick_device(setting: str) -> torch.device:
-    """The device of this process, by torchrun's environment where there is one; it becomes the
-    current one.
+    """The device of this process, by torchrun's environment; it becomes the current one.
 
     With LOCAL_RANK alone a process is one of several peers, which take the devices in turn. Where
     the device is not there, one rank raises `ConfigError`, and the others wait: torchrun ends all
@@ -114,17 +110,10 @@ def pick_device(setting: str) -> torch.device:
     return device
 
 
-def _words(kind: str, count: int) -> str:
-    if not count:
-        return "no accelerator that torch can use"
-    names = [place(kind, index) for index in range(count)]
-    return names[0] if count == 1 else f"{names[0]} to {names[-1]}"
-
-
-def backend_of(device: torch.device, shared: bool = False) -> str:
-    """The backend of torch.distributed for tensors of a device; `shared` says that several ranks
-    may use that one."""
-    # NCCL refuses two ranks of one device
+def backend_of(device: torch.device, setting: str = "auto") -> str:
+    """The backend of torch.distributed for tensors of a device, chosen by train.device."""
+    # ranks that were given numbers may have equal ones; NCCL refuses two ranks of one device
+    shared = ":" in setting and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
     if device.type == "cuda" and not shared and dist.is_nccl_available():
         return "nccl"
     if device.type == "xpu" and not shared and dist.is_xccl_available():
@@ -132,19 +121,11 @@ def backend_of(device: torch.device, shared: bool = False) -> str:
     return "gloo"
 
 
-def shares_device(setting: str) -> bool:
-    """Whether several ranks of this machine were given numbers of devices, which may be equal."""
-    return ":" in setting and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
-
-
 def name_of(device: torch.device) -> str:
     """The hardware in a few words."""
     module: Any = torch.get_device_module(device)
-    return (
-        str(module.get_device_name(device))
-        if device.type in ("cuda", "xpu")
-        else device.type.upper()
-    )
+    named = device.type in ("cuda", "xpu")
+    return str(module.get_device_name(device)) if named else device.type.upper()
 
 
 def free_bytes(device: torch.device) -> float:
@@ -155,8 +136,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Most bytes in use at a time: of this process, and of its tensors where the accelerator counts
-    them."""
+    """Most bytes in use at a time: of this process, and of its tensors on a cuda or xpu device."""
     unit = 1 if sys.platform == "darwin" else 1024
     found = {"peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type in ("cuda", "xpu"):
@@ -165,8 +145,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations per second of dense 16-bit matrix products, as its maker says; None for what is
-    not in the table."""
+    """Operations per second of dense 16-bit matrix products, as its maker says; None if unknown."""
     for pattern, peak in re.findall(r"([^:,\n]+): ([\d.]+)", PEAKS):
         if re.search(rf"\b{pattern.strip()}(?!\w)(?!.* MIG )", name_of(device)):
             return 1e12 * float(peak)
@@ -197,8 +176,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def forked_random(device: torch.device) -> AbstractContextManager[None]:
-    """A context after which the generators of the CPU and of the device go on as if nothing had
-    been drawn inside."""
+    """A context after which the generators of CPU and device go on as before it."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
@@ -213,8 +191,7 @@ def seed_random(device: torch.device, seed: int) -> None:
 
 
 def random_states() -> dict[str, Tensor]:
-    """States of the generators of all accelerators by name, such as `cuda.0`; none before one is in
-    use."""
+    """States of the generators of accelerators that are in use, by name such as `cuda.0`."""
     kind, count = count_devices()
     module: Any = torch.get_device_module(kind) if count else None
     if kind == "mps":

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from diloco.attach.inner_optimizer import kind_of
 from diloco.attach.sharded import has_row_layout, is_sharded, local_tensor
-from diloco.attach.unwrap import named, unwrapped_name
+from diloco.attach.unwrap import kind_of, named, unwrapped_name
 from diloco.errors import ConfigError
 from diloco.outer.digest import fragment_digest, part_digest, part_ranges
 from diloco.outer.fragments import gather_, partition

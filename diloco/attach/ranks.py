@@ -83,7 +83,7 @@ class RankGroup:
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         if size == 1:
             return cls(chosen)
-        backend = devices.backend_of(chosen, devices.shares_device(device))
+        backend = devices.backend_of(chosen, device)
         store = _store(rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         return cls(chosen, rank, size, parallel == "fsdp", backend, store)

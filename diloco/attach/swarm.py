@@ -36,13 +36,12 @@ from diloco.attach.attachment import Attachment
 from diloco.attach.bootstrap_peers import PeerKey, called_again, remember
 from diloco.attach.console_log import Callbacks, ConsoleLog
 from diloco.attach.data_shard import ActivePeers, shard
-from diloco.attach.inner_optimizer import kind_of
 from diloco.attach.parameters import TrainedParams, frozen_digest
 from diloco.attach.ranks import RankGroup
 from diloco.attach.saved import LoopCheckpoints, PeerState
 from diloco.attach.schedulers import Schedulers, is_attached, swarm_steps
 from diloco.attach.signals import watch
-from diloco.attach.unwrap import class_name, scheduled_step, unwrap_model, unwrap_optimizer
+from diloco.attach.unwrap import class_name, kind_of, unwrap_model, unwrap_optimizer
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.config.manifest import planned
 from diloco.errors import CheckpointError, ConfigError
@@ -249,7 +248,7 @@ class Swarm:
 
     # -- a model -----------------------------------------------------------------------------------
 
-    @devices.usual
+    @devices.default_modes
     def attach(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -300,7 +299,7 @@ class Swarm:
         self.outer = self._resolved_outer.of(sum(parameters.numels.values()))
         device = next((one.device for one in parameters.values()), torch.device("cpu"))
         ranks = ranks or RankGroup.from_process_group(device)
-        paced_schedulers = Schedulers(scheduled_step(one, ranks.size) for one in schedulers)
+        paced_schedulers = Schedulers(schedulers, ranks.size)
         with ExitStack() as stack:
             if checkpoints is not None:
                 self._checkpoints = LoopCheckpoints(Path(checkpoints), model, optimizer, ranks)
@@ -370,7 +369,7 @@ class Swarm:
         self._saved_version = state.saved.steps
         return state
 
-    @devices.usual
+    @devices.default_modes
     def save(self, **state: Any) -> Path | None:
         """All ranks: write a checkpoint, with whatever the loop adds as JSON; returns where, on
         rank 0.

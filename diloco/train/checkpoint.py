@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from diloco.attach.saved import Groups, flatten_own, flatten_swarm, restore_own, restore_swarm
 from diloco.attach.sharded import full_tensor, load_rows_
-from diloco.attach.state_io import Groups, flatten_own, flatten_swarm, restore_own, restore_swarm
 from diloco.attach.swarm import Attachment, Saved
 from diloco.config import Config
 from diloco.data import Stream

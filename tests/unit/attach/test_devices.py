@@ -112,7 +112,7 @@ def test_collectives_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPat
             kind: devices.backend_of(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "mps")
         }
         assert kinds == {"cpu": "gloo", "cuda": "nccl", "xpu": backend, "mps": "gloo"}
-    assert devices.backend_of(torch.device("cuda"), shared=True) == "gloo"
-    for ranks, shared in (("2", [False, False, True]), ("1", [False] * 3)):
+    for ranks, found in (("2", ["nccl", "nccl", "gloo"]), ("1", ["nccl"] * 3)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert [devices.shares_device(setting) for setting in ("auto", "cuda", "cuda:0")] == shared
+        settings = ("auto", "cuda", "cuda:0")
+        assert [devices.backend_of(torch.device("cuda"), one) for one in settings] == found

@@ -11,14 +11,9 @@ import torch
 from torch import nn
 
 from diloco.attach import inner_optimizer as inner
-from diloco.attach import muon
-from diloco.attach.inner_optimizer import (
-    CombinedOptimizer,
-    inner_optimizer,
-    load_moments_,
-    snapshot,
-)
-from diloco.attach.state_io import flatten_optimizer, restore_optimizer
+from diloco.attach.inner_optimizer import Muon, inner_optimizer, load_moments_, snapshot
+from diloco.attach.saved import flatten_optimizer, restore_optimizer
+from diloco.attach.unwrap import CombinedOptimizer
 from diloco.config import compose
 
 
@@ -121,10 +116,10 @@ def test_muon_steps_along_all_directions_of_a_matrix(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the iteration computes in: all singular values of a step are alike."""
-    monkeypatch.setattr(muon, "iteration_dtype", lambda device: dtype)
+    monkeypatch.setattr(inner, "iteration_dtype", lambda device: dtype)
     torch.manual_seed(0)
     matrix = nn.Parameter(torch.zeros(shape))
-    optimizer = muon.Muon([matrix], lr=0.5, weight_decay=0.0)
+    optimizer = Muon([matrix], lr=0.5, weight_decay=0.0)
     matrix.grad = torch.randn(shape) @ torch.diag(torch.logspace(-2, 0, shape[1]))
     u, _, v = torch.linalg.svd(matrix.grad, full_matrices=False)
     optimizer.step()

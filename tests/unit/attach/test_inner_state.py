@@ -27,7 +27,7 @@ from diloco.attach.ranks import RankGroup
 from diloco.attach.swarm import Attachment
 from diloco.config import compose
 from diloco.sim.run import Simulated
-from diloco.swarm.rpc import inner_state
+from diloco.swarm.rpc import inner_state as donors
 from diloco.swarm.rpc.inner_state import InnerState
 from tests.support.peers import events, json_lines
 from tests.support.simulated import digests
@@ -144,7 +144,7 @@ def test_first_moments_that_no_adam_has_are_clamped(betas: tuple[float, float]) 
 def p0_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Donors are asked in the order of their names."""
     monkeypatch.setattr(
-        inner_state, "_donors", lambda core, rng: sorted(m.peer for m in core.facts.members.all())
+        donors, "_donors", lambda core, rng: sorted(m.peer for m in core.facts.members.all())
     )
 
 

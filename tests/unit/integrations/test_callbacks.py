@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import diloco
-from diloco.attach.unwrap import scheduled_step, unwrap_model, unwrap_optimizer
+from diloco.attach.schedulers import ScheduledStep
+from diloco.attach.unwrap import unwrap_model, unwrap_optimizer
 from diloco.errors import ConfigError, DilocoError, JoinError
 from diloco.integrations.membership import FOLDER
 from diloco.rundir.files import exclusive
@@ -344,9 +345,9 @@ def test_what_libraries_wrap_is_found() -> None:
                 True,
             )
 
-    assert scheduled_step(Accelerated(False), 4) == ("inside", 4, 1)
-    assert scheduled_step(Accelerated(True), 4) == ("inside", 1, 1)
-    assert scheduled_step("plain", 4) == ("plain", 1, 1)
+    assert ScheduledStep.of(Accelerated(False), 4) == ("inside", 4, 1)
+    assert ScheduledStep.of(Accelerated(True), 4) == ("inside", 1, 1)
+    assert ScheduledStep.of("plain", 4) == ("plain", 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.attach.progress import dylu_steps
+from diloco.attach.node_link import dylu_steps
 from diloco.config import registry
 from diloco.outer.codecs import codec
 from diloco.outer.optimizer import OPTIMIZERS, YOUTH, DelayedNesterov, Linear, OuterStep, lr_at

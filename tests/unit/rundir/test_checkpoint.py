@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco.attach.state_io import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from diloco.attach.saved import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 from diloco.errors import CheckpointError
 from diloco.rundir import checkpoint as module
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore

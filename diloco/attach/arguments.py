@@ -22,8 +22,8 @@ from torch import Tensor
 from diloco.config import OuterConfig, SwarmConfig
 from diloco.config.compose import outer_preset
 from diloco.config.explain import nearest
+from diloco.config.files import fragments_of
 from diloco.config.manifest import hash_of
-from diloco.config.sizes import fragments_of
 from diloco.errors import ConfigError, DivergedError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec
 

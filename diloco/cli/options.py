@@ -139,7 +139,7 @@ def _from_stdin(override: str) -> str:
     if override != "swarm.token=-":
         return override
     from diloco.config.address import line_of_stdin
-    from diloco.config.overrides import quoted
+    from diloco.config.compose import quoted
 
     return f"swarm.token={quoted(line_of_stdin('swarm.token').rpartition('?token=')[2])}"
 
@@ -162,7 +162,7 @@ def split_address(address: str | None, options: Options) -> tuple[str | None, Op
 
 def keys(options: Options) -> frozenset[str]:
     """The keys that the user set."""
-    from diloco.config.overrides import key_of
+    from diloco.config.compose import key_of
 
     return frozenset(map(key_of, options.overrides))
 
@@ -175,8 +175,8 @@ def guest(address: str, options: Options, allowed: Sequence[str] = ()) -> tuple[
     """
     from diloco.config import Manifest
     from diloco.config.address import Address
+    from diloco.config.compose import key_of, quoted
     from diloco.config.explain import setting_fields
-    from diloco.config.overrides import key_of, quoted
 
     found = Address.read(address)
     owned = [key for key, _ in setting_fields(Manifest)]

@@ -175,9 +175,8 @@ def _members(
 ) -> tuple[Path, list[Member]]:
     """Their directory, and all members. Raises ConfigError if one has no valid settings."""
     from diloco.config import compose
-    from diloco.config.compose import compose_tree
+    from diloco.config.compose import compose_tree, key_of, quoted
     from diloco.config.files import sweep_params
-    from diloco.config.overrides import key_of, quoted
 
     fixed, swept = list[str](), list[list[str]]()
     for one in overrides:
@@ -218,9 +217,8 @@ def _values(argument: str, start: ConfigSource) -> list[str]:
     from hydra.errors import HydraException
 
     from diloco.config import choices
-    from diloco.config.compose import check_key
+    from diloco.config.compose import check_key, parse
     from diloco.config.explain import show
-    from diloco.config.overrides import parse
 
     groups = choices(start)
     typed, override = parse(argument, swept=True)

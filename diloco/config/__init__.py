@@ -8,10 +8,15 @@ on the wire
 from __future__ import annotations
 
 from diloco.config.compose import compose, help_text
-from diloco.config.data import MIXTURE_BLOCK, DataConfig, MixedSource
 from diloco.config.files import ConfigSource, choices
 from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
-from diloco.config.model import ModelConfig, ModelRecipe
+from diloco.config.model_data import (
+    MIXTURE_BLOCK,
+    DataConfig,
+    MixedSource,
+    ModelConfig,
+    ModelRecipe,
+)
 from diloco.config.run_settings import BudgetConfig, InnerConfig, OuterConfig, SwarmConfig
 from diloco.config.schema import Config
 from diloco.config.types import PeerLocal, RunOwned

@@ -1,6 +1,6 @@
-"""The schema in words: which settings there are, what each accepts, and a mistake as one line for
-the user: the key as typed, the value, what is expected instead. Nothing here knows a particular
-setting, so that `types.py` can stand on it.
+"""The schema in words: what each setting accepts, and one line for a mistake: key, value, remedy.
+
+Nothing here knows a particular setting, so that `types.py` can import it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from pydantic.fields import FieldInfo
 from diloco.text import masked
 
 _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
+_SIGNS: dict[Any, tuple[str, str]] = {
+    Gt: ("gt", ">"),
+    Ge: ("ge", ">="),
+    Lt: ("lt", "<"),
+    Le: ("le", "<="),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class TypeHint:
-    """What a value must be, in words, where the type alone does not say it; for errors and `--cfg
-    help`."""
+    """What a value must be, where the type alone does not say it; for errors and `--cfg help`."""
 
     text: str
 
@@ -49,14 +54,15 @@ def description(model: type[BaseModel], key: str) -> str:
     kind: Any = model
     for group in groups:
         kind = kind.model_fields[group].annotation
+    if text := kind.model_fields[name].description:
+        return str(text)
     owner = next(cls for cls in kind.__mro__ if name in vars(cls).get("__annotations__", ()))
     below = re.search(rf'\n    {name}: .*?\n    """(.*?)"""', getsource(owner), re.DOTALL)
-    return kind.model_fields[name].description or (" ".join(below[1].split()) if below else "")
+    return " ".join(below[1].split()) if below else ""
 
 
 def is_known_key(keys: Mapping[str, FieldInfo], key: str) -> bool:
-    """Whether `key` is a setting, or lies below one that is an open mapping
-    (`model.config.hidden_size`)."""
+    """Whether `key` is a setting, or lies below an open mapping such as `model.config`."""
     return key in keys or any(
         get_origin(field.annotation) is dict and key.startswith(f"{known}.")
         for known, field in keys.items()
@@ -74,15 +80,13 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
         return _expected(annotation, [*inner, *metadata])
     # Field(ge=0) wraps Ge(0)
     metadata = [part for item in metadata for part in getattr(item, "metadata", [item])]
-    spoken = next((item.text for item in metadata if isinstance(item, TypeHint)), None)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return (
-            f"{_expected(next(part for part in arguments if part is not type(None)), metadata)}, or"
-            " null"
-        )
-    if spoken is not None:
-        return spoken
+        kind = next(part for part in arguments if part is not type(None))
+        return f"{_expected(kind, metadata)}, or null"
+    for item in metadata:
+        if isinstance(item, TypeHint):
+            return item.text
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin is tuple:
@@ -90,38 +94,39 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
         return f"{size}, each {_expected(arguments[0], ())}"
     if origin is dict:
         return "a group of settings"
-    signs = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}
-    found = [(*signs[type(item)], item) for item in metadata if type(item) in signs]
-    bounds = " and ".join(f"{sign} {getattr(item, name):.10g}" for name, sign, item in found)
-    return f"{_KINDS.get(annotation, 'a text')} {bounds}".strip()
+    bounds = [(*_SIGNS[type(item)], item) for item in metadata if type(item) in _SIGNS]
+    limits = " and ".join(f"{sign} {getattr(item, name):.10g}" for name, sign, item in bounds)
+    return f"{_KINDS.get(annotation, 'a text')} {limits}".strip()
 
 
 def show(value: Any, limit: int = 80) -> str:
-    """A value as one printable line of at most `limit` characters; it may come from an untrusted
-    peer."""
+    """A value, perhaps of an untrusted peer, as one printable line of `limit` characters."""
     plain = isinstance(value, str) and value != "" and value.isprintable()
     text = masked(str(value) if plain else json.dumps(value, default=ascii))
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def first_line(error: Exception) -> str:
+    """What an error of a library says first, as one printable line."""
+    return show(next(iter(str(error).splitlines()), type(error).__name__), limit=200)
+
+
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """`outer.lrr is not a setting; did you mean outer.lr?`"""
     guess = " or ".join(nearest(key, known))
-    return (
-        f"{show(key)} is not a setting;"
-        f" {f'did you mean {guess}?' if guess else '--cfg help lists them all'}"
-    )
+    hint = f"did you mean {guess}?" if guess else "--cfg help lists them all"
+    return f"{show(key)} is not a setting; {hint}"
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """The known keys or names that were probably meant; none if nothing is similar."""
     known = list(known)
-    # `data.batch_size` may be of another group
-    last = {one: one.rpartition(".")[2] for one in known}
-    leaf = get_close_matches(word.rpartition(".")[2], last.values(), n=1, cutoff=0.7)
-    return get_close_matches(word, known, n=1, cutoff=0.8) or [
-        one for one in known if last[one] in leaf
-    ]
+    if found := get_close_matches(word, known, n=1, cutoff=0.8):
+        return found
+    # data.batch_size may be of another group
+    leaves = {one: one.rpartition(".")[2] for one in known}
+    leaf = get_close_matches(word.rpartition(".")[2], leaves.values(), n=1, cutoff=0.7)
+    return [one for one in known if leaves[one] in leaf]
 
 
 def explain(
@@ -133,12 +138,8 @@ def explain(
     """
     first, *others = error.errors(include_url=False)
     kind, keys = first["type"], dict(setting_fields(model))
-    # without the index into a list
-    key = ".".join(part for part in first["loc"] if isinstance(part, str))
-    # A setting that is a list or a mapping, in which the mistake is, or itself.
-    field = next(
-        (field for known, field in keys.items() if f"{key}.".startswith(f"{known}.")), None
-    )
+    key = ".".join(part for part in first["loc"] if isinstance(part, str))  # no index into a list
+    field = next((keys[known] for known in keys if f"{key}.".startswith(f"{known}.")), None)
     wanted = "a group of settings" if field is None else describe_type(field)
     setting = f"{show(key)}={(typed or {}).get(key) or show(first['input'])}"
     if kind == "extra_forbidden" and field is None:

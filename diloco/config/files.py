@@ -1,15 +1,14 @@
-"""Where files of settings are looked for, and how Hydra composes them: folders, choices and a file
-become one tree.
+"""Where files of settings are looked for, and how Hydra composes them into one tree.
 
 The first place that has a file counts: `--config-dir`, the package, then `configs/` in the working
-directory. So that one, which may belong to another program or lie there by chance, adds choices and
-replaces none.
+directory. So that one, which may belong to another program, adds choices and replaces none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,12 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 from yaml.error import MarkedYAMLError
 
-from diloco.config.explain import nearest, setting_fields, show
-from diloco.config.overrides import first_line
+from diloco.config.explain import first_line, nearest, setting_fields, show
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-VERSION_BASE = "1.3"
+MOST_PARAMETERS = 2**25  # of a fragment: 384 MiB of outer state for its author
 SECTIONS = tuple(Config.model_fields)
 GROUPS = tuple(section for section in SECTIONS if section != "run")
 # Names under which Hydra finds what is no file: config.yaml of any folder (Hydra looks for what it
@@ -39,21 +37,17 @@ BEGIN, SCHEMA, NOTHING, SAVED = "diloco_begin", "diloco_schema", "diloco_nothing
 class ConfigSource:
     """What a configuration starts from, before its overrides."""
 
-    # --config: a file over the defaults, or the config.yaml of a run instead of them
-    base: Path | None = None
+    base: Path | None = None  # --config: some settings, or the config.yaml of a run with all
     folder: Path | None = None  # --config-dir
 
     def arguments(self) -> list[str]:
         """The same start as options of a command line."""
-        given = {"--config": self.base, "--config-dir": self.folder}
-        return [
-            part for key, value in given.items() if value is not None for part in (key, str(value))
-        ]
+        given = [("--config", self.base), ("--config-dir", self.folder)]
+        return [part for key, path in given if path is not None for part in (key, str(path))]
 
 
 class SavedConfig(NamedTuple):
-    """The settings of a file of `--config`: the config.yaml of a run, or some settings of
-    somebody's own."""
+    """The settings of a file of `--config`."""
 
     text: str  # as JSON, which can be compared
     whole: bool  # every setting without a default is there, so the file needs nothing else
@@ -74,19 +68,15 @@ def search_path(start: ConfigSource) -> tuple[Path, ...]:
     Raises ConfigError if `--config-dir` is not there, or the package is damaged.
     """
     if start.folder is not None and not start.folder.is_dir():
-        raise ConfigError(
-            f"--config-dir={start.folder} is no directory; make it, or drop the option"
-        )
+        missing = f"--config-dir={start.folder} is no directory"
+        raise ConfigError(f"{missing}; make it, or drop the option")
     package = Path(__file__).parents[1]
-    installed = [
-        place for place in (package / "_configs", package.parent / "configs") if place.is_dir()
-    ]
-    if not installed:
+    shipped = [package / "_configs", package.parent / "configs"]
+    installed = next((place for place in shipped if place.is_dir()), None)
+    if installed is None:
         raise ConfigError(f"{package}: the configs directory is missing; install diloco again")
-    places = [start.folder, installed[0], Path("configs")]
-    return tuple(
-        dict.fromkeys(place.resolve() for place in places if place is not None and place.is_dir())
-    )
+    places = [start.folder, installed, Path("configs")]
+    return tuple(dict.fromkeys(one.resolve() for one in places if one and one.is_dir()))
 
 
 def choices(start: ConfigSource | None = None) -> dict[str, tuple[str, ...]]:
@@ -99,12 +89,19 @@ def choices(start: ConfigSource | None = None) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def no_choice(group: str, name: str, there: Sequence[str]) -> str:
+    """Says that a group has no such choice, and which ones it has."""
+    guesses = nearest(name, there)
+    hint = f" (did you mean {guesses[0]}?)" if guesses else ""
+    return f"{group}={show(name)} is not a choice{hint}; expected one of {', '.join(there)}"
+
+
 def compose_files(request: ComposeRequest) -> DictConfig:
     """The tree without the node `hydra`; do not change it. Raises ConfigError with one line.
 
-    It is remembered where it is from the package alone, whose files stay as they are.
+    It is cached where it is from the package alone, whose files stay as they are.
     """
-    return (_remembered if len(request.places) == 1 else _composed)(request)
+    return (_cached if len(request.places) == 1 else _composed)(request)
 
 
 def sweep_params(request: ComposeRequest) -> dict[str, str]:
@@ -117,35 +114,33 @@ def _composed(request: ComposeRequest, with_hydra: bool = False) -> DictConfig:
     import hydra
     from hydra.errors import HydraException
 
-    with _hydra_for(request.places):
+    with _own_hydra(request.places[0]):
         try:
             return hydra.compose(BEGIN, _hydra_overrides(request), return_hydra_config=with_hydra)
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
             raise ConfigError(_reason(request.places, error)) from None
 
 
-_remembered = lru_cache(maxsize=64)(_composed)
+_cached = lru_cache(maxsize=64)(_composed)
 
 
 @contextmanager
-def _hydra_for(places: tuple[Path, ...]) -> Iterator[None]:
-    """Hydra without another application's state; the program around us may be one, which gets its
-    own back."""
+def _own_hydra(place: Path) -> Iterator[None]:
+    """Hydra for us; the program around us may use it, too, and gets its own state back."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     application = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(places[0]), "diloco", VERSION_BASE):
+        with initialize_config_dir(str(place), "diloco", "1.3"):
             yield
     finally:
         GlobalHydra.instance().hydra = application
 
 
 def _hydra_overrides(request: ComposeRequest) -> list[str]:
-    """The request as overrides of Hydra, inside `_hydra_for`; Hydra is told the defaults of the
-    schema.
+    """The request as overrides of Hydra, inside `_own_hydra`.
 
     The file of `--config` is the first experiment, so that it lies between groups and experiments.
     What is chosen of a group, also by an experiment, replaces what the file says of it.
@@ -156,35 +151,20 @@ def _hydra_overrides(request: ComposeRequest) -> list[str]:
     store = ConfigStore.instance()
     store.store(BEGIN, {"defaults": ["config"]})
     store.store(SCHEMA, _schema_defaults())
-    further = ",".join(f"file://{place}" for place in request.places[1:])
-    chosen = [*request.chosen, *([f"hydra.searchpath=[{further}]"] if further else [])]
-    if request.saved is None:
-        return (
-            [*chosen, f"experiment=[{','.join(request.experiments)}]"]
-            if request.experiments
-            else chosen
-        )
-    optional: list[Any] = [
-        SCHEMA,
-        *({section: None} for section in SECTIONS),
-        {"experiment": list(request.experiments)},
-    ]
-    store.store(NOTHING, {"defaults": optional})
-    found = hydra.compose(NOTHING, chosen, return_hydra_config=True).hydra.runtime.choices
-    content = {
-        key: value
-        for key, value in json.loads(request.saved.text).items()
-        if found.get(key) is None
-    }
-    store.store(SAVED, content, group="experiment", package="_global_")
-    # What a whole file says of a group, such as the open mapping model.config, is not to be mixed
-    # with the defaults.
-    whole = [section for section in content if section in GROUPS] if request.saved.whole else []
-    return [
-        *chosen,
-        *(f"~{section}" for section in whole),
-        f"experiment=[{','.join((SAVED, *request.experiments))}]",
-    ]
+    chosen, experiments = list(request.chosen), list(request.experiments)
+    if further := ",".join(f"file://{place}" for place in request.places[1:]):
+        chosen.append(f"hydra.searchpath=[{further}]")
+    if request.saved is not None:
+        optional: list[Any] = [SCHEMA, *({section: None} for section in SECTIONS)]
+        store.store(NOTHING, {"defaults": [*optional, {"experiment": experiments}]})
+        found = hydra.compose(NOTHING, chosen, return_hydra_config=True).hydra.runtime.choices
+        saved = json.loads(request.saved.text)
+        content = {key: value for key, value in saved.items() if found.get(key) is None}
+        store.store(SAVED, content, group="experiment", package="_global_")
+        experiments.insert(0, SAVED)
+        if request.saved.whole:  # else its model.config would be mixed with the default model's
+            chosen += [f"~{section}" for section in content if section in GROUPS]
+    return [*chosen, *([f"experiment=[{','.join(experiments)}]"] if experiments else [])]
 
 
 def _schema_defaults() -> dict[str, Any]:
@@ -200,8 +180,7 @@ def _schema_defaults() -> dict[str, Any]:
 
 
 def read_saved(file: Path) -> SavedConfig:
-    """Reads and checks a file. Raises ConfigError if it is not readable, no YAML or no settings, or
-    holds ${...}."""
+    """Reads a file of settings; raises ConfigError if it is none, or holds ${...}."""
     try:
         saved = OmegaConf.load(file)
     except OSError as error:
@@ -209,40 +188,21 @@ def read_saved(file: Path) -> SavedConfig:
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f"line {mark.line + 1}: "
-        raise ConfigError(
-            f"{file} is not YAML: {line}{getattr(error, 'problem', None) or first_line(error)}"
-        ) from None
+        problem = getattr(error, "problem", None) or first_line(error)
+        raise ConfigError(f"{file} is not YAML: {line}{problem}") from None
     text = json.dumps(OmegaConf.to_container(saved), ensure_ascii=False, default=str)
-    # A part of it may come from a peer. To resolve it would put secrets of this machine into a
-    # setting.
+    # A part of it may come from a peer, and must not put secrets of this machine into a setting.
     if "${" in text:
-        raise ConfigError(
-            f"{file} holds ${{...}}, which is resolved in configs/ only; write the value itself"
-        )
+        only = "which is resolved in configs/ only; write the value itself"
+        raise ConfigError(f"{file} holds ${{...}}, {only}")
     if not isinstance(saved, DictConfig) or saved.keys().isdisjoint(SECTIONS):
-        raise ConfigError(
-            f"{file} is not a configuration; expected the config.yaml of a run directory"
-        )
+        expected = "expected the config.yaml of a run directory"
+        raise ConfigError(f"{file} is not a configuration; {expected}")
     if "defaults" in saved:
-        raise ConfigError(
-            f"{file} has a defaults list; make it DIR/experiment/{file.name}, of --config-dir DIR"
-        )
-    required = (key for key, field in setting_fields(Config) if field.is_required())
-    return SavedConfig(
-        text, all(OmegaConf.select(saved, key, default=None) is not None for key in required)
-    )
-
-
-def no_choice(group: str, name: str, there: Sequence[str]) -> str:
-    """Says that a group has no such choice, and which ones it has."""
-    guesses = nearest(name, there)
-    hint = f" (did you mean {guesses[0]}?)" if guesses else ""
-    return f"{group}={show(name)} is not a choice{hint}; expected one of {', '.join(there)}"
-
-
-def _said_by_hydra(error: Exception) -> str:
-    """What an error of Hydra says, as one line."""
-    return show(" ".join(str(error).split()).partition(" Config search path:")[0], limit=300)
+        remedy = f"make it DIR/experiment/{file.name}, of --config-dir DIR"
+        raise ConfigError(f"{file} has a defaults list; {remedy}")
+    required = [key for key, field in setting_fields(Config) if field.is_required()]
+    return SavedConfig(text, all(OmegaConf.select(saved, key) is not None for key in required))
 
 
 def _reason(places: Sequence[Path], error: Exception) -> str:
@@ -250,9 +210,41 @@ def _reason(places: Sequence[Path], error: Exception) -> str:
     while isinstance(error.__cause__, Exception) and not isinstance(error, YAMLError):
         error = error.__cause__
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return (
-            f"{mark.name}, line {mark.line + 1}:"
-            f" {first_line(ValueError(error.problem or 'is not YAML'))}"
-        )
-    return f"{', '.join(map(str, places))}: {_said_by_hydra(error)}"
+        mark, problem = error.problem_mark, ValueError(error.problem or "is not YAML")
+        return f"{mark.name}, line {mark.line + 1}: {first_line(problem)}"
+    said = " ".join(str(error).split()).partition(" Config search path:")[0]
+    return f"{', '.join(map(str, places))}: {show(said, limit=300)}"
+
+
+# --- what files of configs/ leave to the model: ${fragments_for:...}, ${tokenizer_of_model:...} ---
+
+
+def fragments_of(parameters: int) -> int:
+    """Fragments of at most `MOST_PARAMETERS`."""
+    return max(1, math.ceil(parameters / MOST_PARAMETERS))
+
+
+def fragments_for(config: Mapping[str, Any]) -> int:
+    """The same for the sizes of a model like Llama; 1 where the config does not say them.
+
+    All peers have to agree on the number, so it depends on the settings of the run alone.
+    """
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    sizes = [size for key in keys if isinstance(size := config.get(key), int)]
+    if len(sizes) < len(keys):
+        return 1
+    vocabulary, width, inner, layers = sizes
+    embeddings = vocabulary * width * (1 if config.get("tie_word_embeddings") else 2)
+    return fragments_of(embeddings + layers * width * (4 * width + 3 * inner))
+
+
+def _tokenizer_of_model(otherwise: str, *, _root_: DictConfig) -> str:
+    """The tokenizer of `model.path`; without it, what stands after the colon."""
+    path, commit = (OmegaConf.select(_root_, f"model.{key}") for key in ("path", "revision"))
+    if path is None:
+        return otherwise
+    return str(path) if commit is None else f"{path}@{commit}"
+
+
+OmegaConf.register_new_resolver("tokenizer_of_model", _tokenizer_of_model, replace=True)
+OmegaConf.register_new_resolver("fragments_for", fragments_for, replace=True)

@@ -1,5 +1,4 @@
-"""The settings of one peer, with type, range and meaning: its place, hardware, way to the swarm,
-logs, and simulation.
+"""The settings of one peer: its place, hardware, way to the swarm, logs, and simulation.
 
 The settings of the run are in `run_settings.py`, which says where presets and further checks are.
 """
@@ -13,30 +12,28 @@ from pydantic import AfterValidator, Field, field_serializer, model_validator
 
 from diloco.config.explain import TypeHint
 from diloco.config.types import (
-    Bare,
     Directory,
     Multiaddr,
     Name,
     NotEmpty,
     PeerAddress,
     PeerLocal,
+    Text,
     Tuple,
+    Unquoted,
 )
 
 
 def _without_secret(url: str) -> str:
     if re.search(r"://([^/]*:[^/]*@|.*\?)", url):
-        raise ValueError(
-            "checkpoint.push has a password or key in it, which logs would show; use the"
-            " environment"
-        )
+        raise ValueError("checkpoint.push has a password in it, which logs show; use environment")
     return url
 
 
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 TokenText = Annotated[
     str,
-    Bare,
+    Unquoted,
     Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"),
     TypeHint("the token of an invitation, or @FILE with it"),
 ]
@@ -45,7 +42,7 @@ Device = Annotated[
     Field(pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d{1,3})?)$"),
     TypeHint("auto, cpu, cuda[:N], xpu[:N] or mps"),
 ]
-PushPlace = Annotated[str, Field(min_length=1), AfterValidator(_without_secret)]
+PushPlace = Annotated[Text, AfterValidator(_without_secret)]
 SimEvent = Annotated[
     str,
     Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"),
@@ -55,50 +52,14 @@ SimEvent = Annotated[
 
 class PeerRunConfig(PeerLocal):
     dir: Directory = Field(description="Run directory; a run found there is resumed.")
-    name: Name | None = Field(
-        None, description="Display name of this peer; null derives one from its identity."
-    )
+    name: Name | None = None
+    """Display name of this peer; null derives one from its identity."""
     lead: bool = True
     """Evaluate, and write model/ and the summary; one peer of a run directory does."""
-    report: bool = Field(
-        False, description="Write status as JSON lines on stdout, for a supervising process."
-    )
-    record: bool = Field(
-        False,
-        description="Keep the last events in recording.bin, which scripts/replay plays again.",
-    )
-
-
-class PeerDataConfig(PeerLocal):
-    path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple] | None = None
-    """File, directory or list of them with this peer's data (text, json, parquet), also compressed
-    (.gz, .zst, ...)."""
-    paths: dict[str, Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple]] = Field(
-        default_factory=dict
-    )
-    """The same for each source of data.mixture that has files, by its name."""
-    tokenizer_directory: str | None = Field(None, min_length=1)
-    """Where this peer has the tokenizer's files; filled in from data.tokenizer."""
-    cache: str | None = Field("auto", min_length=1)
-    """Directory for the tokens of files; auto: ~/.cache/diloco/tokens; null: none, all tokens are
-    kept in memory."""
-    shard: int | None = Field(
-        None, ge=0, description="Which of data.shards parts this peer reads; null derives it."
-    )
-    shards: int | None = Field(
-        None, ge=1, description="Parts that the data is cut into; null derives it."
-    )
-
-    @model_validator(mode="after")
-    def _shard_exists(self) -> PeerDataConfig:
-        if (self.shard is None) != (self.shards is None):
-            raise ValueError("data.shard and data.shards belong together; set both or neither")
-        if self.shard is not None and self.shards is not None and self.shard >= self.shards:
-            raise ValueError(
-                f"data.shard={self.shard} does not exist with data.shards={self.shards}; "
-                f"expected 0 to {self.shards - 1}"
-            )
-        return self
+    report: bool = False
+    """Write status as JSON lines on stdout, for a supervising process."""
+    record: bool = False
+    """Keep the last events in recording.bin, which scripts/replay plays again."""
 
 
 class LocalConfig(PeerLocal):
@@ -111,10 +72,8 @@ class LocalConfig(PeerLocal):
     @model_validator(mode="after")
     def _one_delay_per_peer(self) -> LocalConfig:
         if len(self.step_delay_s) not in (0, self.peers):
-            raise ValueError(
-                f"local.step_delay_s has {len(self.step_delay_s)} values for"
-                f" local.peers={self.peers}; give one per peer or []"
-            )
+            found = f"{len(self.step_delay_s)} values for local.peers={self.peers}"
+            raise ValueError(f"local.step_delay_s has {found}; give one per peer or []")
         return self
 
 
@@ -143,13 +102,12 @@ class PeerSwarmConfig(PeerLocal):
     announce: Annotated[tuple[Multiaddr, ...], Tuple] = ()
     """Multiaddrs to tell others, if they differ from swarm.listen (NAT, forwarded ports)."""
     reachable: Literal["auto", "yes", "no"] = "auto"
-    """Whether others can connect to this peer; auto has one of them try. no: it trains, holds
-    nothing."""
-    identity_path: str | None = Field(None, min_length=1)
+    """Whether others can connect; auto: one of them tries. no: it trains and holds nothing."""
+    identity_path: Text | None = None
     """File with this peer's private key, made if missing; null is a new identity."""
     token: TokenText | None = Field(None, repr=False)
     """Invitation of this peer to a closed run, or @FILE with it; it is a secret."""
-    key_path: str | None = Field(None, min_length=1)
+    key_path: Text | None = None
     """File with the run's private key, for its owner: this peer invites itself."""
     min_peers: int = Field(1, ge=1, le=100_000)
     """Peers, this one included, that must be there before inner step 1."""
@@ -170,74 +128,54 @@ class TrainConfig(PeerLocal):
 
     device: Device = "auto"
     """auto is the first accelerator, or each process's own under torchrun, else the CPU."""
-    parallel: Literal["ddp", "fsdp"] = Field(
-        "ddp", description="Of several ranks: the model in each, or rows."
-    )
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Of several ranks: the model in each, or rows."""
     micro_batch: int | None = Field(None, ge=1, le=1 << 20)
     """Sequences computed at a time; null takes the batch whole, or what fits."""
-    threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores."
-    )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto")
-    """Arithmetic of the inner steps; weights stay fp32. auto is bf16 or else fp16 on CUDA, fp32 on
-    a CPU."""
-    tf32: bool = Field(
-        True, description="On CUDA, fp32 matrix products from inputs rounded to TF32."
-    )
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field("auto")
-    """How attention is computed; auto leaves it to transformers, and flash_attention_2 needs
-    flash_attn."""
-    checkpointing: bool = Field(
-        False, description="Recompute each layer going backward: less memory, a third slower."
-    )
-    compile: bool = Field(
-        False, description="Compile the model's layers: a slow first step, then faster ones."
-    )
-    step_delay_s: Seconds = Field(
-        0.0, description="Seconds slept per inner step, to stand for slow hardware."
-    )
-    log_every: int = Field(
-        10, ge=1, description="Inner steps between lines with the loss in metrics.jsonl."
-    )
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of the trainer; null shares the cores."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of inner steps; weights stay fp32. auto: bf16 or else fp16 on CUDA, fp32 on a CPU."""
+    tf32: bool = True
+    """On CUDA, fp32 matrix products from inputs rounded to TF32."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """How attention is computed; auto: as transformers does. flash_attention_2 needs flash_attn."""
+    checkpointing: bool = False
+    """Recompute each layer going backward: less memory, a third slower."""
+    compile: bool = False
+    """Compile the model's layers: a slow first step, then faster ones."""
+    step_delay_s: Seconds = 0.0
+    """Seconds slept per inner step, to stand for slow hardware."""
+    log_every: int = Field(10, ge=1)
+    """Inner steps between lines with the loss in metrics.jsonl."""
 
 
 class CheckpointConfig(PeerLocal):
-    every: int = Field(
-        1, ge=0, description="Outer steps between checkpoints; 0 is only at the end."
-    )
+    every: int = Field(1, ge=0)
+    """Outer steps between checkpoints; 0 is only at the end."""
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are deleted.")
     background: bool = True
-    """Written from copies while training goes on; false needs no memory for copies, and training
-    waits."""
+    """Written from copies while training goes on; false: no copies, and training waits."""
     push: PushPlace | None = None
-    """Directory or URL (s3://, gs://, az://, hf://) that gets each checkpoint's model; credentials:
-    environment."""
+    """Directory or URL (s3://, gs://, az://, hf://) for each checkpoint's model."""
 
 
 class EvalConfig(PeerLocal):
-    every: int = Field(
-        1,
-        ge=0,
-        description="Outer steps between evaluations on held-out text; 0 is only at the end.",
-    )
+    every: int = Field(1, ge=0)
+    """Outer steps between evaluations on held-out text; 0 is only at the end."""
     sequences: int = Field(64, ge=1, description="Held-out sequences of one evaluation.")
     prompts: Annotated[
         tuple[str, ...], Tuple, Field(max_length=16), TypeHint("a list of texts, at most 16")
     ] = ()
-    """After each of these the model writes its likeliest tokens at an evaluation (events `sample`,
-    page, wandb)."""
-    prompt_tokens: int = Field(
-        64, ge=1, le=1024, description="Most tokens that it writes after each of eval.prompts."
-    )
+    """Texts that the model continues at an evaluation (events `sample`, page, wandb)."""
+    prompt_tokens: int = Field(64, ge=1, le=1024)
+    """Most tokens that it writes after each of eval.prompts."""
 
 
 class WandbConfig(PeerLocal):
-    mode: Literal["disabled", "offline", "online"] = Field(
-        "disabled", description="Weights & Biases logging."
-    )
-    project: str = Field("diloco", min_length=1, description="wandb project.")
-    entity: str | None = Field(
-        None, min_length=1, description="wandb team or user; null is your default."
-    )
+    mode: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases logging."""
+    project: Text = Field("diloco", description="wandb project.")
+    entity: Text | None = Field(None, description="wandb team or user; null is your default.")
     aggregate: bool = False
     """Log the whole swarm as one run, as this peer sees it, instead of a run per peer."""

@@ -1,9 +1,8 @@
-"""The settings that define a run, with type, range and meaning, one class per group; the
-cross-checks inside a group.
+"""The settings that define a run, one class per group, and the checks inside a group.
 
-`RunConfig` adds what each peer decides for itself, from `peer_settings.py`; model and data have
-modules of their own. Values that make a preset live in `configs/`; a default here is one that suits
-every preset. Checks across groups are in `schema.py` and, for the run-owned half, in `manifest.py`.
+`RunConfig` adds what each peer decides for itself, from `peer_settings.py`; model and data are in
+`model_data.py`. Values that make a preset live in `configs/`; a default here suits every preset.
+Checks across groups are in `schema.py` and, for the run-owned half, in `manifest.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from diloco.config.peer_settings import PeerRunConfig, PeerSwarmConfig
 from diloco.config.registry import OPTIMIZERS, CodecDown, CodecUp, OptimizerName
 from diloco.config.types import Name, RunOwned, Tuple
 
-# A new merge rule of `diloco/outer` is a new name here; codecs and outer optimizers are in
-# `registry.py`.
+# A new merge rule of `diloco/outer` is a name here; codecs and outer optimizers: `registry.py`.
 Average = Literal["mean", "rda"]
 
 
@@ -42,16 +40,15 @@ RunKeyText = Annotated[
     Field(pattern=r"^[0-9a-f]{64}$"),
     TypeHint("64 hexadecimal digits, as diloco keygen prints them"),
 ]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunIdentity(RunOwned):
     id: Name = Field(description="Name of the run; peers of another run are refused.")
-    seed: int = Field(
-        0, ge=0, lt=2**32, description="Seed of the initial weights and of the order of the data."
-    )
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Seed of the initial weights and of the order of the data."""
     key: RunKeyText | None = None
-    """Public key of a run whose versions only invited peers make; null: whoever reaches it can
-    join, and all do."""
+    """Public key of a run whose versions only invited peers make; null: all who reach it do."""
 
 
 KEYLESS = (
@@ -62,8 +59,7 @@ KEYLESS = (
 
 class SwarmRules(RunOwned):
     admit: Literal["invited", "anyone"] = "invited"
-    """Who may contribute to a run with a key; anyone: whoever reaches a peer, and invited peers
-    make the versions."""
+    """Who may contribute to a run with a key; only invited peers make its versions."""
 
 
 class SwarmConfig(PeerSwarmConfig, SwarmRules):
@@ -75,8 +71,7 @@ class RunConfig(PeerRunConfig, RunIdentity):
 
 
 class BudgetConfig(RunOwned):
-    """When the run ends: the first limit that is reached. Whoever starts again with a greater one
-    raises it for all."""
+    """When the run ends: at the first limit. Who starts it again with a greater one raises it."""
 
     outer_steps: int | None = Field(None, ge=1, le=10**15)
     """Outer steps after which the run ends; null is no limit."""
@@ -86,10 +81,8 @@ class BudgetConfig(RunOwned):
     @model_validator(mode="after")
     def _ends(self) -> BudgetConfig:
         if self.outer_steps is None and self.tokens is None:
-            raise ValueError(
-                "budget.outer_steps and budget.tokens are both null, so the run would never end;"
-                " set one"
-            )
+            both = "budget.outer_steps and budget.tokens are both null"
+            raise ValueError(f"{both}, so the run would never end; set one")
         return self
 
     def is_used_up(self, outer_steps: int, tokens: int) -> bool:
@@ -108,24 +101,19 @@ class InnerConfig(RunOwned):
     muon_lr_ratio: float = Field(1.0, gt=0, le=100)
     """Peak learning rate of all parameters over inner.lr, where Muon is inside (muon)."""
     batch_size: int = Field(ge=1, le=1 << 20, description="Sequences per inner step and peer.")
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Tuple
-    ] = Field((0.9, 0.95), description="Decay of AdamW's first and second moment.")
+    betas: Annotated[tuple[Beta, Beta], Tuple] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
     weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay.")
-    clip: float = Field(
-        1.0, gt=0, le=1e6, description="Largest norm of the gradient; a larger one is scaled down."
-    )
+    clip: float = Field(1.0, gt=0, le=1e6)
+    """Largest norm of the gradient; a larger one is scaled down."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Learning rate after the warm-up (schedule=linear is short for it); wsd: constant, then linear
-    to its end."""
+    """Learning rate after the warm-up; wsd: constant, then linear to its end."""
     warmup_steps: StepsOrPart = Field(0, ge=0, le=10**15)
     """Inner steps in which the learning rate rises to its peak; below 1: this part of the run."""
-    final_lr_ratio: float = Field(
-        0.1, ge=0, le=1, description="Last learning rate as a part of the peak."
-    )
-    decay_ratio: float = Field(
-        0.2, gt=0, le=1, description="Last part of the run, in which the rate falls (wsd)."
-    )
+    final_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Last learning rate as a part of the peak."""
+    decay_ratio: float = Field(0.2, gt=0, le=1)
+    """Last part of the run, in which the rate falls (wsd)."""
 
     @property
     def peak_lr(self) -> float:
@@ -133,49 +121,38 @@ class InnerConfig(RunOwned):
 
 
 class OuterConfig(RunOwned):
-    """What happens every `sync_every` inner steps. Ask the properties, not the settings, which mode
-    a run is in."""
+    """What happens every `sync_every` inner steps. Its properties say which mode a run is in."""
 
     method: Literal["diloco", "data_parallel"]
-    """diloco: pseudo-gradients and outer steps; data_parallel: gradients averaged in every inner
-    step."""
+    """diloco: pseudo-gradients and outer steps; data_parallel: gradients in every inner step."""
     sync_every: int = Field(ge=1, le=1 << 30)
     """H, inner steps per outer step (with data_parallel: per evaluation and budget step)."""
-    fragments: int = Field(
-        1, ge=1, le=65536, description="Parts of the model, each with an author of its own."
-    )
+    fragments: int = Field(1, ge=1, le=65536)
+    """Parts of the model, each with an author of its own."""
     pattern: Literal["contiguous", "strided"] = "contiguous"
     """contiguous: fragments of equal size; strided: whole layers, dealt round-robin."""
-    staggered: bool = Field(
-        False, description="Fragments are due one after another, sync_every/fragments steps apart."
-    )
+    staggered: bool = False
+    """Fragments are due one after another, sync_every/fragments steps apart."""
     overlap: int = Field(0, ge=0, le=1 << 20)
-    """Inner steps between sending a pseudo-gradient and adopting the update; fewer than
-    `sync_every`."""
+    """Inner steps from sending a pseudo-gradient to adopting the update; below `sync_every`."""
     mixing: float = Field(0.0, ge=0, lt=1)
     """Part of the local parameters that is kept when an update is adopted."""
     quorum: int | None = Field(None, ge=1, le=100_000)
     """Contributions that close a version; null waits for every live peer."""
-    grace_s: float = Field(
-        0.0, ge=0, le=86400, description="Seconds that the others have once the quorum is there."
-    )
+    grace_s: float = Field(0.0, ge=0, le=86400)
+    """Seconds that the others have once the quorum is there."""
     grace_slack: float = Field(0.0, ge=0, lt=1)
     """Instead of grace_s: this part of what outer.overlap leaves to wait for others."""
     staleness_exponent: float = Field(0.0, ge=0, le=10)
-    """With a quorum, a contribution that is s versions late counts (1 + s) **
-    -staleness_exponent."""
+    """With a quorum, a contribution s versions late counts (1 + s) ** -staleness_exponent."""
     weights: Literal["tokens", "uniform", "tokens2_per_step"] = "tokens"
     """What a contribution weighs in the mean."""
     merge: Average = "mean"
     """mean: weighted mean; rda: mean direction with the mean norm, piece by piece."""
     flatten: float = Field(0.0, ge=0, le=1)
     """How far singular values of each merged matrix are evened out: 0 not at all, 1 all equal."""
-    robust: Literal["clip", "none"] = Field(
-        "clip",
-        description=(
-            "clip: long contributions are shortened, reversed ones left out; none: all count as is."
-        ),
-    )
+    robust: Literal["clip", "none"] = "clip"
+    """clip: long contributions are shortened, reversed ones left out; none: all count as is."""
     clip_factor: float = Field(3.0, ge=1, le=1e6)
     """Times the median norm that a contribution may have (robust: clip)."""
     optimizer: OptimizerName = "nesterov"
@@ -183,31 +160,22 @@ class OuterConfig(RunOwned):
     lr: float = Field(0.75, gt=0, le=10, description="Outer (Nesterov) learning rate.")
     lr_by_peers: dict[str, float] = Field(default_factory=dict)
     """Learning rates by number of contributors, such as {1: 0.4, 8: 0.8}."""
-    momentum: float = Field(
-        0.7, ge=0, lt=1, description="Outer (Nesterov) momentum, once it has risen."
-    )
+    momentum: float = Field(0.7, ge=0, lt=1)
+    """Outer (Nesterov) momentum, once it has risen."""
     momentum_warmup: int | None = Field(None, ge=0, le=10**9)
-    """Outer steps in which the momentum rises to its value; 0: it begins there; null: all of
-    `rounds`."""
+    """Outer steps in which the momentum rises to its value; null: all of `rounds`."""
     rounds: int | None = Field(None, ge=1, le=10**15)
-    """Outer steps that are planned, over which the momentum rises; null: it rises with the age of
-    the run."""
+    """Outer steps that are planned, over which the momentum rises; null: with the run's age."""
     delay: int | None = Field(None, ge=1, le=100_000)
     """Contributions per momentum step; null is the number of active peers."""
-    delay_c: float = Field(
-        0.0, ge=0, le=1, description="Part of the momentum in each of these contributions (c)."
-    )
-    dylu: bool = Field(
-        False, description="Slower peers take fewer inner steps, so that all exchange at one rate."
-    )
+    delay_c: float = Field(0.0, ge=0, le=1)
+    """Part of the momentum in each of these contributions (c)."""
+    dylu: bool = False
+    """Slower peers take fewer inner steps, so that all exchange at one rate."""
     error_feedback: float = Field(0.0, ge=0, le=1)
     """Decay of what codec_up lost and is sent in later rounds; 0 forgets it."""
-    codec_up: CodecUp = Field(
-        "int8", description="Encoding of the pseudo-gradients that peers send."
-    )
-    codec_down: CodecDown = Field(
-        "int8", description="Encoding of the updates that authors publish."
-    )
+    codec_up: CodecUp = Field("int8", description="Encoding of peers' pseudo-gradients.")
+    codec_down: CodecDown = Field("int8", description="Encoding of the updates of authors.")
 
     @property
     def barrier(self) -> bool:
@@ -216,9 +184,13 @@ class OuterConfig(RunOwned):
 
     @property
     def lockstep(self) -> bool:
-        """Whether all peers exchange all fragments at one barrier, and take no inner step
-        meanwhile."""
+        """Whether all peers exchange all fragments at one barrier, and train not meanwhile."""
         return self.barrier and not self.staggered and not self.overlap
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a momentum step belongs to `delay` contributions, rather than to a version."""
+        return OPTIMIZERS[self.optimizer]
 
     @field_validator("lr_by_peers", mode="before")
     @classmethod
@@ -227,72 +199,45 @@ class OuterConfig(RunOwned):
 
     @model_validator(mode="after")
     def _consistent(self) -> OuterConfig:
-        for problem in (*_contradictions_of_rounds(self), *_contradictions_of_updates(self)):
-            raise ValueError(problem)
+        for wrong, text in (*_problems_of_rounds(self), *_problems_of_updates(self)):
+            if wrong:
+                raise ValueError(text)
         return self
 
-    @property
-    def windowed(self) -> bool:
-        """Whether a momentum step belongs to `delay` contributions, rather than to a version."""
-        return OPTIMIZERS[self.optimizer]
+
+Problems = Iterator[tuple[object, str]]  # whether it is one, and what to say
 
 
-def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
-    """What cannot be meant, one line each: when contributions are due, and which a version waits
-    for."""
-    if outer.overlap >= outer.sync_every:
-        yield (
-            f"outer.overlap={outer.overlap} is not less than the {outer.sync_every} inner steps"
-            " from one exchange of a fragment to its next (outer.sync_every); lower it"
-        )
-    if outer.staggered and outer.fragments > outer.sync_every:
-        yield (
-            f"outer.fragments={outer.fragments} cannot be staggered over"
-            f" outer.sync_every={outer.sync_every} inner steps; lower it"
-        )
-    for key in ("grace_s", "grace_slack"):
-        if getattr(outer, key) and outer.barrier:
-            yield (
-                f"outer.{key}={getattr(outer, key)} needs a quorum after which it begins; set"
-                " outer.quorum"
-            )
-    if outer.grace_s and outer.grace_slack:
-        yield (
-            f"outer.grace_s={outer.grace_s} excludes outer.grace_slack={outer.grace_slack}; set one"
-            " of them to 0"
-        )
-    if outer.grace_slack and not outer.overlap:
-        yield (
-            f"outer.grace_slack={outer.grace_slack} is a part of outer.overlap, which is 0; set"
-            " outer.overlap"
-        )
-    if outer.dylu and (outer.staggered or outer.barrier):
-        yield (
-            "outer.dylu=true needs peers that do not wait for each other; set outer.quorum, and"
-            " outer.staggered=false"
-        )
+def _problems_of_rounds(outer: OuterConfig) -> Problems:
+    """When contributions are due, and which a version waits for."""
+    every, overlap, fragments = outer.sync_every, outer.overlap, outer.fragments
+    text = f"outer.overlap={overlap} is not less than outer.sync_every={every}; lower it"
+    yield overlap >= every, text
+    text = f"outer.fragments={fragments} cannot be staggered over outer.sync_every={every}"
+    yield outer.staggered and fragments > every, f"{text} inner steps; lower it"
+    grace, slack = f"outer.grace_s={outer.grace_s}", f"outer.grace_slack={outer.grace_slack}"
+    needs = "needs a quorum after which it begins; set outer.quorum"
+    yield outer.grace_s and outer.barrier, f"{grace} {needs}"
+    yield outer.grace_slack and outer.barrier, f"{slack} {needs}"
+    both = outer.grace_s and outer.grace_slack
+    yield both, f"{grace} excludes {slack}; set one of them to 0"
+    alone = outer.grace_slack and not overlap
+    yield alone, f"{slack} is a part of outer.overlap, which is 0; set outer.overlap"
+    text = "outer.dylu=true needs peers that do not wait for each other"
+    waits = outer.staggered or outer.barrier
+    yield outer.dylu and waits, f"{text}; set outer.quorum, and outer.staggered=false"
 
 
-def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
-    """The same: what a contribution counts, and what a version is made of."""
-    if outer.codec_up == "topk" and outer.momentum:
-        yield (
-            f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set"
-            " outer.momentum=0"
-        )
-    if outer.delay is not None and outer.delay_c * outer.delay > 1:
-        yield (
-            f"outer.delay_c={outer.delay_c} is over 1/{outer.delay}, one part of outer.delay;"
-            " lower it"
-        )
-    if not outer.windowed and outer.delay is not None:
-        yield (
-            f"outer.delay={outer.delay} has no effect with outer.optimizer={outer.optimizer};"
-            " drop it"
-        )
+def _problems_of_updates(outer: OuterConfig) -> Problems:
+    """What a contribution counts, and what a version is made of."""
+    momentum, delay, delay_c = outer.momentum, outer.delay, outer.delay_c
+    text = f"outer.momentum={momentum} does not go with outer.codec_up=topk"
+    yield outer.codec_up == "topk" and momentum, f"{text}; set outer.momentum=0"
+    text = f"outer.delay_c={delay_c} is over 1/{delay}, one part of outer.delay; lower it"
+    yield delay is not None and delay_c * delay > 1, text
+    text = f"outer.delay={delay} has no effect with outer.optimizer={outer.optimizer}; drop it"
+    yield delay is not None and not outer.windowed, text
     for peers, lr in outer.lr_by_peers.items():
-        if not peers.isdigit() or int(peers) < 1 or not 0 < lr <= 10:
-            yield (
-                f"outer.lr_by_peers has {peers}: {lr}; expected a number of peers and a learning"
-                " rate up to 10"
-            )
+        wrong = not peers.isdigit() or int(peers) < 1 or not 0 < lr <= 10
+        text = f"outer.lr_by_peers has {peers}: {lr}"
+        yield wrong, f"{text}; expected a number of peers and a learning rate up to 10"

@@ -1,5 +1,4 @@
-"""`Config`: everything one peer knows before it starts, validated and frozen; the checks that span
-run_settings."""
+"""`Config`: everything one peer knows before it starts, validated and frozen."""
 
 from __future__ import annotations
 
@@ -12,17 +11,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from diloco.config import peer_settings, run_settings
 from diloco.config.address import reachability
-from diloco.config.data import FILES, DataConfig
 from diloco.config.explain import explain
 from diloco.config.manifest import Manifest, check_foreign, check_model_fits_data, check_warmup_ends
-from diloco.config.model import ModelConfig
+from diloco.config.model_data import FILES, DataConfig, ModelConfig
 from diloco.config.types import Settings
 from diloco.errors import ConfigError
 
 
 class Config(Settings):
-    """The whole configuration of one peer; `compose` builds it from `configs/` and the command
-    line."""
+    """The whole configuration of one peer; `compose` builds it."""
 
     run: run_settings.RunConfig
     budget: run_settings.BudgetConfig
@@ -53,19 +50,16 @@ class Config(Settings):
 
     @property
     def joining_command(self) -> str:
-        """The command that others type before an address of this peer to join; in a closed run the
-        owner types it."""
-        if self.swarm.admit == "anyone" or (self.run.key is None and self.swarm.key_path is None):
+        """What others type before an address to join; the owner does so in a closed run."""
+        swarm = self.swarm
+        if swarm.admit == "anyone" or (self.run.key is None and swarm.key_path is None):
             return "diloco join"
-        return (
-            f"diloco invite --key {shlex.quote(self.swarm.key_path or 'run.key')} --run"
-            f" {shlex.quote(self.run.id)}"
-        )
+        key, run = shlex.quote(swarm.key_path or "run.key"), shlex.quote(self.run.id)
+        return f"diloco invite --key {key} --run {run}"
 
     @property
     def names_files(self) -> bool:
-        """Whether the manifest would name files of this machine or of the hub, and not yet their
-        digests."""
+        """Whether the manifest would name files, and not yet their digests."""
         model, data = self.model, self.data
         return (model.path is not None and model.weights is None) or (
             data.tokenizer not in ("bytes", FILES) and not data.tokenizer_files
@@ -73,32 +67,27 @@ class Config(Settings):
 
     def manifest(self) -> Manifest:
         """The run-owned half."""
-        halves: dict[str, Any] = {
-            group: getattr(self, group) for group in ("budget", "inner", "outer")
-        }
-        for group in ("run", "model", "data", "swarm"):
-            half: Any = Manifest.model_fields[group].annotation
-            halves[group] = half.model_validate(
-                {key: getattr(getattr(self, group), key) for key in half.model_fields}
-            )
+        halves: dict[str, Any] = {}
+        for group, field in Manifest.model_fields.items():
+            half: Any = field.annotation
+            if group in Config.model_fields:
+                mine = getattr(self, group)
+                values = {key: getattr(mine, key) for key in half.model_fields}
+                halves[group] = mine if type(mine) is half else half.model_validate(values)
         return Manifest(**halves)
 
     def adopt(self, manifest: Manifest) -> Config:
-        """This peer's half with the run-owned half of `manifest`, as a joiner takes it from the
-        swarm.
+        """This peer's half with the run-owned half of `manifest`, as a joiner takes it.
 
-        Raises ConfigError if the two do not fit, such as data.source=text there without a data.path
-        here.
+        Raises ConfigError if they do not fit, as data.source=text there without a data.path here.
         """
         mine, theirs = self.model_dump(), manifest.model_dump(exclude={"wire_version"})
+        both = {group: {**mine[group], **theirs[group]} for group in theirs}
         try:
-            return Config.model_validate(
-                {**mine, **{group: {**mine[group], **theirs[group]} for group in theirs}}
-            )
+            return Config.model_validate({**mine, **both})
         except ValidationError as error:
-            raise ConfigError(
-                f"the manifest of the run does not fit this peer: {explain(error, Config)}"
-            ) from None
+            why = explain(error, Config)
+            raise ConfigError(f"the manifest of the run does not fit this peer: {why}") from None
 
     def to_yaml(self) -> str:
         """The configuration as YAML with every key; `compose(base=FILE)` reads it back."""
@@ -112,11 +101,9 @@ class Config(Settings):
 def _doubtful(config: Config) -> Iterator[str]:
     vocabulary = config.model.config.get("vocab_size")
     if config.data.tokenizer == "bytes" and isinstance(vocabulary, int) and vocabulary > 1024:
-        fitting = (
-            "NAME or DIRECTORY"
-            if vocabulary != 32_000
-            else "TinyLlama/TinyLlama_v1.1, which is on the hub"
-        )
+        fitting = "NAME or DIRECTORY"
+        if vocabulary == 32_000:
+            fitting = "TinyLlama/TinyLlama_v1.1, which is on the hub"
         yield (
             f"data.tokenizer=bytes uses 256 of model.config.vocab_size={vocabulary}; set"
             f" data.tokenizer={fitting}, or model.config.vocab_size=256"

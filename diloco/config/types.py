@@ -31,8 +31,7 @@ _Settings = TypeVar("_Settings", bound="Settings")
 
 
 class Settings(BaseModel):
-    """Frozen and strict: an unknown key, a number as text or a boolean as number is an error, never
-    a guess."""
+    """Frozen and strict: an unknown key or a value of another type is an error, never a guess."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -45,8 +44,7 @@ class Settings(BaseModel):
 
     @classmethod
     def parse(cls: type[_Settings], values: Mapping[str, Any]) -> _Settings:
-        """Like `model_validate`, for values that somebody typed: raises ConfigError with one
-        line."""
+        """`model_validate` for values that somebody typed: raises ConfigError with one line."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -56,21 +54,19 @@ class Settings(BaseModel):
 class RunOwned(Settings):
     """Settings that define the run: equal on all peers, part of the manifest and of its hash.
 
-    A run in which those that came `later` have their defaults has the hash that it had before there
-    were such settings.
+    A default of a setting that came `later` is left out of the JSON, so that hashes stay as they
+    were before there was such a setting.
     """
 
     later: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap", when_used="json")
     def _without_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = type(self).model_fields
-        unsaid = {
-            key
-            for key in self.later
-            if getattr(self, key) == fields[key].get_default(call_default_factory=True)
-        }
-        return {key: value for key, value in handler(self).items() if key not in unsaid}
+        fields, values = type(self).model_fields, handler(self)
+        for key in self.later:
+            if getattr(self, key) == fields[key].get_default(call_default_factory=True):
+                values.pop(key, None)
+        return dict(values)
 
 
 class PeerLocal(Settings):
@@ -104,19 +100,19 @@ def _is_filled(value: tuple[Any, ...]) -> tuple[Any, ...]:
 _PART = "/[A-Za-z0-9._:%-]+"
 
 Directory = Annotated[Path, BeforeValidator(_to_path), TypeHint("a directory")]
-# as it was pasted
-Bare = BeforeValidator(lambda value: unquoted(value) if isinstance(value, str) else value)
+Unquoted = BeforeValidator(lambda value: unquoted(value) if isinstance(value, str) else value)
 Tuple = BeforeValidator(_to_tuple)
 NotEmpty = AfterValidator(_is_filled)
-# A name becomes a file name and a DHT key, so it holds nothing that a shell or a path treats
-# specially.
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Tuple]
+# A name becomes a file name and a DHT key, so it has nothing that is special to a shell or a path.
 Name = Annotated[
     str,
     BeforeValidator(_to_text),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
     TypeHint("1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"),
 ]
-Revision = Annotated[
+Commit = Annotated[
     str,
     Field(pattern=r"^[0-9a-f]{40}$"),
     TypeHint("a commit of a hub repository, 40 hexadecimal digits"),
@@ -129,11 +125,9 @@ Multiaddr = Annotated[
 ]
 PeerAddress = Annotated[
     str,
-    Bare,
-    # @FILE: into which a peer writes its address
-    Field(pattern=f"^(@.+|({_PART})*/p2p({_PART})+)$"),
+    Unquoted,
+    Field(pattern=f"^(@.+|({_PART})*/p2p({_PART})+)$"),  # @FILE: a peer writes its address there
     TypeHint(
-        "an address with a peer id, such as /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., as a peer"
-        " prints it, or @FILE"
+        "an address with a peer id, such as /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., or @FILE"
     ),
 ]

@@ -23,7 +23,7 @@ import torch
 from torch import default_generator, nn
 
 from diloco.config import ModelConfig, flatten
-from diloco.config.hub_names import HUB_NAME
+from diloco.config.model_data import HUB_NAME
 from diloco.errors import CheckpointError, ConfigError
 from diloco.hub import MODEL_FILES, commit_of, files_at
 from diloco.model.cross_entropy import prepare_head_

@@ -24,8 +24,7 @@ from diloco import data
 from diloco import model as models
 from diloco.attach.parameters import values_digest
 from diloco.config import Config, DataConfig, Manifest, ModelConfig
-from diloco.config.data import FILES, MAX_TOKENIZER_FILES
-from diloco.config.model import MAX_FROZEN
+from diloco.config.model_data import FILES, MAX_FROZEN, MAX_TOKENIZER_FILES
 from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError
 from diloco.hub import TOKENIZER_FILES, files_at
 from diloco.rundir.files import files_of, origin_of, write_atomic

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from diloco.attach.arguments import as_typed
 from diloco.attach.data_shard import ActivePeers
 from diloco.attach.swarm import Swarm
-from diloco.config.sizes import MOST_PARAMETERS
+from diloco.config.files import MOST_PARAMETERS
 from diloco.errors import ConfigError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec
 from tests.support.loops import Direct, LastFlight, attached, made

@@ -28,8 +28,8 @@ from diloco.config import (
     help_text,
 )
 from diloco.config.explain import description, setting_fields
+from diloco.config.files import fragments_for
 from diloco.config.manifest import hash_of, planned, raised
-from diloco.config.sizes import fragments_for
 from diloco.errors import ConfigError
 from tests.support.errors import error_text
 

@@ -1,0 +1,282 @@
+"""The settings of model and data: what is trained on which text, and where this peer has the files.
+
+A directory, or a name on the hub, means files that other peers do not have. So
+`train/start_files.py` puts into the manifest what they need: config and digests. `NAME@COMMIT` on
+the hub is a name and its commit; a branch or a tag is refused, because it can move.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from diloco.config.explain import TypeHint, show
+from diloco.config.types import (
+    Commit,
+    Digest,
+    Name,
+    PeerLocal,
+    RunOwned,
+    Text,
+    Texts,
+    Tuple,
+)
+from diloco.errors import ConfigError
+
+MAX_FROZEN = 256  # digests of tensors that a manifest has room for
+MAX_TOKENIZER_FILES = 32
+MIXTURE_BLOCK = 10_000  # sequences; a weight counts to this part of the whole
+FILES = "files"  # in a manifest, in place of a directory: digests name the files
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+HUB_NAME = re.compile(f"{_PART}/{_PART}")
+_AT = re.compile(rf"({_PART}(?:/{_PART})?)@(.*)")
+# Each name on the hub, the setting with its commit, and what kind of repository it names.
+_ON_HUB = {
+    "model.path": ("model.revision", "model"),
+    "data.tokenizer": ("data.tokenizer_revision", "model"),
+    "data.name": ("data.revision", "dataset"),
+}
+# What `train/start_files.py` derives from a name; the first tells whether it has.
+_DERIVED = {
+    "model.path": ("weights", "frozen", "generation", "config", "directory"),
+    "data.tokenizer": ("tokenizer_files", "tokenizer_directory"),
+}
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+LocalSource = Literal["stdlib", "text", "json", "parquet"]
+
+
+class ModelRecipe(RunOwned):
+    """A causal LM that transformers builds from a config, or loads from a directory or the hub."""
+
+    later = ("weights", "frozen", "generation")
+    name: Name = Field(description="Name of the model in logs and summaries.")
+    model_type: Name = "llama"
+    """transformers model type that model.config belongs to."""
+    path: Text | None = None
+    """Checkpoint to start from: a directory in Hugging Face format, or NAME@COMMIT on the hub."""
+    revision: Commit | None = None
+    """Commit of model.path on the hub; null: that in model.path, or model.path is a directory."""
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the transformers config; any of them can be overridden."""
+    weights: Digest | None = None
+    """Digest of the trained parameters that the run starts from; filled in from model.path."""
+    frozen: Annotated[dict[str, Digest], Field(max_length=MAX_FROZEN)] = Field(default_factory=dict)
+    """Digests of parameters that are not trained, and of buffers; filled in from model.path."""
+    generation: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of generation_config.json; filled in from model.path."""
+
+    @field_validator("config", "generation", mode="before")
+    @classmethod
+    def _is_json(cls, config: Any) -> Any:
+        try:
+            json.dumps(config, allow_nan=False)
+        except ValueError:
+            raise ValueError("model.config holds nan or an infinity; use finite numbers") from None
+        return config
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelRecipe:
+        path, weights = self.path, self.weights
+        if path is not None and self.config and weights is None:
+            raise ValueError(
+                f"model.path={path} together with model.config (from model={self.name}) leaves open"
+                " which one counts; add model=pretrained, or drop model.path"
+            )
+        if path is None and not self.config:
+            raise ValueError(
+                "model.path and model.config are both empty; set model.path=DIRECTORY or choose"
+                " model=NAME"
+            )
+        if weights is not None and not self.config:
+            raise ValueError("model.weights needs model.config; drop it")
+        if weights is None and (self.frozen or self.generation):
+            raise ValueError("model.frozen and model.generation need model.weights; drop them")
+        if path is None and self.revision is not None:
+            raise ValueError(f"model.revision={self.revision} needs model.path; drop it")
+        return self
+
+
+class PeerModelConfig(PeerLocal):
+    directory: Text | None = None
+    """Where this peer has the files that the run starts from; filled in from model.path."""
+
+
+class ModelConfig(PeerModelConfig, ModelRecipe):
+    """What is trained, and where this peer has its files."""
+
+
+class MixedSource(RunOwned):
+    """One source of a mixture. Where its files are each peer says itself, in `data.paths`."""
+
+    name: Name
+    source: LocalSource
+    weight: float = Field(gt=0, le=1e9)
+    field: Text = "text"
+
+
+class DataRecipe(RunOwned):
+    later = ("mixture", "tokenizer_files")
+    source: Literal[LocalSource, "hub", "mixture"]
+    """stdlib: Python's standard library; hub: a streaming dataset; mixture: several; else files."""
+    sequence_length: int = Field(128, ge=2, le=1 << 20)
+    """Tokens of one packed sequence."""
+    tokenizer: Text = "bytes"
+    """'bytes', a directory, or NAME@COMMIT on the hub; unset: that of model.path, or else bytes."""
+    tokenizer_revision: Commit | None = None
+    """Commit of data.tokenizer on the hub; null: that in data.tokenizer, or it is a directory."""
+    tokenizer_files: Annotated[dict[FileName, Digest], Field(max_length=MAX_TOKENIZER_FILES)] = (
+        Field(default_factory=dict)
+    )
+    """Names and digests of the tokenizer's files; filled in from data.tokenizer."""
+    field: Text = Field("text", description="Column that holds the text (json, parquet, hub).")
+    holdout: float = Field(0.02, ge=0, lt=1)
+    """Part of the documents kept for evaluation, by hash; 0: none, so no held-out loss."""
+    name: Text | None = None
+    """Dataset on the Hugging Face hub, such as allenai/c4 or allenai/c4@COMMIT (hub)."""
+    revision: Commit | None = None
+    """Commit of data.name on the hub; null: that in data.name, or the newest (hub)."""
+    subset: Text | None = Field(None, description="Configuration of the dataset, such as en (hub).")
+    split: Text = Field("train", description="Split of the dataset (hub).")
+    mixture: Annotated[
+        tuple[MixedSource, ...],
+        Tuple,
+        TypeHint(
+            "a list, each {name, source: stdlib, text, json or parquet, weight, field: COLUMN}"
+        ),
+    ] = ()
+    """Sources and how much of each: weights of sequences, of any sum; files are in data.paths."""
+
+    @model_validator(mode="after")
+    def _fits_source(self) -> DataRecipe:
+        source = self.source
+        if source == "hub" and self.name is None:
+            raise ValueError("data.source=hub needs a dataset; set data.name, such as allenai/c4")
+        if self.tokenizer == FILES and not self.tokenizer_files:
+            raise ValueError(
+                "data.tokenizer=files stands for a directory in a manifest; give the directory"
+            )
+        if self.tokenizer == "bytes" and self.tokenizer_files:
+            raise ValueError("data.tokenizer_files has no effect with bytes; drop it")
+        for key in ("name", "revision", "subset"):
+            if source != "hub" and (value := getattr(self, key)) is not None:
+                unused = f"data.{key}={value} has no effect with data.source={source}"
+                raise ValueError(f"{unused}; drop it, or use data=hub")
+        for problem in self._problems_of_mixture():
+            raise ValueError(problem)
+        return self
+
+    def _problems_of_mixture(self) -> Iterator[str]:
+        if self.source == "mixture" and not self.mixture:
+            example = "data.mixture=[{name: NAME, source: text, weight: 1}, ...]"
+            yield f"data.source=mixture needs sources; set {example}"
+        total = sum(one.weight for one in self.mixture)
+        for one in self.mixture:
+            if one.weight * MIXTURE_BLOCK < total:
+                small = f"the weight {one.weight:g} of {one.name} is less than 1/{MIXTURE_BLOCK}"
+                yield f"data.mixture: {small} of all; raise it, or leave it out"
+        if len({one.name for one in self.mixture}) < len(self.mixture):
+            yield "data.mixture has two sources of one name; give each a name of its own"
+
+
+class PeerDataConfig(PeerLocal):
+    path: Texts | None = None
+    """Files or directories with this peer's data (text, json, parquet), also .gz, .zst, ..."""
+    paths: dict[str, Texts] = Field(default_factory=dict)
+    """The same for each source of data.mixture that has files, by its name."""
+    tokenizer_directory: Text | None = None
+    """Where this peer has the tokenizer's files; filled in from data.tokenizer."""
+    cache: Text | None = "auto"
+    """Directory for tokens of files; auto: ~/.cache/diloco/tokens; null: none, only memory."""
+    shard: int | None = Field(None, ge=0)
+    """Which of data.shards parts this peer reads; null derives it."""
+    shards: int | None = Field(None, ge=1)
+    """Parts that the data is cut into; null derives it."""
+
+    @model_validator(mode="after")
+    def _shard_exists(self) -> PeerDataConfig:
+        shard, shards = self.shard, self.shards
+        if (shard is None) != (shards is None):
+            raise ValueError("data.shard and data.shards belong together; set both or neither")
+        if shard is not None and shards is not None and shard >= shards:
+            raise ValueError(
+                f"data.shard={shard} does not exist with data.shards={shards}; expected 0 to"
+                f" {shards - 1}"
+            )
+        return self
+
+
+class DataConfig(PeerDataConfig, DataRecipe):
+    """Which text is trained on, and where this peer finds its part."""
+
+    @property
+    def tokenizer_place(self) -> tuple[str, str | None]:
+        """Name and commit of the tokenizer, or the directory where this peer has its files."""
+        if self.tokenizer_directory is not None:
+            return self.tokenizer_directory, None
+        return self.tokenizer, self.tokenizer_revision
+
+    @model_validator(mode="after")
+    def _path_fits_source(self) -> DataConfig:
+        is_files = self.source in ("text", "json", "parquet")
+        if is_files and not self.path:
+            raise ValueError(
+                f"data.source={self.source} needs files; set data.path=FILE_OR_DIRECTORY"
+            )
+        if not is_files and self.path is not None:
+            unused = f"data.path={self.path[0]} has no effect with data.source={self.source}"
+            remedy = "drop it, or add data=text, data=json or data=parquet"
+            if self.source == "mixture":
+                remedy = "set data.paths.NAME"
+            raise ValueError(f"{unused}; {remedy}")
+        for name in (one.name for one in self.mixture if one.source != "stdlib"):
+            if not self.paths.get(name):
+                need = f"set data.paths.{name}=FILE_OR_DIRECTORY"
+                raise ValueError(f"data.mixture: {name} needs files; {need}")
+        return self
+
+
+def split_commits(settings: dict[str, Any], typed: Collection[str]) -> None:
+    """Makes each `NAME@COMMIT` in the settings, by group and name, a name and a commit.
+
+    What was derived from another name than one of the `typed` keys says is left out. Raises
+    ConfigError for a branch, with the commit that the hub tells, and for two commits.
+    """
+    for key, (commit_key, kind) in _ON_HUB.items():
+        group, _, name = key.partition(".")
+        values, at = settings.get(group), commit_key.partition(".")[2]
+        if not isinstance(values, dict):
+            continue
+        derived = _DERIVED.get(key, ())
+        if derived and values.get(derived[0]) and not {key, commit_key}.isdisjoint(typed):
+            for one in derived:
+                if f"{group}.{one}" not in typed:
+                    values.pop(one, None)
+        typed_name, commit = values.get(name), values.get(at)
+        if not isinstance(typed_name, str):
+            continue
+        if found := _AT.fullmatch(typed_name):
+            _check_commit(kind, f"{key}={show(typed_name)}", found[1], found[2])
+            if commit not in (None, found[2]):
+                both = f"{key}={show(typed_name)} and {commit_key}={show(commit)}"
+                raise ConfigError(f"{both} differ; drop one")
+            values[name], values[at] = found[1], found[2]
+        elif isinstance(commit, str):
+            _check_commit(kind, f"{commit_key}={show(commit)}", typed_name, commit)
+
+
+def _check_commit(kind: str, setting: str, name: str, commit: str) -> None:
+    """Raises ConfigError if `commit` is a branch or a tag."""
+    if re.fullmatch("[0-9a-f]{40}", commit):
+        return
+    from diloco.hub import commit_of
+
+    remedy = "write the 40 hexadecimal digits that the hub shows"
+    if commit and (found := commit_of(kind, name, commit)):
+        remedy = f"write {name}@{found}, which it is now"
+    raise ConfigError(f"{setting} names no commit, and what is not a commit can change; {remedy}")

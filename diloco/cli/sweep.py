@@ -221,14 +221,14 @@ def _values(argument: str, start: ConfigSource) -> list[str]:
     from diloco.config.explain import show
 
     groups = choices(start)
-    typed, override = parse(argument, swept=True)
-    check_key(typed.key, groups)
+    key, _, override = parse(argument, swept=True)
+    check_key(key, groups)
     if not override.is_sweep_override():
         return [argument]
-    if typed.key == "run.dir":
+    if key == "run.dir":
         raise ConfigError(f"{show(argument)}: each member has a directory of its own; set --dir")
     if isinstance(pattern := override.value(), Glob):
-        values = pattern.filter(list(groups.get(typed.key, ())))
+        values = pattern.filter(list(groups.get(key, ())))
         if not values:
             raise ConfigError(f"{show(argument)} matches nothing; expected a pattern for a group")
     else:
@@ -236,9 +236,9 @@ def _values(argument: str, start: ConfigSource) -> list[str]:
             values = list(override.sweep_string_iterator())
         except HydraException:  # an interval
             raise ConfigError(
-                f"{show(argument)} has no end of values; list them, such as {typed.key}=A,B"
+                f"{show(argument)} has no end of values; list them, such as {key}=A,B"
             ) from None
-    return [f"{typed.key}={value}" for value in values]
+    return [f"{key}={value}" for value in values]
 
 
 def _run(members: Sequence[Member], jobs: int) -> None:

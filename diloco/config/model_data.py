@@ -146,9 +146,7 @@ class DataRecipe(RunOwned):
     mixture: Annotated[
         tuple[MixedSource, ...],
         Tuple,
-        TypeHint(
-            "a list, each {name, source: stdlib, text, json or parquet, weight, field: COLUMN}"
-        ),
+        TypeHint("a list, each {name, source: stdlib, text, json or parquet, weight, field}"),
     ] = ()
     """Sources and how much of each: weights of sequences, of any sum; files are in data.paths."""
 
@@ -159,7 +157,7 @@ class DataRecipe(RunOwned):
             raise ValueError("data.source=hub needs a dataset; set data.name, such as allenai/c4")
         if self.tokenizer == FILES and not self.tokenizer_files:
             raise ValueError(
-                "data.tokenizer=files stands for a directory in a manifest; give the directory"
+                "data.tokenizer=files is of a manifest; give the directory of the files"
             )
         if self.tokenizer == "bytes" and self.tokenizer_files:
             raise ValueError("data.tokenizer_files has no effect with bytes; drop it")

@@ -127,7 +127,5 @@ PeerAddress = Annotated[
     str,
     Unquoted,
     Field(pattern=f"^(@.+|({_PART})*/p2p({_PART})+)$"),  # @FILE: a peer writes its address there
-    TypeHint(
-        "an address with a peer id, such as /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., or @FILE"
-    ),
+    TypeHint("an address with a peer id: /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., or @FILE"),
 ]

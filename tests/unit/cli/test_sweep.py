@@ -93,7 +93,7 @@ def signalled(name: str, *numbers: int) -> Iterator[None]:
         ("outer.lr=0.5,-1", "outer.lr=-1 is out of range; expected a number > 0 and <= 10"),
         (
             "outer.sync_every=8,4 outer.overlap=1,5",
-            "outer.overlap=5 is not less than the 4 inner steps",
+            "outer.overlap=5 is not less than outer.sync_every=4",
         ),
         ("model=glob(z*)", "model=glob(z*) matches nothing; expected a pattern for a group"),
         ("run.seed=range(3,1)", "there are no members; check the ends of each range"),

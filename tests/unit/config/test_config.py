@@ -214,10 +214,7 @@ MISTAKES = {
         "* is not installed here (did you mean int8?); expected one of fp32, fp16, int8, e3m0, "
         "stat2, topk, or ask whoever started the run which package has it"
     ),
-    "outer.overlap=100": (
-        "* is not less than the 100 inner steps from one exchange of a fragment to its next "
-        "(outer.sync_every); lower it"
-    ),
+    "outer.overlap=100": "* is not less than outer.sync_every=100; lower it",
     "outer.grace_s=1": "*.0 needs a quorum after which it begins; set outer.quorum",
     "outer.codec_up=topk": "outer.momentum=0.7 does not go with *; set outer.momentum=0",
     "outer.lr_by_peers={0:1}": (
@@ -256,7 +253,7 @@ MISTAKES = {
     "data.name=c4 data=text data.path=x": (
         "* has no effect with data.source=text; drop it, or use data=hub"
     ),
-    "data.source=hub": "* needs a dataset; set data.name=NAME, such as data.name=allenai/c4",
+    "data.source=hub": "* needs a dataset; set data.name, such as allenai/c4",
     "data.shard=0": "data.shard and data.shards belong together; set both or neither",
     "model.path=x": (
         "* together with model.config (from model=tiny) leaves open which one counts; "

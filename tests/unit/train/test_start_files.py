@@ -88,7 +88,7 @@ def test_a_run_from_the_hub_names_it(
     [
         ({"../../.bashrc": "ab" * 32}, "is not valid"),
         ({"run.py": "ab" * 32}, "data.tokenizer_files.run.py of the run is no file of a tokenizer"),
-        ({}, "data.tokenizer=files stands for a directory in a manifest; give the directory"),
+        ({}, "data.tokenizer=files is of a manifest; give the directory of the files"),
     ],
 )
 def test_a_manifest_that_names_other_files_is_refused(

@@ -92,8 +92,8 @@ class Manifest(RunOwned):
             content["wire_version"] = WIRE_VERSION
         version = content.get("wire_version")
         if type(version) is not int or version != WIRE_VERSION:
-            differ = f"wire version {show(version)}, this diloco speaks {WIRE_VERSION}"
-            raise ConfigError(f"manifest has {differ}; install the same version on all peers")
+            here = f"this diloco speaks {WIRE_VERSION}; install the same version on all peers"
+            raise ConfigError(f"manifest has wire version {show(version)}, {here}")
         try:
             manifest = cls.model_validate(content)
         except ValidationError as error:

@@ -48,6 +48,10 @@ _DERIVED = {
 }
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+MIXTURE_HINT = (
+    "a list, each {name: NAME, source: stdlib, text, json or parquet, weight: A NUMBER,"
+    " field: COLUMN}"
+)
 LocalSource = Literal["stdlib", "text", "json", "parquet"]
 
 
@@ -143,11 +147,7 @@ class DataRecipe(RunOwned):
     """Commit of data.name on the hub; null: that in data.name, or the newest (hub)."""
     subset: Text | None = Field(None, description="Configuration of the dataset, such as en (hub).")
     split: Text = Field("train", description="Split of the dataset (hub).")
-    mixture: Annotated[
-        tuple[MixedSource, ...],
-        Tuple,
-        TypeHint("a list, each {name, source: stdlib, text, json or parquet, weight, field}"),
-    ] = ()
+    mixture: Annotated[tuple[MixedSource, ...], Tuple, TypeHint(MIXTURE_HINT)] = ()
     """Sources and how much of each: weights of sequences, of any sum; files are in data.paths."""
 
     @model_validator(mode="after")

@@ -223,7 +223,11 @@ class Anchors:
             aggregate: Aggregate | None = replica.aggregates.get(fragment)
             state = replica.states.get(fragment)  # with copies it may be released meanwhile
             vectors = [replica.anchors[fragment]]
-            vectors += [aggregate.master, *state.vectors] if aggregate and state else []
+            if aggregate and state:
+                moving = core.fragments[fragment].moving
+                # A version that is made and not applied is in the master already.
+                ahead = bool(moving and moving.own)
+                vectors += [vectors[0] if ahead else aggregate.master, *state.vectors]
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
             anchors.append(anchor)
             tips.append(replace(core.fragments[fragment].tip))

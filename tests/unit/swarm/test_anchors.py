@@ -100,6 +100,24 @@ def test_a_version_that_the_core_drops_is_not_in_the_next_one() -> None:
     alone(scene)
 
 
+def test_a_checkpoint_holds_nothing_of_a_version_that_is_not_applied() -> None:
+    """Or its peer, started again from it, would put the same contributions into the next one."""
+
+    async def scene(node: Alone) -> None:
+        apply, saved = node.anchors.apply, []
+
+        async def after_a_checkpoint(action: Apply) -> None:
+            saved.append(await node.snapshot(copies=True))
+            await apply(action)
+
+        node.anchors.apply = after_a_checkpoint  # type: ignore[method-assign]
+        await node.learn()
+        assert torch.equal(saved[0].outer[0][0], saved[0].anchors[0])
+        assert torch.equal(saved[0].anchors[0], torch.arange(6.0)), "not applied yet"
+
+    alone(scene)
+
+
 def test_momentum_is_kept_of_what_this_peer_may_inherit() -> None:
     async def scene(node: Alone) -> None:
         await node.learn()

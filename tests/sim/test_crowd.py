@@ -65,7 +65,7 @@ def test_versions_have_the_same_bits_whatever_arrives_first() -> None:
                 )
                 swarm.run_until(lambda life=life: life.ready, "it listens")
             nodes = swarm.run_to_the_end()
-            first = [made for made in swarm.watch.lineage.made.values() if made.head.number == 1]
+            first = [made for made in swarm.watch.versions.made.values() if made.head.number == 1]
             digests.add(tuple(sorted((made.head.fragment, made.parts) for made in first)))
             assert len(nodes) == 3
         orders.add(tuple(arrivals))

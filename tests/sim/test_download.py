@@ -26,7 +26,7 @@ from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.rpc import state
 from diloco.swarm.wire.streams import Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
-from diloco.testing.fuzz.crowd import small_pieces
+from diloco.testing.fuzz.virtual import small_pieces
 
 PART = 2**15  # elements: small parts, so that a small fragment has many
 NUMEL = 10 * PART + 1000

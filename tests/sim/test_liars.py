@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from diloco.core.facts import Facts
 from diloco.messages.bulk import InnerRequest
-from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
 from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer
 from diloco.swarm.wire.streams import Stream
-from diloco.testing.fuzz.crowd import Crowd, lying, small_pieces
+from diloco.testing.fuzz.crowd import Crowd, lying
 from diloco.testing.fuzz.lives import Life, PeerSpec
-from diloco.testing.fuzz.stage import quiet_process
+from diloco.testing.fuzz.virtual import virtual_swarm
 
 BEGIN, VERSIONS = 3, 16
 ELEMENTS = 400
@@ -112,7 +112,7 @@ def swarm_of(
     adamw: bool = False,
     units: bool = False,
 ) -> Iterator[Swarm]:
-    with quiet_process(), virtual_time() as loop, small_pieces(64, 128):
+    with virtual_swarm(64, 128) as loop:
         yield Swarm(loop, peers, outer or {}, adamw, units)
 
 

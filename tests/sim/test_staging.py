@@ -32,7 +32,7 @@ from diloco.outer.replica import Replica
 from diloco.outer.staging import staging_of, train_on_current_stream
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.runtime import NodeThread
-from diloco.testing.fuzz.crowd import small_pieces
+from diloco.testing.fuzz.virtual import small_pieces
 from tests.support.alone import Alone
 from tests.support.core import ME, OTHER, D
 from tests.support.coroutines import turns, until

@@ -13,7 +13,7 @@ from diloco.core.settings import Settings
 from diloco.core.units import count, difference, union
 from diloco.messages.fields import Units
 from diloco.messages.heads import Head
-from diloco.testing.fuzz.lineage import Lineage, Made
+from diloco.testing.fuzz.versions import Made, Versions
 from tests.support.swarm_without_tensors import Peer, Swarm
 
 
@@ -32,7 +32,7 @@ class Promises(Swarm):
 
     def __init__(self, settings: Settings, seed: int) -> None:
         super().__init__(settings, seed=seed)
-        self.lineage = Lineage()
+        self.lineage = Versions()
         self.anchors: dict[str, Any] = {}
         self.liar = ""
         self.lies: set[str] = set()  # digests of updates

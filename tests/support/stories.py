@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from diloco.messages.heads import Head
-from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
-from diloco.testing.fuzz.crowd import Crowd, small_pieces
+from diloco.testing.fuzz.crowd import Crowd
 from diloco.testing.fuzz.invariants import Watch
 from diloco.testing.fuzz.lives import PeerSpec
-from diloco.testing.fuzz.stage import quiet_process
+from diloco.testing.fuzz.virtual import virtual_swarm
 
 __all__ = ["STEP_S", "TOKENS_PER_ROUND", "Story", "story"]
 
@@ -143,7 +143,7 @@ class Story:
 
     def made(self) -> list[Head]:
         """All versions that were made, also those that were lost."""
-        return [made.head for made in self.watch.lineage.made.values() if made.head.number]
+        return [made.head for made in self.watch.versions.made.values() if made.head.number]
 
     def kinds(self, name: str) -> Counter[str]:
         """How many events of each kind a peer told."""
@@ -158,5 +158,5 @@ class Story:
 @contextmanager
 def story(*arguments: Any, **settings: Any) -> Iterator[Story]:
     """A `Story` in a virtual time of its own, with several chunks and parts of each fragment."""
-    with quiet_process(), virtual_time() as loop, small_pieces():
+    with virtual_swarm() as loop:
         yield Story(loop, *arguments, **settings)

@@ -14,12 +14,10 @@ import copy
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,6 @@ from diloco.admission.keys import new_key
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.config import OuterConfig
 from diloco.errors import SwarmError
-from diloco.outer import digest, fragments
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.payloads import Codec
@@ -37,14 +34,14 @@ from diloco.outer.replica import Replica
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Network, PeerLink
 from diloco.sim.peers import SimRuntime
-from diloco.sim.virtual_time import VirtualLoop
+from diloco.sim.virtual_time import DeadlockError, VirtualLoop
 from diloco.swarm.node.node import Connect, Node
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.rpc import contribution, state
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
+from diloco.testing.fuzz.faults import Scenario
 from diloco.testing.fuzz.lives import Life, LifeCheckpoint, PeerSpec, Violation
 
 # of the outer steps, where a schedule says no others
@@ -97,22 +94,31 @@ class Crowd:
         # whether any peers could not reach each other for a while, or began without each other
         self.torn = False
         self.on_life: Callable[[Life], object] = lambda life: None  # its node is there
-        # of its node
-        self.on_note: Callable[[Life, str, dict[str, Any]], None] = lambda life, kind, fields: None
+        self.on_note: Callable[[Life, str, dict[str, Any]], None] = lambda *event: None
         self.on_end: Callable[[Life], None] = lambda life: None
         self.tell: Callable[[str], None] = lambda line: None
-        self._elements, self._units, self._heartbeat_s, self._inner_state = (
-            elements,
-            units,
-            heartbeat_s,
-            inner_state,
-        )
+        self._elements, self._units = elements, units
+        self._heartbeat_s, self._inner_state = heartbeat_s, inner_state
         self._key = RunKey(new_key()) if closed or uninvited else None
         self._uninvited = uninvited
         self._tokens: dict[str, Token] = {}
         self._numbers = 0
         self._joins: Counter[str] = Counter()  # tries that failed
         loop.set_exception_handler(self._uncaught)
+
+    @classmethod
+    def of(cls, loop: VirtualLoop, plan: Scenario) -> Self:
+        """A swarm that is set as a scenario says."""
+        return cls(
+            loop,
+            plan.seed,
+            dict(plan.outer),
+            units=plan.units,
+            heartbeat_s=plan.heartbeat_s,
+            loss=plan.loss,
+            inner_state="cold" if plan.cold else "donor",
+            closed=plan.closed,
+        )
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -127,14 +133,11 @@ class Crowd:
         elsewhere = self.lives.keys() - {member.name}
         self.torn = self.torn or bool(elsewhere and not known and min_peers == 1)
         before = self.lives.get(member.name)
-        untrained = before is None or (
-            before.fresh and (before.sync is None or before.sync.tokens == 0)
-        )
+        fresh = not before or (before.fresh and (before.sync is None or before.sync.tokens == 0))
         saved = [checkpoint] if checkpoint is not None else []
         flips = before.flips if before is not None and saved else 0
-        life = Life(
-            member, self._numbers, known[:MAX_SEEDS], min_peers, saved, flips=flips, fresh=untrained
-        )
+        seeds = known[:MAX_SEEDS]
+        life = Life(member, self._numbers, seeds, min_peers, saved, flips=flips, fresh=fresh)
         self.lives[member.name] = life
         self.started.append(life)
         rate, offset_s = member.clock
@@ -161,6 +164,14 @@ class Crowd:
         elif life.node is not None:
             life.node.context.tasks.notify()
 
+    def violation_of(self, story: Coroutine[Any, Any, None]) -> str | None:
+        """Play a story; what is violated in it."""
+        try:
+            self.loop.run_until_complete(story)
+        except (Violation, DeadlockError) as error:
+            return str(error)
+        return None
+
     def living(self) -> list[Life]:
         """Lives that go on, by name."""
         return [life for _, life in sorted(self.lives.items()) if not life.ended]
@@ -168,6 +179,9 @@ class Crowd:
     def members(self) -> list[Life]:
         """Lives whose node is in the swarm and stays there."""
         return [life for life in self.living() if life.ready and not life.leaving]
+
+    def all_ready(self) -> bool:
+        return all(life.ready for life in self.living())
 
     def note(self, name: str, text: str) -> None:
         """One line of the story."""
@@ -243,9 +257,8 @@ class Crowd:
         if begins_at is not None:
             sync.steps, sync.tokens, sync.discarded_tokens = begins_at.counters
             optimizer.load_state_dict(dict(begins_at.inner))
-        leases = (
-            sync.lease_units(SEQUENCES_PER_STEP * self.outer["sync_every"]) if self._units else None
-        )
+        ahead = SEQUENCES_PER_STEP * self.outer["sync_every"]
+        leases = sync.lease_units(ahead) if self._units else None
         if life.leaving:
             return
         with sync:
@@ -269,11 +282,7 @@ class Crowd:
                     life.checkpoints = [*life.checkpoints[1 - CHECKPOINTS :], written]
 
     def _boundary(
-        self,
-        life: Life,
-        sync: Attachment,
-        optimizer: torch.optim.Optimizer,
-        lockstep: Lockstep[None],
+        self, life: Life, sync: Attachment, optimizer: Any, lockstep: Lockstep[None]
     ) -> LifeCheckpoint:
         """What a trainer does at an outer step: it evaluates, and writes a checkpoint."""
         flips = life.flips
@@ -287,31 +296,25 @@ class Crowd:
             self.failures.append(f"the checkpoint of {life.name} moved while it was written")
         return written
 
-    def _checkpoint(
-        self, sync: Attachment, live: Saved, optimizer: torch.optim.Optimizer
-    ) -> LifeCheckpoint:
+    def _checkpoint(self, sync: Attachment, live: Saved, optimizer: Any) -> LifeCheckpoint:
+        # in memory of its own: that of a running node moves on
+        anchors, outer, residuals = copy.deepcopy((live.anchors, live.outer, live.residuals))
+        saved = replace(live, anchors=anchors, outer=outer, residuals=residuals)
         counters = (sync.steps, sync.tokens, sync.discarded_tokens)
-        return LifeCheckpoint(_copied(live), counters, copy.deepcopy(optimizer.state_dict()))
+        return LifeCheckpoint(saved, counters, copy.deepcopy(optimizer.state_dict()))
 
     async def _host(self, life: Life) -> None:
         """A peer that holds fragments, as `diloco host` does."""
         parameters = {"w": self._parameters()}
         outer = OuterConfig.parse({"method": "diloco", **self.outer})
-        replica = Replica(
-            parameters,
-            partition({"w": parameters["w"].numel()}, outer.fragments, outer.pattern),
-            outer,
-        )
+        fragments = partition({"w": parameters["w"].numel()}, outer.fragments, outer.pattern)
+        replica = Replica(parameters, fragments, outer)
         replica.rng = random.Random(f"{self.seed} {life.owner}")
         swarm = self._swarm(life)
-        options = replace(
-            swarm.options(parameters, None, trains=False),
-            gate=self._gate(life),
-            wall=1e9 + self.loop.time(),
-        )
-        node = await self._node_type(life).open(
-            options, replica, swarm.on_event, self._connect(life)
-        )
+        options = swarm.options(parameters, None, trains=False)
+        options = replace(options, gate=self._gate(life), wall=1e9 + self.loop.time())
+        connect = self._connect(life)
+        node = await self._node_type(life).open(options, replica, swarm.on_event, connect)
         try:
             swarm.on_ready("")
             await node.context.tasks.until(lambda: life.leaving)
@@ -384,28 +387,8 @@ class Crowd:
             self.failures.append(f"nobody took {error!r} ({context.get('message')})")
 
 
-def _copied(live: Saved) -> Saved:
-    """In memory of its own: that of a running node moves on."""
-    anchors, outer, residuals = copy.deepcopy((live.anchors, live.outer, live.residuals))
-    return replace(live, anchors=anchors, outer=outer, residuals=residuals)
-
-
 def lying(honest: Codec, factor: float) -> Codec:
     """A codec that encodes values times a factor, and reads what others send as they sent it."""
     liar = copy.copy(honest)
     liar.encode = lambda x, out: honest.encode(x * factor, out)  # type: ignore[method-assign]
     return liar
-
-
-@contextmanager
-def small_pieces(chunk: int = 8, part: int = 16) -> Iterator[None]:
-    """Inside, payloads come in chunks of so few elements, and anchors in parts, that tiny models
-    have several."""
-    pieces = patch.object(contribution, "PIECE", chunk), patch.object(state, "PIECE", chunk)
-    with (
-        patch.object(fragments, "CHUNK", chunk),
-        patch.object(digest, "PART", part),
-        pieces[0],
-        pieces[1],
-    ):
-        yield

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +45,8 @@ from diloco.outer.digest import part_digests
 from diloco.outer.fragments import gather_
 from diloco.swarm.node.node import Node
 from diloco.testing.fuzz.crowd import Crowd
-from diloco.testing.fuzz.lineage import Lineage
 from diloco.testing.fuzz.lives import Life, Violation
+from diloco.testing.fuzz.versions import Versions
 
 SETTLE_S = 5.0  # after the last fault or life ended
 # in which all agree once nobody trains, and after which they still do
@@ -90,14 +90,12 @@ class Watch:
     """
 
     def __init__(self, crowd: Crowd) -> None:
-        self.lineage, self.seen = Lineage(), dict[str, _Seen]()
+        self.versions, self.seen = Versions(), dict[str, _Seen]()
         self.left: list[tuple[str, list[tuple[int, int]]]] = []
         self.holes: Units = NONE
         self._crowd, self._touched = crowd, dict[str, _Seen]()
         self._told: defaultdict[str, Counter[int]] = defaultdict(Counter)
-        self._asked: defaultdict[tuple[str, str, int], deque[float]] = defaultdict(
-            lambda: deque(maxlen=MOST_ASKED)
-        )
+        self._asked: defaultdict[tuple[str, str, int], list[float]] = defaultdict(list)
         self._violation: Violation | None = None
         crowd.on_life, crowd.on_note = self._observe, self._noted
         crowd.loop.on_turn = self._look
@@ -111,7 +109,7 @@ class Watch:
             seen.damaged.update(range(len(tips)))
         for tip in tips:
             if tip.head.number == 0:
-                self.lineage.add(tip)
+                self.versions.add(tip)
         self.seen[life.owner] = self._touched[life.owner] = seen
         node.context.tap = lambda event, now: self._hears(seen, event)
         if life.sync is not None:
@@ -148,22 +146,17 @@ class Watch:
             case Stepped(tokens):
                 seen.trained += tokens
             case Captured(line) if line.tokens > seen.trained - seen.since[line.fragment]:
-                if line.base in [
-                    head.id for head in self.lineage.chain(seen.tips[line.fragment].head)
-                ]:
-                    raise Violation(
-                        f"{seen.life.name} sends more than it learned in the history of {line.base}"
-                    )
+                here = seen.tips[line.fragment].head
+                if line.base in [head.id for head in self.versions.chain(here)]:
+                    said = f"{seen.life.name} sends more than it learned in the history of"
+                    raise Violation(f"{said} {line.base}")
             case Asked(peer, get) if not get.want:
-                asked, now = (
-                    self._asked[peer, seen.life.name, get.fragment],
-                    self._crowd.loop.seconds,
-                )
-                if len(asked) == MOST_ASKED and asked[0] > now - 1.0:
-                    raise Violation(
-                        f"{peer} asks {seen.life.name} for fragment {get.fragment} again and again"
-                    )
-                asked.append(now)
+                asked = self._asked[peer, seen.life.name, get.fragment]
+                now = self._crowd.loop.seconds
+                asked[:] = [*(at for at in asked if at > now - 1.0), now]
+                if len(asked) > MOST_ASKED:
+                    said = f"{peer} asks {seen.life.name} for fragment {get.fragment}"
+                    raise Violation(f"{said} again and again")
 
     def _check(self, seen: _Seen) -> None:
         for f, before in zip(seen.node.core.facts.fragments, seen.tips, strict=True):
@@ -172,36 +165,31 @@ class Watch:
                 seen.tips[f.index] = f.tip
 
     def _moved(self, seen: _Seen, f: Fragment, before: Tip) -> None:
-        name, tip, lineage = seen.life.name, f.tip, self.lineage
+        name, tip = seen.life.name, f.tip
         if tip.key <= before.key:
-            raise Violation(
-                f"{name} goes from {before.key} back to {tip.key} in fragment {f.index}"
-            )
-        known = lineage.made.get(tip.head.id)
+            said = f"{name} goes from {before.key} back to {tip.key}"
+            raise Violation(f"{said} in fragment {f.index}")
+        known = self.versions.made.get(tip.head.id)
         if known is None:
             self._made(name, f)
         elif (known.parts, known.book) != (tip.parts, tip.book.digest):
-            raise Violation(
-                f"{name} has another anchor or book of version {tip.head.number} of fragment"
-                f" {f.index}"
-            )
+            which = f"version {tip.head.number} of fragment {f.index}"
+            raise Violation(f"{name} has another anchor or book of {which}")
         if f.index == CONTROL:
             seen.had.add(tip.head.id)
         seen.unread.add(f.index)
         seen.damaged.discard(f.index)
-        if f.base not in [head.id for head in lineage.chain(tip.head)]:
+        if f.base not in [head.id for head in self.versions.chain(tip.head)]:
             seen.since[f.index] = seen.trained
 
     def _made(self, name: str, f: Fragment) -> None:
         head = f.tip.head
+        which = f"version {head.number} of fragment {f.index}"
         if head.author != name:
-            raise Violation(
-                f"{name} has version {head.number} of fragment {f.index} before its author,"
-                f" {head.author}"
-            )
-        self.lineage.add(f.tip)
-        if why := self.lineage.wrong(head):
-            raise Violation(f"version {head.number} of fragment {f.index} by {name}: {why}")
+            raise Violation(f"{name} has {which} before its author, {head.author}")
+        self.versions.add(f.tip)
+        if why := self.versions.wrong(head):
+            raise Violation(f"{which} by {name}: {why}")
 
     def _read(self, seen: _Seen) -> None:
         """Look at anchors that have moved, unless they are moving again, maybe in another
@@ -211,9 +199,8 @@ class Watch:
             if not f.moving and not (lock._lock.locked() and not lock._readers):
                 seen.unread.discard(fragment)
                 if part_digests(seen.node.replica.anchors[fragment]) != f.tip.parts:
-                    raise Violation(
-                        f"anchor {fragment} of {seen.life.name} is not what its tip says"
-                    )
+                    name = seen.life.name
+                    raise Violation(f"anchor {fragment} of {name} is not what its tip says")
 
     def _check_loaded(self, seen: _Seen) -> None:
         """What an inner step begins with, in the thread of the peer: an error would be the
@@ -225,14 +212,11 @@ class Watch:
             known = f.base == f.tip.head.id and not f.moving and f.index not in seen.damaged
             if first and known and not replica.settings.mixing:
                 values = torch.empty(replica.fragments[f.index].numel)
-                parameters = {
-                    name: tensor.detach() for name, tensor in replica.local.tensors.items()
-                }
-                gather_(values, replica.fragments[f.index], 0, parameters)
+                local = {name: one.detach() for name, one in replica.local.tensors.items()}
+                gather_(values, replica.fragments[f.index], 0, local)
                 if part_digests(values) != f.tip.parts:
-                    self._crowd.failures.append(
-                        f"{seen.life.name} trains fragment {f.index} from something else"
-                    )
+                    said = f"{seen.life.name} trains fragment {f.index} from something else"
+                    self._crowd.failures.append(said)
 
     # -- when it rests -----------------------------------------------------------------------------
 
@@ -251,17 +235,13 @@ class Watch:
             return False
         cores = [seen.node.core.facts for seen in self.living()]
         names = {core.me for core in cores}
-        for f in range(len(cores[0].fragments)):
-            authors = {core.author_of(core.fragments[f]) for core in cores}
-            if (
-                len({core.fragments[f].tip.key for core in cores}) > 1
-                or len(authors) > 1
-                or not authors <= names
-            ):
+        for fragments in zip(*(core.fragments for core in cores), strict=True):
+            authors = {core.author_of(f) for core, f in zip(cores, fragments, strict=True)}
+            tips = {f.tip.key for f in fragments}
+            if len(tips) > 1 or len(authors) > 1 or not authors <= names:
                 return False
-        return not any(
-            own(core, f) or f.moving or f.merge for core in cores for f in core.fragments
-        )
+        pairs = ((core, f) for core in cores for f in core.fragments)
+        return not any(own(core, f) or f.moving or f.merge for core, f in pairs)
 
     def find_holes(self) -> None:
         """Remember which data is in no model, and nowhere else."""
@@ -274,12 +254,8 @@ class Watch:
         """A peer has left in peace: the others have what it had learned."""
         core = self.seen[life.owner].node.core.facts
         if core.now <= core.leave_by:
-            self.left.append(
-                (
-                    life.name,
-                    [(core.stamp, core.processed - discarded(core, f)) for f in core.fragments],
-                )
-            )
+            learned = [(core.stamp, core.processed - discarded(core, f)) for f in core.fragments]
+            self.left.append((life.name, learned))
 
     async def rest(self) -> None:
         """Nobody trains: all get the same, and stay with it."""
@@ -294,9 +270,8 @@ class Watch:
         crowd = self._crowd
         crowd.goal = 0
         trainers = [life for life in crowd.members() if life.member.trains]
-        await crowd.until(
-            lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done"
-        )
+        done = "every trainer is done"
+        await crowd.until(lambda: all(life.ended for life in trainers), FINISH_S, done)
         for life in crowd.living():
             crowd.leave(life.name)
         await crowd.until(lambda: not crowd.living(), FINISH_S, "every host has left")
@@ -312,14 +287,12 @@ class Watch:
         parted = self._crowd.torn or any(life.ended == "killed" for life in self._crowd.started)
         for name, learned in self.left if not parted else ():
             for head, (stamp, tokens) in zip(heads, learned, strict=True):
-                if (missing := tokens - self.lineage.tokens(head, name, stamp)) > 0:
-                    raise Violation(
-                        f"{missing} tokens of {name}, which left, are not in fragment"
-                        f" {head.fragment}"
-                    )
-        survived = {head.id for head in self.lineage.chain(heads[CONTROL])}
+                if (missing := tokens - self.versions.tokens(head, name, stamp)) > 0:
+                    which = f"fragment {head.fragment}"
+                    raise Violation(f"{missing} tokens of {name}, which left, are not in {which}")
+        survived = {head.id for head in self.versions.chain(heads[CONTROL])}
         for seen in living if not self._crowd.torn else ():
-            lost = [self.lineage.made[each].head for each in seen.had - survived]
+            lost = [self.versions.made[each].head for each in seen.had - survived]
             # Two may make the same version: while they still meet, or when an author comes back.
             if more := [head.number for head in lost if head.prev not in survived]:
                 raise Violation(f"{seen.life.name} had versions {sorted(more)}, and they are lost")
@@ -328,23 +301,15 @@ class Watch:
     def _check_tokens(self, seen: _Seen) -> None:
         core, name = seen.node.core.facts, seen.life.name
         for f in core.fragments:
-            applied, said = self.lineage.tokens(f.tip.head, name), f.tip.book.of(name)[1]
+            applied, said = self.versions.tokens(f.tip.head, name), f.tip.book.of(name)[1]
+            lost, trained, which = discarded(core, f), seen.trained, f"fragment {f.index}"
             if applied != said:
-                raise Violation(
-                    f"the book of fragment {f.index} has {said} tokens of {name}, its heads"
-                    f" {applied}"
-                )
-            lost = discarded(core, f)
+                raise Violation(f"the book of {which} has {said} of {name}, its heads {applied}")
             if lost < 0 or lost != seen.told[f.index]:
-                raise Violation(
-                    f"{name} has discarded {lost} tokens of fragment {f.index}, and told"
-                    f" {seen.told}"
-                )
-            if seen.life.fresh and seen.trained != applied + lost + f.unsent:
-                raise Violation(
-                    f"{name} processed {seen.trained} tokens, of which {applied} are in fragment"
-                    f" {f.index}, {lost} discarded and {f.unsent} not sent"
-                )
+                raise Violation(f"{name} has discarded {lost} of {which}, and told {seen.told}")
+            if seen.life.fresh and trained != applied + lost + f.unsent:
+                parts = f"{applied} are in {which}, {lost} discarded and {f.unsent} not sent"
+                raise Violation(f"{name} processed {trained} tokens, of which {parts}")
 
     def _check_data(self, living: list[_Seen]) -> None:
         """What was in no model when all was healed was dealt again, or would be."""
@@ -352,11 +317,8 @@ class Watch:
         left = difference(self.holes, union(cores[0].control.tip.book.merged, *map(has, cores)))
         [dealer] = [core for core in cores if core.author_of(core.control) == core.me]
         granted, dealer.granted = dealer.granted, {}  # who has not got its data asks again
-        left = (
-            difference(left, deal(dealer, "", dealer.control.tip.head.work + 1, NONE))
-            if left
-            else left
-        )
+        if left:
+            left = difference(left, deal(dealer, "", dealer.control.tip.head.work + 1, NONE))
         dealer.granted = granted
         if left:
             raise Violation(f"the sequences {left} are dealt to nobody")

@@ -4,10 +4,8 @@ and no run needs.
     honest peers, and a liar -> every message of the liar may be changed (`extremes`) -> the liar
     dies -> last checks
 
-The liar is a production peer, too: it names the right run and heads, signs what it says, and asks
-everybody for everything. Only the numbers are wrong.
-
-What must hold: no task of an honest peer fails and nothing in it that only watchers need does
+The liar names the right run and heads, signs what it says, and asks everybody for everything. What
+must hold: no task of an honest peer fails and nothing in it that only watchers need does
 (`recorder_failed`), no honest peer holds the lies against another one (`penalty`, `refused_head`),
 its snapshot can be read, and once the liar is gone every honest peer makes progress.
 """
@@ -38,17 +36,17 @@ from diloco.messages.heads import Head, Line
 from diloco.messages.snapshot import unpack
 from diloco.messages.watching import Ask, Probe
 from diloco.rundir.reporting import swarm_figures
-from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
+from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
 from diloco.swarm.rpc.probe import probe
 from diloco.swarm.rpc.watch import request_manifest, request_snapshot
 from diloco.swarm.wire import streams
 from diloco.swarm.wire.streams import BROKEN
-from diloco.testing.fuzz.crowd import Crowd, small_pieces
+from diloco.testing.fuzz.crowd import Crowd
 from diloco.testing.fuzz.extremes import NUM_VALUES, Target, changed, targets
-from diloco.testing.fuzz.faults import scenario
+from diloco.testing.fuzz.faults import Scenario, scenario
 from diloco.testing.fuzz.lives import Life, PeerSpec, Violation
-from diloco.testing.fuzz.stage import PROGRESS_S, Outcome, quiet_process
+from diloco.testing.fuzz.stage import PROGRESS_S, Outcome, on_stage
 
 LIAR = "liar"
 SAID_BY_AUTHORS = ("answer", "grant", "part", "record")
@@ -57,6 +55,7 @@ MEETS_S, NEWCOMER_S, LEAVES_S, ENDS_S = 8.0, 18.0, 26.0, 38.0
 ASKS_EVERY_S = 3.0
 LOOKS_EVERY_S = 5.0
 STRIDE = 7919  # a prime
+ROUNDS = 10**6  # that are planned, so that peers say a plan
 OTHERS = 0.1  # probability that the liar changes another message, too, in some of the runs
 
 
@@ -71,10 +70,8 @@ class Lie:
 
     def __str__(self) -> str:
         extra = ", and now and then other fields" * self.more
-        return (
-            f"seed {self.seed}: {self.target}{extra}; the liar comes"
-            f" {'first' if self.first else 'later'}"
-        )
+        when = "first" if self.first else "later"
+        return f"seed {self.seed}: {self.target}{extra}; the liar comes {when}"
 
 
 def num_lies() -> int:
@@ -94,19 +91,11 @@ def lie_of(seed: int) -> Lie:
 def play_lie(lie: Lie, trace: Callable[[str], None] = lambda line: None) -> Outcome:
     """Play a lie; its violation is None when all went well."""
     plan = scenario(lie.seed)
-    violation = None
-    with (
-        quiet_process(),
-        virtual_time() as loop,
-        small_pieces() if plan.pieces else small_pieces(64, 64),
-    ):
-        stage = _LieStage(loop, lie)
+    with on_stage(plan) as loop:
+        stage = _LieStage(loop, lie, replace(plan, outer=(("rounds", ROUNDS), *plan.outer)))
         stage.crowd.tell = trace
-        try:
-            with stage.lying():
-                loop.run_until_complete(stage.play())
-        except (Violation, DeadlockError) as error:
-            violation = str(error)
+        with stage.lying():
+            violation = stage.crowd.violation_of(stage.play())
         return Outcome(loop.turns, loop.seconds, (stage.told,), violation, tuple(stage.crowd.story))
 
 
@@ -123,22 +112,11 @@ class _Crowd(Crowd):
 class _LieStage:
     """A lie on its way. `told` counts the messages that were changed."""
 
-    def __init__(self, loop: VirtualLoop, lie: Lie) -> None:
-        plan = scenario(lie.seed)
+    def __init__(self, loop: VirtualLoop, lie: Lie, plan: Scenario) -> None:
         self.loop, self.lie, self.told = loop, lie, 0
         self.random = random.Random(f"liar {lie.seed}")
         self._lines: dict[tuple[int, int], Line] = {}  # that the liar said, by fragment and stamp
-        outer = {"fragments": 1, **dict(plan.outer)}
-        self.crowd = _Crowd(
-            loop,
-            lie.seed,
-            outer,
-            units=plan.units,
-            heartbeat_s=1.0,
-            inner_state="cold" if plan.cold else "donor",
-            closed=plan.closed,
-        )
-        self.crowd.goal = 2**62
+        self.crowd = _Crowd.of(loop, replace(plan, heartbeat_s=1.0, loss=0.0))
         # A trainer's node is opened from the trainer's thread.
         self.crowd.on_life = lambda life: self.loop.at(self.loop.seconds, self._begin, life)
         if plan.executor_s:
@@ -159,11 +137,9 @@ class _LieStage:
     def _changed(self, message: Message) -> Message:
         r, lie = self.random, changed(message, self.lie.target, self.random)
         if lie is message and self.lie.more and r.random() < OTHERS:
-            paths = [path for kind, path in targets() if kind == message.kind]
-            if paths:
-                lie = changed(
-                    message, Target(message.kind, r.choice(paths), r.randrange(NUM_VALUES)), r
-                )
+            if paths := [path for kind, path in targets() if kind == message.kind]:
+                target = Target(message.kind, r.choice(paths), r.randrange(NUM_VALUES))
+                lie = changed(message, target, r)
         self.told += lie is not message
         return self._signed(message, lie)
 
@@ -204,9 +180,7 @@ class _LieStage:
         crowd, honest = self.crowd, PeerSpec("a", step_s=0.5)
         liar = replace(honest, name=LIAR)
         crowd.start(liar if self.lie.first else honest)
-        await self._until(
-            lambda: all(life.ready for life in crowd.living()), 10.0, "the first peer listens"
-        )
+        await self._until(crowd.all_ready, 10.0, "the first peer listens")
         for name in ("a", "b", "c") if self.lie.first else ("b", "c"):
             crowd.start(replace(honest, name=name, trains=name != "c" or self.lie.seed % 3 > 0))
         await self._at(MEETS_S)
@@ -220,11 +194,9 @@ class _LieStage:
         if not crowd.lives[LIAR].ended:
             crowd.crash(LIAR)
         crowd.note("", "the liar is gone")
-        await self._until(
-            lambda: all(life.ready for life in crowd.living()), PROGRESS_S, "all are in the swarm"
-        )
-        for life, before in [(life, _versions(life)) for life in crowd.members()]:
-            moves = partial(_gets_on, life, before)
+        await self._until(crowd.all_ready, PROGRESS_S, "all are in the swarm")
+        for life, before in [(life, life.work) for life in crowd.members()]:
+            moves = partial(lambda life, before: life.leaving or life.work > before, life, before)
             await self._until(moves, PROGRESS_S, f"{life.name} makes progress")
         self._look()
 
@@ -239,18 +211,13 @@ class _LieStage:
     # -- what must hold ----------------------------------------------------------------------------
 
     def _check(self) -> bool:
-        wrong = list(self.crowd.failures)
-        wrong += [
-            f"{life.name} {life.ended}" for life in self.crowd.ended if "a handler of" in life.ended
-        ]
+        ended = (f"{life.name} {life.ended}" for life in self.crowd.ended)
+        wrong = [*self.crowd.failures, *(one for one in ended if "a handler of" in one)]
         for line in self.crowd.story:
-            _, name, *words = line.split()
-            if name != LIAR and words[:1] == ["recorder_failed"]:
-                wrong.append(line)
-            accuses = words[:1] == ["penalty"] or (
-                words[:1] == ["refused_head"] and "'author': ''" not in line
-            )
-            if name != LIAR and accuses and f": '{LIAR}'" not in line:
+            _, name, kind, *_ = [*line.split(), ""]
+            accuses = kind == "penalty" or (kind == "refused_head" and "'author': ''" not in line)
+            accuses = accuses and f": '{LIAR}'" not in line
+            if name != LIAR and (accuses or kind == "recorder_failed"):
                 wrong.append(line)
         if wrong:
             raise Violation("; ".join(wrong[:3]))
@@ -285,17 +252,10 @@ class _LieStage:
         while True:
             await asyncio.sleep(ASKS_EVERY_S)
             f = self.random.choice(facts.fragments)
-            requests: list[Message] = [
-                Get(f.index, f.tip.key),
-                Get(f.index, (0, "")),
-                Get(f.index, f.tip.key, f.tip.head.id, 0),
-                InnerRequest(),
-                Ask("manifest"),
-                Ask("snapshot"),
-                Probe(sends=0, wants=1),
-            ]
-            others = [member.peer for member in facts.members.all()]
-            if others:
+            requests: list[Message] = [Get(f.index, key) for key in (f.tip.key, (0, ""))]
+            requests += [Get(f.index, f.tip.key, f.tip.head.id, 0), InnerRequest()]
+            requests += [Ask("manifest"), Ask("snapshot"), Probe(sends=0, wants=1)]
+            if others := [member.peer for member in facts.members.all()]:
                 request = self.random.choice(requests)
                 node.context.tasks.spawn(self._ask(node, self.random.choice(others), request))
 
@@ -315,11 +275,3 @@ class _LieStage:
             if LIAR in node.core.facts.members:
                 with suppress(*BROKEN, PayloadError):
                     await self.random.choice(questions)(transport, LIAR)
-
-
-def _versions(life: Life) -> int:
-    return sum(f.tip.head.number for f in life.fragments)
-
-
-def _gets_on(life: Life, before: int) -> bool:
-    return life.leaving or _versions(life) > before

@@ -7,24 +7,20 @@ done
 from __future__ import annotations
 
 import asyncio
-import gc
-import logging
 import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache, partial
-
-import torch
+from functools import partial
 
 from diloco.core.events import Merge
-from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
+from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
-from diloco.testing.fuzz.crowd import Crowd, small_pieces
+from diloco.testing.fuzz.crowd import Crowd
 from diloco.testing.fuzz.faults import FLAP_S, SPLIT_PROGRESS_S, TEARING, Fault, Scenario, pairs
 from diloco.testing.fuzz.invariants import SETTLE_S, Watch
-from diloco.testing.fuzz.lives import Life, Violation
+from diloco.testing.fuzz.lives import Life, PeerSpec
+from diloco.testing.fuzz.virtual import virtual_swarm
 
 # in which every peer makes progress once everything is healed: penalties and lost calls have to end
 PROGRESS_S = 150.0
@@ -47,48 +43,20 @@ class Outcome:
     story: tuple[str, ...] = ()
 
 
+def on_stage(plan: Scenario) -> AbstractContextManager[VirtualLoop]:
+    """The virtual time of a scenario."""
+    return virtual_swarm() if plan.pieces else virtual_swarm(64, 64)
+
+
 def play(plan: Scenario, trace: Callable[[str], None] = lambda line: None) -> Outcome:
     """Run a scenario. The trace is called with each line of the story at its time."""
-    violation = None
-    with (
-        quiet_process(),
-        virtual_time() as loop,
-        small_pieces() if plan.pieces else small_pieces(64, 64),
-    ):
+    with on_stage(plan) as loop:
         stage = _Stage(loop, plan)
         stage.crowd.tell = trace
-        try:
-            loop.run_until_complete(stage.play())
-        except (Violation, DeadlockError) as error:
-            violation = str(error)
+        violation = stage.crowd.violation_of(stage.play())
         lives = [life for life in stage.crowd.ended if life.node and life.ready]
         versions = tuple(min(f.tip.head.number for f in life.fragments) for life in lives)
         return Outcome(loop.turns, loop.seconds, versions, violation, tuple(stage.crowd.story))
-
-
-@contextmanager
-def quiet_process() -> Iterator[None]:
-    """Inside, nothing is logged, torch uses one thread, and what was imported is no garbage to look
-    through."""
-    _exempt_modules_from_collection(len(sys.modules))
-    disabled, threads = logging.root.manager.disable, torch.get_num_threads()
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
-        torch.set_num_threads(threads)
-
-
-@cache
-def _exempt_modules_from_collection(_num_modules: int) -> None:
-    """The last check collects garbage. That takes a quarter of a second if it looks at all that
-    torch has imported."""
-    # the first optimizer imports as much again
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    gc.collect()
-    gc.freeze()
 
 
 def shrink(plan: Scenario) -> Scenario:
@@ -105,16 +73,7 @@ class _Stage:
 
     def __init__(self, loop: VirtualLoop, plan: Scenario) -> None:
         self.plan, self.loop = plan, loop
-        self.crowd = Crowd(
-            loop,
-            plan.seed,
-            dict(plan.outer),
-            units=plan.units,
-            heartbeat_s=plan.heartbeat_s,
-            loss=plan.loss,
-            inner_state="cold" if plan.cold else "donor",
-            closed=plan.closed,
-        )
+        self.crowd = Crowd.of(loop, plan)
         self.watch = Watch(self.crowd)
         self.crowd.on_end = lambda life: self.watch.leaves(life) if life.ended == "left" else None
         self.random = random.Random(f"stage {plan.seed}")
@@ -131,11 +90,7 @@ class _Stage:
         for number, member in enumerate(self.plan.members):
             crowd.start(member, len(self.plan.members) if self.plan.together else 1)
             if number == 0:
-                await crowd.until(
-                    lambda: all(life.ready for life in crowd.living()),
-                    10.0,
-                    "the first peer listens",
-                )
+                await crowd.until(crowd.all_ready, 10.0, "the first peer listens")
         for fault in self.plan.faults:
             await asyncio.sleep(max(0.0, fault.at_s - self.loop.seconds))
             for _ in range(fault.turns):
@@ -143,14 +98,10 @@ class _Stage:
             self._befall(fault)
         await self.crowd.until(lambda: not self.pending, 300.0, "all faults end")
         await asyncio.sleep(SETTLE_S)
-        under_way = any(life.work for life in crowd.members())
-        missing = (
-            len(self.plan.members) - len(crowd.members())
-            if self.plan.together and not under_way
-            else 0
-        )
-        for _ in range(missing):  # they died before the swarm began, which waits for so many
-            self._join(trains=True)
+        if self.plan.together and not any(life.work for life in crowd.members()):
+            # some died before the swarm began, which waits for so many
+            for _ in range(len(self.plan.members) - len(crowd.members())):
+                self._join(trains=True)
         if not any(life.member.trains for life in crowd.members()):
             self._join(trains=True)
         if not any(life.member.reachable for life in crowd.members()):
@@ -167,27 +118,21 @@ class _Stage:
         await self.crowd.until(self._all_have_met, PROGRESS_S, "every peer has heard every other")
         self.watch.find_holes()
         for _ in range(ROUNDS):
-            for life, work, stamps in [
-                (life, life.work, _stamps(life)) for life in crowd.members()
-            ]:
-                await crowd.until(
-                    partial(self._moved, life, work), PROGRESS_S, f"{life.owner} makes progress"
-                )
-                await crowd.until(
-                    partial(self._in_step, life, stamps), PROGRESS_S, f"{life.owner} is in step"
-                )
+            for life, work, stamps in [(one, one.work, _stamps(one)) for one in crowd.members()]:
+                moved = partial(self._moved, life, work)
+                await crowd.until(moved, PROGRESS_S, f"{life.owner} makes progress")
+                in_step = partial(self._in_step, life, stamps)
+                await crowd.until(in_step, PROGRESS_S, f"{life.owner} is in step")
 
     def _all_are_in(self) -> bool:
-        return all(
-            life.ready and life.node is not None for life in self.crowd.living() if not life.leaving
-        )
+        staying = [life for life in self.crowd.living() if not life.leaving]
+        return all(life.ready and life.node is not None for life in staying)
 
     def _all_have_met(self) -> bool:
         cores = [life.node.core.facts for life in self.crowd.members() if life.node is not None]
         names = {core.me for core in cores}
-        return all(
-            names <= {core.me, *(member.peer for member in core.members.all())} for core in cores
-        )
+        met = ({core.me, *(member.peer for member in core.members.all())} for core in cores)
+        return all(names <= one for one in met)
 
     def _moved(self, life: Life, before: int) -> bool:
         return life not in self.crowd.members() or life.work > before
@@ -253,16 +198,8 @@ class _Stage:
     def _join(self, trains: bool) -> None:
         """A peer that nobody knows starts."""
         first = self.plan.members[0]
-        self.crowd.start(
-            replace(
-                first,
-                name=next(self.fresh),
-                trains=trains,
-                lie=1.0,
-                clock=(1.0, 0.0),
-                boundary_s=0.0,
-            )
-        )
+        like = PeerSpec(next(self.fresh), trains, first.reachable, first.step_s, first.latency_s)
+        self.crowd.start(like)
 
     def _restart(self, life: Life) -> None:
         """A process that died starts again under its name, from a checkpoint of any age."""
@@ -320,17 +257,13 @@ class _Stage:
         them."""
         crowd, r = self.crowd, random.Random(f"{self.plan.seed} {fault}")
         cut = pairs(fault.kind, sorted(crowd.lives), r)
-        crowd.note(
-            "", f"cannot reach each other: {' '.join(f'{one}-{other}' for one, other in cut)}"
-        )
+        crowd.note("", f"cannot reach each other: {' '.join(map('-'.join, cut))}")
         if fault.kind == "election":
             dies = r.choice(crowd.living())
             crowd.crash(dies.name)
             self._over(fault.seconds, lambda: self._restart(dies))
         if fault.kind != "flap":
-            return self._part(
-                fault, cut, one_way=fault.kind == "one_way", checked=fault.kind != "election"
-            )
+            return self._part(fault, cut, fault.kind == "one_way", fault.kind != "election")
         again = replace(fault, seconds=FLAP_S)
         for number in range(int(fault.seconds / 2 / FLAP_S)):
             self._over(2 * FLAP_S * number, lambda: self._part(again, cut, checked=False))
@@ -344,31 +277,23 @@ class _Stage:
             if fault.kind != "hold":
                 crowd.network.reset(one, other)
         nodes = [(life, life.node.core.facts) for life in crowd.members() if life.node is not None]
-        authors, parted = (
-            [life.name for life, facts in nodes if facts.identity.may_author],
-            {*map(frozenset, cut)},
-        )
         # Who has not met enough peers to begin with waits for them, and others for it.
         checked = checked and not self.pending and all(facts.ready for _, facts in nodes)
         alone = self.begun if checked else -1
+        authors = [life.name for life, facts in nodes if facts.identity.may_author]
+        parted = {*map(frozenset, cut)}
         before = [
             (life, life.work)
             for life, facts in nodes
-            if facts.trains_now
-            and not life.hangs
-            and any(frozenset((life.name, one)) not in parted for one in authors)
+            if facts.trains_now and not life.hangs
+            if any(frozenset((life.name, one)) not in parted for one in authors)
         ]
 
         def heal() -> None:
             crowd.note("", "the sides can reach each other again")
             if alone == self.begun and fault.seconds >= SPLIT_PROGRESS_S:
-                for life, work in before:
-                    if not self._moved(life, work):
-                        said = (
-                            f"{life.owner} made no progress in {fault.seconds} s on its side of a"
-                            " split"
-                        )
-                        crowd.failures.append(said)
+                stuck = [life.owner for life, work in before if not self._moved(life, work)]
+                crowd.failures += [f"{one} made no progress beside a split" for one in stuck]
             for one, other in cut:
                 crowd.network.mend(one, other)
 

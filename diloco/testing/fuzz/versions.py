@@ -1,5 +1,5 @@
-"""What every version was made of, as nobody in the swarm knows it: the truth that beliefs are
-compared with."""
+"""What every version was made of, which nobody in the swarm knows; what peers say is compared with
+it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ class Made(NamedTuple):
     book: str
 
 
-class Lineage:
-    """All versions that were ever made, by the id of their head; also those that no living peer has
-    any more."""
+class Versions:
+    """All versions that were ever made, by the id of their head; also lost ones."""
 
     def __init__(self) -> None:
         self.made: dict[str, Made] = {}
@@ -42,19 +41,15 @@ class Lineage:
         return sum(line.tokens for line in lines if line.peer == peer and line.stamp <= until)
 
     def wrong(self, head: Head) -> str:
-        """What must not be in a history, and is in the one that leads to this head; empty if all is
-        right."""
+        """What is wrong with the history that leads to this head; empty if nothing is."""
         before = self.made[head.prev].head
         if (head.fragment, head.number) != (before.fragment, before.number + 1):
             return "it does not follow the one before"
         chain = self.chain(head)
         lines = [line for one in chain for line, _ in one.lines]
         names = [(line.peer, line.stamp) for line in lines]
-        if len(set(names)) < len(names):
-            return (
-                "contributions are in it twice:"
-                f" {sorted({name for name in names if names.count(name) > 1})}"
-            )
+        if again := sorted({name for name in names if names.count(name) > 1}):
+            return f"contributions are in it twice: {again}"
         counted = [line for one in chain for line in one.counted]
         if head.work != sum(line.tokens for line in counted):
             return f"its work is {head.work}, which is not the tokens in it"

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -33,7 +33,6 @@ from diloco.swarm.node.runtime import NodeThread
 from diloco.testing.chaos.peers import marked
 from tests.support import warm
 from tests.support.places import ROOT
-from tests.support.warm import MARK as MARK
 
 # far more than anything here takes on a slow and busy machine; what reaches it hangs
 DEADLINE_S = 300.0
@@ -329,39 +328,26 @@ class Command:
         assert self.wait(timeout_s) == code, f"{self.stdout}\n{self.stderr}"
         return self
 
-    def family(self) -> list[int]:
+    def family(self, word: str = "") -> list[int]:
         """Ids of all living processes that descend from this command, however they detached
-        themselves."""
-        return sorted(warm.marked(self.mark)) + marked(MARK, self.mark)
+        themselves, and have that word among their arguments."""
+        found = warm.marked(self.mark)
+        for process in marked(warm.MARK, self.mark):
+            with suppress(OSError):  # it has ended
+                found[process] = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+        return sorted(process for process, words in found.items() if word in ("", *words))
 
     def kill(self) -> None:
         """SIGKILL to everything that it started, until nothing is left."""
 
         def dead() -> bool:
             for process in (family := self.family()):
-                _kill(process)
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             return not family
 
         eventually(dead, "killed processes to end")
         self.process.wait()
-
-
-def arguments_of(process: int) -> list[str]:
-    """What a living process was started with; nothing of one that has ended."""
-    for file in Path(os.environ[warm.MARKS]).glob(f"{process}.*"):
-        found = warm.marked(file.suffix[1:]).get(process)
-        return found.arguments if found else []
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
-
-
-def _kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 @contextmanager
@@ -382,7 +368,7 @@ def command(
     out, err = directory / f"{mark}.out", directory / f"{mark}.err"
     environment = {
         **os.environ,
-        MARK: mark,
+        warm.MARK: mark,
         "PYTHONPATH": f"{modules}:{ROOT}",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "400",

@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def warm_processes() -> None:
-    if warm.SERVER not in os.environ:
+    if warm.PLACE not in os.environ:
         warm.start_server()
 
 

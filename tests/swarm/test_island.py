@@ -15,7 +15,6 @@ from torch import Tensor
 
 from diloco.config import compose
 from diloco.train.run import run
-from tests.support import warm
 from tests.support.peers import SMOKE, command, eventually, json_lines, summary_of, together
 from tests.support.places import ROOT
 
@@ -197,11 +196,7 @@ def test_a_peer_that_loses_a_rank_comes_back_as_the_same_peer_and_goes_on(tmp_pa
             eventually(
                 lambda: any(line["version"] >= 2 for line in json_lines(lines)), "outer step 2"
             )
-            [lost] = [
-                process
-                for process, became in warm.marked(started.mark).items()
-                if became.rank == "1"
-            ]
+            [lost] = started.family("RANK=1")
             os.kill(lost, signal.SIGKILL)
             assert started.wait() == 0, started.stderr
             assert started.family() == []

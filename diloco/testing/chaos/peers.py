@@ -1,4 +1,4 @@
-"""The processes of a swarm, and what is done to them. Imported by `chaos`.
+"""The processes of a swarm, and what is done to them.
 
 Every peer is `python -m diloco.train` with a run directory of its own. Its standard input is a pipe
 from here, so that it leaves by itself if this process is killed; whatever it starts carries a mark
@@ -7,8 +7,10 @@ in its environment, by which it is found again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,9 +78,8 @@ class PeerProcess:
         """JSON lines of a kind that it has written so far."""
         whole = self.out.read_bytes().rpartition(b"\n")[0].splitlines()
         messages = [json.loads(line) for line in whole if line.startswith(b"{")]
-        return [
-            one for one in messages if one.get("t") == kind and state in (None, one.get("state"))
-        ]
+        messages = [one for one in messages if one.get("t") == kind]
+        return [one for one in messages if state in (None, one.get("state"))]
 
     @property
     def address(self) -> str | None:
@@ -113,18 +114,13 @@ class RealSwarm:
 
     def begin(self) -> float:
         """Start all peers; returns when all train, and when that was."""
-        first = self._start(0, [f"swarm.min_peers={self._peers}"])
+        all_meet = f"swarm.min_peers={self._peers}"
+        first = self._start(0, [all_meet])
         self._wait(lambda: first.address is not None, START_S, "the first peer's address", [first])
         for peer in range(1, self._peers):
-            self._start(
-                peer, [f"swarm.min_peers={self._peers}", f"swarm.initial_peers=['{first.address}']"]
-            )
-        self._wait(
-            lambda: all(one.trains for one in self.sessions),
-            START_S,
-            "all peers to train",
-            self.sessions,
-        )
+            self._start(peer, [all_meet, f"swarm.initial_peers=['{first.address}']"])
+        train = "all peers to train"
+        self._wait(lambda: all(one.trains for one in self.sessions), START_S, train, self.sessions)
         return time.time()
 
     def follow(self, faults: Sequence[ScheduledFault], tell: Callable[[str], None]) -> None:
@@ -133,9 +129,8 @@ class RealSwarm:
         for fault in faults:
             while time.monotonic() < begun_at + fault.at:
                 if not self.running():
-                    raise ChaosError(
-                        f"the run was over before {fault.at:g}:{fault}; give it more --minutes"
-                    )
+                    over = f"the run was over before {fault.at:g}:{fault}"
+                    raise ChaosError(f"{over}; give it more --minutes")
                 time.sleep(LOOK_S / 4)
             at = time.time()
             try:
@@ -180,8 +175,7 @@ class RealSwarm:
         network = self.network
         match fault.kind:
             case "join":
-                peer = max(self._newest) + 1
-                return self._enter(peer)
+                return self._enter(max(self._newest) + 1)
             case "restart":
                 return self._enter(fault.peers[0])
             case "partition" | "heal":
@@ -214,18 +208,14 @@ class RealSwarm:
         return None
 
     def _enter(self, peer: int) -> str | None:
-        others = [
-            one
-            for one in self.running()
-            if not one.stopped and one.fate is None and one.address is not None
-        ]
-        if not others:
+        others = [one for one in self.running() if not one.stopped and one.fate is None]
+        addresses = [one.address for one in others if one.address is not None]
+        if not addresses:
             return "nobody is there to join"
         before = self._newest.get(peer)
         if before is not None and before.poll() is None:
             return f"p{peer} still runs"
-        addresses = ",".join(f"'{one.address}'" for one in others[:3])
-        self._start(peer, [f"swarm.initial_peers=[{addresses}]"])
+        self._start(peer, [f"swarm.initial_peers={addresses[:3]}"])
         return None
 
     def _start(self, peer: int, overrides: Sequence[str]) -> PeerProcess:
@@ -235,18 +225,11 @@ class RealSwarm:
         number = sum(one.peer == peer for one in self.sessions)
         session = PeerProcess(peer, directory, number, time.time(), f"{self._mark}-{peer}-{number}")
         listen = f"swarm.listen=/ip4/{self.network.address(peer)}/tcp/0"
-        own = [f"run.dir={directory}", f"run.name=p{peer}", "run.report=true", listen]
+        command = [*self.network.command(peer), sys.executable, "-m", "diloco.train"]
+        command += [*self._overrides, f"run.dir={directory}", f"run.name=p{peer}"]
         with session.out.open("wb") as out, session.err.open("wb") as err:
             session.process = subprocess.Popen(
-                [
-                    *self.network.command(peer),
-                    sys.executable,
-                    "-m",
-                    "diloco.train",
-                    *self._overrides,
-                    *own,
-                    *overrides,
-                ],
+                [*command, "run.report=true", listen, *overrides],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
@@ -271,33 +254,24 @@ class RealSwarm:
                 if one.poll() is not None:
                     raise ChaosError(f"p{one.peer} ended with {one.poll()}: {one.complaint()}")
             if time.monotonic() > deadline:
-                late = ", ".join(f"p{one.peer}" for one in self.running())
-                raise ChaosError(
-                    f"waited {patience_s:.0f} s for {what}; still running: {late or 'nobody'}"
-                )
+                late = ", ".join(f"p{one.peer}" for one in self.running()) or "nobody"
+                raise ChaosError(f"waited {patience_s:.0f} s for {what}; still running: {late}")
             time.sleep(LOOK_S)
 
 
 def marked(key: str, mark: str) -> list[int]:
     """Ids of living processes whose environment has this value, or one that begins with it; none
     without /proc."""
-    wanted, found = f"{key}={mark}".encode(), []
+    wanted, found = re.compile(rb"(^|\0)" + f"{key}={mark}".encode() + rb"[-\0]"), []
     for place in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (place / "environ").read_bytes()
+        with contextlib.suppress(OSError):  # ended meanwhile, or not ours
             state = (place / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:  # ended meanwhile, or not ours
-            continue
-        if state != "Z" and any(
-            line == wanted or line.startswith(wanted + b"-") for line in environment.split(b"\0")
-        ):
-            found.append(int(place.name))
+            if state != "Z" and wanted.search((place / "environ").read_bytes()):
+                found.append(int(place.name))
     return found
 
 
 def _signal(processes: Sequence[int], number: signal.Signals) -> None:
     for process in processes:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
-        except ProcessLookupError:
-            continue

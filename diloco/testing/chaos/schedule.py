@@ -1,4 +1,4 @@
-"""What happens to which peer, and when: a schedule as text. Imported by `chaos`."""
+"""What happens to which peer, and when: a schedule as text."""
 
 from __future__ import annotations
 
@@ -67,20 +67,16 @@ def parse(text: str, peers: int) -> list[ScheduledFault]:
 def _fault(part: str) -> ScheduledFault:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*:\s*([a-z]+)\s*(.*)", part)
     if match is None or match[2] not in KINDS:
-        raise ScheduleError(
-            f"--schedule: {part!r} is no fault; expected SECOND:KIND ..., KIND of"
-            f" {', '.join(KINDS)}"
-        )
+        expected = f"SECOND:KIND ..., KIND of {', '.join(KINDS)}"
+        raise ScheduleError(f"--schedule: {part!r} is no fault; expected {expected}")
     at, kind, rest = float(match[1]), match[2], match[3].split()
     form, example = FORMS.get(kind, (r"\d+", "1"))
     if not re.fullmatch(form, " ".join(rest)):
-        raise ScheduleError(
-            f"--schedule: {part!r} is wrong; expected {at:g}:{kind} {example}".rstrip()
-        )
+        expected = f"{at:g}:{kind} {example}".rstrip()
+        raise ScheduleError(f"--schedule: {part!r} is wrong; expected {expected}")
     if kind == "partition":
-        return ScheduledFault(
-            at, kind, groups=tuple(tuple(map(int, side.split(","))) for side in rest[0].split("|"))
-        )
+        sides = tuple(tuple(map(int, side.split(","))) for side in rest[0].split("|"))
+        return ScheduledFault(at, kind, groups=sides)
     value = rest[1] if kind in WORSE else ""
     try:
         if value:
@@ -92,14 +88,13 @@ def _fault(part: str) -> ScheduledFault:
 
 def _follow(fault: ScheduledFault, state: dict[int, str]) -> None:
     """What a fault makes of who runs; `ScheduleError` where it cannot happen."""
+    where = f"--schedule: {fault.at:g}:{fault}"
     if unknown := [peer for peer in fault.named if peer not in state]:
-        raise ScheduleError(f"--schedule: {fault.at:g}:{fault}: there is no peer {unknown[0]} then")
+        raise ScheduleError(f"{where}: there is no peer {unknown[0]} then")
     if fault.kind == "join":
         state[len(state)] = "runs"
     before, after = STATES.get(fault.kind, (("runs", "stopped"), None))
     for peer in fault.peers:
         if state[peer] not in before:
-            raise ScheduleError(
-                f"--schedule: {fault.at:g}:{fault}: peer {peer} is {state[peer]} then"
-            )
+            raise ScheduleError(f"{where}: peer {peer} is {state[peer]} then")
         state[peer] = after or state[peer]

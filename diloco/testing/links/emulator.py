@@ -1,15 +1,14 @@
 """Forwards packets between the TUN devices of a swarm's peers, late, few and slowly as asked.
-Started by `links.py`.
 
     peer ── eth0 (TUN) ── up pipe ── this process ── down pipe ── eth0 (TUN) ── peer
 
-One process per swarm. It reads requests from standard input, one JSON object per line, and
-answers each with one line; it ends with its input, and its devices with it. Addresses are
-10.77.0.(peer + 1); what is for anybody else (IPv6, multicast) goes nowhere. A device is made here
-    and moved to its namespace by who asked.
+One process per swarm, started by `links.py`. It reads requests from standard input, one JSON object
+per line, and answers each with one line; it ends with its input, and its devices with it. Addresses
+are 10.77.0.(peer + 1); what is for anybody else goes nowhere. `links.py` moves each device to its
+namespace.
 
-    {"add": PEER, "device": NAME}  {"shape": PEER, "up": [...], "down": [...]}  {"sides": {PEER:
-                                   SIDE}}  {"count": 1}
+    {"add": PEER, "device": NAME}            {"shape": PEER, "up": [...], "down": [...]}
+    {"sides": {PEER: SIDE}}                  {"count": 1}
 """
 
 from __future__ import annotations
@@ -86,11 +85,8 @@ class Emulator:
         """Everything that is due moves on: up pipe to down pipe, down pipe to device."""
         for peer, port in self.ports.items():
             for packet in port.up.pull(now):
-                target = (
-                    packet[19] - 1
-                    if packet[0] >> 4 == 4 and packet[16:19] == b"\x0a\x4d\x00"
-                    else -1
-                )
+                ours = packet[0] >> 4 == 4 and packet[16:19] == b"\x0a\x4d\x00"
+                target = packet[19] - 1 if ours else -1
                 if target in self.ports and self.sides.get(target, 0) == self.sides.get(peer, 0):
                     self.ports[target].down.push(now, packet)
         for port in self.ports.values():

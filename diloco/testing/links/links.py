@@ -4,7 +4,6 @@ made to lose packets.
     peer ── TUN ── emulator.py ── TUN ── peer
 
 In a partition packets vanish, as on the road and unlike a closed socket. Linux and root only.
-Imported by `chaos`.
 """
 
 from __future__ import annotations
@@ -130,12 +129,12 @@ class Links(Loopback):
             raise OSError(f"{PREFIX}: more than {MOST} peers")
         self._peers.append(peer)
         space, port = self._space(peer), f"{PREFIX}{self._number}v{peer}"
-        _run("ip", "netns", "add", space)
-        _run("ip", "-n", space, "link", "set", "lo", "up")
+        _run(*f"ip netns add {space}".split())
+        _run(*f"ip -n {space} link set lo up".split())
         self._ask(add=peer, device=port)
-        _run("ip", "link", "set", port, "netns", space, "name", "eth0")
-        _run("ip", "-n", space, "link", "set", "eth0", "mtu", str(MTU), "up")
-        _run("ip", "-n", space, "addr", "add", f"{self.address(peer)}/24", "dev", "eth0")
+        _run(*f"ip link set {port} netns {space} name eth0".split())
+        _run(*f"ip -n {space} link set eth0 mtu {MTU} up".split())
+        _run(*f"ip -n {space} addr add {self.address(peer)}/24 dev eth0".split())
         self._shape(peer)
 
     def address(self, peer: int) -> str:
@@ -198,10 +197,8 @@ def _sweep() -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise OSError(
-            f"{' '.join(command[:4])}:"
-            f" {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}"
-        )
+        why = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise OSError(f"{' '.join(command[:4])}: {why}")
 
 
 def _try(*command: str) -> None:

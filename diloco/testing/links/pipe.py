@@ -4,7 +4,7 @@ the delay.
     push(now, packet) -> lost by chance | dropped, as the queue is full | leaves at (end of its
     transmission) + delay
 
-Nothing here reads a clock. Packets keep their order. Imported by `links.py` and `emulator.py`.
+Nothing here reads a clock. Packets keep their order.
 """
 
 from __future__ import annotations

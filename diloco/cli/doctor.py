@@ -228,8 +228,7 @@ class Doctor:
 
     def _memory(self) -> tuple[str, ...]:
         from diloco.cli.volunteer import fit_to_machine
-        from diloco.train.memory import inspect_machine
-        from diloco.train.speed import step_seconds
+        from diloco.train.machine import inspect_machine, step_seconds
 
         machine = inspect_machine(self.config.train.device, self.config.train.threads)
         need, micro_batch = fit_to_machine(self.config, machine)
@@ -249,7 +248,7 @@ class Doctor:
     def _disk(self) -> tuple[str, ...]:
         import shutil
 
-        from diloco.train.memory import parameters_of
+        from diloco.train.machine import parameters_of
 
         place = self.config.run.dir.absolute()
         while not place.exists():

@@ -146,7 +146,7 @@ def _prepare(
     from diloco.cli import volunteer
     from diloco.swarm.client.ask import check_clock, parse_manifest
     from diloco.swarm.wire.gate import observer_gate
-    from diloco.train.memory import inspect_machine
+    from diloco.train.machine import inspect_machine
     from diloco.train.start_files import fetch
 
     directory = stack.enter_context(volunteer.lock_peer_directory(config.swarm.identity_path))

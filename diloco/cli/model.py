@@ -40,7 +40,7 @@ def evaluate(model: Path, options: Options) -> int:
     from diloco import model as models
     from diloco.attach.ranks import RankGroup
     from diloco.train import evaluate as evaluation
-    from diloco.train.precision import autocast
+    from diloco.train.gradients import autocast
 
     ranks = RankGroup.from_environment(config.train.device)
     with _model_of(model) as place:

@@ -62,8 +62,7 @@ def plan(
         parse_bandwidth,
         predict,
     )
-    from diloco.train.memory import memory_rows, parameters_of, sequence_bytes
-    from diloco.train.speed import step_seconds
+    from diloco.train.machine import memory_rows, parameters_of, sequence_bytes, step_seconds
 
     link = NetworkLink(parse_bandwidth(bandwidth), latency_ms / 1000)
     outer = config.outer

@@ -28,7 +28,7 @@ from diloco.rundir.files import data_home, exclusive, write_atomic
 from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.libp2p import peer_id_of
 from diloco.train.checkpoint import checkpoints_name
-from diloco.train.memory import Machine, MemoryNeed, fit_micro_batch, memory_need
+from diloco.train.machine import Machine, MemoryNeed, fit_micro_batch, memory_need
 
 PEERS_PER_MACHINE = 64
 KNOWN_RUNS, KNOWN_ADDRESSES = 64, 16

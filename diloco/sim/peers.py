@@ -96,13 +96,9 @@ class SimTrainer(Trainer):
     # by anchor digest; one for all peers
     evaluated: dict[str | None, float | None] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._token_share = None  # of virtual seconds
-
     def evaluate(self) -> None:
         digest = self.sync.anchor_digest()
         if digest not in self.evaluated:
             super().evaluate()
-            self.evaluated[digest] = self.eval_loss
-        self.eval_loss = self.evaluated[digest]
+            self.evaluated[digest] = self.report.eval_loss
+        self.report.eval_loss = self.evaluated[digest]

@@ -40,6 +40,7 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.checkpoint import RunCheckpoints
+from diloco.train.reporter import Reporter
 
 LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "contributions.csv", "loss.png")
 # virtual; with nothing learnt for that long (and some steps and transfers), it hangs
@@ -250,6 +251,14 @@ class Simulation:
             paced = PacedStream(batches, step_s, config.sim.jitter, seed, peer.lockstep)
             swarm = self._swarm(peer, config, log)
             peer.sync = sync = swarm.attach(model, optimizer, ranks=self.ranks, phases=phases)
+            report = Reporter(
+                config,
+                self.ranks,
+                sync,
+                phases,
+                log,
+                lambda message: self.listen(self._message(peer, message)),
+            )
             trainer = SimTrainer(
                 config,
                 self.ranks,
@@ -260,9 +269,7 @@ class Simulation:
                 self.holdout,
                 sync,
                 RunCheckpoints(config),
-                phases,
-                log,
-                lambda message: self.listen(self._message(peer, message)),
+                report,
                 self.dataset.tokenizer,
                 evaluated=self.evaluated,
             )
@@ -270,8 +277,8 @@ class Simulation:
                 trainer.train()
             if sync.version > 0 and not sync.interrupted:
                 trainer.evaluate()
-            trainer.tell(trainer.status("left" if sync.interrupted else "done"))
-            return trainer.summary(self.loop.time())
+            report.state("left" if sync.interrupted else "done")
+            return report.summary(self.loop.time())
 
     def _swarm(self, peer: SimPeer, config: Config, log: RunLog) -> Swarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:

@@ -1,5 +1,4 @@
-"""`python -m diloco.train [overrides]`: one peer without a terminal, and each rank of `torchrun -m
-diloco.train`."""
+"""`python -m diloco.train [overrides]`: one peer without a terminal, or one rank of torchrun."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def peer(arguments: list[str]) -> int:
 
 
 def _start(arguments: list[str]) -> tuple[ConfigSource, list[str]]:
-    """The options that say where settings come from, as `diloco train` has them, and the other
-    arguments."""
+    """The options `--config` and `--config-dir`, as `diloco train` has them, and the rest."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--config-dir", "-cd", type=Path)

@@ -1,10 +1,8 @@
-"""What survives the process of a peer: everything that must be restored is in one checkpoint, and
-only there.
+"""Everything that a peer restores after its process has ended is in one checkpoint.
 
 Written at outer boundaries: anchors and their versions, outer states of the fragments held, inner
-optimizer, random generators, position in the data, counters. At a barrier the local parameters are
-the anchors, so they are not stored twice; where they differ (overlap, mixing, no barrier), a
-resumed peer goes on from the anchors.
+optimizer, random generators, position in the data, counters. Where the local parameters are not the
+anchors (overlap, mixing, no barrier), a resumed peer goes on from the anchors.
 """
 
 from __future__ import annotations
@@ -34,14 +32,12 @@ Sync = Attachment | DataParallel
 
 def identity_path(config: Config, name: str) -> Path:
     """Where this peer's key is: with the run, so that a resumed peer is the same peer."""
-    if config.swarm.identity_path is not None:
-        return Path(config.swarm.identity_path)
-    return config.run.dir / "identities" / f"{name}.key"
+    given = config.swarm.identity_path
+    return Path(given) if given is not None else config.run.dir / "identities" / f"{name}.key"
 
 
 def write_address(config: Config, address: str) -> None:
-    """Writes where others find the swarm, unless this peer finds it by that file: it would call
-    itself next time."""
+    """Write where others find the swarm, unless this peer itself finds it by that file."""
     file = config.run.dir / "address"
     named = (Path(one[1:]) for one in config.swarm.initial_peers if one.startswith("@"))
     if address and not any(one.absolute() == file.absolute() for one in named):
@@ -49,8 +45,7 @@ def write_address(config: Config, address: str) -> None:
 
 
 def checkpoints_name(config: Config) -> str:
-    """The directory of this peer's checkpoints. Processes in data parallel are alike, so all go on
-    from one of them."""
+    """The directory of this peer's checkpoints; in data parallel all go on from that of rank 0."""
     return "rank0" if config.outer.method == "data_parallel" else config.run.name or "peer"
 
 
@@ -69,14 +64,14 @@ class RunCheckpoints:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.store = CheckpointStore(
-            config.run.dir / "checkpoints" / checkpoints_name(config), config.checkpoint.keep
-        )
+        place = config.run.dir / "checkpoints" / checkpoints_name(config)
+        self.store = CheckpointStore(place, config.checkpoint.keep)
         self._writer = BackgroundWriter(self.store)
         found = self._checkpoint = self.store.load_latest()
         self.saved_version = self._intact_version = -1
         self.skipped: list[str] = []
-        self.seconds, self.traffic = PhaseSeconds(), (0, 0)
+        self.seconds = PhaseSeconds()
+        self.traffic: tuple[int, ...] = (0, 0)
         self.loss_scale: Sequence[float] = ()
         if found is None:
             return
@@ -84,8 +79,7 @@ class RunCheckpoints:
         self.saved_version = self._intact_version = found.step
         self.skipped = found.skipped
         self.seconds = PhaseSeconds(**found.state["seconds"])
-        sent, received = found.state["traffic"]
-        self.traffic = sent, received
+        self.traffic = tuple(found.state["traffic"])
         self.loss_scale = found.state.get("loss_scale", ())
 
     def swarm(self) -> Saved | None:
@@ -94,8 +88,7 @@ class RunCheckpoints:
         return None if found is None else restore_swarm(found.tensors, found.state)
 
     def restore(self, sync: Sync, model: nn.Module, optimizer: Optimizer, stream: Stream) -> None:
-        """Restore everything but the swarm's part, before `sync` is entered; then the files are
-        released."""
+        """Restore everything but the swarm's part, before `sync` is entered; releases the files."""
         if self._checkpoint is None:
             return
         state, tensors = self._checkpoint.state, self._checkpoint.tensors
@@ -122,8 +115,7 @@ class RunCheckpoints:
         is_rank0: bool = True,
         background: bool = False,
     ) -> None:
-        """All ranks: have rank 0 write a checkpoint of the last outer boundary, unless there is
-        one.
+        """All ranks: rank 0 writes a checkpoint of the last outer boundary, unless there is one.
 
         In the `background` it is written from copies; call `written` before the next one. In data
         parallel it is that of the last inner step.
@@ -132,10 +124,8 @@ class RunCheckpoints:
             return
         with ExitStack() as stack:
             if isinstance(sync, DataParallel):
-                parameters = {
-                    name: full_tensor(parameter.detach())
-                    for name, parameter in model.named_parameters()
-                }
+                values = model.named_parameters()
+                parameters = {name: full_tensor(value.detach()) for name, value in values}
                 swarm: Groups = {"anchor": parameters, "outer": {}, "residual": {}}
                 swarm_json = {"version": sync.version, "applied_tokens": sync.applied_tokens}
             elif is_rank0:
@@ -167,8 +157,7 @@ class RunCheckpoints:
         return self._writer.busy
 
     def written(self) -> CheckpointError | None:
-        """Wait until nothing is being written; returns why the last checkpoint is not there,
-        once."""
+        """Wait until nothing is being written; why the last checkpoint is not there, once."""
         error = self._writer.result()
         if error is None:
             self._intact_version = self.saved_version

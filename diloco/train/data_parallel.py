@@ -1,16 +1,13 @@
-"""Ordinary synchronous data parallel training, against which every claim about outer steps is
-measured.
+"""Synchronous data parallel training, the baseline: gradients are averaged in every inner step.
 
-Every process averages its gradients with all others in every inner step. There is no swarm;
-`sync_every` inner steps count as one outer step, so that budgets, evaluations and curves of both
-methods line up.
+There is no swarm. `sync_every` inner steps count as one outer step, so that budgets, evaluations
+and curves of both methods line up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,15 +30,13 @@ class DataParallel:
         sync_every: int,
         phases: PhaseTimer,
     ) -> None:
-        self.ranks = ranks
-        self.phases = phases
+        self.ranks, self.phases = ranks, phases
         self.target_steps = sync_every
         self.version = self.applied_tokens = self.inner_step = 0
         self.steps = self.tokens = self.discarded_tokens = self.unsent_tokens = 0
         self.exchanged = self.interrupted = self._asked_to_stop = False
         self.view = None
-        self._model = model
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         self._counted_tokens = 0
         self._hook: Any = None
 
@@ -50,12 +45,7 @@ class DataParallel:
         self.phases.switch("compute")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.phases.switch(None)
         self._hook.remove()
 

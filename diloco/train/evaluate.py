@@ -18,9 +18,8 @@ from diloco.errors import ConfigError, DataError, DivergedError
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Mean cross entropy in nats per predicted token (T - 1 in a sequence), its exp, and bits per
-    byte with a tokenizer.
-    """
+    """Mean cross entropy in nats per predicted token, its exp, and bits per byte with a
+    tokenizer."""
 
     loss: float
     perplexity: float
@@ -36,11 +35,9 @@ def evaluate(
     tokenizer: Tokenizer | None = None,
     ranks: RankGroup | None = None,
 ) -> EvalResult:
-    """The loss of `model` on the sequences `holdout`, (N, T) int64, of which each rank computes a
-    part.
+    """The loss of `model` on `holdout`, (N, T) int64; each rank computes a part. Sums in float64.
 
-    Deterministic, sums in float64. Raises `DivergedError` if the loss is not finite, `ConfigError`
-    without sequences.
+    Raises `DivergedError` if the loss is not finite, `ConfigError` without sequences.
     """
     assert holdout.ndim == 2, tuple(holdout.shape)
     if not len(holdout):
@@ -54,8 +51,7 @@ def evaluate(
     with models.evaluating(model):
         for tokens in torch.split(holdout, batch_size * size):
             own = tokens[rank::size]
-            # A rank without sequences goes forward as well, because sharded layers are gathered
-            # from all ranks.
+            # A rank without sequences goes forward, too: sharded layers are gathered from all.
             found = models.loss(model, (own if len(own) else tokens[:1]).to(device)).double().cpu()
             # Every sequence predicts T - 1 tokens, so weighing by sequences is weighing by tokens.
             total += found * len(own) if len(own) else 0.0
@@ -70,9 +66,8 @@ def evaluate(
     if tokenizer is not None:
         num_bytes = sum(tokenizer.num_bytes(row) for row in predicted.tolist())
         bits_per_byte = loss * predicted.numel() / max(num_bytes, 1) / math.log(2)
-    return EvalResult(
-        loss, math.exp(loss) if loss < 700 else math.inf, predicted.numel(), bits_per_byte
-    )
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return EvalResult(loss, perplexity, predicted.numel(), bits_per_byte)
 
 
 def generate(
@@ -84,8 +79,7 @@ def generate(
     temperature: float,
     seed: int = 0,
 ) -> str:
-    """The text that `model` writes after `prompt`, without it, until the end of the document or
-    `max_new_tokens`.
+    """The text that `model` writes after `prompt`, until the document ends or `max_new_tokens`.
 
     Temperature 0 takes the likeliest token. The same arguments give the same text; the global RNG
     is left as it was. Raises `ConfigError` if the tokens do not fit the model's positions, or a
@@ -101,12 +95,9 @@ def generate(
     tokens = prompt_tokens(model, tokenizer, prompt, max_new_tokens)
     device = next(model.parameters()).device
     given = torch.tensor([tokens], device=device)  # (1, P)
-    sampling: dict[str, Any] = {
-        "do_sample": True,
-        "temperature": temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-    }
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with models.evaluating(model), forked_random(device):
         seed_random(device, seed)
         output = model_any.generate(
@@ -115,7 +106,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             eos_token_id=tokenizer.end,
             pad_token_id=tokenizer.end,
-            **(sampling if temperature > 0 else {"do_sample": False}),
+            **sampling,
         )
     before, whole = tokenizer.decode(tokens), tokenizer.decode(output[0].tolist())
     if whole.startswith(before):  # a space that begins a text may be lost where it is decoded alone
@@ -130,12 +121,11 @@ def prompt_tokens(
     more: int,
     keys: tuple[str, str] = ("prompt", "max_new_tokens"),
 ) -> list[int]:
-    """The tokens of a prompt. Raises `ConfigError` with `keys` for it and for the `more` tokens
-    that are to follow."""
+    """The tokens of a prompt. `keys` name it, and the `more` tokens that follow, in
+    `ConfigError`."""
     try:
-        tokens = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0].tolist() or [
-            tokenizer.end or 0
-        ]
+        encoded = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0]
+        tokens: list[int] = encoded.tolist() or [tokenizer.end or 0]
     except DataError as error:
         raise ConfigError(f"{keys[0]}: {error}") from error
     config = model.config.get_text_config()

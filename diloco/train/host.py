@@ -1,11 +1,9 @@
-"""A host is a peer without an accelerator. It makes versions, adopts every update, and gives
-newcomers the state."""
+"""A host is a peer that does not train: it merges contributions and gives newcomers the state."""
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from types import TracebackType
 
 import torch
 
@@ -30,31 +28,24 @@ from diloco.train.checkpoint import identity_path, write_address
 
 
 class Host:
-    """A swarm `node` over parameters that it does not train. On leaving it names others as authors
-    of its fragments.
+    """A swarm `node` over parameters that it does not train. On leaving it hands its fragments
+    over.
 
-    Entering raises `SwarmError` when the swarm cannot be reached or refuses this host; nothing
-    stays open then.
+    Entering raises `SwarmError` when the swarm cannot be reached or refuses this host.
     """
 
     def __init__(self, config: Config, name: str) -> None:
         prepare_run_directory(config.run.dir)
         self._config, self._name = config, name
         self._log = RunLog(config.run.dir, name)
-        manifest = config.manifest()
+        manifest, identity = config.manifest(), identity_path(config, name)
         if config.swarm.initial_peers:
             gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
-            found = inspect_swarm(
-                config.swarm.initial_peers, identity_path(config, name), gate=gate
-            )
+            found = inspect_swarm(config.swarm.initial_peers, identity, gate=gate)
             check_clock(found)
             manifest = parse_manifest(found.manifest_text)
-            config = start_files.fetch(
-                start_files.with_manifest(config, manifest),
-                found.addresses,
-                gate,
-                identity_path(config, name),
-            )
+            config = start_files.with_manifest(config, manifest)
+            config = start_files.fetch(config, found.addresses, gate, identity)
         self.manifest = manifest
         model = models.build(config.model, manifest.run.seed)
         start_files.keep(config, model)
@@ -62,10 +53,9 @@ class Host:
         outer = manifest.outer
         if outer.method != "diloco":
             raise ConfigError(f"outer.method={outer.method} has no swarm to host")
-        fragments = partition(
-            {key: p.numel() for key, p in parameters.items()}, outer.fragments, outer.pattern
-        )
-        swarm = Swarm.of(config, manifest, identity_path(config, name), name, self._log.swarm_event)
+        numels = {key: p.numel() for key, p in parameters.items()}
+        fragments = partition(numels, outer.fragments, outer.pattern)
+        swarm = Swarm.of(config, manifest, identity, name, self._log.swarm_event)
         self._options = swarm.options(parameters, None, trains=False, device="cpu")
         self._replica = Replica(parameters, fragments, outer)
         self._runtime = NodeThread()
@@ -74,7 +64,6 @@ class Host:
 
     def __enter__(self) -> Host:
         with ExitStack() as stack:
-            # it lives
             stack.enter_context(exclusive(self._config.run.dir / "checkpoints" / self._name))
             stack.callback(self._log.close)
             stack.callback(self._runtime.close)
@@ -85,17 +74,11 @@ class Host:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._open:
             self._runtime.call(self.node.leave(finished=False))
-            write_contributions(
-                self._config.run.dir / "contributions.csv", self._view.contributions()
-            )
+            path = self._config.run.dir / "contributions.csv"
+            write_contributions(path, self._view.contributions())
 
     @property
     def address(self) -> str:
@@ -103,8 +86,10 @@ class Host:
         return self._view.address
 
     def is_over(self) -> bool:
-        """Whether the run's budget is used up, and no peer that trains is left. Ask at least once a
-        second: the last version may not come here when its peers leave; then their word counts.
+        """Whether the run's budget is used up, and no peer that trains is left.
+
+        Ask at least once a second: the last version may not come here when its peers leave; then
+        what they said counts.
         """
         core, tip = self.node.core.facts, self.node.core.facts.control.tip.head
         self.manifest = raised(self.manifest, core.planned)
@@ -115,13 +100,14 @@ class Host:
     def status(self) -> PeerStatus:
         """This host's state and figures, for a live table."""
         core, traffic = self.node.core.facts, self.node.traffic
+        head = core.control.tip.head
         return PeerStatus(
             self._name,
             time.time(),
             state="training" if core.ready else "waiting",
-            version=core.control.tip.head.number,
+            version=head.number,
             outer_steps=self.manifest.budget.outer_steps,
-            tokens=core.control.tip.head.work,
+            tokens=head.work,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
             peers=self._view.num_peers,

@@ -48,9 +48,10 @@ from diloco.train.checkpoint import (
     write_address,
 )
 from diloco.train.data_parallel import DataParallel
+from diloco.train.gradients import precision_of, prepare_
 from diloco.train.loop import Trainer
-from diloco.train.memory import fit_to_memory
-from diloco.train.precision import precision_of, prepare_
+from diloco.train.machine import fit_to_memory
+from diloco.train.reporter import Reporter, token_share
 
 Tell = Callable[[Report], None]
 
@@ -64,6 +65,8 @@ def run(config: Config, listen: Listener) -> Summary:
     checkpoint is good then.
     """
     ranks = RankGroup.from_environment(config.train.device, config.train.parallel)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
     try:
         with ranks.report_lost_rank(), ExitStack() as stack:
             _check_ranks(config, ranks)
@@ -71,9 +74,8 @@ def run(config: Config, listen: Listener) -> Summary:
                 return _run(config, ranks, lambda message: None)
             name = _name(config)
             prepare_run_directory(config.run.dir)
-            stack.enter_context(
-                exclusive(config.run.dir / "checkpoints" / checkpoints_name(config))
-            )
+            own = config.run.dir / "checkpoints" / checkpoints_name(config)
+            stack.enter_context(exclusive(own))
             return _run(config, ranks, lambda message: listen(message.told_by(name, time.time())))
     finally:
         ranks.close()
@@ -81,8 +83,6 @@ def run(config: Config, listen: Listener) -> Summary:
 
 def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
     began_at = time.monotonic()
-    if config.train.threads is not None:
-        torch.set_num_threads(config.train.threads)
     config = fit_to_memory(config, ranks)
     # other ranks read the run directory only after rank 0 has claimed it
     ranks.broadcast_floats([0])
@@ -90,57 +90,40 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
     ranks.check_newest(checkpoints.saved_version, f"run.dir={config.run.dir}")
     config = checkpoints.config
 
-    tell(Stage(stage="data"))
-    dataset = data.load(
-        config.data,
-        config.run.seed,
-        lambda done, total: tell(Stage(stage="data", received=done, wanted=total)),
-    )
+    dataset = _data(config, tell)
     holdout, tokenizer = dataset.holdout(config.eval.sequences), dataset.tokenizer
-
-    length = config.data.sequence_length
-    model = models.build(config.model, config.run.seed, tokenizer=tokenizer, sequence_length=length)
-    if ranks.is_rank0:
-        start_files.keep(config, model)
-    model = model.to(ranks.device)
-    chosen = prepare_(model, config, ranks.device)
+    model, chosen = _model(config, ranks, tokenizer)
     wrapped = ranks.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
 
-    shard = _shard(config, ranks)
-    wandb = WandbLog(config, _name(config)) if ranks.is_rank0 else None
-    with RunLog(config.run.dir, _name(config), wandb) as log, ExitStack() as stack:
+    with ExitStack() as stack:
+        wandb = WandbLog(config, _name(config)) if ranks.is_rank0 else None
+        log = stack.enter_context(RunLog(config.run.dir, _name(config), wandb))
         if ranks.is_rank0:
             log.event("computes", device=ranks.device_name, **chosen)
             if checkpoints.saved_version >= 0:
                 log.event("resume", version=checkpoints.saved_version, skipped=checkpoints.skipped)
         phases = PhaseTimer(checkpoints.seconds, settle=partial(devices.synchronize, ranks.device))
-        # a single shard is data of this peer's own
-        sequences = "" if config.data.shards == 1 else dataset.digest
-        sync = _attach(config, ranks, model, optimizer, checkpoints, phases, log, tell, sequences)
-        stream = stack.enter_context(closing(_stream(config, dataset, shard, ranks, sync)))
+        sync: Sync
+        if config.outer.method == "data_parallel":
+            sync = DataParallel(model, optimizer, ranks, config.outer.sync_every, phases)
+        else:
+            swarm = _swarm(config, dataset, log, tell)
+            saved = checkpoints.swarm() if ranks.is_rank0 else None
+            sync = swarm.attach(model, optimizer, ranks=ranks, saved=saved, phases=phases)
+        stream = stack.enter_context(closing(_stream(config, dataset, ranks, sync)))
+        checkpoints.restore(sync, model, optimizer, stream)
+
+        share = token_share(model, config.data.sequence_length, ranks.device)
+        report = Reporter(config, ranks, sync, phases, log, tell, checkpoints.traffic, share)
+        parts = (model, wrapped, optimizer, stream, holdout, sync, checkpoints, report, tokenizer)
+        trainer = Trainer(config, ranks, *parts)
         if wandb is not None:
             wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
-        checkpoints.restore(sync, model, optimizer, stream)
-        trainer = Trainer(
-            config,
-            ranks,
-            model,
-            wrapped,
-            optimizer,
-            stream,
-            holdout,
-            sync,
-            checkpoints,
-            phases,
-            log,
-            tell,
-            tokenizer,
-        )
         if ranks.is_rank0 and config.run.lead:
             _prepare_files(trainer)
-        tell(trainer.status("waiting"))
-        stack.callback(_watch(sync, ranks))
+        report.state("waiting")
+        stack.callback(_leave_on_signals(sync, ranks))
         _take_part(trainer)
         return _finish(trainer, began_at)
 
@@ -150,56 +133,46 @@ def _name(config: Config) -> str:
 
 
 def _check_ranks(config: Config, ranks: RankGroup) -> None:
-    """Raise `ConfigError` for ranks that were started with different settings, or cannot share a
-    batch."""
+    """Raise `ConfigError` for ranks with different settings, or that cannot share a batch."""
     # which `diloco local` gives each process in data parallel
     own = ("run.", "data.shard", "train.device")
-    alike = {
-        key: value
-        for key, value in flatten(config.model_dump(mode="json"))
-        if not key.startswith(own)
-    }
-    # `auto` may be another precision on another device, and a loss is scaled on all ranks or on
-    # none.
+    settings = flatten(config.model_dump(mode="json"))
+    alike = {key: value for key, value in settings if not key.startswith(own)}
+    # `auto` may be another precision on another device, and a loss is scaled on all ranks or none
     ranks.check_same({**alike, "train.precision": precision_of(config, ranks.device)})
-    if config.outer.method == "diloco" and config.inner.batch_size % ranks.size:
+    batch_size = config.inner.batch_size
+    if config.outer.method == "diloco" and batch_size % ranks.size:
         ranks.refuse(
-            f"inner.batch_size={config.inner.batch_size} cannot be shared evenly by {ranks.size}"
-            f" processes; use a multiple of {ranks.size}"
+            f"inner.batch_size={batch_size} cannot be shared evenly by {ranks.size} processes;"
+            f" use a multiple of {ranks.size}"
         )
 
 
-def _shard(config: Config, ranks: RankGroup) -> int:
-    if config.data.shard is not None:
-        return config.data.shard
-    # Nobody deals out shards here, so each identity has an order of its own over all the data.
-    own = identity_number(identity_path(config, _name(config))) if ranks.is_rank0 else 0
-    return int(ranks.broadcast_floats([own])[0])
+def _data(config: Config, tell: Tell) -> data.Dataset:
+    def progress(done: int, total: int) -> None:
+        tell(Stage(stage="data", received=done, wanted=total))
+
+    progress(0, 0)
+    return data.load(config.data, config.run.seed, progress)
 
 
-def _attach(
-    config: Config,
-    ranks: RankGroup,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    checkpoints: RunCheckpoints,
-    phases: PhaseTimer,
-    log: RunLog,
-    tell: Tell,
-    sequences: str,
-) -> Sync:
-    """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
-    if config.outer.method == "data_parallel":
-        return DataParallel(model, optimizer, ranks, config.outer.sync_every, phases)
+def _model(
+    config: Config, ranks: RankGroup, tokenizer: data.Tokenizer
+) -> tuple[nn.Module, dict[str, object]]:
+    """The model on this rank's device, and how it computes, for the log."""
+    length = config.data.sequence_length
+    model = models.build(config.model, config.run.seed, tokenizer=tokenizer, sequence_length=length)
+    if ranks.is_rank0:
+        start_files.keep(config, model)
+    model = model.to(ranks.device)
+    return model, prepare_(model, config, ranks.device)
 
+
+def _swarm(config: Config, dataset: data.Dataset, log: RunLog, tell: Tell) -> Swarm:
     def ready(address: str) -> None:
-        node = swarm.attachment.node if swarm.attachment is not None else None
-        assert node is not None
-        first, addresses, command = (
-            not swarm.network.initial_peers,
-            tuple(node.addresses),
-            config.joining_command,
-        )
+        assert swarm.attachment is not None and swarm.attachment.node is not None
+        node, first = swarm.attachment.node, not swarm.network.initial_peers
+        addresses, command = tuple(node.addresses), config.joining_command
         tell(
             Ready(
                 address=address,
@@ -213,50 +186,43 @@ def _attach(
             write_address(config, address)
 
     name = _name(config)
-    swarm = Swarm.of(
-        config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready
-    )
-    swarm.sequences = sequences
-    return swarm.attach(
-        model,
-        optimizer,
-        ranks=ranks,
-        saved=checkpoints.swarm() if ranks.is_rank0 else None,
-        phases=phases,
-    )
+    identity = identity_path(config, name)
+    swarm = Swarm.of(config, config.manifest(), identity, name, log.swarm_event, ready)
+    # a single shard is data of this peer's own
+    swarm.sequences = "" if config.data.shards == 1 else dataset.digest
+    return swarm
 
 
-def _stream(
-    config: Config, dataset: data.Dataset, shard: int, ranks: RankGroup, sync: Sync
-) -> data.Prefetched:
+def _stream(config: Config, dataset: data.Dataset, ranks: RankGroup, sync: Sync) -> data.Prefetched:
     """Leased units, where peers share one list of them and nobody has cut it into shards."""
-    batch_size, settings = config.inner.batch_size, config.data
+    size, shards = config.inner.batch_size, config.data.shards
     if isinstance(sync, DataParallel):
-        stream = dataset.batches(batch_size, shard=ranks.rank, shards=ranks.size)
-    elif settings.shards is not None:
-        stream = dataset.batches(
-            batch_size, shard=shard, shards=settings.shards, rows=ranks.batch_slice
-        )
+        stream = dataset.batches(size, shard=ranks.rank, shards=ranks.size)
     else:
-        leases = sync.lease_units(dataset.units(batch_size * config.outer.sync_every), data.AHEAD)
-        stream = dataset.batches(batch_size, shard=shard, rows=ranks.batch_slice, leases=leases)
+        rows, leases, shard = ranks.batch_slice, None, config.data.shard
+        if shards is None:
+            leases = sync.lease_units(dataset.units(size * config.outer.sync_every), data.AHEAD)
+        if shard is None:
+            # Nobody deals out shards here, so each identity has an order of its own over all data.
+            path = identity_path(config, _name(config))
+            own = identity_number(path) if ranks.is_rank0 else 0
+            shard = int(ranks.broadcast_floats([own])[0])
+        stream = dataset.batches(size, shard, shards or 1, rows, leases)
     return data.Prefetched(stream, ranks.device)
 
 
 def _prepare_files(trainer: Trainer) -> None:
-    """Of the peer that leads: where its models go, and, as nothing else can be wrong with them, its
-    settings."""
+    """Of the peer that leads: where its models go, and its settings, now that they are checked."""
     config = trainer.config
     if config.checkpoint.push is not None:
-        trainer.pusher = Pusher(
-            config.checkpoint.push, values_digest, partial(_write, config, trainer.tokenizer)
-        )
+        write = partial(_write, config, trainer.tokenizer)
+        trainer.pusher = Pusher(config.checkpoint.push, values_digest, write)
     if not config.run.report:  # a supervisor writes its own, which names all of its peers
         write_atomic(config.run.dir / "config.yaml", config.to_yaml())
     write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
 
 
-def _watch(sync: Sync, ranks: RankGroup) -> Callable[[], None]:
+def _leave_on_signals(sync: Sync, ranks: RankGroup) -> Callable[[], None]:
     """Ctrl+C, SIGTERM and their like: leave cleanly, and rank 0 says so once."""
     told = threading.Event()
 
@@ -271,25 +237,24 @@ def _watch(sync: Sync, ranks: RankGroup) -> Callable[[], None]:
 
 
 def _take_part(trainer: Trainer) -> None:
-    """Joins the swarm, trains, saves and leaves."""
-    ranks, sync = trainer.ranks, trainer.sync
+    """Join the swarm, train, save and leave."""
+    ranks, sync, report = trainer.ranks, trainer.sync, trainer.report
     with ExitStack() as stack:
-        with _arriving(sync, trainer.tell):
+        with _reporting_arrival(sync, report.tell):
             stack.enter_context(sync)
         if sync.version == 0 and not ranks.sharded:
             start_files.check_start(trainer.config, trainer.model)
         # before the swarm is left, which takes longer than torchrun waits
         with ranks.report_lost_rank():
             trainer.train()
-        if ranks.is_rank0:
-            trainer.tell(trainer.status("leaving"))
+        report.state("leaving")
         if sync.version > 0:
             trainer.save()
 
 
 @contextmanager
-def _arriving(sync: Sync, tell: Tell) -> Iterator[None]:
-    """Says how much has come from the swarm, while its state is fetched."""
+def _reporting_arrival(sync: Sync, tell: Tell) -> Iterator[None]:
+    """Tells how much has come from the swarm, while its state is fetched."""
     arrived = threading.Event()
 
     def report() -> None:
@@ -307,41 +272,27 @@ def _arriving(sync: Sync, tell: Tell) -> Iterator[None]:
 
 
 def _finish(trainer: Trainer, began_at: float) -> Summary:
-    """After the swarm, all ranks: evaluate the final anchor. Rank 0 writes the model, the picture
-    and the summary."""
-    config, sync, tell, is_rank0 = (
-        trainer.config,
-        trainer.sync,
-        trainer.tell,
-        trainer.ranks.is_rank0,
-    )
+    """After the swarm, all ranks: evaluate the final anchor; rank 0 writes the model and the
+    rest."""
+    config, sync, report = trainer.config, trainer.sync, trainer.report
+    is_rank0 = trainer.ranks.is_rank0
     if trainer.lead:
-        if is_rank0:
-            tell(trainer.status("evaluating"))
-        # In the middle of a round the parameters are no anchor, and before the first there is
-        # nothing to show.
-        if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
+        report.state("evaluating")
+        # In the middle of a round the parameters are no anchor, nor before the first.
+        if sync.version > 0 and (sync.inner_step == 0 or not sync.interrupted):
             trainer.evaluate()
             trainer.push(final=True)
-            state = {
-                name: full_tensor(value.detach())
-                for name, value in trainer.model.state_dict().items()
-            }
+            values = trainer.model.state_dict().items()
+            state = {name: full_tensor(value.detach()) for name, value in values}
             if is_rank0:
                 _write(config, trainer.tokenizer, state, config.run.dir / "model")
     digest = sync.anchor_digest() if is_rank0 or isinstance(sync, DataParallel) else ""
     if not is_rank0:  # rank 0 speaks for the peer
         return Summary()
-    mine = trainer.summary(time.monotonic() - began_at, digest)
-    tell(Finished(summary=mine))
-    summary = merge_peer_summaries(
-        [mine],
-        run_id=mine.run_id,
-        manifest_hash=mine.manifest_hash,
-        mode=mine.mode,
-        wall_s=mine.wall_s,
-        exit=mine.exit,
-    )
+    mine = report.summary(time.monotonic() - began_at, digest)
+    report.tell(Finished(summary=mine))
+    same = ("run_id", "manifest_hash", "mode", "wall_s", "exit")
+    summary = merge_peer_summaries([mine], **{name: getattr(mine, name) for name in same})
     if config.run.lead and not config.run.report:
         title = f"{config.run.id}: {config.model.name}"
         plot_losses(config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", title)
@@ -350,14 +301,13 @@ def _finish(trainer: Trainer, began_at: float) -> Summary:
             write_contributions(config.run.dir / "contributions.csv", summary.contributions)
     if trainer.pusher is not None:
         trainer.pusher.wait()
-    tell(trainer.status("left" if sync.interrupted else "done"))
+    report.state("left" if sync.interrupted else "done")
     return summary
 
 
 def _write(config: Config, tokenizer: Any, state: dict[str, Tensor], place: Path) -> None:
-    """Write a model with these parameters and buffers, as `diloco export` does. No random number is
-    drawn."""
-    with torch.device("meta"):
+    """Write a model with these parameters and buffers, as `diloco export` does."""
+    with torch.device("meta"):  # which draws no random number
         model: Any = models.outline(config.model)
     model.load_state_dict(state, assign=True)
     model.tie_weights()

@@ -19,8 +19,8 @@ from diloco.sim.run import SimPeer, Simulation, _config_of
 from diloco.sim.virtual_time import virtual_time
 from diloco.train import loop
 from diloco.train.checkpoint import RunCheckpoints
-from diloco.train.learning_rate import learning_rate
-from diloco.train.loop import Trainer
+from diloco.train.loop import Trainer, learning_rate
+from diloco.train.reporter import Reporter
 
 SETTINGS = ("experiment=smoke", "local.peers=3", "outer.sync_every=2", "eval.every=0")
 
@@ -55,6 +55,7 @@ class Again(Simulation):
                 model, optimizer, ranks=self.ranks, phases=phases, saved=saved
             )
             session.restore(sync, model, optimizer, stream)
+            report = Reporter(config, self.ranks, sync, phases, log, lambda message: None)
             trainer = Trainer(
                 config,
                 self.ranks,
@@ -65,14 +66,12 @@ class Again(Simulation):
                 self.holdout,
                 sync,
                 session,
-                phases,
-                log,
-                lambda message: None,
+                report,
             )
             with sync:
                 trainer.train()
                 trainer.save()
-            return trainer.summary(self.loop.time())
+            return report.summary(self.loop.time())
 
 
 def played(run_dir: Path, budgets: dict[int, Sequence[str]]) -> list[Summary]:

@@ -62,7 +62,7 @@ def losses(run_dir: Path, kind: str) -> list[float]:
 def test_ranks_that_were_started_with_other_settings_are_refused(tmp_path: Path) -> None:
     # As `auto` does on another GPU.
     differs = (
-        "import diloco.train.precision as found\nfirst = os.environ['RANK'] == '0'\n"
+        "import diloco.train.gradients as found\nfirst = os.environ['RANK'] == '0'\n"
         "found.native_precision = lambda _: 'bf16' if first else 'fp16'"
     )
     said = "train.precision=fp16 on rank 1, and bf16 on rank 0"
@@ -120,7 +120,7 @@ def test_a_chunked_head_and_compiled_recomputed_layers_train_like_plain_ones(
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     changed = (  # a few rows of logits at a time, and no compiler for C++, which takes a minute
-        "import functools, diloco.model.cross_entropy as loss, diloco.train.precision as"
+        "import functools, diloco.model.cross_entropy as loss, diloco.train.gradients as"
         " precision\nloss.CPU_CHUNK_BYTES = 4 * 259 * 7\nprecision.compile_layers_ ="
         " functools.partial(precision.compile_layers_, backend='aot_eager')"
     )

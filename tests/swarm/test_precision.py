@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 from diloco.config import compose
 from diloco.attach.ranks import RankGroup
-from diloco.train.precision import LossScale, autocast
+from diloco.train.gradients import LossScale, autocast
 from diloco.attach.sharded import local_tensor
 
 config = compose(["train.precision=fp16"])

@@ -17,7 +17,7 @@ from diloco.config import compose
 from diloco.messages.watching import ProbeReply
 from diloco.swarm.client.ask import SwarmInfo
 from diloco.swarm.rpc.probe import ProbeResult
-from diloco.train.memory import inspect_machine
+from diloco.train.machine import inspect_machine
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
@@ -48,7 +48,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
         lambda *_, **__: swarm_of(config.manifest().to_json()),
     )
     monkeypatch.setattr("diloco.swarm.client.ask.try_to_listen", lambda *_: ([PLACE], True, ""))
-    monkeypatch.setattr("diloco.train.speed.step_seconds", lambda *_: 0.25)
+    monkeypatch.setattr("diloco.train.machine.step_seconds", lambda *_: 0.25)
     return Doctor(config, PeerDirectory(0, tmp_path, tmp_path / "identity.key"), [PLACE])
 
 
@@ -136,7 +136,7 @@ def test_disk_port_and_memory_are_those_that_join_takes(
         "diloco.swarm.client.ask.try_to_listen",
         lambda *those: asked.append(those[1]) or ([PLACE], True, ""),
     )
-    monkeypatch.setattr("diloco.train.memory.inspect_machine", lambda *_: small)
+    monkeypatch.setattr("diloco.train.machine.inspect_machine", lambda *_: small)
     found = verdicts(healthy)
     assert found["disk"].verdict == "failed" and f"0.0 GiB free in {full}, " in found["disk"].text
     assert (

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +24,8 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.reporting import Ready
 from diloco.swarm.client.ask import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
-from diloco.train.loop import Trainer
-from diloco.train.memory import GIB, Machine, MemoryNeed, fit_micro_batch
+from diloco.train.gradients import Gradients
+from diloco.train.machine import GIB, Machine, MemoryNeed, fit_micro_batch
 from tests.support.errors import error_text
 from tests.support.joining import OTHER, found
 
@@ -170,15 +169,13 @@ def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
             fit_micro_batch(need, machine, 8)
 
 
-def trainer(micro_batch: int | None) -> Trainer:
+def gradients(micro_batch: int | None) -> Gradients:
     from diloco import model as models
     from diloco.attach.ranks import RankGroup
 
     config = compose(["experiment=smoke", f"train.micro_batch={micro_batch or 'null'}"])
     model = models.build(config.model, 0)
-    optimizer, ranks = torch.optim.SGD(model.parameters(), lr=0.0), RankGroup(torch.device("cpu"))
-    nothing, log = [None] * 5, SimpleNamespace(event=lambda kind, **fields: None)
-    return Trainer(config, ranks, model, model, optimizer, *nothing, log, None)  # type: ignore[arg-type]
+    return Gradients(config, RankGroup(torch.device("cpu")), model, model, lambda *_, **__: None)
 
 
 ROWS = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -186,18 +183,18 @@ ROWS = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.slow
 def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
-    whole = trainer(None)
-    loss = float(whole._gradients(ROWS[:7]))
+    whole = gradients(None)
+    loss = float(whole.compute_(ROWS[:7]))
     for micro_batch in (1, 2, 3, 8):
-        parts = trainer(micro_batch)
-        assert float(parts._gradients(ROWS[:7])) == pytest.approx(loss, rel=1e-5)
-        for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        parts = gradients(micro_batch)
+        assert float(parts.compute_(ROWS[:7])) == pytest.approx(loss, rel=1e-5)
+        for one, other in zip(whole._model.parameters(), parts._model.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_a_part_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, tried, fits = trainer(None), list[int](), 2
+    one, tried, fits = gradients(None), list[int](), 2
     accumulate = one._accumulate
 
     def full(rows: torch.Tensor, micro_batch: int) -> torch.Tensor:
@@ -207,12 +204,12 @@ def test_a_part_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.Mo
         return accumulate(rows, micro_batch)
 
     monkeypatch.setattr(one, "_accumulate", full)
-    one._gradients(ROWS)
-    one._gradients(ROWS)
+    one.compute_(ROWS)
+    one.compute_(ROWS)
     assert tried == [8, 4, 2, 2]
     fits = 0
     with pytest.raises(ConfigError, match="not even one sequence fits"):
-        one._gradients(ROWS)
+        one.compute_(ROWS)
 
 
 def test_an_address_is_printed_as_the_whole_command(tmp_path: Path) -> None:

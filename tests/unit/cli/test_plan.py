@@ -24,8 +24,7 @@ from diloco.cli.exchange_cost import (
 )
 from diloco.config import OuterConfig, compose
 from diloco.errors import ConfigError
-from diloco.train.memory import parameters_of
-from diloco.train.speed import step_seconds
+from diloco.train.machine import parameters_of, step_seconds
 from tests.support.command_line import Typed
 
 FOUR = ExchangeSize(bytes_up=1000, bytes_down=1000, peers=4, sync_every=9, fragments=4)

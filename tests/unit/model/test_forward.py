@@ -21,8 +21,9 @@ from diloco.model.forward import choose_attention_, compile_layers_, layers_of, 
 from diloco.rundir.summary import PhaseTimer
 from diloco.train.data_parallel import DataParallel
 from diloco.train.evaluate import generate
+from diloco.train.gradients import prepare_
 from diloco.train.loop import Trainer
-from diloco.train.precision import prepare_
+from diloco.train.reporter import Reporter
 from tests.support.models import small_model
 
 ALONE, BYTES = RankGroup(torch.device("cpu")), load_tokenizer("bytes")
@@ -126,14 +127,17 @@ def test_an_inner_step_reads_no_value_from_the_device(
     sync = DataParallel(
         model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), ALONE, 100, PhaseTimer()
     )
-    others: Any = [None] * 5
-    trainer = Trainer(config, ALONE, model, model, optimizer, *others[:2], sync, *others)
+    nothing: Any = None
+    report = Reporter(config, ALONE, sync, PhaseTimer(), nothing, nothing)
+    trainer = Trainer(
+        config, ALONE, model, model, optimizer, nothing, nothing, sync, nothing, report
+    )
     with sync, NoReading():
         for _ in range(2):
             trainer._inner_step(TOKENS)
     assert sync.steps == 2
     with pytest.raises(AssertionError, match="a value is read"), NoReading():
-        trainer._check_losses()
+        trainer._mean_loss()
 
 
 def test_what_the_model_writes_has_nothing_compiled_and_leaves_everything_as_it_was() -> None:
@@ -149,7 +153,7 @@ def test_what_the_model_writes_has_nothing_compiled_and_leaves_everything_as_it_
     model, random_state = small(), torch.random.get_rng_state()
     for layer in layers_of(model):
         layer.compile(backend=lambda *_: pytest.fail("compiled"))
-    others: Any = [None] * 7
+    others: Any = [None] * 5
     optimizer = torch.optim.SGD(model.parameters())
     trainer = Trainer(config, ALONE, model, model, optimizer, *others, tokenizer=BYTES)
     for _ in range(2):

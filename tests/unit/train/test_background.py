@@ -19,6 +19,7 @@ from diloco.rundir.checkpoint import CheckpointStore
 from diloco.train.checkpoint import RunCheckpoints
 from diloco.train.data_parallel import DataParallel
 from diloco.train.loop import Trainer
+from diloco.train.reporter import Reporter
 
 
 class Disk:
@@ -58,6 +59,7 @@ class Scene:
         log.metric = lambda **_: None
         self.position = {"next": 0}
         stream: Any = SimpleNamespace(state=lambda: self.position)
+        report = Reporter(config, ranks, self.sync, phases, log, lambda message: None)
         self.trainer = Trainer(
             config,
             ranks,
@@ -68,9 +70,7 @@ class Scene:
             torch.zeros(1),
             self.sync,
             self.session,
-            phases,
-            log,
-            lambda message: None,
+            report,
         )
 
     def reach(self, version: int) -> None:
@@ -86,7 +86,7 @@ class Scene:
 
     def boundary(self, version: int) -> None:
         self.reach(version)
-        self.trainer._boundary()
+        self.trainer._outer_step()
 
 
 def found(config: Config) -> tuple[int, float, int]:

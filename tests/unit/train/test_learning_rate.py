@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco.config import BudgetConfig, InnerConfig
-from diloco.train.learning_rate import learning_rate
+from diloco.train.loop import learning_rate
 
 
 @dataclass

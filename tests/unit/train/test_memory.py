@@ -12,7 +12,7 @@ from diloco.attach.inner_optimizer import inner_optimizer, moment_numel
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config, compose
 from diloco.errors import ConfigError
-from diloco.train.memory import GIB, Machine, Row, fit_to_memory, memory_need, memory_rows
+from diloco.train.machine import GIB, Machine, Row, fit_to_memory, memory_need, memory_rows
 
 PLAIN = [
     "outer.robust=none",
@@ -124,7 +124,7 @@ def test_the_need_is_the_sum_of_the_table() -> None:
 def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def machine(free: float) -> Machine:
         found = Machine(torch.device("cpu"), "CPU", 2, free, free, "fp32")
-        monkeypatch.setattr("diloco.train.memory.machine_at", lambda *_: found)
+        monkeypatch.setattr("diloco.train.machine.machine_at", lambda *_: found)
         return found
 
     config, ranks = compose([*PLAIN, "swarm.min_peers=4"]), RankGroup(torch.device("cpu"))

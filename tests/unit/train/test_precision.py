@@ -15,8 +15,8 @@ from torch import nn
 from diloco.attach.ranks import RankGroup
 from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError
-from diloco.train import precision
-from diloco.train.precision import LossScale, autocast, precision_of, prepare_
+from diloco.train import gradients
+from diloco.train.gradients import LossScale, autocast, precision_of, prepare_
 from tests.support.models import small_model
 from tests.support.peers import events, json_lines
 from tests.support.simulated import digests, simulated
@@ -79,7 +79,7 @@ def test_flash_attention_needs_cuda_and_a_narrow_precision() -> None:
 
 
 def test_the_scale_moves_like_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(gradients, "GROWTH_STEPS", 3)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     model, ours = nn.Linear(1, 1, bias=False), scale_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -124,7 +124,7 @@ def test_gradients_that_overflow_unscaled_end_the_run() -> None:
 
 
 def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(gradients, "GROWTH_STEPS", 3)
     bad, good = torch.tensor(float("nan")), torch.ones(())
     before, after, plain = scale_of(), scale_of(), LossScale(compose(), RankGroup(CPU))
     for norm in (bad, bad, good, good):
@@ -141,7 +141,7 @@ def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) 
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
     """At this scale the gradients of some first steps overflow; whatever is above 65504 is infinite
     in fp16."""
-    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**24)
+    monkeypatch.setattr(gradients, "FIRST_SCALE", 2.0**24)
 
 
 @pytest.mark.usefixtures("overflowing")

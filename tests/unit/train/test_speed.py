@@ -4,7 +4,7 @@ that is used."""
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from diloco.config import compose
 from diloco.rundir.summary import PhaseTimer
 from diloco.train.data_parallel import DataParallel
 from diloco.train.loop import Trainer
-from diloco.train.speed import token_share
+from diloco.train.reporter import Reporter, token_share
 
 CPU = torch.device("cpu")
 SHAPE = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 2048}
@@ -90,7 +90,10 @@ def test_a_line_has_norm_pace_memory_and_utilization(monkeypatch: pytest.MonkeyP
         list[float](),
     )
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    ranks, log = RankGroup(CPU), SimpleNamespace(metric=lambda **line: lines.append(line))
+    ranks, log = (
+        RankGroup(CPU),
+        cast(Any, SimpleNamespace(metric=lambda **line: lines.append(line))),
+    )
     sync = DataParallel(model, optimizer, ranks, 2, phases)
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -101,29 +104,16 @@ def test_a_line_has_norm_pace_memory_and_utilization(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipped)
     rows: Any = iter(torch.randint(256, (9, 2, 32), generator=torch.Generator().manual_seed(0)))
-    session: Any = SimpleNamespace(loss_scale=(), traffic=(0, 0))
-    trainer = Trainer(
-        config,
-        ranks,
-        model,
-        model,
-        optimizer,
-        rows,
-        rows,
-        sync,
-        session,
-        phases,
-        log,
-        lambda message: None,  # type: ignore[arg-type]
-    )
+    session: Any = SimpleNamespace(loss_scale=())
+    share = token_share(model, config.data.sequence_length, CPU)
+    report = Reporter(config, ranks, sync, phases, log, lambda message: None, token_share=share)
+    trainer = Trainer(config, ranks, model, model, optimizer, rows, rows, sync, session, report)
     with sync:
         trainer.train()
     told = [line for line in lines if "loss" in line]
     assert [line["grad_norm"] for line in told] == pytest.approx(norms) and len(told) == 4
     for line in told:
         assert 0 < line["tokens_per_s"] <= 64 and line["peak_process_bytes"] > 2**26
-        assert line["mfu"] == pytest.approx(
-            line["tokens_per_s"] * token_share(model, config.data.sequence_length, CPU)
-        )
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * share)
     rounds = [line for line in lines if "bytes_sent" in line]
     assert len(rounds) == 2 and all(0 < line["swarm_tokens_per_s"] <= 64 for line in rounds)

@@ -1,5 +1,5 @@
-"""What training a model takes of the memory of a device and of the machine, before anything is
-allocated.
+"""What training takes of a machine: memory, before anything is allocated, and seconds per inner
+step.
 
 `memory_rows` is the table, `memory_need` its sum, `fit_micro_batch` what fits; where that was too
 much, the loop halves it. Each sequence that is computed at a time adds activations, about 36
@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +32,7 @@ from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS
+from diloco.train.gradients import autocast
 
 GIB = 2**30
 FP32 = 4
@@ -47,6 +50,7 @@ STAGING_BUFFERS = 4
 COPIED = ("anchors", "what the codec lost", "master and momentum as author")  # for a checkpoint
 RECORDS = Settings.records  # updates that a peer keeps for others, if they are less than an anchor
 STREAM_BLOCKS = 2  # of fp32 and CHUNK elements, for each contribution and update that is under way
+WARMUP_STEPS, TIMED_STEPS = 2, 5
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +68,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that training a model needs, on each device without activations, and those that it
-    takes if there are."""
+    """Bytes that training needs, on each device without activations, and that it takes if free."""
 
     parameters: int
     device_bytes: float
@@ -90,12 +93,14 @@ def memory_rows(
     return list(_rows(config, peers, num_ranks, sharded, accelerator))
 
 
+def _changed(config: Config, group: str, **settings: object) -> Config:
+    changed = getattr(config, group).model_copy(update=settings)
+    return config.model_copy(update={group: changed})
+
+
 def _resolved(config: Config, native: devices.Precision) -> Config:
-    if config.train.precision != "auto":
-        return config
-    return config.model_copy(
-        update={"train": config.train.model_copy(update={"precision": native})}
-    )
+    is_auto = config.train.precision == "auto"
+    return _changed(config, "train", precision=native) if is_auto else config
 
 
 def _rows(
@@ -113,9 +118,8 @@ def _rows(
     yield row("gradients", "device", FP32 * part)
     yield row("inner optimizer", "device", moments * part)
     if sharded:
-        yield row(
-            "layers that are gathered", "device", 2 * FP32 * _largest_layer(model) / max(numel, 1)
-        )
+        gathered = 2 * FP32 * _largest_layer(model)
+        yield row("layers that are gathered", "device", gathered / max(numel, 1))
     elif config.train.precision != "fp32":
         yield row(f"weights in {config.train.precision}", "device", 2)
     vocabulary = int(models.config_of(config.model).get_text_config().vocab_size)
@@ -165,8 +169,7 @@ def _largest_layer(model: nn.Module) -> int:
 
 
 def parameters_of(settings: ModelConfig) -> int:
-    """The number of parameters; tied ones count once. Raises `ConfigError` as `diloco.model.build`
-    does."""
+    """The number of parameters; tied ones count once. Raises `ConfigError` as `model.build`."""
     return models.num_parameters(_outline(settings))
 
 
@@ -182,24 +185,16 @@ def memory_need(
     num_ranks: int = 1,
     sharded: bool = False,
 ) -> MemoryNeed:
-    """Memory for training this configuration, with its precision. Without `peers` there is one for
-    each fragment."""
-    config = _resolved(config, machine.precision)
-    rows = memory_rows(
-        config, peers or config.outer.fragments, num_ranks, sharded, machine.device.type != "cpu"
-    )
-    on_device, in_main, spare = (
-        sum(row.nbytes for row in rows if row.where == where)
-        for where in ("device", "main", "spare")
-    )
-    return MemoryNeed(
-        parameters_of(config.model), on_device, in_main, sequence_bytes(config), spare
-    )
+    """Memory for training with this precision; without `peers` there is one for each fragment."""
+    config, peers = _resolved(config, machine.precision), peers or config.outer.fragments
+    rows = memory_rows(config, peers, num_ranks, sharded, machine.device.type != "cpu")
+    places = ("device", "main", "spare")
+    device, main, spare = (sum(r.nbytes for r in rows if r.where == place) for place in places)
+    return MemoryNeed(parameters_of(config.model), device, main, sequence_bytes(config), spare)
 
 
 def sequence_bytes(config: Config) -> float:
-    """About the bytes of activations of one sequence; 0 of a model whose config does not say its
-    layers."""
+    """About the bytes of one sequence's activations; 0 where the config does not say its layers."""
     shape = models.config_of(config.model).get_text_config()
     layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
     each = ACTIVATION_VECTORS if config.train.precision in ("fp32", "auto") else MIXED_VECTORS
@@ -211,15 +206,16 @@ def sequence_bytes(config: Config) -> float:
 
 
 def fit_micro_batch(need: MemoryNeed, machine: Machine, batch_size: int) -> int:
-    """The sequences to compute at a time: the batch in the fewest equal parts that fit;
-    `ConfigError` if not even one does.
+    """The sequences to compute at a time: the batch in the fewest equal parts that fit.
+
+    Raises `ConfigError` if not even one sequence does.
     """
-    rooms = [(machine.device_bytes, need.device_bytes, str(machine.device))]
+    free, static, where = machine.device_bytes, need.device_bytes, str(machine.device)
     if machine.shared:
-        rooms = [(machine.main_bytes, need.device_bytes + need.main_bytes, "main memory")]
+        free, static = machine.main_bytes, need.device_bytes + need.main_bytes
+        where = "main memory"
     elif need.main_bytes > machine.main_bytes:
         raise _too_small(need, need.main_bytes, machine.main_bytes, "main memory")
-    [(free, static, where)] = rooms
     if static + need.sequence_bytes > free:
         raise _too_small(need, static + need.sequence_bytes, free, where)
     most = int((free - static) / max(need.sequence_bytes, 1.0))
@@ -245,31 +241,26 @@ def fit_to_memory(config: Config, ranks: RankGroup) -> Config:
     """
     alone = config.outer.method == "data_parallel"  # with a batch of its own
     rows = max(1, config.inner.batch_size // (1 if alone else ranks.size))
-    founds = not config.swarm.initial_peers  # and then holds all fragments, until others come
+    # who starts a swarm holds all fragments, until others come
+    peers = None if config.swarm.initial_peers else config.swarm.min_peers
     machine, complaint, micro_batch = machine_at(ranks.device, config.train.threads), "", rows
     try:
-        peers = config.swarm.min_peers if founds else None
         need = memory_need(config, machine, peers, ranks.size, ranks.sharded)
         micro_batch = fit_micro_batch(need, machine, rows)
-        used = need.main_bytes + (
-            need.device_bytes + micro_batch * need.sequence_bytes if machine.shared else 0.0
-        )
+        used = need.main_bytes
+        if machine.shared:
+            used += need.device_bytes + micro_batch * need.sequence_bytes
         if config.checkpoint.background and used + need.spare_bytes > machine.main_bytes:
-            logger.warning(
-                "training waits for checkpoints: %.1f GiB are not free for a copy",
-                need.spare_bytes / GIB,
-            )
-            config = config.model_copy(
-                update={"checkpoint": config.checkpoint.model_copy(update={"background": False})}
-            )
+            text = "training waits for checkpoints: %.1f GiB are not free for a copy"
+            logger.warning(text, need.spare_bytes / GIB)
+            config = _changed(config, "checkpoint", background=False)
     except ConfigError as error:
         complaint = str(error)
     ranks.raise_first_error(complaint)
     micro_batch = ranks.all_reduce_min(micro_batch)
     if config.train.micro_batch is not None or micro_batch >= rows:
         return config
-    train = config.train.model_copy(update={"micro_batch": micro_batch})
-    return config.model_copy(update={"train": train})
+    return _changed(config, "train", micro_batch=micro_batch)
 
 
 # -- this machine ----------------------------------------------------------------------------------
@@ -277,8 +268,7 @@ def fit_to_memory(config: Config, ranks: RankGroup) -> Config:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine: the device, and the free bytes on it and in main memory (equal if the device is
-    the CPU)."""
+    """The device, and the free bytes on it and in main memory (equal if it is the CPU)."""
 
     device: torch.device
     name: str
@@ -294,8 +284,7 @@ class Machine:
 
 
 def inspect_machine(device: str, threads: int | None = None) -> Machine:
-    """This machine with its present load; `ConfigError` if it lacks `device`, a value of
-    train.device."""
+    """This machine with its present load; `ConfigError` if it lacks `device` (train.device)."""
     return machine_at(devices.pick_device(device), threads)
 
 
@@ -311,9 +300,8 @@ def machine_at(device: torch.device, threads: int | None = None) -> Machine:
 
 def _cores() -> int:
     """Cores that the affinity of this process and the quota of its container allow."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max 1").partition(" ")
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period or 100_000)))
 
@@ -328,11 +316,9 @@ def free_memory() -> float:
     limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
     if limit and used and limit.isdigit() and used.isdigit():
         lines = (_read("/sys/fs/cgroup/memory.stat") or "").splitlines()
-        cache = next(
-            (int(line.split()[1]) for line in lines if line.startswith("inactive_file")), 0
-        )
         # the kernel drops caches before it refuses memory
-        free = min(free, int(limit) - int(used) + cache)
+        caches = (int(line.split()[1]) for line in lines if line.startswith("inactive_file"))
+        free = min(free, int(limit) - int(used) + next(caches, 0))
     return free
 
 
@@ -341,3 +327,33 @@ def _read(path: str) -> str | None:
         return Path(path).read_text("utf-8").strip()
     except OSError:
         return None
+
+
+def step_seconds(config: Config, micro_batch: int | None = None) -> float:
+    """Median seconds of an inner step of this configuration on this machine, on random tokens; with
+    a `micro_batch` only that part of a batch is measured, and a step counts as so many parts.
+    """
+    device = devices.pick_device(config.train.device)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    length, batch_size = config.data.sequence_length, config.inner.batch_size
+    model = models.build(config.model, config.run.seed, sequence_length=length).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    any_model: Any = model
+    num_rows = any_model.get_input_embeddings().weight.shape[0]
+    vocabulary = 256 if config.data.tokenizer == "bytes" else num_rows
+    generator = torch.Generator().manual_seed(config.run.seed)
+    measured = min(batch_size, micro_batch or batch_size)
+    seconds = []
+    for _ in range(WARMUP_STEPS + TIMED_STEPS):
+        tokens = torch.randint(vocabulary, (measured, length), generator=generator).to(device)
+        began_at = time.perf_counter()
+        with autocast(config, device):
+            loss = models.loss(model, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.inner.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        devices.synchronize(device)
+        seconds.append(time.perf_counter() - began_at)
+    return statistics.median(seconds[WARMUP_STEPS:]) * math.ceil(batch_size / measured)

@@ -22,7 +22,7 @@ from diloco.attach.unwrap import CombinedOptimizer, kind_of, parts_of
 from diloco.config import InnerConfig
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
-from diloco.swarm.rpc.inner_state import InnerState, Layout
+from diloco.swarm.rpc.inner_state import InnerLayout, InnerState
 
 # Newton and Schulz's iteration, steep at zero: five steps take singular values to 0.7 to 1.2
 STEPS, A, B, C = 5, 3.4445, -4.7750, 2.0315
@@ -219,14 +219,14 @@ def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
             yield _Slot(f"{number}.{index}", part, group, parameter, keys, "exp_avg" in keys)
 
 
-def layout_of(optimizer: torch.optim.Optimizer) -> Layout | None:
+def layout_of(optimizer: torch.optim.Optimizer) -> InnerLayout | None:
     """The shape of its state once every parameter has had a gradient; None for unknown classes."""
     if not all(type(part) in MOMENTS for part in parts_of(optimizer)):
         return None
     slots = list(_slots(optimizer))
     names = tuple(f"{slot.name}.{key}" for slot in slots for key in slot.keys)
     numels = tuple(slot.parameter.numel() for slot in slots for _ in slot.keys)
-    return Layout(names, numels, sum(slot.has_step for slot in slots))
+    return InnerLayout(names, numels, sum(slot.has_step for slot in slots))
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:

@@ -136,6 +136,8 @@ class Doctor:
         if self._found is not None:
             for name in ("manifest", "clock", "bandwidth"):
                 yield self._of(name, getattr(self, f"_{name}"), self._found)
+            for name, texts in self._found.told.items():
+                yield Check(name, "ok", ", ".join(texts))
         for name in ("memory", "disk", "port"):
             yield self._of(name, getattr(self, f"_{name}"))
 

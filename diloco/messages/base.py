@@ -41,6 +41,7 @@ class Message(
 
     place: ClassVar[Place] = Place.ANSWER
     roles: ClassVar[frozenset[Role]] = frozenset()  # that may begin a stream with it
+    opens_with_version: ClassVar[bool] = False  # its `wire_version` is looked at before the rest
 
     @property
     def kind(self) -> str:

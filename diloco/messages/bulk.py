@@ -1,5 +1,5 @@
-"""What peers say on bulk streams: a request and its answers, each followed by payload whose length
-both sides know."""
+"""Questions about a fragment's history and anchor, and their answers. Payload follows whose length
+both sides know. Other questions have their schemas in `swarm/rpc`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from diloco.messages.base import MEMBERS, WORKERS, Message, Place
-from diloco.messages.fields import Bytes, Count, Digest, Index, SomeSteps
-from diloco.messages.heads import Book, Head, Key, Line
+from diloco.messages.base import MEMBERS, Message, Place
+from diloco.messages.fields import Count, Digest, Index
+from diloco.messages.heads import Book, Head, Key
 
 MAX_PARTS = 2**13  # their digests fill a quarter of a frame; a part has 2**20 values
-# tensors of an inner optimizer's state; their names and sizes fill a quarter of a frame
-MAX_MOMENTS = 2**14
 MAX_RECORDS = 8  # kept by a peer, and sent in a row
-
-
-class Push(Message, frozen=True, tag="push"):
-    """A contribution that is wanted. Its payload follows, from that byte on, as far as the sender
-    has it."""
-
-    place, roles = Place.REQUEST, MEMBERS
-    line: Line
-    at: Bytes = 0
 
 
 class Get(Message, frozen=True, tag="get"):
@@ -39,10 +28,6 @@ class Get(Message, frozen=True, tag="get"):
 
 class No(Message, frozen=True, tag="no"):
     """Not here, or not now."""
-
-
-class Got(Message, frozen=True, tag="got"):
-    """A payload is here, whole."""
 
 
 class Values(Message, frozen=True, tag="values"):
@@ -62,19 +47,3 @@ class PartHeader(Message, frozen=True, tag="part"):
     head: Head
     book: Book
     digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_PARTS)]
-
-
-class InnerRequest(Message, frozen=True, tag="inner_request"):
-    """Asks for the state of the inner optimizer."""
-
-    place, roles = Place.REQUEST, WORKERS
-
-
-class InnerHeader(Message, frozen=True, tag="inner"):
-    """Name and number of elements of each tensor of an inner optimizer's state, whose fp32 values
-    follow, and the inner steps that it has counted for each parameter.
-    """
-
-    names: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=MAX_MOMENTS)]
-    numels: Annotated[list[Count], Meta(max_length=MAX_MOMENTS)]
-    steps: Annotated[list[SomeSteps], Meta(max_length=MAX_MOMENTS)]

@@ -17,16 +17,14 @@ import msgspec
 
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
-from diloco.messages import bulk, control, watching  # noqa: F401  (bulk has kinds of its own)
+from diloco.messages import bulk, control  # noqa: F401  (they define kinds)
 from diloco.messages.base import MAX_FRAME_BYTES, Message, Refusal
 from diloco.text import plain
 
 M = TypeVar("M", bound=Message)
 REMEDY = "install the same diloco version on both sides"
 
-KINDS = {one.__struct_config__.tag: one for one in Message.__subclasses__()}
-"""Every kind of message by its name on the wire."""
-SPEAKS_FIRST = (control.Hello, watching.Piece)
+_kinds: dict[str, type[Message]] = {}
 
 
 class OtherVersion(PayloadError):
@@ -50,6 +48,11 @@ class _Version(msgspec.Struct):
 _last: tuple[Message | None, bytes] = (None, b"")
 
 
+def kinds() -> dict[str, type[Message]]:
+    """Every kind of message by its name on the wire, of the modules imported so far."""
+    return {str(one.__struct_config__.tag): one for one in Message.__subclasses__()}
+
+
 def encode(message: Message) -> bytes:
     """A message as msgpack. The last one is remembered: a broadcast is encoded once and not once
     per peer."""
@@ -69,10 +72,12 @@ def decode(frame: bytes) -> Message:
     kind = "a frame"
     try:
         kind = msgspec.msgpack.decode(frame, type=_Opening).kind
-        if KINDS.get(kind) in SPEAKS_FIRST:
-            _check_version(frame)
-        if kind in KINDS:
-            return msgspec.msgpack.decode(frame, type=KINDS[kind])
+        if kind not in _kinds:  # a module that was imported since may define it
+            _kinds.update(kinds())
+        if kind in _kinds:
+            if _kinds[kind].opens_with_version:
+                _check_version(frame)
+            return msgspec.msgpack.decode(frame, type=_kinds[kind])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PayloadError(
             f"a message does not fit its schema: {kind}: {plain(str(error)[:200])}"

@@ -137,6 +137,7 @@ class Hello(Message, frozen=True, tag="hello"):
     """
 
     place, roles = Place.HELLO, MEMBERS
+    opens_with_version = True
     wire_version: Count
     run_id: Name
     manifest_hash: Digest

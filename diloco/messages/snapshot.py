@@ -1,8 +1,7 @@
 """What one peer knows of the swarm, for watchers: `diloco status --json`, the dashboard, Prometheus
 and wandb.
 
-    Snapshot -> pack (JSON, deflated) -> pieces (`watching.Piece`) -> unpack (bounded, validated) ->
-    Snapshot
+    Snapshot -> pack (JSON, deflated) -> pieces -> unpack (bounded, validated) -> Snapshot
 
 Times are unix seconds by the answering peer's clock. Histories go from old to new. All text is
 printable.
@@ -31,12 +30,12 @@ from diloco.messages.fields import (
     Tokens,
     printable,
 )
-from diloco.messages.watching import MAX_PIECE_BYTES
 from diloco.text import plain
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
 # rows of fragments; rounds, events, and points of the loss
 MAX_PEERS, MAX_ROWS, MAX_HISTORY = 1024, 4096, 512
+MAX_PIECE_BYTES = 2**19  # the longest manifest is one piece
 MAX_PACKED_BYTES = MAX_TEXT_BYTES = 16 * MAX_PIECE_BYTES
 
 Unix = Annotated[float, Meta(ge=0, le=1e12)]

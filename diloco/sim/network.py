@@ -22,7 +22,7 @@ from diloco.errors import SwarmError
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.streams import CONTROL
-from diloco.swarm.wire.transport import Handler, Reader, Writer
+from diloco.swarm.wire.transport import ByteReader, ByteWriter, Handler
 
 PIECE_BYTES = 64 * 1024
 BACKLOG_BYTES = 256 * 1024  # what a stream holds before its writer has to wait
@@ -373,7 +373,7 @@ class SimTransport:
         self._failure: asyncio.Future[None] = network.loop.create_future()
 
     async def handle(self, protocol: str, handler: Handler) -> None:
-        async def guarded(peer: str, reader: Reader, writer: Writer) -> None:
+        async def guarded(peer: str, reader: ByteReader, writer: ByteWriter) -> None:
             await self._gate.serve(peer, reader, writer, handler)
 
         self.handlers[protocol] = handler if self._gate.admission is None else guarded

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from diloco.core.events import Action, Event, Lost
 from diloco.core.limits import CAUSED_BY_OTHERS, EventLines, Penalties
@@ -26,11 +30,9 @@ OnEvent = Callable[[str, dict[str, object]], None]
 
 @dataclass(eq=False)
 class Context:
-    """The core of a node, its tensors and its network.
+    """The core of a node, its tensors, its network, and what it gives to others.
 
-    `locks`, by fragment, are held to read or move an anchor. The node sets `carry_out`, which does
-    what the core asks for, and `watch`, which keeps events for watchers. `tap` sees every event
-    before the core does.
+    `locks`, by fragment, are held to read or move an anchor.
     """
 
     core: Peer
@@ -39,13 +41,22 @@ class Context:
     gate: Gate
     on_event: OnEvent
     traffic: Traffic = field(default_factory=Traffic)
+    manifest: str = "{}"  # JSON of the run
+    files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
+    inner_state: Callable[[], Any] = lambda: None  # `InnerState` of the trainer; used in threads
+    tap: Callable[[Event, float], None] = lambda event, now: None  # sees what the core is told
     tasks: Tasks = field(default_factory=Tasks)
     lines: EventLines = field(default_factory=EventLines)
     penalties: Penalties = field(default_factory=Penalties)
-    watch: Callable[[str, dict[str, object], float], None] = lambda kind, fields, now: None
-    tap: Callable[[Event, float], None] = lambda event, now: None
-    carry_out: Callable[[Sequence[Action]], None] = field(init=False)
+    # payloads that came in part, and how many bytes of them, by fragment, peer and stamp
+    partial: dict[tuple[int, str, int], tuple[Tensor, int]] = field(default_factory=dict)
     locks: Sequence[FragmentLock] = field(init=False)
+    # set by the node: does what the core asks for; keeps events for watchers; makes a snapshot for
+    # them; values of a part of an anchor, by fragment, head and part, None when that is gone
+    carry_out: Callable[[Sequence[Action]], None] = field(init=False)
+    watch: Callable[[str, dict[str, object], float], None] = lambda kind, fields, now: None
+    packed_snapshot: Callable[[float], list[bytes]] = field(init=False)
+    read_part: Callable[[int, str, int], Awaitable[Tensor | None]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.locks = [FragmentLock() for _ in self.replica.fragments]
@@ -55,12 +66,10 @@ class Context:
         return asyncio.get_running_loop().time()
 
     def note(self, kind: str, **fields: object) -> None:
-        """Log one event and keep it for watchers; of those that others cause only so many
-        (`limits`)."""
+        """Log one event and keep it for watchers; few of those that others cause (`limits`)."""
         if kind in CAUSED_BY_OTHERS:
-            suppressed = self.lines.suppressed(
-                kind, str(fields.get(CAUSED_BY_OTHERS[kind], "")), self.now()
-            )
+            cause = str(fields.get(CAUSED_BY_OTHERS[kind], ""))
+            suppressed = self.lines.suppressed(kind, cause, self.now())
             if suppressed is None:
                 return
             fields |= {"suppressed": suppressed} if suppressed else {}
@@ -69,17 +78,11 @@ class Context:
             self.on_event(kind, fields)
         if kind == "other_data":  # nobody would look for that in a log of events
             who = f"{plain(str(fields['name']))} ...{str(fields['peer'])[-6:]}"
-            logger.warning(
-                "%s has other data (%s; here %s): %s",
-                who,
-                fields["there"],
-                fields["here"],
-                fields["so"],
-            )
+            data = f"{fields['there']}; here {fields['here']}"
+            logger.warning("%s has other data (%s): %s", who, data, fields["so"])
 
     def do(self, event: Event) -> Sequence[Action]:
-        """Tell the core what happened, and do what it asks for, which is returned. Whoever waits
-        looks again."""
+        """Tell the core what happened, and do what it asks for, which is returned."""
         now = self.now()
         self.tap(event, now)
         actions = self.core.receive(event, now)
@@ -88,8 +91,7 @@ class Context:
         return actions
 
     def offence(self, peer: str, reason: str) -> None:
-        """A peer sent what no honest one sends: it is refused for a while, and is no member
-        meanwhile."""
+        """Refuse a peer for a while that sent what no honest one sends; it is no member then."""
         known = self.penalties.refusal(peer, self.now()) is not None
         seconds = self.penalties.offence(peer, reason, self.now())
         if not known:

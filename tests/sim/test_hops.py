@@ -1,47 +1,77 @@
-"""The table of the way of a contribution (diloco/README.md) is what a traced run does, in that
-order."""
+"""The table of the way of a contribution (diloco/README.md) is made from a traced run.
+
+`python -m tests.sim.test_hops` writes it anew.
+"""
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
+from inspect import unwrap
 from pathlib import Path
-from types import FrameType
+from tempfile import TemporaryDirectory
+from types import CodeType, FrameType
 from typing import Any
 
+from diloco.attach.attachment import Attachment
+from diloco.core import author, contributions, tips
+from diloco.outer.aggregate import Aggregate
+from diloco.outer.replica import Replica
+from diloco.swarm.node.node import Node
+from diloco.swarm.rpc import contribution, state
 from tests.support.places import PACKAGE
 from tests.support.simulated import simulated
 
-ROW = re.compile(r"^\| [a-z]* ?\| `([\w.]+)` \| ([\w/]+\.py) \|$", re.MULTILINE)
+HEADER = "| who | call | file |\n|---|---|---|\n"
+WAY: list[tuple[str, Any]] = [
+    ("contributor", Attachment._after_step),
+    ("", Node.stepped),
+    ("", contributions.contribute),
+    ("", Replica.capture),
+    ("", contributions.pass_on),
+    ("", contribution.send),
+    ("author", contribution.ContributionServer.answer),
+    ("", author.close),
+    ("", Aggregate.merge),
+    ("anybody", tips.fetch),
+    ("", state.ask),
+    ("", Replica.apply_update_),
+]
 
 
-def test_the_way_of_a_contribution_is_as_the_table_says(tmp_path: Path) -> None:
-    hops = ROW.findall(
-        (PACKAGE / "README.md")
-        .read_text()
-        .split("## From `optimizer.step()`")[1]
-        .split("## How")[0]
-    )
-    wanted = {(name.split(".")[-1], str(PACKAGE / file)) for name, file in hops}
-    called: list[tuple[str, str]] = []
+def table(run_dir: Path) -> str:
+    """Runs two peers, and follows the way: each call has to come after the one before."""
+    way = [(who, unwrap(function).__code__) for who, function in WAY]
+    wanted, called = {code for _, code in way}, list[CodeType]()
 
     def traced(frame: FrameType, event: str, _: Any) -> None:
-        call = (frame.f_code.co_name, frame.f_code.co_filename)
-        if event == "call" and call in wanted:
-            called.append(call)
+        if event == "call" and frame.f_code in wanted:
+            called.append(frame.f_code)
 
     threading.setprofile(traced)
     sys.setprofile(traced)
     try:
-        simulated(tmp_path / "run", "local.peers=2")
+        simulated(run_dir, "local.peers=2")
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    rest = iter(called)
-    for name, file in hops:  # each comes after the one before
-        assert (
-            name.split(".")[-1],
-            str(PACKAGE / file),
-        ) in rest, f"{name} of {file} does not follow"
-    assert len(hops) == 12 and len({file for _, file in hops}) == 10
+    rows, rest = [], iter(called)
+    for who, code in way:
+        assert code in rest, f"{code.co_qualname} does not follow"
+        file = Path(code.co_filename).relative_to(PACKAGE)
+        rows.append(f"| {who} | `{code.co_qualname}` | {file} |\n".replace("|  |", "| |"))
+    return HEADER + "".join(rows)
+
+
+def test_the_table_of_the_way_is_what_a_run_does(tmp_path: Path) -> None:
+    found = table(tmp_path / "run")
+    assert found in (PACKAGE / "README.md").read_text()
+    files = {row.split(" | ")[2] for row in found.splitlines()[2:]}
+    assert len(WAY) <= 12 and len(files) <= 9
+
+
+if __name__ == "__main__":
+    page = PACKAGE / "README.md"
+    before, _, old = page.read_text().partition(HEADER)
+    with TemporaryDirectory() as place:
+        page.write_text(before + table(Path(place) / "run") + "\n" + old.partition("\n\n")[2])

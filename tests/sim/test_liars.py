@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from diloco.core.facts import Facts
-from diloco.messages.bulk import InnerRequest
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
-from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer
+from diloco.swarm.rpc.inner_state import InnerState
 from diloco.swarm.wire.streams import Stream
 from diloco.testing.fuzz.crowd import Crowd, lying
 from diloco.testing.fuzz.lives import Life, PeerSpec
@@ -179,9 +178,8 @@ def test_a_newcomer_is_not_thrown_far_by_the_moments_that_it_gets() -> None:
             return replace(honest, steps=(1000,) * len(honest.steps), values=torch.cat(values))
 
         for life in swarm.living():  # whom the newcomer asks is drawn
-            node = swarm.node(life.name)
-            donor = InnerStateServer(lambda told=node._options.inner_state: lie(told()))
-            node._server._answers[InnerRequest] = donor.answer
+            context = swarm.node(life.name).context
+            context.inner_state = lambda told=context.inner_state: lie(told())
         newcomer = swarm.start(PeerSpec("n"))
         swarm.until(lambda: newcomer.began)
         swarm.until(lambda: False, patience_s=1.5)

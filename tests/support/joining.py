@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from diloco.messages.watching import ProbeReply
 from diloco.swarm.client.ask import SwarmInfo
-from diloco.swarm.rpc.probe import ProbeResult
+from diloco.swarm.rpc.probe import ProbeReply, ProbeResult
 
 OTHER = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
 

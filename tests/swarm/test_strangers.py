@@ -18,9 +18,11 @@ from hivemind.proto import dht_pb2
 from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
 from diloco.errors import SwarmError
 from diloco.messages.base import Message, Refusal
-from diloco.messages.bulk import Get, InnerRequest, Push
-from diloco.messages.watching import Ask
+from diloco.messages.bulk import Get
 from diloco.swarm.client.ask import revoke
+from diloco.swarm.rpc.contribution import ContributionHeader
+from diloco.swarm.rpc.inner_state import InnerRequest
+from diloco.swarm.rpc.watch import InfoRequest
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
@@ -117,9 +119,9 @@ def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_strea
     questions: list[tuple[str, Message | None]] = [
         (BULK, Get(0, (0, ""))),
         (BULK, InnerRequest()),
-        (BULK, Ask("manifest")),
-        (BULK, Ask("snapshot")),
-        (BULK, Push(line)),
+        (BULK, InfoRequest("manifest")),
+        (BULK, InfoRequest("snapshot")),
+        (BULK, ContributionHeader(line)),
         (BULK, None),
         (CONTROL, core.hello()),
         (GREETING, core.status()),

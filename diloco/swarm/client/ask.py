@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,13 @@ from diloco.config import Manifest, SwarmConfig
 from diloco.config.manifest import check_foreign, hash_of
 from diloco.errors import ConfigError, PayloadError, SwarmError
 from diloco.swarm.rpc.probe import ProbeResult, ask_to_be_called, probe
+from diloco.swarm.rpc.registry import FOR_DOCTOR, load_questions
 from diloco.swarm.rpc.watch import request_file, request_manifest
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
+from diloco.swarm.wire.transport import Transport
+from diloco.text import plain
 
 CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
@@ -43,6 +46,7 @@ class SwarmInfo:
     manifest_text: str
     peers: list[ProbeResult]  # that answered; those at the given addresses come first
     silent: dict[str, str] = field(default_factory=dict)  # addresses without an answer, and why
+    told: dict[str, list[str]] = field(default_factory=dict)  # by line of `diloco doctor`
 
     @property
     def addresses(self) -> list[str]:
@@ -107,7 +111,8 @@ def inspect_swarm(
                 peers = [
                     (*await _probe_all(visitor, [one.peer], measure_bytes), one)[0] for one in peers
                 ]
-            return SwarmInfo(text, peers, visitor.silent)
+            told = await ask_for_doctor(visitor, peers) if measure_bytes else {}
+            return SwarmInfo(text, peers, visitor.silent, told)
 
     return asyncio.run(ask())
 
@@ -129,6 +134,18 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int = 0) -> 
         if isinstance(answer, BaseException) and not isinstance(answer, (*BROKEN, PayloadError)):
             raise answer
     return [answer for answer in answers if isinstance(answer, ProbeResult)]
+
+
+async def ask_for_doctor(visitor: Transport, peers: Sequence[ProbeResult]) -> dict[str, list[str]]:
+    """What peers answer to the questions of `diloco doctor`, by the name of its line."""
+    load_questions()
+    told: dict[str, list[str]] = {}
+    for name, ask in FOR_DOCTOR.items():
+        for one in peers:
+            with suppress(*BROKEN, PayloadError):
+                text = await asyncio.wait_for(ask(visitor, one.peer), PATIENCE_S)
+                told.setdefault(name, []).append(f"{one.reply.name} {plain(text)}")
+    return told
 
 
 def parse_manifest(text: str) -> Manifest:

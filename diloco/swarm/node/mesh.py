@@ -36,7 +36,7 @@ from diloco.swarm.node.options import RunSpec
 from diloco.swarm.rpc.watch import request_manifest
 from diloco.swarm.wire.gate import IN_USE
 from diloco.swarm.wire.streams import BROKEN, CONTROL, Outgoing, Stream
-from diloco.swarm.wire.transport import Reader, Refused, Writer
+from diloco.swarm.wire.transport import ByteReader, ByteWriter, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class ControlMesh:
                 del self._outgoing[peer]
         await self._ended(peer)
 
-    async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
+    async def _serve(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
         """Their stream to us: hello, then whatever they say."""
         context, stream = self._context, Stream(peer, reader, writer, self._context.traffic)
         why = self._streams.opened(peer, context.now())

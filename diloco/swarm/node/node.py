@@ -19,14 +19,11 @@ from msgspec.structs import replace as with_fields
 from diloco.core import events
 from diloco.core.facts import CONTROL
 from diloco.core.units import NONE
-from diloco.errors import PayloadError, SwarmError
-from diloco.messages.base import Message
-from diloco.messages.bulk import Get, InnerRequest, Push
+from diloco.errors import SwarmError
 from diloco.messages.control import Answer
 from diloco.messages.fields import Units
 from diloco.messages.heads import Line
 from diloco.messages.snapshot import Snapshot
-from diloco.messages.watching import Ask, Probe
 from diloco.outer.digest import fragment_digest
 from diloco.outer.replica import Replica
 from diloco.swarm.context import Context, OnEvent
@@ -37,11 +34,9 @@ from diloco.swarm.node.options import NodeOptions, make_context
 from diloco.swarm.node.recorder import Recorder
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc import contribution, state
-from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer, Layout, fetch_inner
-from diloco.swarm.rpc.probe import ProbeServer
-from diloco.swarm.rpc.server import RequestHandler, Server
-from diloco.swarm.rpc.watch import InfoServer
-from diloco.swarm.wire.streams import BROKEN, BULK, Stream
+from diloco.swarm.rpc.inner_state import InnerLayout, InnerState, fetch_inner
+from diloco.swarm.rpc.server import Server
+from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 
 __all__ = ["Connect", "ExchangeResult", "Node", "OnEvent"]
@@ -88,9 +83,9 @@ class Node:
         self.recorder = Recorder(context.core, options.run.manifest_text)
         self.recorder.on_failure = lambda why: context.on_event("recorder_failed", {"why": why})
         context.watch, context.carry_out = self.recorder.note, self.carry_out
+        context.packed_snapshot, context.read_part = self.recorder.packed, self.anchors.read_part
         self._mesh = ControlMesh(context, options.run)
-        self._server = Server(context, self._answers())
-        self._received = contribution.Received()
+        self._server = Server(context)
         self._captures: list[Line] = []
         self._loads: dict[int, None] = {}
         self._queue: Units | None = None
@@ -101,8 +96,7 @@ class Node:
     async def open(
         cls, options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect
     ) -> Node:
-        """A node that is connected and has said hello to its seeds; `SwarmError` when none is there
-        or admits it."""
+        """A node that has said hello to its seeds; `SwarmError` when none is there or admits it."""
         options.gate.on_refused = lambda peer, why: on_event("refused", {"peer": peer, "why": why})
         transport = await connect(options)
         try:
@@ -126,22 +120,19 @@ class Node:
         if self._mesh.refusal is not None:
             raise SwarmError(self._mesh.refusal)
         if transport.seeds and not answered:
-            raise SwarmError(
-                f"swarm.initial_peers={list(self._options.network.initial_peers)} answer, but no"
-                f" diloco peer of run.id={self._options.run.id} is there"
-            )
+            given = f"swarm.initial_peers={list(self._options.network.initial_peers)}"
+            run = self._options.run.id
+            raise SwarmError(f"{given} answer, but no diloco peer of run.id={run} is there")
         for work in (transport.failed(), self._tick(), self._discover()):
             context.tasks.spawn(work)
 
     async def _discover(self) -> None:
         """A newcomer hears every peer that it can reach before it begins."""
+        mesh, members = self._mesh, self.core.facts.members
         if self.context.transport.seeds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DISCOVERY_S):
-                    members = self.core.facts.members
-                    await self.context.tasks.until(
-                        lambda: self._mesh.all_greeted() and len(members) > 0
-                    )
+                    await self._until(lambda: mesh.all_greeted() and len(members) > 0)
         self.context.do(events.Discovered())
 
     async def _tick(self) -> None:
@@ -152,9 +143,11 @@ class Node:
             self._mesh.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
 
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        await self.context.tasks.until(condition)
+
     async def close(self) -> None:
-        """End every task and every stream, and the transport. Threads that still work are named in
-        an event."""
+        """End all tasks, streams and the transport; an event names threads that still work."""
         context = self.context
         self.anchors.end_snapshot()
         late = await context.tasks.close(CLOSE_S)
@@ -166,7 +159,7 @@ class Node:
     def carry_out(self, actions: Sequence[events.Action]) -> None:
         """Do what the core asked for."""
         works: dict[type, Callable[[Any], Coroutine[Any, Any, None]]] = {
-            events.Push: self._push,
+            events.Push: lambda action: contribution.send(self.context, action),
             events.Ask: lambda action: state.fetch(self.context, action.peer, action.get),
             events.Merge: self.anchors.merge,
             events.Apply: self.anchors.apply,
@@ -190,7 +183,7 @@ class Node:
             case events.Broadcast(message):
                 self._mesh.broadcast(message)
             case events.Send(peer, Answer(says="want") as answer):
-                at = self._received.at(answer.fragment, answer.peer, answer.stamp)
+                at = contribution.received(self.context, answer)
                 self._mesh.tell(peer, with_fields(answer, at=at))
             case events.Send(peer, message):
                 self._mesh.tell(peer, message)
@@ -212,45 +205,7 @@ class Node:
         if not self.context.tasks.closed:
             self.context.do(events.Tick())
 
-    async def _push(self, action: events.Push) -> None:
-        try:
-            async with self.context.open(action.peer) as stream:
-                await contribution.send(stream, action)
-        except (*BROKEN, PayloadError) as error:
-            why = str(error) or type(error).__name__
-            self.context.note(
-                "contribution_broke", fragment=action.line.fragment, author=action.peer, why=why
-            )
-            self.context.do(events.Broke(action.peer, action.line))
-
-    def _answers(self) -> dict[type[Message], RequestHandler]:
-        context, options = self.context, self._options
-        info = InfoServer(context, options.run.manifest_text, options.files, self.recorder.packed)
-        return {
-            Get: self._answer_get,
-            Push: self._receive,
-            InnerRequest: InnerStateServer(options.inner_state).answer,
-            Ask: info.answer,
-            Probe: ProbeServer(context.transport, self.core, context.now).answer,
-        }
-
-    async def _answer_get(self, stream: Stream, get: Get) -> None:
-        if get.fragment >= len(self.replica.fragments):
-            raise PayloadError(f"fragment {get.fragment} does not exist")
-        [reply] = [
-            one
-            for one in self.context.do(events.Asked(stream.peer, get))
-            if isinstance(one, events.Reply)
-        ]
-        await state.serve(stream, reply, self.replica, self.anchors.read_part)
-
-    async def _receive(self, stream: Stream, push: Push) -> None:
-        if not self.core.wants(push.line):
-            raise PayloadError(
-                f"no contribution of {push.line.peer} to fragment {push.line.fragment} is wanted"
-            )
-        payload = await contribution.receive(stream, push, self.replica, self._received)
-        self.context.do(events.Delivered(stream.peer, push.line, payload))
+    # -- what the training loop asks for -----------------------------------------------------------
 
     async def wait_until_ready(self) -> bool:
         """Wait until this peer has what the others have; whether outer steps were taken before.
@@ -259,26 +214,23 @@ class Node:
         peer that is leaving refuses, too, or one that penalises it for a while, so the word of one
         counts where no other lets it in.
         """
+        facts, mesh = self.core.facts, self._mesh
 
         def refused() -> str | None:
-            return None if len(self.core.facts.members) else self._mesh.refusal
+            return None if len(facts.members) else mesh.refusal
 
         self.context.do(events.Begun(False))
-        await self.context.tasks.until(
-            lambda: refused() is not None or self._interrupted or self.core.facts.ready
-        )
+        await self._until(lambda: refused() is not None or self._interrupted or facts.ready)
         if (reason := refused()) is not None:
             raise SwarmError(reason)
-        return (
-            not self._interrupted and min(f.tip.head.number for f in self.core.facts.fragments) > 0
-        )
+        return not self._interrupted and self._fewest_steps() > 0
 
-    async def fetch_inner(self, layout: Layout) -> InnerState | None:
+    async def fetch_inner(self, layout: InnerLayout) -> InnerState | None:
         """The inner optimizer's state of a peer that trains; None when nobody has any, or
         `interrupt` came first."""
-        tasks = self.context.tasks
-        fetching = tasks.start(fetch_inner(self.context, layout, self.replica.rng))
-        await tasks.until(lambda: fetching.done() or self._interrupted)
+        work = fetch_inner(self.context, layout, self.replica.rng)
+        fetching = self.context.tasks.start(work)
+        await self._until(lambda: fetching.done() or self._interrupted)
         if fetching.done():
             return fetching.result()
         fetching.cancel()
@@ -297,7 +249,7 @@ class Node:
         self.plan_cycle(cycle)
         await self.load_anchors()
         if cold:
-            return ExchangeResult(*self.clock(), self.core.discarded(), 0.0, 0.0)
+            return self._result(0.0, 0.0)
         self.context.do(events.Begun())
         return await self.exchange()
 
@@ -315,7 +267,7 @@ class Node:
         """Send what is due and load what is new, until the next inner step may be made; None if
         `interrupt` came first. Raises `DivergedError` before anything is sent that is not finite.
         """
-        tasks, wait_s, outer_s = self.context.tasks, 0.0, 0.0
+        wait_s = outer_s = 0.0
         while not self._interrupted:
             begun_at = self.context.now()
             if self._captures or self._loads:
@@ -326,24 +278,26 @@ class Node:
                     await self.anchors.load(fragment)
                 outer_s += self.context.now() - begun_at
             elif self.core.runs:
-                return ExchangeResult(*self.clock(), self.core.discarded(), wait_s, outer_s)
+                return self._result(wait_s, outer_s)
             else:
-                await tasks.until(
-                    lambda: bool(
-                        self._interrupted or self._captures or self._loads or self.core.runs
-                    )
-                )
+                await self._until(lambda: self._interrupted or self._is_due() or self.core.runs)
                 wait_s += self.context.now() - begun_at
         return None
+
+    def _is_due(self) -> bool:
+        return bool(self._captures or self._loads)
 
     async def _capture_all(self) -> None:
         while self._captures:
             await self.anchors.capture(self._captures.pop(0))
 
+    def _result(self, wait_s: float, outer_s: float) -> ExchangeResult:
+        return ExchangeResult(*self.clock(), self.core.discarded(), wait_s, outer_s)
+
     @property
     def waits(self) -> bool:
         """Whether an `exchange` has to come before the next inner step."""
-        return bool(self._captures or self._loads) or not self.core.runs
+        return self._is_due() or not self.core.runs
 
     def begin_alone(self) -> None:
         """Nobody has to be there any more before this peer begins."""
@@ -358,9 +312,8 @@ class Node:
         are in a cycle, and tokens in no contribution yet.
         """
         facts = self.core.facts
-        overdue = (
-            facts.fragments[-1].waiting is not None and facts.position <= facts.settings.overlap
-        )
+        overlaps = facts.position <= facts.settings.overlap
+        overdue = facts.fragments[-1].waiting is not None and overlaps
         return facts.position + (facts.cycle if overdue else 0), facts.cycle, facts.control.unsent
 
     def clock(self) -> tuple[int, int]:
@@ -368,11 +321,12 @@ class Node:
         training started from, else at those that are here.
         """
         if self.replica.settings.barrier:
-            return min(number for number, _ in self.anchors.loaded), self.anchors.loaded[CONTROL][1]
-        return (
-            min(f.tip.head.number for f in self.core.facts.fragments),
-            self.core.facts.control.tip.head.work,
-        )
+            loaded = self.anchors.loaded
+            return min(number for number, _ in loaded), loaded[CONTROL][1]
+        return self._fewest_steps(), self.core.facts.control.tip.head.work
+
+    def _fewest_steps(self) -> int:
+        return min(f.tip.head.number for f in self.core.facts.fragments)
 
     async def pause(self) -> None:
         """The training loop takes no inner steps until `resume`: it evaluates, or it saves."""
@@ -388,8 +342,7 @@ class Node:
         self.context.do(events.Wanted(self.leased.wanted, steps))
 
     async def snapshot(self, copies: bool) -> Saved:
-        """What a checkpoint holds; without `copies` the tensors are the live ones until
-        `end_snapshot`."""
+        """What a checkpoint holds: copies, or the live tensors, locked until `resume`."""
         return await self.anchors.snapshot(copies)
 
     def interrupt(self) -> None:
@@ -403,13 +356,12 @@ class Node:
         facts, is_open = self.core.facts, self.core.is_open
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(facts.settings.stuck_s):
-                await self.context.tasks.until(
+                await self._until(
                     lambda: self._interrupted or not any(map(is_open, facts.fragments))
                 )
 
     async def observe(self) -> Snapshot | None:
-        """What this peer knows of the swarm; None when a bug prevents to put it together
-        (`recorder_failed`)."""
+        """What this peer knows of the swarm; None when a bug prevents that (`recorder_failed`)."""
         return self.recorder.snapshot(self.context.now())
 
     async def show_anchors(self) -> None:
@@ -432,7 +384,7 @@ class Node:
             async with asyncio.timeout_at(self.core.facts.leave_by + CLOSE_S):
                 while not self._exited:
                     await self._capture_all()
-                    await self.context.tasks.until(lambda: self._exited or bool(self._captures))
+                    await self._until(lambda: self._exited or bool(self._captures))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READ_S):
-                await self.context.tasks.until(lambda: self._server.serving == 0)
+                await self._until(lambda: self._server.serving == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from diloco.outer.replica import Replica
 from diloco.swarm.context import Context, OnEvent
 from diloco.swarm.node.recording import Recording
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.rpc.inner_state import TakeSnapshot
+from diloco.swarm.rpc.inner_state import InnerState
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Traffic
 from diloco.swarm.wire.tasks import in_thread
@@ -97,7 +97,7 @@ class NodeOptions:
     device: str = ""  # shown to watchers
     data: str = ""  # names the sequences that numbers stand for here (see `Hello`)
     # what a joiner gets of the inner optimizer; called in other threads
-    inner_state: TakeSnapshot = lambda: None
+    inner_state: Callable[[], InnerState | None] = lambda: None
     blank: bool = False  # it has not got what the run starts from
     files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
     planned: Sequence[int] = (0, 0, 0)  # how long the run is by the settings here (see `Status`)
@@ -187,8 +187,17 @@ async def make_context(
         transport.me, {transport.me: transport.addresses if transport.reachable else []}
     )
     transport.addresses_of = core.addresses.of
-    traffic = Traffic(upload_limit=options.network.upload_limit)
-    context = Context(core, replica, transport, gate, on_event, traffic)
+    context = Context(
+        core,
+        replica,
+        transport,
+        gate,
+        on_event,
+        Traffic(upload_limit=options.network.upload_limit),
+        run.manifest_text,
+        options.files,
+        options.inner_state,
+    )
     gate.on_refused = lambda peer, why: context.note("refused", peer=plain(peer), why=why)
     if options.record is not None:
         context.tap = Recording(options.record, core.facts).event

@@ -21,7 +21,7 @@ from diloco.core.events import Connected, Event, Part, Records
 from diloco.core.facts import Facts
 from diloco.core.history import Bounds, Tip
 from diloco.core.settings import Settings, Sizes
-from diloco.messages.codec import KINDS
+from diloco.messages.codec import kinds
 from diloco.messages.control import Planned
 from diloco.messages.heads import Line
 
@@ -61,7 +61,7 @@ class Said(msgspec.Struct, frozen=True):
     bounds: Bounds | None = None
 
 
-KNOWN: tuple[Any, ...] = (*KINDS.values(), Line, Records, Part, Settings, Bounds)
+KNOWN: tuple[Any, ...] = (*kinds().values(), Line, Records, Part, Settings, Bounds)
 TYPES: dict[str, Any] = {one.__name__: one for one in KNOWN}
 EVENTS: dict[str, Any] = {
     name: one for name, one in vars(events).items() if isinstance(one, type)

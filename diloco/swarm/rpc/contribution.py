@@ -1,8 +1,7 @@
-"""Push: the payload of a contribution that is new, or that the other side wants.
+"""The payload of a contribution that is new, or that the other side wants.
 
-1. Sender: `Push`, and the payload whole or from the byte on that was asked for. Receiver: `Got`
-   when it is whole.
-2. The receiver keeps what came of a payload whose stream broke, and asks for the rest.
+1. Sender: `ContributionHeader`, and the payload from the byte on that the receiver asked for.
+2. Receiver: `Got`. It keeps what came of a payload whose stream broke, and asks for the rest.
 """
 
 from __future__ import annotations
@@ -12,78 +11,93 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from diloco.core.events import Push as PushAction
+from diloco.core import events
 from diloco.core.limits import offences
 from diloco.errors import PayloadError
-from diloco.messages.bulk import Got, Push
+from diloco.messages.base import MEMBERS, Message, Place
 from diloco.messages.codec import expect
+from diloco.messages.control import Answer
+from diloco.messages.fields import Bytes, forget_oldest
 from diloco.messages.heads import Line
 from diloco.outer.payloads import empty_payload
-from diloco.outer.replica import Replica
+from diloco.swarm.context import Context
+from diloco.swarm.rpc.registry import answers
 from diloco.swarm.rpc.state import payload_digest
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.tasks import in_thread
 
 PIECE = 1 << 20  # bytes sent at a time
 NORM_ERROR = 1e-3  # relative: of a norm that the contributor measured on other hardware
-MOST_PARTIAL = 64  # payloads that are kept half
+MOST_PARTIAL = 64  # payloads of which a part is kept
 
 
-async def send(stream: Stream, action: PushAction) -> None:
-    """Send a payload. Raises what a stream raises, and `PayloadError` when it is not wanted."""
-    await stream.send(Push(action.line, action.at))
-    for piece in torch.split(action.payload[action.at :], PIECE):
-        await stream.send_payload(piece)
-    expect(await stream.receive(None), Got)
+class ContributionHeader(Message, frozen=True, tag="push"):
+    """A contribution that is wanted; its payload follows, from byte `at` on."""
+
+    place, roles = Place.REQUEST, MEMBERS
+    line: Line
+    at: Bytes = 0
 
 
-class Received:
-    """Payloads that are on their way here, by the name of their contribution: bytes, and how many
-    are filled."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, str, int], tuple[Tensor, int]] = {}
-
-    def at(self, fragment: int, peer: str, stamp: int) -> int:
-        """From which byte on a payload is wanted."""
-        return self._kept.get((fragment, peer, stamp), (None, 0))[1]
-
-    def take(self, line: Line, nbytes: int) -> tuple[Tensor, int]:
-        """What is here of a payload."""
-        known = self._kept.pop(_name(line), None)
-        return known or (empty_payload(nbytes), 0)
-
-    def keep(self, line: Line, payload: Tensor, filled: int) -> None:
-        """The stream broke; the newest half payloads are kept."""
-        self._kept[_name(line)] = (payload, filled)
-        while len(self._kept) > MOST_PARTIAL:
-            del self._kept[next(iter(self._kept))]
+class Got(Message, frozen=True, tag="got"):
+    """A payload is here, whole."""
 
 
-def _name(line: Line) -> tuple[int, str, int]:
-    return line.fragment, line.peer, line.stamp
-
-
-async def receive(stream: Stream, push: Push, replica: Replica, received: Received) -> Tensor:
-    """The whole payload (uint8), which is what its line says. Raises `PayloadError`, and what a
-    stream raises."""
-    line, nbytes = push.line, replica.payloads[push.line.fragment].nbytes
-    payload, at = received.take(line, nbytes)
-    if push.at > at or push.at > nbytes:
-        raise PayloadError(f"a payload goes on at byte {push.at}, and {at} are here")
-    at = push.at
+async def send(context: Context, action: events.Push) -> None:
+    """Send a payload; the core hears if it did not arrive, or is not wanted."""
     try:
-        for piece in torch.split(payload[at:], PIECE):
-            await stream.receive_payload(piece)
-            at += piece.numel()
-    except BROKEN:
-        received.keep(line, payload, at)
-        raise
-    if await in_thread(payload_digest, payload) != line.root:
-        raise PayloadError("a payload is not what its line says")
-    with offences():  # the contributor signed that, and whoever passes it on has looked
-        norm = await in_thread(replica.payload_norm, line.fragment, payload)
-        if not isclose(norm, line.norm, rel_tol=NORM_ERROR, abs_tol=1e-12):
-            raise PayloadError(f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}")
-    await stream.send(Got())
-    return payload
+        async with context.open(action.peer) as stream:
+            await stream.send(ContributionHeader(action.line, action.at))
+            for piece in torch.split(action.payload[action.at :], PIECE):
+                await stream.send_payload(piece)
+            expect(await stream.receive(None), Got)
+    except (*BROKEN, PayloadError) as error:
+        why, fragment = str(error) or type(error).__name__, action.line.fragment
+        context.note("contribution_broke", fragment=fragment, author=action.peer, why=why)
+        context.do(events.Broke(action.peer, action.line))
+
+
+def received(context: Context, line: Line | Answer) -> int:
+    """How many bytes of the payload of a contribution are here."""
+    return context.partial.get((line.fragment, line.peer, line.stamp), (None, 0))[1]
+
+
+@answers(ContributionHeader)
+class ContributionServer:
+    """Receives payloads."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._replica = context, context.replica
+
+    async def answer(self, stream: Stream, push: ContributionHeader) -> None:
+        """Give the core a payload (uint8) that is what its line says."""
+        line = push.line
+        if not self._context.core.wants(line):
+            said = f"no contribution of {line.peer} to fragment {line.fragment} is wanted"
+            raise PayloadError(said)
+        payload = await self._payload(stream, line, push.at)
+        if await in_thread(payload_digest, payload) != line.root:
+            raise PayloadError("a payload is not what its line says")
+        with offences():  # the contributor signed that, and whoever passes it on has looked
+            norm = await in_thread(self._replica.payload_norm, line.fragment, payload)
+            if not isclose(norm, line.norm, rel_tol=NORM_ERROR, abs_tol=1e-12):
+                said = f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}"
+                raise PayloadError(said)
+        await stream.send(Got())
+        self._context.do(events.Delivered(stream.peer, line, payload))
+
+    async def _payload(self, stream: Stream, line: Line, at: int) -> Tensor:
+        partial, name = self._context.partial, (line.fragment, line.peer, line.stamp)
+        nbytes = self._replica.payloads[line.fragment].nbytes
+        payload, here = partial.pop(name) if name in partial else (empty_payload(nbytes), 0)
+        if at > min(here, nbytes):
+            raise PayloadError(f"a payload goes on at byte {at}, and {here} are here")
+        try:
+            for piece in torch.split(payload[at:], PIECE):
+                await stream.receive_payload(piece)
+                at += piece.numel()
+        except BROKEN:
+            partial[name] = payload, at
+            forget_oldest(partial, MOST_PARTIAL)
+            raise
+        return payload

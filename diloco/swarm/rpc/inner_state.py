@@ -1,14 +1,11 @@
-"""InnerRequest: the inner optimizer's state, from a peer that trains to one that joins: moments and
-step counters.
+"""The inner optimizer's moments and step counters, from a peer that trains to one that joins.
 
-1. Joiner: request. Donor: names, sizes and step counters of a snapshot that it makes while it
-   trains.
-2. Joiner: compares them with its own parameters, and only then allocates memory. Donor: fp32
-   values.
+1. Joiner: request. Donor: names, sizes and step counters of a snapshot made while it trains.
+2. Joiner: compares them with its own parameters, then allocates memory. Donor: fp32 values.
 3. The joiner refuses values that no optimizer has, and asks the next donor.
 
 No digest says that the moments are right, as those of no two peers are equal. So donors are drawn
-at random, and who takes a state over bounds its first moments by its second ones
+at random, and whoever takes a state over bounds its first moments by its second ones
 (`attach.inner_optimizer`).
 """
 
@@ -17,29 +14,48 @@ from __future__ import annotations
 import asyncio
 import random
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 
 from diloco.core.peer import Peer
 from diloco.errors import PayloadError
-from diloco.messages.bulk import InnerHeader, InnerRequest
+from diloco.messages.base import WORKERS, Message, Place
 from diloco.messages.codec import expect
+from diloco.messages.fields import Count, SomeSteps
 from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import CHUNK
 from diloco.swarm.context import Context
+from diloco.swarm.rpc.registry import answers
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.tasks import in_thread
 
 DONORS = 3  # asked at most; a joiner should train rather than ask everybody
 SQUARES = "_sq"  # the end of the names of second moments in all of torch's optimizers
+MAX_MOMENTS = 2**14  # tensors; their names and sizes fill a quarter of a frame
+
+
+class InnerRequest(Message, frozen=True, tag="inner_request"):
+    """Asks for the state of the inner optimizer."""
+
+    place, roles = Place.REQUEST, WORKERS
+
+
+class InnerHeader(Message, frozen=True, tag="inner"):
+    """Name and number of elements of each tensor of an inner optimizer's state, whose fp32 values
+    follow, and the inner steps that it has counted for each parameter.
+    """
+
+    names: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=MAX_MOMENTS)]
+    numels: Annotated[list[Count], Meta(max_length=MAX_MOMENTS)]
+    steps: Annotated[list[SomeSteps], Meta(max_length=MAX_MOMENTS)]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Tensors of an inner optimizer's state in a fixed order, by name and numel; and how many step
-    counters it has."""
+class InnerLayout:
+    """Names and numels of the tensors of an inner optimizer, and its number of step counters."""
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
@@ -48,20 +64,20 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class InnerState:
-    """Moments (fp32, one after another) and step counters. It takes as much memory as the
-    optimizer's own state."""
+    """Moments (fp32, one after another) and step counters; as large as the optimizer's own."""
 
-    layout: Layout
+    layout: InnerLayout
     steps: tuple[int, ...]
     values: torch.Tensor  # (sum of layout.numels,)
 
 
-TakeSnapshot = Callable[[], InnerState | None]
+# -- asking ----------------------------------------------------------------------------------------
 
 
-async def fetch_inner(context: Context, layout: Layout, rng: random.Random) -> InnerState | None:
-    """The inner state of the first donor that has one, of a few drawn at random; None when none of
-    them has."""
+async def fetch_inner(
+    context: Context, layout: InnerLayout, rng: random.Random
+) -> InnerState | None:
+    """The inner state of the first of a few random donors that has one; None when none has."""
     for donor in _donors(context.core, rng):
         begun_at = context.now()
         try:
@@ -78,37 +94,34 @@ async def fetch_inner(context: Context, layout: Layout, rng: random.Random) -> I
 
 
 def _donors(core: Peer, rng: random.Random) -> list[str]:
-    able = [
-        member
-        for member in core.facts.members.all()
-        if member.status.trains and not member.status.leaves
-    ]
+    members = core.facts.members.all()
+    able = [one for one in members if one.status.trains and not one.status.leaves]
+    drawn = rng.sample(able, len(able))
     # A peer that was resumed from a checkpoint has moments, but no pace yet, and begins together
     # with this one.
-    return [
-        m.peer for m in sorted(rng.sample(able, len(able)), key=lambda m: not m.status.steps_per_s)
-    ][:DONORS]
+    drawn.sort(key=lambda member: not member.status.steps_per_s)
+    return [member.peer for member in drawn[:DONORS]]
 
 
-async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
-    """Read a snapshot; `PayloadError` when it is not of this layout, or has values that no
-    optimizer has."""
+async def receive_inner(stream: Stream, layout: InnerLayout) -> InnerState:
+    """Read a snapshot; `PayloadError` for another layout, or values that no optimizer has."""
     header = expect(await stream.receive(), InnerHeader)
-    there = Layout(tuple(header.names), tuple(header.numels), len(header.steps))
+    there = InnerLayout(tuple(header.names), tuple(header.numels), len(header.steps))
     if there != layout:
-        elements = sum(there.numels)
-        raise PayloadError(
-            f"the inner state there has {elements} elements, in another order or number than here"
-        )
-    state = InnerState(
-        layout, tuple(header.steps), torch.empty(sum(layout.numels), dtype=torch.float32)
-    )
-    for piece in torch.split(state.values, CHUNK):
+        what = f"the inner state there has {sum(there.numels)} elements"
+        raise PayloadError(f"{what}, in another order or number than here")
+    values = torch.empty(sum(layout.numels), dtype=torch.float32)
+    state = InnerState(layout, tuple(header.steps), values)
+    for piece in torch.split(values, CHUNK):
         await stream.receive_payload(piece.view(torch.uint8))
     await in_thread(_check_values, state)
     return state
 
 
+# -- answering -------------------------------------------------------------------------------------
+
+
+@answers(InnerRequest)
 class InnerStateServer:
     """Gives a snapshot of this peer to joiners, one to all that read at the same time.
 
@@ -116,8 +129,8 @@ class InnerStateServer:
     over many steps, so this does no harm.
     """
 
-    def __init__(self, snapshot: TakeSnapshot) -> None:
-        self._snapshot, self._making = snapshot, asyncio.Lock()
+    def __init__(self, context: Context) -> None:
+        self._context, self._making = context, asyncio.Lock()
         self._kept: weakref.ref[InnerState] | None = None
 
     async def answer(self, stream: Stream, request: InnerRequest) -> None:
@@ -125,22 +138,20 @@ class InnerStateServer:
         async with self._making:
             state = self._kept() if self._kept else None
             if state is None:
-                state = await in_thread(self._snapshot)
+                state = await in_thread(self._context.inner_state)
                 if state is None:
                     raise PayloadError("no inner optimizer state is here")
                 await in_thread(_check_values, state)
                 self._kept = weakref.ref(state)
-        await stream.send(
-            InnerHeader(list(state.layout.names), list(state.layout.numels), list(state.steps))
-        )
+        layout = state.layout
+        await stream.send(InnerHeader(list(layout.names), list(layout.numels), list(state.steps)))
         for piece in torch.split(state.values, CHUNK):
             await stream.send_payload(piece.view(torch.uint8))
 
 
 def _check_values(state: InnerState) -> None:
-    for name, values in zip(
-        state.layout.names, torch.split(state.values, list(state.layout.numels)), strict=True
-    ):
+    tensors = torch.split(state.values, list(state.layout.numels))
+    for name, values in zip(state.layout.names, tensors, strict=True):
         # NaN, if there is one
         lowest, highest = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)
         if not ((0.0 if name.endswith(SQUARES) else -LIMIT) <= lowest and highest <= LIMIT):

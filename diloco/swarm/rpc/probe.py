@@ -1,4 +1,4 @@
-"""Probe: what time is it there, how fast is the link, can others call me?
+"""What time is it there, how fast is the link, can others call me?
 
 Any stranger may ask, so the answering side has limits. It calls back one asker at a time, only at
 the asker's own id, and only at the IP that its connection comes from: nobody turns this against
@@ -10,33 +10,69 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec import Meta, field
 
 from diloco.config import WIRE_VERSION
 from diloco.config.address import address_error, host_of
-from diloco.core.limits import (
-    CALL_EVERY_S,
-    CALLS_PER_MINUTE,
-    PROBE_BYTES,
-    PROBE_BYTES_IN_ALL,
-    Allowance,
-)
-from diloco.core.peer import Peer
+from diloco.core import limits
 from diloco.errors import PayloadError
+from diloco.messages.base import EVERYBODY, Message, Place
 from diloco.messages.codec import expect
-from diloco.messages.watching import Probe, ProbeReply
+from diloco.messages.fields import MAX_COUNT, Addresses, Count, Name, printable
+from diloco.swarm.context import Context
+from diloco.swarm.rpc.registry import answers
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
 logger = logging.getLogger(__name__)
 
+MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
 CALLS_AT_ONCE = 4  # addresses of one request
 ASKED_PEERS = 3
 ANSWER_S = 30.0
 KNOWN_PEERS = 16
+
+ProbeBytes = Annotated[int, Meta(ge=0, le=MAX_PROBE_BYTES)]
+
+
+class Probe(Message, frozen=True, tag="probe"):
+    """Asks whether a peer is well and how well it is connected. `sends` meaningless bytes follow,
+    and `wants` bytes come back behind the reply. The asker wants to be called at the addresses in
+    `call`, over a new connection.
+    """
+
+    place, roles = Place.REQUEST, EVERYBODY
+    sends: ProbeBytes = 0
+    wants: ProbeBytes = 0
+    call: Addresses = field(default_factory=list)
+
+
+class ProbeReply(Message, frozen=True, tag="probe_reply"):
+    """What a peer says of itself: its clock (`unix_s`), where others reach it, ids of some peers
+    that it is connected to (`known`); and of the asker: the multiaddr from which it comes
+    (`observed`; empty where nobody knows), where it answered a call (`reached`), and why it did not
+    elsewhere.
+    """
+
+    wire_version: Count
+    run_id: Name
+    name: Name
+    unix_s: Annotated[float, Meta(ge=0, le=MAX_COUNT)]
+    addresses: Addresses
+    known: Annotated[list[Name], Meta(max_length=64)]
+    observed: Annotated[str, Meta(max_length=256)] = ""
+    reached: Addresses = field(default_factory=list)
+    why: Annotated[str, Meta(max_length=512)] = ""
+
+    def __post_init__(self) -> None:
+        printable(self, "run_id", "name", "observed", "why")
+
+
+# -- asking ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,8 +88,7 @@ class ProbeResult:
 
 
 async def probe(transport: Transport, peer: str, nbytes: int = 0) -> ProbeResult:
-    """Ask a peer for its clock and its addresses; with `nbytes`, also measure the link each way
-    with that many.
+    """Ask a peer for its clock and addresses; with `nbytes`, measure the link each way with those.
 
     Raises `BROKEN` when it does not answer, and `PayloadError` when it refuses.
     """
@@ -81,9 +116,8 @@ async def _bandwidth(
         expect(await stream.receive(ANSWER_S), ProbeReply)  # sent once the whole payload is there
         turned_at = time.monotonic()
         await stream.receive_payload(payload)
-    return nbytes / max(turned_at - begun_at - trip_s, 1e-6), nbytes / max(
-        time.monotonic() - turned_at, 1e-6
-    )
+    up_s, down_s = turned_at - begun_at - trip_s, time.monotonic() - turned_at
+    return nbytes / max(up_s, 1e-6), nbytes / max(down_s, 1e-6)
 
 
 async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
@@ -107,16 +141,11 @@ async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
 def _advice(places: list[str], reply: ProbeReply) -> str:
     """The settings that would make a peer reachable, from what a call back found."""
     if reply.reached and _is_place(reply.reached[0]):
-        return (
-            "others reach this peer at another address than it says; add"
-            f" 'swarm.announce=[{reply.reached[0]}]'"
-        )
-    port = next(
-        (place.split("/tcp/")[1].split("/")[0] for place in places if "/tcp/" in place), "4100"
-    )
-    family, host = (
-        reply.observed.split("/")[1:3] if host_of(reply.observed) else ("ip4", "PUBLIC_IP")
-    )
+        announce = f"'swarm.announce=[{reply.reached[0]}]'"
+        return f"others reach this peer at another address than it says; add {announce}"
+    ports = (place.split("/tcp/")[1].split("/")[0] for place in places if "/tcp/" in place)
+    port, observed = next(ports, "4100"), reply.observed
+    family, host = observed.split("/")[1:3] if host_of(observed) else ("ip4", "PUBLIC_IP")
     return (
         f"others cannot call this peer ({reply.why or 'nobody tried'}); open TCP port {port} of"
         f" this machine, forward it on the router, and add 'swarm.listen=[/ip4/0.0.0.0/tcp/{port}]'"
@@ -124,29 +153,35 @@ def _advice(places: list[str], reply: ProbeReply) -> str:
     )
 
 
-class ProbeServer:
-    """The answering side. A request over a limit is refused with the reason."""
+# -- answering -------------------------------------------------------------------------------------
 
-    def __init__(self, transport: Transport, core: Peer, now: Callable[[], float]) -> None:
-        self._transport, self._core, self._now = transport, core, now
-        self._measured = Allowance(PROBE_BYTES, PROBE_BYTES_IN_ALL, 60.0)
-        self._called = Allowance(60.0 / CALL_EVERY_S, CALLS_PER_MINUTE, 60.0)
+
+@answers(Probe)
+class ProbeServer:
+    """Says what this peer is, and takes and sends payload, or calls. Over a limit it refuses."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._measured = limits.Allowance(limits.PROBE_BYTES, limits.PROBE_BYTES_IN_ALL, 60.0)
+        calls = 60.0 / limits.CALL_EVERY_S
+        self._called = limits.Allowance(calls, limits.CALLS_PER_MINUTE, 60.0)
         self._calling = asyncio.Lock()
 
     async def answer(self, stream: Stream, request: Probe) -> None:
-        """Say what this peer is, and take and send the payload, or call, as is asked for."""
-        transport, nbytes = self._transport, request.sends + request.wants
-        if nbytes and not self._measured.take(stream.peer, nbytes, self._now()):
+        """Do what is asked for; `PayloadError` over a limit."""
+        context, nbytes = self._context, request.sends + request.wants
+        if nbytes and not self._measured.take(stream.peer, nbytes, context.now()):
             raise PayloadError("enough has been measured for a while; ask another peer")
         if request.sends:
             await stream.receive_payload(torch.empty(request.sends, dtype=torch.uint8))
-        observed, identity = await transport.observed(stream.peer), self._core.facts.identity
+        transport, facts = context.transport, context.core.facts
+        observed = await transport.observed(stream.peer)
         outcome = await self._call(stream.peer, request.call, observed) if request.call else {}
         failures = [f"{address}: {failure}" for address, failure in outcome.items() if failure]
         reply = ProbeReply(
-            *(WIRE_VERSION, identity.run_id, identity.name, time.time()),
+            *(WIRE_VERSION, facts.identity.run_id, facts.identity.name, time.time()),
             addresses=[address for address in transport.addresses if len(address) <= 256][:16],
-            known=[member.peer for member in self._core.facts.members.all()][:KNOWN_PEERS],
+            known=[member.peer for member in facts.members.all()][:KNOWN_PEERS],
             observed=observed[:256],
             reached=[address for address, failure in outcome.items() if not failure],
             why="; ".join(failures)[:512],
@@ -157,16 +192,15 @@ class ProbeServer:
 
     async def _call(self, peer: str, addresses: list[str], observed: str) -> dict[str, str]:
         """Why the asker could not be called, by address; "" where it could."""
-        if self._calling.locked() or not self._called.take(peer, 1, self._now()):
+        if self._calling.locked() or not self._called.take(peer, 1, self._context.now()):
             raise PayloadError("too many calls back for a while; ask another peer")
         wanted = _callable(addresses, observed)
         async with self._calling:
-            return await self._transport.call_anew(peer, wanted) if wanted else {}
+            return await self._context.transport.call_anew(peer, wanted) if wanted else {}
 
 
 def _callable(addresses: list[str], observed: str) -> list[str]:
-    """The addresses that an asker names, each with the asker's own IP in the place of the one it
-    names."""
+    """The addresses that an asker names, with its own IP in the place of the one it names."""
     _, family, host, *_ = [*observed.split("/"), "", "", ""]
     if family not in ("ip4", "ip6"):
         return []

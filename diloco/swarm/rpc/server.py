@@ -1,36 +1,33 @@
-"""The answering side of bulk streams: which function answers which request, and what is refused
-before any of them."""
+"""The answering side of bulk streams: who may ask, how much at a time, and what is an offence."""
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from diloco.core.limits import REQUEST_BYTES, Offence, bulk_streams, offences
 from diloco.errors import PayloadError
-from diloco.messages.base import Message, Place, Refusal
+from diloco.messages.base import Place, Refusal
 from diloco.swarm.context import Context
+from diloco.swarm.rpc.registry import ANSWERS, load_questions
 from diloco.swarm.wire.streams import BROKEN, Stream
-from diloco.swarm.wire.transport import Reader, Writer
+from diloco.swarm.wire.transport import ByteReader, ByteWriter
 
 logger = logging.getLogger(__name__)
 
-RequestHandler = Callable[[Stream, Any], Awaitable[None]]
-
 
 class Server:
-    """Answers the bulk streams that others open; a peer that sends something invalid is refused
-    with the reason."""
+    """Answers the bulk streams that others open, or refuses them with the reason."""
 
-    def __init__(self, context: Context, answers: Mapping[type[Message], RequestHandler]) -> None:
+    def __init__(self, context: Context) -> None:
+        load_questions()
         self.serving = 0  # streams under way
-        self._context, self._answers = context, answers
+        self._context = context
+        self._sides = {kind: side(context) for kind, side in ANSWERS.items()}
         self._limiter = bulk_streams(len(context.replica.fragments))
 
-    async def serve(self, peer: str, reader: Reader, writer: Writer) -> None:
+    async def serve(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
         """Handle one incoming stream until it ends."""
         context, stream = self._context, Stream(peer, reader, writer, self._context.traffic)
         why = self._limiter.opened(peer, context.now())
@@ -74,7 +71,7 @@ class Server:
         objection = self._context.gate.objection(stream.peer, request)
         if objection is not None:
             raise PayloadError(objection)
-        answer = self._answers.get(type(request))
-        if answer is None:
+        side = self._sides.get(type(request))
+        if side is None:
             raise PayloadError(f"{type(request).__name__} is not answered here")
-        await answer(stream, request)
+        await side.answer(stream, request)

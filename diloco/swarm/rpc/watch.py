@@ -1,20 +1,22 @@
-"""Ask: the manifest, a snapshot of the swarm, or a small file that the manifest names by its
-SHA-256, in pieces."""
+"""The manifest, a snapshot of the swarm, or a small file that the manifest names by its SHA-256, in
+pieces."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from hashlib import sha256
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
 
 from diloco.config import WIRE_VERSION
 from diloco.core.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S, Allowance
 from diloco.errors import PayloadError
+from diloco.messages.base import EVERYBODY, Message, Place
 from diloco.messages.codec import expect
-from diloco.messages.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
-from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece
+from diloco.messages.fields import Count, Seal
+from diloco.messages.snapshot import MAX_PACKED_BYTES, MAX_PIECE_BYTES, Snapshot, unpack
+from diloco.swarm.rpc.registry import answers
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import in_thread
 from diloco.swarm.wire.transport import Transport
@@ -23,22 +25,39 @@ if TYPE_CHECKING:  # a process that only watches does not load torch
     from diloco.swarm.context import Context
 
 
+class InfoRequest(Message, frozen=True, tag="ask"):
+    """Asks for the manifest, a snapshot of the swarm, or a file of that digest in the manifest."""
+
+    place, roles = Place.REQUEST, EVERYBODY
+    what: Annotated[str, Meta(pattern=r"^(manifest|snapshot|[0-9a-f]{64})\Z")]
+
+
+class Piece(Message, frozen=True, tag="piece"):
+    """A piece of JSON, a packed `Snapshot`, or a file; another follows if there is `more`."""
+
+    opens_with_version = True
+    wire_version: Count
+    data: Annotated[bytes, Meta(max_length=MAX_PIECE_BYTES)]
+    more: bool = False
+    seal: Seal = ""
+
+
+# -- asking (`PayloadError`: a refusal, or nonsense; also what a stream raises) --------------------
+
+
 async def request_manifest(transport: Transport, peer: str) -> tuple[str, str]:
-    """The manifest of a peer's run as untrusted JSON text, and its seal; `PayloadError` when the
-    peer refuses."""
+    """The manifest of a peer's run as untrusted JSON text, and its seal."""
     content, seal = await _request(transport, peer, "manifest", MAX_PIECE_BYTES)
     return content.decode(errors="replace"), seal
 
 
 async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
-    """What a peer knows of the swarm; `PayloadError` when it refuses, or answers nonsense or in
-    another version."""
+    """What a peer knows of the swarm."""
     return unpack((await _request(transport, peer, "snapshot", MAX_PACKED_BYTES))[0])
 
 
 async def request_file(transport: Transport, peer: str, digest: str, most_bytes: int) -> bytes:
-    """A file of the run; `PayloadError` when the peer does not have it, or sends another or a
-    longer one."""
+    """A file of the run that has this digest, and at most so many bytes."""
     content = (await _request(transport, peer, digest, most_bytes))[0]
     if sha256(content).hexdigest() != digest:
         raise PayloadError(f"file {digest[:12]} is another one than the manifest names")
@@ -50,7 +69,7 @@ async def _request(
 ) -> tuple[bytes, str]:
     content = bytearray()
     async with open_bulk(transport, peer, Traffic()) as stream:
-        await stream.send(Ask(what))
+        await stream.send(InfoRequest(what))
         while True:
             piece = expect(await stream.receive(), Piece)
             content += piece.data
@@ -60,47 +79,40 @@ async def _request(
                 return bytes(content), piece.seal
 
 
-class InfoServer:
-    """The answering side. `snapshot` makes the pieces of one at a time; `files` are those that the
-    manifest names."""
+# -- answering -------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        context: Context,
-        manifest: str,
-        files: Mapping[str, Path],
-        snapshot: Callable[[float], list[bytes]],
-    ) -> None:
-        self._context, self._manifest, self._files, self._snapshot = (
-            context,
-            manifest,
-            files,
-            snapshot,
-        )
+
+@answers(InfoRequest)
+class InfoServer:
+    """Gives manifest, snapshots and files."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._allowance = Allowance(FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S)
 
-    async def answer(self, stream: Stream, request: Ask) -> None:
+    async def answer(self, stream: Stream, request: InfoRequest) -> None:
         """Send what is asked for; `PayloadError` when it is not here, or enough was sent."""
-        if request.what in ("manifest", "snapshot"):
-            snapshot = request.what == "snapshot"
-            for piece in (
-                self._snapshot(self._context.now()) if snapshot else [self._manifest.encode()]
-            ):
+        context = self._context
+        if request.what == "manifest":
+            await stream.send(Piece(WIRE_VERSION, context.manifest.encode(), more=True))
+        elif request.what == "snapshot":
+            for piece in context.packed_snapshot(context.now()):
                 await stream.send(Piece(WIRE_VERSION, piece, more=True))
         else:
             await self._send_file(stream, request.what)
-        await stream.send(Piece(WIRE_VERSION, b"", seal=self._context.gate.memory.seal))
+        await stream.send(Piece(WIRE_VERSION, b"", seal=context.gate.memory.seal))
 
     async def _send_file(self, stream: Stream, digest: str) -> None:
+        context = self._context
         try:
-            file = self._files[digest].open("rb")
+            file = context.files[digest].open("rb")
         except (KeyError, OSError) as error:
             raise PayloadError("no file with that digest is here; ask another peer") from error
         with file:
             nbytes = os.fstat(file.fileno()).st_size
-            if not self._allowance.take(stream.peer, nbytes, self._context.now()):
+            if not self._allowance.take(stream.peer, nbytes, context.now()):
                 raise PayloadError("enough files were sent for a while; ask another peer")
             for _ in range(0, nbytes, MAX_PIECE_BYTES):
                 piece = await in_thread(file.read, MAX_PIECE_BYTES)
-                await self._context.traffic.throttle(len(piece))
+                await context.traffic.throttle(len(piece))
                 await stream.send(Piece(WIRE_VERSION, piece, more=True))

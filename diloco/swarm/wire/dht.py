@@ -28,7 +28,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.messages.base import MEMBERS
 from diloco.swarm.wire.gate import Gate
-from diloco.swarm.wire.identity import Identity, verify
+from diloco.swarm.wire.identity import SigningKey, verify
 
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
 MAX_ADDRESSES, MAX_RECORD_BYTES = 4, 4096
@@ -41,7 +41,7 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
     """The addresses of one run. As hivemind's validator it signs this peer's record and checks
     those of others."""
 
-    def __init__(self, run_id: str, identity: Identity, gate: Gate) -> None:
+    def __init__(self, run_id: str, identity: SigningKey, gate: Gate) -> None:
         self._key, self._identity, self._gate = f"{run_id}/peers", identity, gate
         self._raw_key = DHTID.generate(source=self._key).to_bytes()
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from diloco.swarm.wire.transport import Reader, Writer
+from diloco.swarm.wire.transport import ByteReader, ByteWriter
 
 
 class Filling(asyncio.BufferedProtocol):
@@ -19,7 +19,7 @@ class Filling(asyncio.BufferedProtocol):
     again afterwards.
     """
 
-    def __init__(self, reader: Reader, writer: Writer, out: memoryview) -> None:
+    def __init__(self, reader: ByteReader, writer: ByteWriter, out: memoryview) -> None:
         self.filled = 0
         self._reader, self._writer, self._out = reader, writer, out
         self._restore: Callable[[], None] = lambda: None

@@ -31,7 +31,7 @@ from diloco.messages.base import MEMBERS, Message, Refusal
 from diloco.messages.codec import expect
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
-from diloco.swarm.wire.transport import Reader, Refused, Untrusted, Writer
+from diloco.swarm.wire.transport import ByteReader, ByteWriter, Refused, Untrusted
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
@@ -39,7 +39,7 @@ OWN_LIFE_S = 366 * 86400  # life of the invitation that the run's owner gives it
 VISIT_LIFE_S = 86400
 IN_USE = "its identity is in use by a running peer; give this one another swarm.identity_path"
 
-Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
+Opener = Callable[[], Awaitable[tuple[ByteReader, ByteWriter]]]
 
 
 async def _unused(peer: str, instance: str) -> None:
@@ -66,8 +66,8 @@ class Gate:
         self._role = role
         self._greeted: set[str] = set()
         # in their order, unlike a set
-        self._serving: defaultdict[str, dict[Writer, None]] = defaultdict(dict)
-        self._strangers: Newest[Writer] = Newest()
+        self._serving: defaultdict[str, dict[ByteWriter, None]] = defaultdict(dict)
+        self._strangers: Newest[ByteWriter] = Newest()
 
     @property
     def run_key(self) -> str | None:
@@ -108,7 +108,7 @@ class Gate:
             raise Untrusted(f"{peer} is not believed: {reason}")
         self._greeted.add(peer)
 
-    async def welcome(self, peer: str, reader: Reader, writer: Writer) -> None:
+    async def welcome(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
         """Answer a greeting."""
         stream = Stream(peer, reader, writer, Traffic())
         try:
@@ -158,14 +158,18 @@ class Gate:
             await stream.send(message_of(self.admission.revoked))
             await stream.drained()
 
-    def _end_older_strangers(self, peer: str, writer: Writer) -> None:
+    def _end_older_strangers(self, peer: str, writer: ByteWriter) -> None:
         """A stream of a stranger: it ends those that others left open, because identities cost a
         stranger nothing."""
         for older in self._strangers.add(peer, writer):
             older.close()
 
     async def serve(
-        self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]
+        self,
+        peer: str,
+        reader: ByteReader,
+        writer: ByteWriter,
+        handler: Callable[..., Awaitable[None]],
     ) -> None:
         """Let the handler have a stream, if the peer is known."""
         if self.admission is not None and self.role_of(peer) is None:

@@ -28,9 +28,16 @@ from diloco.config.address import address_error, addresses_in, reachability, sam
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.swarm.wire.dialing import LOCAL, best_first, call_each, client_daemon, start_daemon
 from diloco.swarm.wire.gate import GREETING, IN_USE, Gate
-from diloco.swarm.wire.identity import Identity, verify
+from diloco.swarm.wire.identity import SigningKey, verify
 from diloco.swarm.wire.streams import BROKEN, CONTROL
-from diloco.swarm.wire.transport import Handler, Reader, Refused, Transport, Untrusted, Writer
+from diloco.swarm.wire.transport import (
+    ByteReader,
+    ByteWriter,
+    Handler,
+    Refused,
+    Transport,
+    Untrusted,
+)
 from diloco.text import one_line
 
 if TYPE_CHECKING:
@@ -143,7 +150,7 @@ class Libp2p:
         self._scopes = {"public"}  # of addresses that anybody may name
         self._p2p, self._gate = p2p, gate
         self._members: AddressRecords | None = None
-        self._identity: Identity | None = None
+        self._identity: SigningKey | None = None
 
     @classmethod
     async def connect(
@@ -163,7 +170,7 @@ class Libp2p:
         an initial peer is no address.
         """
         given = await read_addresses(network.initial_peers, ADDRESS_WAIT_S)
-        identity, kind = Identity.read(identity_path), P2P
+        identity, kind = SigningKey.read(identity_path), P2P
         seeds = [address for address in given if peer_id_of(address) != identity.me]
         if given and not seeds:
             raise SwarmError(
@@ -226,7 +233,7 @@ class Libp2p:
         """
         addresses = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:
-            Identity.read(identity_path)  # makes it
+            SigningKey.read(identity_path)  # makes it
         self = await cls._of(
             client_daemon(None if identity_path is None else str(identity_path)), gate or Gate()
         )
@@ -277,16 +284,16 @@ class Libp2p:
             if isinstance(answer, Untrusted):
                 raise SwarmError(f"{answer}; check the address")
 
-    async def _welcome(self, info: StreamInfo, reader: Reader, writer: Writer) -> None:
+    async def _welcome(self, info: StreamInfo, reader: ByteReader, writer: ByteWriter) -> None:
         await self._gate.welcome(info.peer_id.to_base58(), reader, writer)
 
     async def handle(self, protocol: str, handler: Handler) -> None:
-        async def serve(info: StreamInfo, reader: Reader, writer: Writer) -> None:
+        async def serve(info: StreamInfo, reader: ByteReader, writer: ByteWriter) -> None:
             await self._gate.serve(info.peer_id.to_base58(), reader, writer, handler)
 
         await self._p2p.add_binary_stream_handler(protocol, serve)
 
-    async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
+    async def open(self, peer: str, protocol: str) -> tuple[ByteReader, ByteWriter]:
         """As in `Transport`. A peer that restarted does not know us, so each control stream begins
         with a greeting."""
         if self._gate.admission is not None:
@@ -297,7 +304,7 @@ class Libp2p:
         """Tell a peer, even `again`, who is here and what is revoked; raises as `open`."""
         await self._gate.greet(peer, partial(self._open, peer, GREETING), again)
 
-    async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
+    async def _open(self, peer: str, protocol: str) -> tuple[ByteReader, ByteWriter]:
         try:
             peer_id = PeerID.from_base58(peer)
         except ValueError:  # the id comes from a hello or the DHT, where anybody may write it

@@ -13,7 +13,7 @@ from diloco.errors import PayloadError
 from diloco.messages.base import MAX_FRAME_BYTES, Message, Refusal
 from diloco.messages.codec import decode, encode
 from diloco.swarm.wire.filling import Filling
-from diloco.swarm.wire.transport import Reader, Transport, Writer
+from diloco.swarm.wire.transport import ByteReader, ByteWriter, Transport
 
 if TYPE_CHECKING:  # a process that only watches has no tensors, and does not load torch
     from torch import Tensor
@@ -63,7 +63,7 @@ class Stream:
     like any other broken connection.
     """
 
-    def __init__(self, peer: str, reader: Reader, writer: Writer, traffic: Traffic) -> None:
+    def __init__(self, peer: str, reader: ByteReader, writer: ByteWriter, traffic: Traffic) -> None:
         self.peer = peer
         self._reader = reader
         self._writer = writer

@@ -18,7 +18,7 @@ class Untrusted(ConnectionError):
     """A peer answers, but has not shown that it is in the run; the text says how."""
 
 
-class Reader(Protocol):
+class ByteReader(Protocol):
     """The incoming half of a stream; `asyncio.IncompleteReadError` or `ConnectionError` when it
     ends too early."""
 
@@ -26,7 +26,7 @@ class Reader(Protocol):
     async def read(self, n: int) -> bytes: ...
 
 
-class Writer(Protocol):
+class ByteWriter(Protocol):
     """The outgoing half of a stream. What is written must not be changed afterwards."""
 
     def write(self, data: bytes | memoryview) -> None: ...
@@ -34,7 +34,7 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-Handler = Callable[[str, Reader, Writer], Awaitable[None]]
+Handler = Callable[[str, ByteReader, ByteWriter], Awaitable[None]]
 
 
 class Transport(Protocol):
@@ -54,7 +54,7 @@ class Transport(Protocol):
         """Call `handler(peer, reader, writer)` for each stream that a peer opens for this
         protocol."""
 
-    async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
+    async def open(self, peer: str, protocol: str) -> tuple[ByteReader, ByteWriter]:
         """Open a stream to a peer; `Refused` or `Untrusted` when one of the two does not admit the
         other."""
 

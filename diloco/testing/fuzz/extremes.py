@@ -1,6 +1,6 @@
 """Messages in which one number is at a bound of its type.
 
-schemas of `KINDS` -> `targets` -> a message of that kind -> the same with the number at a bound
+schemas of `kinds` -> `targets` -> a message of that kind -> the same with the number at a bound
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from diloco.messages.base import Message
-from diloco.messages.codec import KINDS
+from diloco.messages.codec import kinds
 
 Schema = dict[str, Any]
 Path = tuple[str, ...]  # of fields; "1" is the second field of a line, a head or a book
@@ -45,8 +45,8 @@ def targets() -> tuple[tuple[str, Path], ...]:
 def _schemas() -> dict[tuple[str, Path], Schema]:
     """The schema of each numeric field."""
     found: dict[tuple[str, Path], Schema] = {}
-    for kind in sorted(map(str, KINDS)):
-        schema = msgspec.json.schema(KINDS[kind])
+    for kind in sorted(kinds()):
+        schema = msgspec.json.schema(kinds()[kind])
         for path, number in _numbers(schema, schema["$defs"], ()):
             found.setdefault((kind, path), number)
     return found

@@ -30,16 +30,17 @@ from diloco.cli.panels import render
 from diloco.core.history import sign, state_of
 from diloco.errors import PayloadError
 from diloco.messages.base import Message
-from diloco.messages.bulk import Get, InnerRequest, PartHeader, Push, RecordHeader
+from diloco.messages.bulk import Get, PartHeader, RecordHeader
 from diloco.messages.control import Offer
 from diloco.messages.heads import Head, Line
 from diloco.messages.snapshot import unpack
-from diloco.messages.watching import Ask, Probe
 from diloco.rundir.reporting import swarm_figures
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
-from diloco.swarm.rpc.probe import probe
-from diloco.swarm.rpc.watch import request_manifest, request_snapshot
+from diloco.swarm.rpc.contribution import ContributionHeader
+from diloco.swarm.rpc.inner_state import InnerRequest
+from diloco.swarm.rpc.probe import Probe, probe
+from diloco.swarm.rpc.watch import InfoRequest, request_manifest, request_snapshot
 from diloco.swarm.wire import streams
 from diloco.swarm.wire.streams import BROKEN
 from diloco.testing.fuzz.crowd import Crowd
@@ -147,8 +148,8 @@ class _LieStage:
         """The lie with the liar's signatures, where it is the author; a line stays what it was said
         to be."""
         match lie:
-            case Offer() | Push() if lie.line.peer == LIAR:
-                assert isinstance(message, (Offer, Push))
+            case Offer() | ContributionHeader() if lie.line.peer == LIAR:
+                assert isinstance(message, (Offer, ContributionHeader))
                 name = message.line.fragment, message.line.stamp
                 said = self._lines.setdefault(name, self._sign(lie.line))
                 return with_fields(lie, line=said)
@@ -254,7 +255,7 @@ class _LieStage:
             f = self.random.choice(facts.fragments)
             requests: list[Message] = [Get(f.index, key) for key in (f.tip.key, (0, ""))]
             requests += [Get(f.index, f.tip.key, f.tip.head.id, 0), InnerRequest()]
-            requests += [Ask("manifest"), Ask("snapshot"), Probe(sends=0, wants=1)]
+            requests += [InfoRequest("manifest"), InfoRequest("snapshot"), Probe(sends=0, wants=1)]
             if others := [member.peer for member in facts.members.all()]:
                 request = self.random.choice(requests)
                 node.context.tasks.spawn(self._ask(node, self.random.choice(others), request))

@@ -14,9 +14,8 @@ from diloco.cli import doctor as module
 from diloco.cli.doctor import Check, Doctor
 from diloco.cli.volunteer import PeerDirectory
 from diloco.config import compose
-from diloco.messages.watching import ProbeReply
 from diloco.swarm.client.ask import SwarmInfo
-from diloco.swarm.rpc.probe import ProbeResult
+from diloco.swarm.rpc.probe import ProbeReply, ProbeResult
 from diloco.train.machine import inspect_machine
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"

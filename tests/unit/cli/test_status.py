@@ -18,9 +18,9 @@ from diloco.config import WIRE_VERSION
 from diloco.errors import SwarmError
 from diloco.messages.codec import Message, Refusal, encode
 from diloco.messages.snapshot import Event, Snapshot, pack
-from diloco.messages.watching import Piece
 from diloco.rundir.files import exclusive
 from diloco.swarm.client.watch import SwarmWatcher
+from diloco.swarm.rpc.watch import Piece
 from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot
 

@@ -13,20 +13,8 @@ import pytest
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.messages.base import EVERYBODY, MAX_FRAME_BYTES, Message, Refusal
-from diloco.messages.bulk import (
-    MAX_MOMENTS,
-    MAX_PARTS,
-    Get,
-    Got,
-    InnerHeader,
-    InnerRequest,
-    No,
-    PartHeader,
-    Push,
-    RecordHeader,
-    Values,
-)
-from diloco.messages.codec import KINDS, OtherVersion, UnknownKind, decode, encode, expect
+from diloco.messages.bulk import MAX_PARTS, Get, No, PartHeader, RecordHeader, Values
+from diloco.messages.codec import OtherVersion, UnknownKind, decode, encode, expect, kinds
 from diloco.messages.control import (
     MAX_GREETING_BYTES,
     Answer,
@@ -42,7 +30,11 @@ from diloco.messages.control import (
 )
 from diloco.messages.fields import MAX_LINES, MAX_RANGES, MAX_UNIT_RANGES
 from diloco.messages.heads import MAX_LATE, MAX_LEDGER, Book, Entry, Head, Line
-from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, Probe, ProbeReply
+from diloco.messages.snapshot import MAX_PIECE_BYTES
+from diloco.swarm.rpc.contribution import ContributionHeader, Got
+from diloco.swarm.rpc.inner_state import MAX_MOMENTS, InnerHeader, InnerRequest
+from diloco.swarm.rpc.probe import Probe, ProbeReply
+from diloco.swarm.rpc.watch import InfoRequest, Piece
 
 D = "ab" * 32
 STATUS = Status(
@@ -180,13 +172,13 @@ EXAMPLES = [
     Got(),
     Values(),
     Revocations(1, ["ab" * 8], ["a"], "ab" * 64),
-    Push(LINE, 7),
+    ContributionHeader(LINE, 7),
     Get(0, (7, D), D, 3),
     RecordHeader(HEAD, 2),
     PartHeader(HEAD, BOOK, (D,)),
     InnerRequest(),
     InnerHeader(["0.w.exp_avg"], [3], [1]),
-    Ask(D),
+    InfoRequest(D),
     Probe(1, 2, ["/ip4/1.2.3.4"]),
     Piece(WIRE_VERSION, b"x" * MAX_PIECE_BYTES, True, "ab" * 64),
     ProbeReply(WIRE_VERSION, "run", "ann", 1.5, ["/a"], ["b"], "/ip4", ["/a"], "why"),
@@ -220,7 +212,7 @@ def fits(wrong: object, right: object) -> bool:
 
 
 def test_there_is_an_example_of_every_kind() -> None:
-    assert {type(example) for example in EXAMPLES} == set(KINDS.values())
+    assert {type(example) for example in EXAMPLES} == set(kinds().values())
 
 
 def test_the_largest_messages_fit_their_frames() -> None:
@@ -256,7 +248,7 @@ def test_the_largest_messages_fit_their_frames() -> None:
 
 def test_a_broadcast_is_encoded_once() -> None:
     assert encode(STATUS) is encode(STATUS)
-    assert encode(Ask("manifest")) != encode(Ask("snapshot"))
+    assert encode(InfoRequest("manifest")) != encode(InfoRequest("snapshot"))
 
 
 def test_a_kind_that_a_newer_peer_may_know_is_told_from_nonsense() -> None:
@@ -301,10 +293,10 @@ def test_text_that_people_read_moves_no_cursor() -> None:
 
 
 def test_admission_lets_each_role_begin_these_conversations() -> None:
-    for kind, message in KINDS.items():
+    for kind, message in kinds().items():
         assert message.place.begins == bool(message.roles), kind
     may = {
-        role: {kind for kind, message in KINDS.items() if role in message.roles}
+        role: {kind for kind, message in kinds().items() if role in message.roles}
         for role in EVERYBODY
     }
     watching, hosting = {"greeting", "ask", "probe"}, {"hello", "push", "get"}

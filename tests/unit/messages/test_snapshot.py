@@ -12,8 +12,14 @@ from msgspec.structs import replace
 
 from diloco.errors import PayloadError
 from diloco.messages import snapshot as schema
-from diloco.messages.snapshot import MAX_PACKED_BYTES, MAX_PEERS, PhaseSeconds, pack, unpack
-from diloco.messages.watching import MAX_PIECE_BYTES
+from diloco.messages.snapshot import (
+    MAX_PACKED_BYTES,
+    MAX_PEERS,
+    MAX_PIECE_BYTES,
+    PhaseSeconds,
+    pack,
+    unpack,
+)
 
 SAID = "a\x1b[2J\nb"
 PEER = schema.PeerRow(

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from diloco.sim.network import PIECE_BYTES, Network, PeerLink, SimTransport
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.wire.streams import Stream, Traffic
-from diloco.swarm.wire.transport import Reader, Transport, Writer
+from diloco.swarm.wire.transport import ByteReader, ByteWriter, Transport
 
 MB = 1_000_000
 AGES_S = 1e4  # until everything has arrived
 
 
-async def ends_with(writer: Writer, *data: bytes) -> None:
+async def ends_with(writer: ByteWriter, *data: bytes) -> None:
     """Write the last pieces of a stream."""
     for piece in data:
         writer.write(piece)
@@ -39,7 +39,7 @@ class Town:
     async def peer(self, name: str, **link: Any) -> SimTransport:
         transport = self.network.join(name, [], PeerLink(**link))
 
-        async def listen(peer: str, reader: Reader, writer: Writer) -> None:
+        async def listen(peer: str, reader: ByteReader, writer: ByteWriter) -> None:
             told = b""
             while piece := await reader.read(1 << 20):
                 told += piece
@@ -53,7 +53,7 @@ class Town:
     async def peers(self, *names: str, **link: Any) -> list[SimTransport]:
         return [await self.peer(name, **link) for name in names]
 
-    async def stream(self, source: Transport, target: str) -> Writer:
+    async def stream(self, source: Transport, target: str) -> ByteWriter:
         return (await source.open(target, "talk"))[1]
 
     async def tell(self, source: Transport, target: str, *data: bytes) -> float:

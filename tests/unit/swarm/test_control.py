@@ -11,12 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from diloco.core.limits import Penalties
-from diloco.messages.bulk import Got, Push
 from diloco.messages.codec import Message, Refusal
 from diloco.messages.control import Answer, Offer, Revocations, Welcome
 from diloco.messages.heads import Line
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S
+from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.wire.streams import FLUSH_BYTES, Outgoing, Stream, Traffic
 from tests.support.core import D
 from tests.support.listener import OTHER, Listener, hello, status
@@ -90,7 +90,7 @@ async def test_a_peer_that_takes_nothing_is_dropped_in_time(loop: VirtualLoop) -
             "100 tokens, 0 ranges of data in 99 steps are claimed",
         ),
         (framed(Answer(7, OTHER, 5, "got")), "a message about fragment 7, and the run has 2"),
-        (framed(Push(line())), "a control stream does not carry Push"),
+        (framed(ContributionHeader(line())), "a control stream does not carry ContributionHeader"),
     ],
     ids=["schema", "length", "status", "offer", "impossible", "answer", "kind"],
 )

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError
 from diloco.swarm.wire import dht
 from diloco.swarm.wire.dht import AddressRecords, BoundedStorage
 from diloco.swarm.wire.gate import Gate
-from diloco.swarm.wire.identity import Identity, own_id
+from diloco.swarm.wire.identity import SigningKey, own_id
 
 
 def test_a_record_counts_only_as_its_owner_wrote_it(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_record_counts_only_as_its_owner_wrote_it(tmp_path: Path) -> None:
     gate = Gate()
     gate.on_refused = lambda peer, reason: why.append(reason)
     keeper, owner, liar = (
-        AddressRecords("run", Identity.read(tmp_path / name), gate)
+        AddressRecords("run", SigningKey.read(tmp_path / name), gate)
         for name in ("keeper", "owner", "liar")
     )
 

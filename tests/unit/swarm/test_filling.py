@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from diloco.messages.bulk import Got
+from diloco.swarm.rpc.contribution import Got
 from diloco.swarm.wire.filling import Filling
 from diloco.swarm.wire.streams import Stream, Traffic
 

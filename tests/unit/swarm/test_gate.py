@@ -12,18 +12,19 @@ from diloco.admission import Admission, Revoked, RunKey, issue
 from diloco.admission.keys import MAX_REVOKED, new_key
 from diloco.errors import ConfigError
 from diloco.messages.base import MEMBERS
-from diloco.messages.bulk import Get, Push
+from diloco.messages.bulk import Get
 from diloco.messages.codec import Message, Refusal, encode
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting
 from diloco.messages.heads import Line
-from diloco.messages.watching import Ask
+from diloco.swarm.rpc.contribution import ContributionHeader
+from diloco.swarm.rpc.watch import InfoRequest
 from diloco.swarm.wire.gate import Gate, gate_for, message_of, observer_gate
 from diloco.swarm.wire.transport import Refused, Untrusted
 from tests.support.core import D
 from tests.support.gates import SOON, Wire, gate, meet
 from tests.support.listener import hello
 
-CONTRIBUTION = Push(Line(0, "QmAnyone", 5, D, 4, 100, (), 1.5, D))
+CONTRIBUTION = ContributionHeader(Line(0, "QmAnyone", 5, D, 4, 100, (), 1.5, D))
 
 
 async def greet(
@@ -45,8 +46,8 @@ async def test_two_gates_of_a_run_know_each_other_after_a_greeting(key: RunKey) 
         (Refused, "go away", Refusal(reason="go away")),
         (
             ConnectionError,
-            "does not greet as a peer of a run does: expected Greeting, got Ask",
-            Ask("manifest"),
+            "does not greet as a peer of a run does: expected Greeting, got InfoRequest",
+            InfoRequest("manifest"),
         ),
         (
             Untrusted,
@@ -212,7 +213,7 @@ async def test_a_visitor_is_an_observer_whatever_it_was_given(key: RunKey, tmp_p
             door.role_of(visitor.me) == "observer"
             and door.forbids(visitor.me, "a DHT call", MEMBERS) is not None
         )
-        assert door.objection(visitor.me, Ask("manifest")) is None
+        assert door.objection(visitor.me, InfoRequest("manifest")) is None
         for asked in (Get(0, (0, D)), CONTRIBUTION, hello()):
             assert "role observer does not allow" in str(door.objection(visitor.me, asked))
     assert observer_gate("run", None).admission is None

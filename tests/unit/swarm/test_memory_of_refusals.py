@@ -16,7 +16,7 @@ import pytest
 from diloco.admission import Admission, Memory, Revoked, RunKey, Token, issue
 from diloco.admission.keys import is_sealed, new_key
 from diloco.errors import ConfigError
-from diloco.messages.watching import Ask
+from diloco.swarm.rpc.watch import InfoRequest
 from diloco.swarm.wire.gate import Gate, gate_for, observer_gate
 from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.transport import Untrusted
@@ -116,7 +116,7 @@ async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
     member = gate(KEY, "QmMember")
     await meet(joiner, member)
     assert joiner.trusts("QmMember")
-    assert member.objection("QmJoiner", Ask("manifest")) is None
+    assert member.objection("QmJoiner", InfoRequest("manifest")) is None
 
 
 def test_a_key_or_token_that_others_can_read_is_refused(tmp_path: Path) -> None:

@@ -10,20 +10,32 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from diloco.errors import PayloadError
 from diloco.messages import codec
-from diloco.messages.bulk import InnerRequest
 from diloco.messages.codec import WIRE_VERSION
-from diloco.messages.watching import MAX_PIECE_BYTES, Ask, Piece, Probe
+from diloco.messages.snapshot import MAX_PIECE_BYTES
 from diloco.swarm.rpc import watch
-from diloco.swarm.rpc.inner_state import InnerState, InnerStateServer, Layout, fetch_inner
-from diloco.swarm.rpc.probe import ProbeServer, _callable, ask_to_be_called, probe
-from diloco.swarm.rpc.watch import InfoServer, request_file, request_manifest, request_snapshot
+from diloco.swarm.rpc.inner_state import (
+    InnerLayout,
+    InnerRequest,
+    InnerState,
+    InnerStateServer,
+    fetch_inner,
+)
+from diloco.swarm.rpc.probe import Probe, ProbeServer, _callable, ask_to_be_called, probe
+from diloco.swarm.rpc.watch import (
+    InfoRequest,
+    InfoServer,
+    Piece,
+    request_file,
+    request_manifest,
+    request_snapshot,
+)
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from tests.support.core import core, join
 from tests.support.coroutines import until
@@ -41,8 +53,10 @@ def info(tmp_path: Path) -> Any:
     (tmp_path / "file").write_bytes(CONTENT)
     gate = SimpleNamespace(memory=SimpleNamespace(seal="a" * 128))
     context: Any = SimpleNamespace(gate=gate, traffic=Traffic(), now=lambda: 0.0)
-    files = {DIGEST: tmp_path / "file", GONE: tmp_path / "gone"}
-    return Transport(InfoServer(context, '{"ä": 1}', files, lambda now: pack(SEEN)).answer)
+    context.manifest = '{"ä": 1}'
+    context.files = {DIGEST: tmp_path / "file", GONE: tmp_path / "gone"}
+    context.packed_snapshot = lambda now: pack(SEEN)
+    return Transport(InfoServer(context).answer)
 
 
 async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_others(
@@ -71,7 +85,7 @@ async def test_an_asker_gets_only_so_many_bytes_of_files(
 
 
 def saying(*pieces: bytes, version: int = WIRE_VERSION) -> Any:
-    async def answer(stream: Stream, request: Ask) -> None:
+    async def answer(stream: Stream, request: InfoRequest) -> None:
         for piece in pieces:
             await stream.send(Piece(version, piece, more=True))
         await stream.send(Piece(version, b""))
@@ -103,11 +117,9 @@ class Network(Transport):
 
     def __init__(self, observed: str = "/ip4/198.51.100.7/tcp/51000", asker: str = "asker") -> None:
         self.now, self.called, self.place = 1000.0, list[str](), observed
-        transport: Any = self
-        peer = core()
-        join(peer)
-        self.server = ProbeServer(transport, peer, lambda: self.now)
-        super().__init__(self.server.answer, asker)
+        context: Any = SimpleNamespace(transport=self, core=core(), now=lambda: self.now)
+        join(context.core)
+        super().__init__(ProbeServer(context).answer, asker)
 
     async def observed(self, peer: str) -> str:
         return self.place
@@ -175,7 +187,7 @@ async def test_calls_back_and_measurements_are_few_per_asker_and_in_all() -> Non
 
 # -- the inner optimizer's state -------------------------------------------------------------------
 
-LAYOUT = Layout(("0.w.exp_avg", "0.w.exp_avg_sq"), (2, 2), 1)
+LAYOUT = InnerLayout(("0.w.exp_avg", "0.w.exp_avg_sq"), (2, 2), 1)
 STATE = InnerState(LAYOUT, (6,), torch.tensor([-1.0, 2.0, 3.0, 4.0]))
 
 
@@ -183,12 +195,9 @@ class Asker:
     """A joiner among peers that train; donors answer with `give`."""
 
     def __init__(self, give: Callable[[], InnerState | None]) -> None:
-        self.core, self.notes, self.asked = (
-            core(),
-            list[tuple[str, dict[str, object]]](),
-            list[str](),
-        )
-        self._give = InnerStateServer(give)
+        self.notes, self.asked = list[tuple[str, dict[str, object]]](), list[str]()
+        self.core, self.inner_state, context = core(), give, cast(Any, self)
+        self._give = InnerStateServer(context)
 
     def now(self) -> float:
         return 0.0
@@ -201,7 +210,7 @@ class Asker:
         transport: Any = Transport(self._give.answer)
         return open_bulk(transport, peer, Traffic())
 
-    async def fetch(self, layout: Layout = LAYOUT, seed: int = 0) -> InnerState | None:
+    async def fetch(self, layout: InnerLayout = LAYOUT, seed: int = 0) -> InnerState | None:
         self.asked.clear()
         self.notes.clear()
         return await fetch_inner(self, layout, random.Random(seed))
@@ -252,7 +261,7 @@ def spoiled(at: int, value: float) -> InnerState:
         (spoiled(3, -1e-6), "0.w.exp_avg_sq holds -1e-06 to 3"),
         (replace(STATE, steps=(1, 2)), "in another order or number than here"),
         (
-            InnerState(Layout(LAYOUT.names, (2, 3), 1), (6,), torch.zeros(5)),
+            InnerState(InnerLayout(LAYOUT.names, (2, 3), 1), (6,), torch.zeros(5)),
             "the inner state there has 5 elements",
         ),
     ],
@@ -289,7 +298,8 @@ async def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
         made.append(1)
         return replace(STATE, values=STATE.values.clone())
 
-    begun, waiting, donor = asyncio.Event(), list[object](), InnerStateServer(make)
+    begun, waiting, context = asyncio.Event(), list[object](), cast(Any, Asker(make))
+    donor = InnerStateServer(context)
     reader: Any = Reader(begun, waiting)
     readers = [asyncio.ensure_future(donor.answer(reader, InnerRequest())) for _ in range(2)]
     await until(lambda: len(waiting) == 2)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.core.limits import FIRST_S
-from diloco.messages.bulk import Got, Push
 from diloco.messages.codec import Refusal
 from diloco.messages.heads import Line
+from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.rpc.state import payload_digest
 from tests.support.alone import Alone, alone
 from tests.support.core import OTHER
@@ -49,7 +49,7 @@ def contribution(
         said,
         payload_digest(payload),
     )
-    return framed(Push(line)) + payload.numpy().tobytes()
+    return framed(ContributionHeader(line)) + payload.numpy().tobytes()
 
 
 WRONG: dict[str, tuple[Callable[[Alone], bytes], str]] = {

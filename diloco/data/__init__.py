@@ -1,19 +1,18 @@
 """From text to batches of packed token sequences.
 
-1. A source yields documents, UTF-8 bytes in a fixed order (`sources`, `formats`): the standard
-   library, files, or a hub stream.
-2. The hash of a document decides whether it is training text or held-out text, equally on every
-   peer (`packing`).
-3. A tokenizer turns the document into integers and adds its end token (`tokenizers`); for files of
-   this machine once (`tokens`).
-4. The tokens are concatenated and cut into sequences of T = `data.sequence_length` tokens. No token
-   is repeated, and only a last piece shorter than T is dropped. A sequence may hold the end of one
-   document and the start of the next; attention is not masked between them, as usual in
-   pretraining.
-5. A stream yields endless batches (B, T) of this peer's part, in a seeded order (`numbered`,
-   `streaming`), drawn from one source or several (`mixture`). Its `state()` is small JSON;
-   `restore()` continues with the very next sequence.
-6. A thread makes batches before their turn (`prefetch`).
+1. A source yields rows, UTF-8 bytes in a fixed order (`sources`, `formats`): the standard library,
+   files, or a hub stream.
+2. A row is one document, or several if it is long. The hash of a document decides whether it is
+   held out, equally on every peer, and a tokenizer turns it into integers (`packing.encode`); for
+   files of this machine once (`tokens`).
+3. A `Packer` concatenates documents, each with its end token, and cuts them into sequences of T =
+   `data.sequence_length` tokens. No token is repeated, and only a last piece shorter than T is
+   dropped. A sequence may hold the end of one document and the start of the next; attention is not
+   masked between them, as usual in pretraining.
+4. A stream yields endless batches (B, T) of this peer's part, in a seeded order, from one source or
+   several (`numbered`, `streaming`). Its `state()` is small JSON; `restore()` continues with the
+   very next sequence.
+5. A thread makes batches before their turn (`prefetch`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 """From one file to the texts of its rows: JSON, Parquet, CSV, Arrow and plain text, compressed or
 not.
 
-    with filesystem.open(path, "rb") as handle:
-        for text in texts(handle, path, format, field, start):  # one for each row, from row `start`
-                                                                on (counted from 0)
-            for document in documents_of(text):  # a long row is several documents
-
 - A text is UTF-8, and b"" where a row has none (null, an empty string, no such field): the n-th is
   that of row `start` + n.
 - `format` is one of SUFFIXES. The rows of plain text are pieces of the file, and it has no fields.
@@ -14,8 +9,8 @@ not.
   or lz4. A ZIP archive stands for the files in it.
 - In memory are one row, or one batch of rows, however large the file.
 - A fault of the content is a ValueError that names the row, counted from 1, or a DataError about
-  `data.field`. An OSError with an `errno` is one of the machine or of the network.
-  `sources.reading` makes a line of each.
+  `data.field`. An OSError with an `errno` is one of the machine or of the network. `reading` makes
+  a line of each.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
-from diloco.data.packing import with_plain_line_ends
+from diloco.data.packing import pieces
 from diloco.errors import DataError
 from diloco.text import counted
 
@@ -47,11 +42,6 @@ SUFFIXES = {
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 
-# A text file is cut at line ends about this far apart: holding out whole documents needs more than
-# one document.
-_TEXT_DOCUMENT_BYTES = 4096
-LONG_ROW_BYTES = 32 << 10
-
 _LONGEST = 1 << 30  # bytes of one value of JSON
 _BLOCK = 1 << 20
 _ROWS_AT_ONCE = 256
@@ -65,8 +55,7 @@ _CONTENT = re.compile(
 
 
 def texts(handle: BinaryIO, path: str, format: str, field: str, start: int = 0) -> Iterator[bytes]:
-    """The texts of the rows of one file; `path` is its name in errors. What it may raise is said
-    above."""
+    """The texts of the rows of one file, from row `start` on; `path` is its name in errors."""
     head = handle.read(16)
     handle.seek(0)
     if format == "parquet" and not _CONTENT.match(head):
@@ -84,8 +73,7 @@ def num_rows(handle: Any) -> int:
 
 
 def format_of(name: str) -> str | None:
-    """The format that the suffix of a file names, in small or capital letters, compressed or
-    not."""
+    """The format that a file's suffix names, in small or capital letters, compressed or not."""
     stem, found, suffix = name.lower().rpartition(".")
     if found and f".{suffix}" in COMPRESSIONS:
         suffix = stem.rpartition(".")[2]
@@ -104,58 +92,8 @@ def omit(files: Sequence[object], kind: str) -> None:
         logger.warning("%s left out, which cannot be read as %s, such as %s", what, kind, files[0])
 
 
-def documents_of(text: bytes) -> Iterator[bytes]:
-    """The documents of one row: itself, or pieces as of a text file if it is long; none if it is
-    empty.
-
-    One book in one row has to be several documents, or none of it could be held out.
-    """
-    # Line ends only make a text longer, so a short row is not normalised here: the hold-out does it
-    # once more.
-    if len(text) > LONG_ROW_BYTES and len(with_plain_line_ends(text).rstrip()) > LONG_ROW_BYTES:
-        yield from pieces(io.BytesIO(text))
-    elif text:
-        yield text
-
-
-def pieces(handle: BinaryIO) -> Iterator[bytes]:
-    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, or else a word, or else
-    a character.
-
-    A line end counts as one byte, whatever it is: a copy of the text with others is cut at the same
-    places.
-    """
-    rest, ahead, end = b"", b"", _TEXT_DOCUMENT_BYTES
-    while True:
-        # one more: it may be the second byte of a line end
-        ahead += handle.read(end + 1 - len(ahead))
-        wanted = _TEXT_DOCUMENT_BYTES + ahead.count(b"\r\n", 0, end + 1)
-        if wanted > end:
-            end = wanted
-            continue
-        if len(ahead) < end:
-            break
-        block = rest + ahead[:end]
-        line = max(block.rfind(b"\n"), block.rfind(b"\r"))
-        cut = (line + 1) or (block.rfind(b" ") + 1) or _last_character(block)
-        yield block[:cut]
-        rest, ahead, end = block[cut:], ahead[end:], _TEXT_DOCUMENT_BYTES
-    if rest or ahead:
-        yield rest + ahead
-
-
-def _last_character(block: bytes) -> int:
-    """Index at which the last UTF-8 character, possibly incomplete, begins; the length if the bytes
-    are not UTF-8."""
-    for start in range(len(block) - 1, len(block) - 5, -1):
-        if block[start] & 0xC0 != 0x80:
-            return start
-    return len(block)
-
-
 def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader]:
-    """What is to be read of a file: itself, decompressed, without a byte order mark; or each file
-    of an archive."""
+    """A file decompressed, without a byte order mark; or each file of an archive."""
     found = _CONTENT.match(handle.read(16))
     handle.seek(0)
     kind = found.lastgroup if found else None
@@ -178,11 +116,8 @@ def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader
 
 
 def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
-    files = [
-        name
-        for name in archive.namelist()
-        if not name.endswith("/") and not is_hidden(name.split("/"))
-    ]
+    names = (name for name in archive.namelist() if not name.endswith("/"))
+    files = [name for name in names if not is_hidden(name.split("/"))]
     fitting = [name for name in files if format in ("text", format_of(name))]
     omit([f"{path}/{name}" for name in files if name not in fitting], format)
     return fitting
@@ -219,8 +154,7 @@ def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
 
 
 def _json_rows(content: io.BufferedReader) -> Iterator[object]:
-    """The rows of JSON lines, or else of the one list, or the one object, over several lines that
-    the file is."""
+    """The rows of JSON lines, or else of the one list or object over several lines."""
     # Numbers are not looked at: they may have more digits than Python converts.
     decoder, number, line = json.JSONDecoder(strict=False, parse_int=lambda digits: 0), 0, b""
 
@@ -239,9 +173,8 @@ def _json_rows(content: io.BufferedReader) -> Iterator[object]:
             try:
                 row = decoded(line, f"row {number}")
             except ValueError as error:
-                if number > 1 or getattr(error.__cause__, "pos", -1) < len(
-                    line.decode(errors="replace").rstrip()
-                ):
+                length = len(line.decode(errors="replace").rstrip())
+                if number > 1 or getattr(error.__cause__, "pos", -1) < length:
                     raise
                 break  # it goes on in the next line
             yield row
@@ -310,10 +243,8 @@ class NoFieldError(DataError):
 
     def __init__(self, path: str, field: str, fields: Iterable[str]) -> None:
         has = ", ".join(sorted(fields)[:20]) or "none"
-        super().__init__(
-            f"data.field: {field!r} is no field of {path}, which has {has}; take one, or leave the"
-            " file out"
-        )
+        text = f"{field!r} is no field of {path}, which has {has}"
+        super().__init__(f"data.field: {text}; take one, or leave the file out")
 
 
 def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str = "") -> DataError:
@@ -323,5 +254,6 @@ def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str 
     )
 
 
-_READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[bytes]]]
-_READERS = {"arrow": _arrow, "csv": _csv, "json": _json, "parquet": _parquet, "text": _text}
+_READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[bytes]]] = dict(
+    arrow=_arrow, csv=_csv, json=_json, parquet=_parquet, text=_text
+)

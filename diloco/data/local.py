@@ -1,5 +1,4 @@
-"""Data of this machine: one source or a mixture, tokenised once, packed into sequences that have
-numbers."""
+"""Data of this machine: one source or a mixture, tokenised once, packed into numbered sequences."""
 
 from __future__ import annotations
 
@@ -11,9 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.config import MIXTURE_BLOCK, DataConfig
-from diloco.data.mixture import Mixture, counts_of, places
-from diloco.data.numbered import Leases, NumberedStream, Rows
-from diloco.data.packing import permuted
+from diloco.data.numbered import Leases, Mixture, NumberedStream, Rows, counts_of, permuted, places
 from diloco.data.tokenizers import Tokenizer
 from diloco.data.tokens import OnProgress, TokenList, tokens_of
 from diloco.errors import DataError
@@ -25,8 +22,7 @@ class LocalDataset:
     Attributes:
         description: one line for the log, with the sources and their sizes.
         training: the endless list of training sequences.
-        held_out: sequences of each source for evaluation, (n, T) each, in the smallest integer
-            type.
+        held_out: of each source, its sequences for evaluation: (n, T), of any integer type.
         digest: names the training sequences, as DIGEST-NxT; equal where their numbers stand for the
             same text.
     """
@@ -39,28 +35,26 @@ class LocalDataset:
         self._seed = seed
         self.training: Rows | Mixture
         if not settings.mixture:
-            self.training, held_out, self.description = _sequences(
-                settings, None, tokenizer, on_progress
-            )
+            source = _sequences(settings, None, tokenizer, on_progress)
+            self.training, held_out, self.description = source
             self.held_out, self._counts, total = [held_out], counts_of([1.0]), len(self.training)
         else:
             names, weights = zip(*((one.name, one.weight) for one in settings.mixture), strict=True)
             sources = []
             for one in settings.mixture:
-                own = {
-                    "source": one.source,
-                    "field": one.field,
+                place: dict[str, Any] = {
                     "path": settings.paths.get(one.name),
+                    "mixture": (),
+                    "paths": {},
                 }
-                own_settings = settings.model_copy(update={**own, "mixture": (), "paths": {}})
-                sources.append(_sequences(own_settings, one.name, tokenizer, on_progress))
+                own = {"source": one.source, "field": one.field, **place}
+                part = settings.model_copy(update=own)
+                sources.append(_sequences(part, one.name, tokenizer, on_progress))
             rows, self.held_out, descriptions = map(list, zip(*sources, strict=True))
             self.training = Mixture(names, rows, weights)
             self._counts, total = self.training.counts, sum(map(len, rows))
-            parts = (
-                f"{count / 100:g} % {one}"
-                for count, one in zip(self._counts, descriptions, strict=True)
-            )
+            shares = zip(self._counts, descriptions, strict=True)
+            parts = (f"{count / 100:g} % {description}" for count, description in shares)
             self.description = f"mixture of {'; '.join(parts)}"
         self.digest = f"{self.training.digest[:16]}-{total}x{self.sequence_length}"
 
@@ -73,32 +67,26 @@ class LocalDataset:
         leases: Leases | None = None,
     ) -> NumberedStream:
         """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and
-        cover the data.
+        cover the data. With `leases`, of the units of the run's list that the swarm leases.
 
-        Or else of the units that are `leases`d, from the numbered list that all peers of the run
-        share.
-
-        `rows` is (rank, size) of a process in an ranks: its batches are the rows rank, rank + size,
-        ... of the peer's, (B / size, T), and its state is the peer's. Other rows of numbered
-            sequences are not read.
+        `rows` is (rank, size) of a process: its batches are the rows rank, rank + size, ... of the
+        peer's, (B / size, T), and its state is the peer's.
         """
         return NumberedStream(self.training, size, self._seed, shard, shards, rows, leases)
 
     def units(self, sequences: int) -> int:
-        """How many of the units that the swarm leases hold about so many sequences: here they are
-        sequences."""
+        """How many of the units that the swarm leases hold about so many sequences: here as
+        many."""
         return sequences
 
     def holdout(self, sequences: int) -> Tensor:
-        """The first `sequences` held-out sequences, or all, if there are fewer: (N, T) int64, equal
-        on every peer."""
-        # In file order they would come from one or two documents. The order does not depend on the
+        """The first `sequences` held-out ones, or all: (N, T) int64, equal on every peer."""
+        # In file order they would be of one or two documents. The order does not depend on the
         # seed.
         sequences = min(sequences, MIXTURE_BLOCK * max(map(len, self.held_out)))
         found: list[NDArray[Any]] = []
-        for source, rank in zip(
-            *places(np.arange(sequences), "holdout", self._counts), strict=True
-        ):
+        order = places(np.arange(sequences), "holdout", self._counts)
+        for source, rank in zip(*order, strict=True):
             rows = self.held_out[source]
             if rank < len(rows):
                 found.append(rows[permuted(np.array([rank]), len(rows), "holdout")])
@@ -108,7 +96,7 @@ class LocalDataset:
 def _sequences(
     settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_progress: OnProgress
 ) -> tuple[Rows, NDArray[Any], str]:
-    """Training and held-out sequences, (N, T) each, of one source, and a line about it; `name` is
+    """Training and held-out sequences, (N, T) each, of a source, and a line about it; `name` is
     that in a mixture."""
     length = settings.sequence_length
     tokens = _tokens(settings, name, tokenizer, on_progress)
@@ -116,11 +104,8 @@ def _sequences(
         part[: len(part) // length * length].reshape(-1, length)
         for part in (tokens.training, tokens.held_out)
     )
-    where = (
-        settings.source
-        if settings.path is None
-        else f"{settings.source} in {', '.join(settings.path)}"
-    )
+    paths = "" if settings.path is None else f" in {', '.join(settings.path)}"
+    where = f"{settings.source}{paths}"
     what = f"data.source={where}" if name is None else f"{name} of data.mixture ({where})"
     if not tokens.documents:
         raise DataError(f"{what} has no text; give files that are not empty")
@@ -148,10 +133,10 @@ def _tokens(
         return tokens_of(settings, tokenizer, on_progress)
     except DataError as error:
         key, _, rest = str(error).partition(":")
-        own = {
+        in_mixture = {
             "data.path": f"data.paths.{name}",
             "data.field": f"data.mixture, field of {name}",
-        }.get(key)
-        if name is None or own is None:
+        }
+        if name is None or key not in in_mixture:
             raise
-        raise DataError(f"{own}:{rest}") from error
+        raise DataError(f"{in_mixture[key]}:{rest}") from error

@@ -1,31 +1,41 @@
-"""Data with a number for every sequence: the run has one endless list of sequences 0, 1, 2, ... in
-a seeded order.
+"""Endless lists of sequences with numbers 0, 1, 2, ..., and the batches that a peer takes of one.
 
 A permutation that all peers share puts the sequences of an epoch in order, and epochs follow each
 other. Shard s of S takes s, s + S, s + 2S, ... Shards never share a sequence within an epoch, and
 the state of a stream is the number of sequences that it has taken. Any sequence can be read at any
 time, so a rank reads its own rows only.
+
+A mixture is a list made of blocks of `MIXTURE_BLOCK` sequences. In every block each source has its
+part, to one sequence, in a random order (if sources took turns, a shard could read one source
+only), and continues where it stopped in the block before. So a number alone says which source a
+sequence is from and how many of that source come before it. Each source begins its next epoch when
+it is used up, at its own pace.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diloco.data.packing import permuted
+from diloco.config import MIXTURE_BLOCK
 from diloco.errors import CheckpointError
 
+Numbers = NDArray[np.int64]
 Ranges = Sequence[tuple[int, int]]
 """Ranges (start, stop) of sequences of the run's list."""
-
 Plan = tuple[str, tuple[range, ...]]
 """What a batch is made of: the order in which its sequences have numbers, and these."""
+
+_FEISTEL_ROUNDS = 6
 
 logger = logging.getLogger(__name__)
 
@@ -35,26 +45,23 @@ class EndlessList(Protocol):
 
     digest: str  # names the content; a checkpoint holds it
 
-    def read(self, numbers: NDArray[np.int64], order: str) -> NDArray[Any]:
-        """The sequences with these numbers, (N,), in the order of that name: (N, T), in any integer
-        type."""
+    def read(self, numbers: Numbers, order: str) -> NDArray[Any]:
+        """The sequences with these numbers, (N,), in an order: (N, T), of any integer type."""
 
 
 class Leases(Protocol):
     """Work units that the swarm leases to this peer. Called by the training loop's thread only."""
 
     def take(self, number: int) -> Ranges | None:
-        """The next `number` sequences, which count as trained on from now on; None while so many
-        are not leased."""
+        """The next `number` sequences, trained on from now on; None while so many are not
+        leased."""
 
     def ahead(self, number: int) -> Ranges:
-        """Up to `number` sequences that would be taken after the last ones, as it looks now;
-        nothing is taken."""
+        """Up to `number` sequences that would be taken next, as it looks now; none is taken."""
 
 
 class Rows:
-    """The endless list of an array of sequences, (N, T), in memory or in a file that is mapped into
-    it."""
+    """The endless list of an array of sequences, (N, T), which may be mapped into memory."""
 
     def __init__(self, rows: NDArray[Any], digest: str) -> None:
         self.rows = rows
@@ -63,7 +70,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def read(self, numbers: NDArray[np.int64], order: str) -> NDArray[Any]:
+    def read(self, numbers: Numbers, order: str) -> NDArray[Any]:
         epochs, positions = np.divmod(numbers, len(self.rows))
         chosen = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -73,11 +80,59 @@ class Rows:
         return found
 
 
-def no_position() -> CheckpointError:
-    return CheckpointError(
-        "data: the checkpoint holds no position for this data.source, or one of another version of"
-        " diloco; use those that it was made with, or another run.dir"
-    )
+class Mixture:
+    """Sources with weights, as one `EndlessList`; all have sequences of the same length."""
+
+    def __init__(
+        self, names: Sequence[str], sources: Sequence[EndlessList], weights: Sequence[float]
+    ) -> None:
+        self.names, self.sources, self.counts = names, sources, counts_of(weights)
+        content = zip(names, self.counts, sources, strict=True)
+        text = " ".join(f"{name}/{count}/{one.digest}" for name, count, one in content)
+        self.digest = blake3(text.encode()).hexdigest()[:16]
+
+    def read(self, numbers: Numbers, order: str) -> NDArray[Any]:
+        sources, ranks = places(numbers, order, self.counts)
+        named = enumerate(zip(self.names, self.sources, strict=True))
+        rows = np.concatenate(
+            [one.read(ranks[sources == index], f"{order}/{name}") for index, (name, one) in named]
+        )
+        found = np.empty_like(rows)
+        found[np.argsort(sources, kind="stable")] = rows
+        return found
+
+
+def counts_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Sequences of each source in a block: the whole numbers nearest to the weights."""
+    exact = np.asarray(weights, dtype=np.float64) * (MIXTURE_BLOCK / sum(weights))
+    counts = np.floor(exact).astype(int)
+    missing = MIXTURE_BLOCK - int(counts.sum())
+    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
+    return tuple(counts.tolist())
+
+
+def places(numbers: Numbers, order: str, counts: tuple[int, ...]) -> tuple[Numbers, Numbers]:
+    """Of each number, (N,), its source, and how many sequences of that come before it: two (N,)."""
+    blocks, positions = np.divmod(numbers, MIXTURE_BLOCK)
+    sources, ranks = np.empty_like(positions), np.empty_like(positions)
+    for block in np.unique(blocks):
+        here = blocks == block
+        of_block, rank_in_block = _pattern(f"{order}/mixture/{block}", counts)
+        sources[here] = of_block[positions[here]]
+        before = block * np.asarray(counts)[sources[here]]
+        ranks[here] = before + rank_in_block[positions[here]]
+    return sources, ranks
+
+
+@functools.lru_cache(maxsize=16)
+def _pattern(key: str, counts: tuple[int, ...]) -> tuple[Numbers, Numbers]:
+    """Of each position in a block, its source, and how many before it have the same one."""
+    numbers = permuted(np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, key)
+    sources = np.searchsorted(np.cumsum(counts), numbers, side="right")
+    ranks = np.empty_like(sources)
+    for index, count in enumerate(counts):
+        ranks[sources == index] = np.arange(count)
+    return sources, ranks
 
 
 class NumberedStream:
@@ -90,8 +145,7 @@ class NumberedStream:
     back.
 
     With leases, every shard has the whole list, in an order of its own. `rows` is (rank, size): of
-    the peer's batch, which has `batch_size` sequences, only the rows rank, rank + size, ... are
-    read.
+    the peer's batch, which has `batch_size` sequences, only rows rank, rank + size, ... are read.
     """
 
     def __init__(
@@ -104,11 +158,7 @@ class NumberedStream:
         rows: tuple[int, int] = (0, 1),
         leases: Leases | None = None,
     ) -> None:
-        assert batch_size > 0 and shard >= 0 and (leases is not None or shard < shards), (
-            batch_size,
-            shard,
-            shards,
-        )
+        assert batch_size > 0 and shard >= 0 and (leases is not None or shard < shards)
         self._source, self._batch_size, self._leases = source, batch_size, leases
         self._common = self._order = f"{seed}"
         self._first, self._stride = shard, shards
@@ -128,18 +178,16 @@ class NumberedStream:
         return plan
 
     def ahead(self, batches: int) -> list[Plan]:
-        coming = [] if self._leases is None else self._leases.ahead(batches * self._batch_size)
-        plans = [self._leased(ranges) for ranges in _cut(coming, self._batch_size)]
-        return plans + [
-            self._own(self._taken + more * self._batch_size) for more in range(batches - len(plans))
-        ]
+        size = self._batch_size
+        coming = [] if self._leases is None else self._leases.ahead(batches * size)
+        plans = [self._leased(ranges) for ranges in _cut(coming, size)]
+        return plans + [self._own(self._taken + n * size) for n in range(batches - len(plans))]
 
     def make(self, plan: Plan) -> Tensor:
         order, ranges = plan
-        numbers = np.concatenate([np.asarray(one, np.int64) for one in ranges])[
-            self._rank :: self._size
-        ]
-        return torch.from_numpy(self._source.read(numbers, order).astype(np.int64))
+        numbers = np.concatenate([np.asarray(one, np.int64) for one in ranges])
+        own = numbers[self._rank :: self._size]
+        return torch.from_numpy(self._source.read(own, order).astype(np.int64))
 
     def _own(self, taken: int) -> Plan:
         start = self._first + self._stride * taken
@@ -149,12 +197,8 @@ class NumberedStream:
         return self._common, tuple(range(start, stop) for start, stop in ranges)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "kind": "memory",
-            "taken": self._taken,
-            "stride": self._stride,
-            "digest": self._source.digest,
-        }
+        position = {"taken": self._taken, "stride": self._stride}
+        return {"kind": "memory", **position, "digest": self._source.digest}
 
     def restore(self, state: dict[str, Any]) -> None:
         try:
@@ -162,17 +206,26 @@ class NumberedStream:
         except (KeyError, TypeError, ValueError) as error:
             raise no_position() from error
         if digest != self._source.digest:
-            logger.warning(
-                "the training data changed since the checkpoint: continuing at the same position"
-                " in it"
-            )
-        # If the number of shards has changed, continue after everything that all shards together
-        # have taken.
+            warn_of_other_data()
+        # If the number of shards has changed, continue after all that the shards together took.
         self._taken = taken if stride == self._stride else -(-taken * stride // self._stride)
 
 
+def no_position() -> CheckpointError:
+    return CheckpointError(
+        "data: the checkpoint holds no position for this data.source, or one of another version of"
+        " diloco; use those that it was made with, or another run.dir"
+    )
+
+
+def warn_of_other_data() -> None:
+    logger.warning(
+        "the training data changed since the checkpoint: continuing at the same position in it"
+    )
+
+
 def _cut(ranges: Ranges, size: int) -> Iterator[Ranges]:
-    """Yields ranges of `size` sequences in all, one such list after the other, as far as they are
+    """Yields ranges of `size` sequences in all, one list after the other, as far as they are
     full."""
     part: list[tuple[int, int]] = []
     missing = size
@@ -185,3 +238,43 @@ def _cut(ranges: Ranges, size: int) -> Iterator[Ranges]:
             if not missing:
                 yield part
                 part, missing = [], size
+
+
+# -- order -----------------------------------------------------------------------------------------
+
+
+def permuted(positions: Numbers, size: int, key: str) -> Numbers:
+    """`positions`, each in [0, size), by the permutation that `key` names: same shape, int64.
+
+    A Feistel network permutes the numbers below the next power of four. A result outside of the
+    range goes through the network again until it is inside (fewer than 4 passes on average). It
+    needs no memory, and is equal with every numpy version, which `numpy.random` does not promise
+    (NEP 19).
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * _FEISTEL_ROUNDS).digest()
+    round_keys = np.frombuffer(digest, "<u8").astype(np.uint64)
+    values = _network(positions.astype(np.uint64), half_bits, round_keys)
+    while (outside := values >= size).any():
+        values[outside] = _network(values[outside], half_bits, round_keys)
+    return values.astype(np.int64)
+
+
+def _network(
+    values: NDArray[np.uint64], half_bits: int, round_keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    mask, shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
+    left, right = values >> shift, values & mask
+    for key in round_keys:
+        left, right = right, left ^ (_mix(right + key) & mask)
+    joined: NDArray[np.uint64] = (left << shift) | right
+    return joined
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele et al. 2014): every output bit depends on every input
+    bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed

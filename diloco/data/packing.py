@@ -1,42 +1,131 @@
-"""Splits documents into training and held-out text, packs tokens into sequences, and puts these in
-a seeded order."""
+"""From a row of a file to rows of tokens: documents, hold-out, tokens, and their packing.
+
+`encode` makes tokens of a row's documents and says which are held out; a `Packer` puts documents
+together and cuts them into sequences.
+"""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from typing import Any
+import io
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.config import DataConfig
 from diloco.data.tokenizers import Tokenizer, Tokens, token_dtype
 
-_FEISTEL_ROUNDS = 6
+# Holding out whole documents needs more than one: text files, and rows longer than LONG_ROW_BYTES,
+# are cut at line ends about this far apart.
+_PIECE_BYTES = 4096
+LONG_ROW_BYTES = 32 << 10
+DOCUMENTS_AT_ONCE = 256  # in a call of the tokenizer, which keeps its threads busy
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+
+def documents_of(row: bytes, source: str = "") -> Iterator[bytes]:
+    """The documents of one row: itself, or pieces as of a text file if it is long; none if
+    empty."""
+    # Line ends only make a text longer, so a short row is not normalised here.
+    is_long = len(row) > LONG_ROW_BYTES and source != "stdlib"
+    if is_long and len(with_plain_line_ends(row).rstrip()) > LONG_ROW_BYTES:
+        yield from pieces(io.BytesIO(row))
+    elif row:
+        yield row
+
+
+def pieces(handle: BinaryIO) -> Iterator[bytes]:
+    """The file in pieces of about `_PIECE_BYTES`, cut after a line, or else a word or a character.
+
+    A line end counts as one byte: a copy of the text with others is cut at the same places.
+    """
+    rest, ahead, end = b"", b"", _PIECE_BYTES
+    while True:
+        # one more: it may be the second byte of a line end
+        ahead += handle.read(end + 1 - len(ahead))
+        wanted = _PIECE_BYTES + ahead.count(b"\r\n", 0, end + 1)
+        if wanted > end:
+            end = wanted
+            continue
+        if len(ahead) < end:
+            break
+        block = rest + ahead[:end]
+        line = max(block.rfind(b"\n"), block.rfind(b"\r"))
+        cut = (line + 1) or (block.rfind(b" ") + 1) or _last_character(block)
+        yield block[:cut]
+        rest, ahead, end = block[cut:], ahead[end:], _PIECE_BYTES
+    if rest or ahead:
+        yield rest + ahead
+
+
+def _last_character(block: bytes) -> int:
+    """Where the last UTF-8 character, possibly incomplete, begins; the length if it is not
+    UTF-8."""
+    for start in range(len(block) - 1, len(block) - 5, -1):
+        if block[start] & 0xC0 != 0x80:
+            return start
+    return len(block)
+
+
+# -- hold-out --------------------------------------------------------------------------------------
 
 
 def is_held_out(document: bytes, fraction: float, source: str = "") -> bool:
-    """Whether a document is kept for evaluation: its `number_of`, read as one in [0, 1), is below
+    """Whether a document is kept for evaluation: `number_of`, as one in [0, 1), is below
     `fraction`."""
     return number_of(document, source) < fraction * 2.0**64
 
 
 def number_of(document: bytes, source: str = "") -> int:
-    """The hash of a document, below 2**64, whatever its line ends are, and the white space behind
-    it.
+    """The hash of a document, below 2**64, whatever its line ends and the white space behind it
+    are.
 
     Equal documents are on the same side in all runs: no peer trains on a copy of a held-out
     document. Of a text file it counts as whole lines even if the last one has no end.
     """
-    content = with_plain_line_ends(document).rstrip() + (
-        b"\n" if source in ("stdlib", "text") else b""
-    )
+    end = b"\n" if source in ("stdlib", "text") else b""
+    content = with_plain_line_ends(document).rstrip() + end
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 def with_plain_line_ends(text: bytes) -> bytes:
     """The text with `\\n` for each `\\r\\n` and `\\r`."""
     return text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+
+# -- tokens ----------------------------------------------------------------------------------------
+
+
+class Document(NamedTuple):
+    """Tokens that belong together, without the end token, and whether they are held out."""
+
+    tokens: Tokens
+    held_out: bool
+
+
+def encode(
+    rows: Sequence[bytes], settings: DataConfig, tokenizer: Tokenizer, held_out: bool | None = None
+) -> list[list[Document]]:
+    """The documents of each row; with `held_out` only those that are, or only those that are not.
+
+    Raises `DataError` as `Tokenizer.encode`.
+    """
+    kept: list[list[tuple[bytes, bool]]] = []
+    for row in rows:
+        texts = documents_of(row, settings.source)
+        sides = ((text, is_held_out(text, settings.holdout, settings.source)) for text in texts)
+        kept.append([(text, side) for text, side in sides if held_out in (None, side)])
+    texts = (text for row in kept for text, _ in row)
+    tokens: list[Tokens] = []
+    while group := list(islice(texts, DOCUMENTS_AT_ONCE)):
+        tokens += tokenizer.encode(group)
+    each = iter(tokens)
+    return [[Document(next(each), side) for _, side in row] for row in kept]
 
 
 class Packer:
@@ -48,10 +137,8 @@ class Packer:
 
     def __init__(self, sequence_length: int, tokenizer: Tokenizer) -> None:
         self.sequence_length = sequence_length
-        self._dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-        self._end = (
-            b"" if tokenizer.end is None else np.array([tokenizer.end], self._dtype).tobytes()
-        )
+        self._dtype, end = np.dtype(token_dtype(tokenizer.vocab_size)), tokenizer.end
+        self._end = b"" if end is None else np.array([end], self._dtype).tobytes()
         self._waiting = bytearray()
 
     def __len__(self) -> int:
@@ -66,8 +153,7 @@ class Packer:
         """Removes and returns the oldest `rows` rows, (rows, T)."""
         assert rows <= len(self), (rows, len(self))
         cut = rows * self.sequence_length * self._dtype.itemsize
-        # The buffer itself becomes the array: an in-memory dataset is taken at once and must not
-        # exist twice.
+        # The buffer itself becomes the array: an in-memory dataset must not exist twice.
         taken, self._waiting = self._waiting, self._waiting[cut:]
         del taken[cut:]
         return np.frombuffer(taken, self._dtype).reshape(rows, self.sequence_length)
@@ -78,46 +164,3 @@ class Packer:
 
     def restore(self, waiting: list[int]) -> None:
         self._waiting = bytearray(np.array(waiting, self._dtype).tobytes())
-
-
-def permuted(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
-    """Applies the permutation of range(size) that `key` names to `positions`, each in [0, size):
-    same shape, int64.
-
-    A Feistel network permutes the numbers below the next power of four. A result outside of the
-    range goes through the network again until it is inside (fewer than 4 passes on average). It
-    needs no memory, and is equal with every numpy version, which `numpy.random` does not promise
-    (NEP 19).
-    """
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    round_keys = _round_keys(key)
-    values = _network(positions.astype(np.uint64), half_bits, round_keys)
-    while (outside := values >= size).any():
-        values[outside] = _network(values[outside], half_bits, round_keys)
-    return values.astype(np.int64)
-
-
-@functools.lru_cache(maxsize=64)
-def _round_keys(key: str) -> tuple[np.uint64, ...]:
-    digest = hashlib.blake2b(key.encode(), digest_size=8 * _FEISTEL_ROUNDS).digest()
-    return tuple(np.frombuffer(digest, "<u8").astype(np.uint64))
-
-
-def _network(
-    values: NDArray[np.uint64], half_bits: int, round_keys: tuple[np.uint64, ...]
-) -> NDArray[np.uint64]:
-    mask, shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
-    left, right = values >> shift, values & mask
-    for key in round_keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
-    joined: NDArray[np.uint64] = (left << shift) | right
-    return joined
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele et al. 2014): every output bit depends on every input
-    bit."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
-    return mixed

@@ -1,12 +1,11 @@
 """Makes batches before their turn, in a thread beside the training loop.
 
-A stream decides in two steps. Its `plan` runs in the training thread when a batch is handed out,
-exactly as without
-prefetching: it moves the position and takes leased units. `make` reads and tokenises what a plan
-says, in any thread. The worker makes the plans that the stream foresees. A wrong forecast (units
-came back from a peer that died) costs the time to make that batch, and nothing else.
+A stream decides in two steps. Its `plan` runs in the training thread when a batch is handed out: it
+moves the position and takes leased units. `make` reads and tokenises what a plan says, in any
+thread. The worker makes the plans that the stream foresees. A wrong forecast (units came back from
+a peer that died) costs the time to make that batch, and nothing else.
 
-It is no process: numpy, tokenizers, pyarrow and the network let other threads run meanwhile.
+A thread is enough: numpy, tokenizers, pyarrow and the network let other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+Made = Future[Tensor | None]
 
 AHEAD = 8  # batches
 # A worker that waits for the network longer than that is left to the end of the process.
@@ -35,8 +36,8 @@ class Stream(Protocol):
         """The position after the last batch that was handed out, as a JSON object."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues after that batch, before the first `next`; exactly so if data and shards are
-        unchanged.
+        """Continues after that batch, before the first `next`; exactly if data and shards are the
+        same.
 
         Raises CheckpointError: `state` is not a position of this kind of stream.
         """
@@ -52,15 +53,14 @@ class Planned(Stream, Protocol):
         """The plans of the next batches, as it looks now."""
 
     def make(self, plan: Any) -> Tensor | None:
-        """The batch of a plan: (B, T) int64. The worker makes them in the order of the plans.
+        """The batch of a plan: (B, T) int64; None if it could not be foreseen, nor those after it.
 
-        None: it could not be foreseen yet, nor those after it.
+        The worker makes them in the order of the plans.
         """
 
 
 class Prefetched:
-    """The batches of a stream, of which up to `depth` are made ahead; for a CUDA device they lie in
-    pinned memory.
+    """A stream with up to `depth` batches made ahead; for a CUDA device they lie in pinned memory.
 
     An exception of the worker is raised, as itself, by the `next` whose batch it was. Use it with
     `contextlib.closing`: `close` ends the worker, and drops what it has made.
@@ -73,10 +73,8 @@ class Prefetched:
         self._stream = stream
         self._device = device if device is not None and device.type == "cuda" else None
         self._depth = depth
-        self._foreseen: dict[Hashable, Future[Tensor | None]] = {}  # by plan, in their order
-        self._jobs: queue.SimpleQueue[tuple[Hashable, Future[Tensor | None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._foreseen: dict[Hashable, Made] = {}  # by plan, in their order
+        self._jobs = queue.SimpleQueue[tuple[Hashable, Made] | None]()
         self._worker: threading.Thread | None = None
 
     def __next__(self) -> Tensor:
@@ -114,11 +112,11 @@ class Prefetched:
             batch.cancel()
         self._foreseen.clear()
 
-    def _order(self, plan: Hashable) -> Future[Tensor | None]:
+    def _order(self, plan: Hashable) -> Made:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="diloco-data", daemon=True)
             self._worker.start()
-        batch = Future[Tensor | None]()
+        batch = Made()
         self._jobs.put((plan, batch))
         return batch
 
@@ -132,9 +130,9 @@ class Prefetched:
                 continue
             try:
                 made = self._stream.make(plan)
-                batch.set_result(
-                    made if self._device is None or made is None else made.pin_memory()
-                )
+                if made is not None and self._device is not None:
+                    made = made.pin_memory()
+                batch.set_result(made)
             except BaseException as error:  # it is the training thread's
                 batch.set_exception(error)
             del job, batch

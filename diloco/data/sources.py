@@ -1,9 +1,5 @@
-"""Reads documents. Every source yields UTF-8 bytes, never empty, in an order that depends on the
-data alone.
-
-`stdlib` is the standard library of the running interpreter: peers with another Python read slightly
-other text.
-"""
+"""Which files a source has, and their rows: UTF-8 text, in an order that depends on the data
+alone."""
 
 from __future__ import annotations
 
@@ -20,29 +16,17 @@ from typing import Any
 
 from diloco.config import DataConfig
 from diloco.config.explain import show
-from diloco.data.formats import SUFFIXES, documents_of, format_of, is_hidden, omit, texts
+from diloco.data.formats import SUFFIXES, format_of, is_hidden, omit, texts
 from diloco.errors import DataError, DilocoError
 from diloco.hub import check_reachable, commit_of, opened
 from diloco.text import counted
 
-# Generated tables and machine-specific constants, tests, and packages that are not part of the
-# library.
-_STDLIB_SKIPPED = frozenset(
-    {
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idlelib",
-        "lib2to3",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
-    }
-)
-# Which data sets on the hub have beside their data.
-_ABOUT_DATA = frozenset(
-    {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
+# generated tables, constants of one machine, tests, and packages that are not part of the library
+_STDLIB_SKIPPED = set("__pycache__ dist-packages encodings idlelib lib2to3 pydoc_data".split())
+_STDLIB_SKIPPED |= {"site-packages", "test", "tests"}
+# which datasets on the hub have beside their data
+_ABOUT_DATA = set(
+    "config.json dataset_dict.json dataset_info.json dataset_infos.json state.json".split()
 )
 # pieces of a file, 64 MiB, in which it has to be text; what comes later is an error
 _LOOKED_AT = 1 << 14
@@ -50,34 +34,26 @@ _LOOKED_AT = 1 << 14
 logger = logging.getLogger(__name__)
 
 
-def documents(settings: DataConfig, files: Sequence[Path] | None = None) -> Iterator[bytes]:
-    """The documents of a local source (`stdlib`, `text`, `json`, `parquet`); `files` is what
-    `files_of` has found.
+def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
+    """The rows of a local source that are not empty; `files` is what `files_of` has found.
 
-    Raises DataError while iterating, if a file is missing, unreadable or not text, or has no such
-    field.
+    Raises DataError while iterating, if a file is unreadable or not text, or has no such field.
     """
     if settings.source == "stdlib":
         yield from _stdlib()
         return
-    rows = rows_without = 0
-    for file in files_of(settings) if files is None else files:
-        with reading(
-            f"data.path: {file}", f"make it readable as {settings.source}, or leave it out"
-        ):
-            with file.open("rb") as handle:
-                for text in texts(handle, str(file), settings.source, settings.field):
-                    rows, rows_without = rows + 1, rows_without + (not text)
-                    yield from [text] if settings.source == "text" else documents_of(text)
-    if rows_without:
-        where = ", ".join(settings.path or ())
-        logger.warning(
-            "%d of %d rows of %s have no %r, and are left out",
-            rows_without,
-            rows,
-            where,
-            settings.field,
-        )
+    rows = empty = 0
+    remedy = f"make it readable as {settings.source}, or leave it out"
+    for file in files:
+        with reading(f"data.path: {file}", remedy), file.open("rb") as handle:
+            for text in texts(handle, str(file), settings.source, settings.field):
+                rows, empty = rows + 1, empty + (not text)
+                if text:
+                    yield text
+    if empty:
+        where, field = ", ".join(settings.path or ()), settings.field
+        line = "%d of %d rows of %s have no %r, and are left out"
+        logger.warning(line, empty, rows, where, field)
 
 
 def files_of(settings: DataConfig) -> list[Path]:
@@ -96,22 +72,18 @@ def files_of(settings: DataConfig) -> list[Path]:
                 raise DataError(
                     f"data.path: {given} is no file that stays; give a file or a directory"
                 )
-            inside = _below(path) if path.is_dir() else []
-            fitting = (
-                [file for file in inside if _fits(file, settings.source)]
-                if path.is_dir()
-                else [path]
-            )
+            if path.is_file():
+                found.append(path)
+                continue
+            inside = _below(path)
+            fitting = [file for file in inside if _fits(file, settings.source)]
             if not fitting:
-                kinds = (
-                    "UTF-8" if settings.source == "text" else ", ".join(SUFFIXES[settings.source])
-                )
-                others = (
-                    f", but {counted(len(inside), 'other')} such as {inside[0]}" if inside else ""
-                )
+                is_text = settings.source == "text"
+                kinds = "UTF-8" if is_text else ", ".join(SUFFIXES[settings.source])
+                others = f", but {counted(len(inside), 'other')} such as {inside[0]}"
                 raise DataError(
-                    f"data.path: {given} has no {kinds} files in it{others}; give a file or a"
-                    " directory with some"
+                    f"data.path: {given} has no {kinds} files in it{others if inside else ''}; give"
+                    " a file or a directory with some"
                 )
             found += fitting
             odd += sorted({*inside} - {*fitting})
@@ -120,8 +92,8 @@ def files_of(settings: DataConfig) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """All files below a folder that are not hidden, in their order. Links lead out of it, to each
-    folder once."""
+    """All files below a folder that are not hidden, in order; each folder once, whatever links
+    there."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -146,10 +118,8 @@ def _fits(file: Path, source: str) -> bool:
         return False
     if source != "text":
         return format_of(file.name) == source and file.name not in _ABOUT_DATA
-    with (
-        reading(f"data.path: {file}", "make it readable, or leave it out"),
-        file.open("rb") as handle,
-    ):
+    remedy = "make it readable, or leave it out"
+    with reading(f"data.path: {file}", remedy), file.open("rb") as handle:
         try:
             return all(True for _ in islice(texts(handle, str(file), "text", ""), _LOOKED_AT))
         except Exception as error:  # each kind of compression has its own
@@ -159,7 +129,7 @@ def _fits(file: Path, source: str) -> bool:
 
 
 def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str], Any]]:
-    """Format and files of a split of a dataset of the hub, or of a local directory, and what opens
+    """Format and files of a split of a dataset of the hub, or of a local directory; what opens
     them.
 
     The publisher of a dataset may name any file as its data: one of this machine, or of another
@@ -186,9 +156,8 @@ def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str]
             revision = revision or commit_of("dataset", name)
             where, start = f"hf://datasets/{name}", f"hf://datasets/{name}@{revision}/"
         try:
-            builder = module.load_dataset_builder(
-                where, name=settings.subset, revision=revision, cache_dir=place
-            )
+            options = {"name": settings.subset, "revision": revision, "cache_dir": place}
+            builder = module.load_dataset_builder(where, **options)
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -198,14 +167,11 @@ def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str]
         raise DataError(
             f"data.name: {name} is of the format {kind}; expected one of {', '.join(SUFFIXES)}"
         )
-    splits = {
-        str(split): [str(file) for file in files]
-        for split, files in (builder.config.data_files or {}).items()
-    }
+    named = (builder.config.data_files or {}).items()
+    splits = {str(split): [str(file) for file in files] for split, files in named}
     files = [file for split in splits.values() for file in split]
-    strange = [
-        file for file in files if not file.startswith(start) or "::" in file or "/../" in file
-    ]
+    own = [f for f in files if f.startswith(start) and "::" not in f and "/../" not in f]
+    strange = [file for file in files if file not in own]
     if strange or not files:
         said = f"reads {show(strange[0])}" if strange else "names no files"
         raise DataError(
@@ -222,8 +188,8 @@ def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str]
 
 
 def _links(folder: Path, place: Path) -> dict[str, Path]:
-    """Makes links to the files of a folder, of the same names, but without what `datasets` takes
-    for a pattern."""
+    """Makes links to a folder's files, of the same names but for what `datasets` takes for a
+    pattern."""
     links = {}
     for number, file in enumerate(_below(folder)):
         link = place / re.sub(r"[][*?:]+", f"_{number}_", str(file.relative_to(folder)))
@@ -238,8 +204,8 @@ def _links(folder: Path, place: Path) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def reading(what: str, remedy: str) -> Iterator[None]:
-    """Turns any exception of a reader inside the block into a DataError with the text `what:
-    exception; remedy`."""
+    """Turns an exception of a reader inside the block into a DataError `what: exception;
+    remedy`."""
     try:
         yield
     except (DilocoError, ImportError):  # an ImportError is a broken installation, not bad data
@@ -250,10 +216,8 @@ def reading(what: str, remedy: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.strerror:
             text, place = error.strerror, str(error.filename or "")
             if place not in what:  # a cache, a folder for copies
-                what, remedy = (
-                    f"{what.partition(':')[0]}: {place}",
-                    "make that path usable, the data are not at fault",
-                )
+                what = f"{what.partition(':')[0]}: {place}"
+                remedy = "make that path usable, the data are not at fault"
         elif isinstance(error, MemoryError):
             text, remedy = "this machine is out of memory", "free some"
         raise DataError(
@@ -262,18 +226,15 @@ def reading(what: str, remedy: str) -> Iterator[None]:
 
 
 def _stdlib() -> Iterator[bytes]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for directory, children, files in os.walk(root):
-        children[:] = sorted(
-            c for c in children if c not in _STDLIB_SKIPPED and not c.startswith("config-")
-        )
+    """The library of this interpreter: peers with another Python read slightly other text."""
+    remedy = "use data=text with files that you can read"
+    for directory, children, files in os.walk(sysconfig.get_path("stdlib")):
+        kept = (c for c in children if not c.startswith("config-"))
+        children[:] = sorted(c for c in kept if c not in _STDLIB_SKIPPED)
         for name in sorted(files):
             # _sysconfigdata holds the paths and compiler flags of one installation.
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                with reading(
-                    f"data.source=stdlib: {directory}/{name}",
-                    "use data=text with files that you can read",
-                ):
+                with reading(f"data.source=stdlib: {directory}/{name}", remedy):
                     text = Path(directory, name).read_bytes()
                 if text:
                     yield text

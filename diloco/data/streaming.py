@@ -1,17 +1,15 @@
-"""Data too large for this machine: a dataset of the Hugging Face hub, read and tokenised as it is
-needed.
+"""A dataset of the Hugging Face hub, read and tokenised as it is needed.
 
 1. The run has one endless list of *units* 0, 1, 2, ... The files of the dataset are in a seeded
    order, a new one in each epoch, and a unit is a row of them, in this order. From `MANY_FILES`
    files on, a unit is a whole file.
 2. Units are dealt out, so that no two peers have the same: the swarm leases them (`Leases`), or
    shard s of S has s, s + S, s + 2S, ...
-3. A peer reads forward, passing over what others have. Held-out documents are left out; the others
-   are tokenised, packed and yielded in this order.
+3. A peer reads forward, passing over what others have. Documents that are not held out are
+   tokenised, packed and yielded in this order.
 
-Rows are not shuffled inside a file, and each rank reads and tokenises the peer's whole batch and
-keeps its own rows: which text a sequence is made of is known only after everything before it was
-read.
+Rows are not shuffled inside a file. Each rank reads and tokenises the peer's whole batch and keeps
+its own rows: which text a sequence is made of is known only after all before it was read.
 
 The state is the units that were taken and not read to their end, and the tokens that wait in the
 packer.
@@ -28,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, count, islice, repeat
+from itertools import count, islice, repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,12 +36,12 @@ from torch import Tensor
 
 from diloco.config import DataConfig
 from diloco.core.units import difference, union
-from diloco.data.formats import NoFieldError, documents_of, num_rows, texts
-from diloco.data.numbered import Leases, no_position
-from diloco.data.packing import Packer, is_held_out, permuted
+from diloco.data.formats import NoFieldError, num_rows, texts
+from diloco.data.numbered import Leases, no_position, permuted, warn_of_other_data
+from diloco.data.packing import Document, Packer, encode
 from diloco.data.prefetch import AHEAD
 from diloco.data.sources import hub_files, reading
-from diloco.data.tokenizers import Tokenizer, Tokens
+from diloco.data.tokenizers import Tokenizer
 from diloco.errors import DataError, DilocoError
 from diloco.text import one_line
 
@@ -62,11 +60,11 @@ ROWS_AT_ONCE, BYTES_PER_TOKEN = 256, 4  # per call of the tokenizer, at most; ab
 
 
 class HubDataset:
-    """A split of a dataset of the hub, or of a local directory with the same layout; the methods of
-    `LocalDataset`.
+    """A split of a dataset of the hub, or of a local directory with the same layout, with the
+    methods of `LocalDataset`.
 
-    With fewer than `MANY_FILES` files every peer reads all of them once in an epoch: N peers fetch
-    N times the data, and a newcomer passes over what was read before it came. (Of Parquet, only the
+    With fewer than `MANY_FILES` files every peer reads all of them in an epoch: N peers fetch N
+    times the data, and a newcomer passes over what was read before it came. (Of Parquet, only the
     row groups that it needs.) With more files each peer fetches its own. Then a peer that leaves
     for good takes the rest of a file with it until the next epoch, and more peers than files read
     files of the epochs to come.
@@ -80,16 +78,15 @@ class HubDataset:
         self.by_file = len(self.files) >= MANY_FILES
         # The names of files on the hub hold the commit; a folder may be at another place on each
         # machine.
-        names = [
-            f if self.open is not open else f"{os.path.basename(f)} {os.path.getsize(f)}"
-            for f in self.files
-        ]
+        names = self.files
+        if self.open is open:
+            names = [f"{os.path.basename(file)} {os.path.getsize(file)}" for file in names]
         digest = blake3("\n".join(names).encode()).hexdigest()[:16]
         # 0: how many sequences there are is not known
         self.digest = f"{digest}-0x{self.sequence_length}"
-        # as soon as there is some, a file without the column does not end the run
+        # once there is some, a file without the column does not end the run
         self._has_text = False
-        some = list(islice(filter(None, self._all_texts()), 100))
+        some = list(islice(filter(None, self._all_rows()), 100))
         if not some:
             raise DataError(
                 f"data.split: {settings.split} of {settings.name} is empty; choose another split"
@@ -97,8 +94,10 @@ class HubDataset:
         parts = [text[:4096] for text in some]
         tokens = sum(map(len, tokenizer.encode(parts))) / sum(map(len, parts)) * sum(map(len, some))
         self._tokens_per_row = max(1.0, tokens / len(some))
-        streamed = f"streamed in sequences of {self.sequence_length} tokens"
-        self.description = f"hub {settings.name}: {len(self.files):,} files, {streamed}"
+        self.description = (
+            f"hub {settings.name}: {len(self.files):,} files, streamed in sequences of"
+            f" {self.sequence_length} tokens"
+        )
 
     def batches(
         self,
@@ -111,22 +110,18 @@ class HubDataset:
         return HubStream(self, size, leases or Stripe(shard, shards), rows)
 
     def units(self, sequences: int) -> int:
-        return (
-            1
-            if self.by_file
-            else math.ceil(sequences * self.sequence_length / self._tokens_per_row)
-        )
+        rows = math.ceil(sequences * self.sequence_length / self._tokens_per_row)
+        return 1 if self.by_file else rows
 
     def holdout(self, sequences: int) -> Tensor:
         # Reads 1 / data.holdout times the text that it returns, once per run.
         packer = Packer(self.sequence_length, self.tokenizer)
-        for document in chain.from_iterable(
-            map(documents_of, self._all_texts() if self.settings.holdout else ())
-        ):
-            if is_held_out(document, self.settings.holdout):
-                packer.add(self.tokenizer.encode([document])[0])
-                if len(packer) >= sequences:
-                    break
+        for row in self._all_rows() if self.settings.holdout else ():
+            [documents] = encode([row], self.settings, self.tokenizer, held_out=True)
+            for document in documents:
+                packer.add(document.tokens)
+            if len(packer) >= sequences:
+                break
         if self.settings.holdout and not len(packer):
             raise DataError(
                 f"data.holdout: {self.settings.holdout} of the documents of {self.settings.name}"
@@ -139,8 +134,8 @@ class HubDataset:
         what = self.settings.name if file is None else self.files[file]
         return reading(f"data.name: {what}", "check it, data.subset, data.split and the network")
 
-    def texts(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
-        """The texts of the rows of a file, from a row on, and None at its end."""
+    def rows_of(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
+        """The rows of a file, from one on, and None at its end."""
         try:
             for text in texts(handle, self.files[file], self.format, self.settings.field, start):
                 self._has_text |= text != b""
@@ -155,7 +150,7 @@ class HubDataset:
                 yield from repeat(b"", num_rows(handle) - start)
         yield None
 
-    def _all_texts(self) -> Iterator[bytes]:
+    def _all_rows(self) -> Iterator[bytes]:
         reader = Reader(self)
         for file in range(len(self.files)):
             yield from reader.rows(file)
@@ -188,51 +183,47 @@ class Reader:
         self.lengths: dict[int, int] = {}
         self._dataset = dataset
         self._place, self._row = (-1, -1), 0  # file that is open, and the epoch; its next row
-        self._texts: Iterator[bytes | None] = iter(())
+        self._rows: Iterator[bytes | None] = iter(())
 
     def unit(self, number: int, start: int = 0) -> Iterator[bytes]:
-        """The texts of its rows, from one of them on."""
-        files = len(self._dataset.files)
+        """The rows of a unit, from one of them on."""
         if self._dataset.by_file:
-            yield from self.rows(
-                _order(files, f"{self._dataset.seed}/{number // files}")[number % files], 0, start
-            )
-        while not self._dataset.by_file and start == 0:
-            text = next(self.rows(*self._find(number)), None)
-            if text is not None:  # else the file has ended, and its length is known now
-                yield text
+            files = len(self._dataset.files)
+            order = _order(files, f"{self._dataset.seed}/{number // files}")
+            yield from self.rows(order[number % files], 0, start)
+            return
+        while start == 0:
+            row = next(self.rows(*self._find(number)), None)
+            if row is not None:  # else the file has ended, and its length is known now
+                yield row
                 return
 
     def rows(self, file: int, epoch: int = 0, start: int = 0) -> Iterator[bytes]:
-        """The texts of a file, from a row on."""
+        """The rows of a file, from one on."""
         jumps = self._dataset.format == "parquet" and start > self._row + JUMP_ROWS
         if (file, epoch) != self._place or start < self._row or jumps:
             self._place, self._row = (file, epoch), start if file in self.lengths else 0
-            self._texts = self._patiently(
-                file, functools.partial(self._dataset.texts, file), self._row
-            )
-        for text in self._texts:
-            if text is None:
+            read = functools.partial(self._dataset.rows_of, file)
+            self._rows = self._patiently(file, read, self._row)
+        for row in self._rows:
+            if row is None:
                 self.lengths[file] = self._row
                 return
             self._row += 1
             if self._row > start:
-                yield text
+                yield row
 
     def _find(self, number: int) -> tuple[int, int, int]:
-        """File, epoch and row of a number; in a file whose length is unknown, the row may be behind
-        its end."""
+        """File, epoch and row of a number; the row may be behind the end of a file of unknown
+        length."""
         dataset, files = self._dataset, len(self._dataset.files)
-        epoch, row = (
-            divmod(number, sum(self.lengths.values()))
-            if len(self.lengths) == files
-            else (0, number)
-        )
+        epoch, row = 0, number
+        if len(self.lengths) == files:
+            epoch, row = divmod(number, sum(self.lengths.values()))
         for file in _order(files, f"{dataset.seed}/{epoch}"):
             if file not in self.lengths and dataset.format == "parquet":
-                self.lengths[file] = next(
-                    self._patiently(file, lambda handle, row: iter([num_rows(handle)]))
-                )
+                counts = self._patiently(file, lambda handle, row: iter([num_rows(handle)]))
+                self.lengths[file] = next(counts)
             if file not in self.lengths or row < self.lengths[file]:
                 return file, epoch, row
             row -= self.lengths[file]
@@ -241,8 +232,7 @@ class Reader:
     def _patiently(
         self, file: int, read: Callable[[Any, int], Iterator[T]], row: int = 0
     ) -> Iterator[T]:
-        """What is read of a file, from a row on; once more from there, where a connection
-        breaks."""
+        """What is read of a file, from a row on; once more from there where a connection breaks."""
         dataset, waits = self._dataset, iter(RETRIES_S)
         with dataset.reading(file):
             while True:
@@ -253,11 +243,9 @@ class Reader:
                             yield found
                         return
                 except Exception as error:  # each library has its own
-                    fault = (
-                        isinstance(error, DilocoError | ImportError | ValueError)
-                        or dataset.open is open
-                    )
-                    if fault or (wait_s := next(waits, None)) is None:
+                    is_fault = isinstance(error, DilocoError | ImportError | ValueError)
+                    is_local = dataset.open is open
+                    if is_fault or is_local or (wait_s := next(waits, None)) is None:
                         raise
                     logger.warning("data.name: %s; trying again in %d s", one_line(error), wait_s)
                 time.sleep(wait_s)
@@ -289,14 +277,14 @@ class HubStream:
         self._shard = [leases.shard, leases.shards] if isinstance(leases, Stripe) else None
         self._rows = rows
         self._reader = Reader(dataset)
-        self._lock = threading.Lock()  # held by who reads
+        self._lock = threading.Lock()  # held by the thread that reads
         self._newest = 0  # behind all units that were taken
         self._begin([], 0, [])
 
     def _begin(self, units: Iterable[range], row: int, waiting: list[int]) -> None:
         self._packer = Packer(self._dataset.sequence_length, self._dataset.tokenizer)
         self._packer.restore(waiting)
-        self._taken: deque[int] = deque()  # for who reads
+        self._taken: deque[int] = deque()  # to be read
         # not read to their end when the last batch was handed out
         self._pending: deque[range] = deque()
         self._num_taken = self._num_forgotten = self._failures = self._planned = self._made = 0
@@ -314,10 +302,10 @@ class HubStream:
 
     def plan(self) -> int:
         """The number of the next batch; enough units for it are taken."""
-        done, plan = self._forget(), self._planned + 1
-        # batch, in units
+        done, plan, by_file = self._forget(), self._planned + 1, self._dataset.by_file
+        # of a batch, in units
         one = math.ceil(done / self._planned) if done else self._dataset.units(self._batch_size)
-        ahead = 1 if self._dataset.by_file else one * (AHEAD + 2)
+        ahead = 1 if by_file else one * (AHEAD + 2)
         while self._num_taken - done < ahead and self._take(one):
             pass
         while not self._suffices(plan):
@@ -330,14 +318,8 @@ class HubStream:
                 logger.warning(
                     "the swarm leases no data to this peer, so it reads rows that another may have"
                 )
-                self._add(
-                    [
-                        range(
-                            self._newest,
-                            self._newest + (1 if self._dataset.by_file else UNLEASED_ROWS),
-                        )
-                    ]
-                )
+                more = 1 if by_file else UNLEASED_ROWS
+                self._add([range(self._newest, self._newest + more)])
         self._positions.pop(self._planned, None)
         self._planned = plan
         return plan
@@ -359,8 +341,7 @@ class HubStream:
             self._newest = max(self._newest, one.stop)
 
     def _forget(self) -> int:
-        """Leave out of `_pending` what was read when the last batch was handed out; returns how
-        many units it was."""
+        """Drop from `_pending` what was read when the last batch was handed out: so many units."""
         done = self._positions[self._planned][0]
         while (more := done - self._num_forgotten) > 0:
             head = self._pending.popleft()
@@ -372,32 +353,22 @@ class HubStream:
     def state(self) -> dict[str, Any]:
         self._forget()
         _, row, waiting = self._positions[self._planned]
-        units = [[one.start, one.stop, one.step] for one in self._pending]
-        read = {
+        return {
+            "kind": "rows",
             "files": self._dataset.digest,
             "lengths": sorted(self._reader.lengths.items()),
             "newest": self._newest,
-        }
-        return {
-            "kind": "rows",
-            **read,
             "shard": self._shard,
-            "units": units,
+            "units": [[one.start, one.stop, one.step] for one in self._pending],
             "row": row,
             "waiting": waiting.tolist(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         try:
-            lengths, newest = (
-                {int(file): int(rows) for file, rows in state["lengths"]},
-                int(state["newest"]),
-            )
-            units, row, waiting = (
-                [range(*map(int, one)) for one in state["units"]],
-                int(state["row"]),
-                state["waiting"],
-            )
+            lengths = {int(file): int(rows) for file, rows in state["lengths"]}
+            units = [range(*map(int, one)) for one in state["units"]]
+            newest, row, waiting = int(state["newest"]), int(state["row"]), state["waiting"]
             merged, shard, files = state.get("merged") or [], state["shard"], state["files"]
         except (KeyError, TypeError, ValueError) as error:
             raise no_position() from error
@@ -405,10 +376,7 @@ class HubStream:
         if files == self._dataset.digest:
             self._reader.lengths = lengths
         else:
-            logger.warning(
-                "the training data changed since the checkpoint: continuing at the same position"
-                " in it"
-            )
+            warn_of_other_data()
         if isinstance(self._leases, Stripe):
             if not goes_on:
                 logger.warning(
@@ -435,8 +403,7 @@ class HubStream:
         return torch.from_numpy(batch.astype(np.int64))
 
     def _suffices(self, plan: int) -> bool:
-        """Whether the batch is made, or can be made of the units that are taken: alike on all
-        ranks."""
+        """Whether the batch is made, or can be of the units that are taken: alike on all ranks."""
         if self._made >= plan:  # without waiting for what the worker reads
             return True
         with self._lock:
@@ -450,52 +417,41 @@ class HubStream:
             done, row, documents = found
             self._read = done, row
             for document in documents:
-                self._packer.add(document)
+                self._packer.add(document.tokens)
         return True
 
-    def _encode(self, row: int) -> Iterator[tuple[int, int, list[Tokens]] | None]:
-        """Yields what `_documents` does, as tokens. It reads as many rows at a time as a batch
-        needs, and no more."""
-        rows = self._documents(row)
+    def _encode(self, row: int) -> Iterator[tuple[int, int, list[Document]] | None]:
+        """Yields the position behind each row and its training documents; None while no unit is
+        taken. Reads as many rows at a time as a batch needs."""
+        dataset, lengths = self._dataset, self._reader.lengths
+        rows, barren = self._read_rows(row), 0
         while True:
-            some, num_bytes = list[tuple[int, int, list[bytes]]](), 0
-            wanted = (
-                (self._batch_size - len(self._packer))
-                * self._dataset.sequence_length
-                * BYTES_PER_TOKEN
-            )
-            while (
-                num_bytes < wanted
-                and len(some) < ROWS_AT_ONCE
-                and (found := next(rows)) is not None
-            ):
+            some, num_bytes = list[tuple[int, int, bytes]](), 0
+            missing = (self._batch_size - len(self._packer)) * dataset.sequence_length
+            while num_bytes < missing * BYTES_PER_TOKEN and len(some) < ROWS_AT_ONCE:
+                if (found := next(rows)) is None:
+                    break
                 some.append(found)
-                num_bytes += sum(map(len, found[2]))
-            encoded = iter(
-                self._dataset.tokenizer.encode([one for *_, documents in some for one in documents])
-            )
-            for done, number, documents in some:
-                yield done, number, list(islice(encoded, len(documents)))
+                num_bytes += len(found[2])
+            texts = [text for *_, text in some]
+            encoded = encode(texts, dataset.settings, dataset.tokenizer, held_out=False)
+            for (done, number, _), documents in zip(some, encoded, strict=True):
+                barren = 0 if documents else barren + 1
+                if len(lengths) == len(dataset.files) and barren > sum(lengths.values()):
+                    raise DataError(
+                        f"data.name: all documents of {dataset.settings.name} that this peer reads"
+                        " are held out; use more data, or fewer peers"
+                    )
+                yield done, number, documents
             if not some:
                 yield None
 
-    def _documents(self, row: int) -> Iterator[tuple[int, int, list[bytes]] | None]:
-        """Yields the position behind each row, and its training documents; None while no unit is
-        taken."""
-        settings, lengths, barren = self._dataset.settings, self._reader.lengths, 0
+    def _read_rows(self, row: int) -> Iterator[tuple[int, int, bytes] | None]:
+        """Yields each row, and the position behind it; None while no unit is taken."""
         for done in count():
             while not self._taken:
                 yield None
             for text in self._reader.unit(self._taken.popleft(), row):
                 row += 1
-                documents = [
-                    one for one in documents_of(text) if not is_held_out(one, settings.holdout)
-                ]
-                barren = 0 if documents else barren + 1
-                if len(lengths) == len(self._dataset.files) and barren > sum(lengths.values()):
-                    raise DataError(
-                        f"data.name: all documents of {settings.name} that this peer reads are held"
-                        " out; use more data, or fewer peers"
-                    )
-                yield done, row, documents
+                yield done, row, text
             row = 0

@@ -13,7 +13,6 @@ directory of an entry, or all of them.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import json
@@ -35,8 +34,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.config import DataConfig
-from diloco.data.packing import Packer, is_held_out
-from diloco.data.sources import documents, files_of, reading
+from diloco.data.packing import Packer, encode
+from diloco.data.sources import files_of, reading, rows_of
 from diloco.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from diloco.errors import DataError
 
@@ -49,12 +48,11 @@ VERSION = 3  # of the files
 PROGRESS_S = 0.5
 FILES_FROM_BYTES = 1 << 20  # of text: to read less again takes a second or less
 FILES_FROM_BYTES_OF_BYTES = 64 << 20  # with the byte tokenizer, which has nothing to do
-# One call of the tokenizer: enough to occupy its threads, few enough to be held in memory several
-# times.
-DOCUMENTS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 20
-# A tokenizer's threads stand still while documents are read and packed, so several processes are
-# faster; to begin one takes seconds.
+ROWS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 20  # per task: few enough to be in memory several times
+# A tokenizer's threads stand still while rows are read and packed, so several processes are faster;
+# to begin one takes seconds.
 PROCESSES_FROM_BYTES, MOST_PROCESSES = 32 << 20, 32
+PARTS = ("training", "held_out")
 
 
 class TokenList(NamedTuple):
@@ -73,42 +71,27 @@ def tokens_of(settings: DataConfig, tokenizer: Tokenizer, on_progress: OnProgres
 
     Raises DataError: the text cannot be read or tokenised, or the tokens cannot be kept.
     """
-    files = files_of(settings)
-    total, is_bytes = (
-        sum(file.stat().st_size for file in files),
-        isinstance(tokenizer, ByteTokenizer),
-    )
-    processes = 1
+    files, is_bytes = files_of(settings), isinstance(tokenizer, ByteTokenizer)
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+    total, processes = sum(file.stat().st_size for file in files), 1
     if not is_bytes and total >= PROCESSES_FROM_BYTES:
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         processes = min(cores, MOST_PROCESSES)
-    parts = tokenised(documents(settings, files), settings, tokenizer, processes)
-    if settings.cache is None or total < (
-        FILES_FROM_BYTES_OF_BYTES if is_bytes else FILES_FROM_BYTES
-    ):
+    parts = tokenised(rows_of(settings, files), settings, tokenizer, processes)
+    fewest = FILES_FROM_BYTES_OF_BYTES if is_bytes else FILES_FROM_BYTES
+    if settings.cache is None or total < fewest:
         streams = io.BytesIO(), io.BytesIO()
         index = _write(streams, parts)
-        training, held_out = (
-            np.frombuffer(one.getbuffer(), token_dtype(tokenizer.vocab_size)) for one in streams
-        )
-        return TokenList(
-            training, held_out, index["documents"], index["num_bytes"], index["digest"]
-        )
+        training, held_out = (np.frombuffer(one.getbuffer(), dtype) for one in streams)
+        return TokenList(training, held_out, **index)
 
     def write(streams: Sequence[BinaryIO]) -> dict[str, Any]:
         return _write(streams, parts, lambda done: on_progress(done, max(total, done)))
 
     place = _directory(settings.cache)
     try:
-        return _kept(
-            place / _key(settings, files, tokenizer),
-            np.dtype(token_dtype(tokenizer.vocab_size)),
-            write,
-        )
+        return _kept(place / _key(settings, files, tokenizer), dtype, write)
     except OSError as error:
         raise DataError(
             f"data.cache={settings.cache}: {place} cannot hold the tokens"
@@ -124,13 +107,12 @@ def _directory(cache: str) -> Path:
     try:
         if cache != "auto":
             return Path(cache).expanduser()
-        return (
-            Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diloco" / "tokens"
-        )
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:
         raise DataError(
             f"data.cache={cache}: there is no home directory; set data.cache=DIRECTORY, or null"
         ) from None
+    return home / "diloco" / "tokens"
 
 
 def _key(settings: DataConfig, files: Sequence[Path], tokenizer: Tokenizer) -> str:
@@ -143,11 +125,11 @@ def _key(settings: DataConfig, files: Sequence[Path], tokenizer: Tokenizer) -> s
     return key.hexdigest()[:32]
 
 
-def _kept(
-    entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]], dict[str, Any]]
-) -> TokenList:
-    """The tokens of an entry, which is made if it is missing: by one of several processes that want
-    it."""
+_Write = Callable[[Sequence[BinaryIO]], dict[str, Any]]
+
+
+def _kept(entry: Path, dtype: np.dtype[Any], write: _Write) -> TokenList:
+    """The tokens of an entry, which one of the processes that want it makes if it is missing."""
     if (found := _read(entry, dtype)) is not None:
         return found
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -167,18 +149,13 @@ def _kept(
 
 
 def _read(entry: Path, dtype: np.dtype[Any]) -> TokenList | None:
-    """An entry, or None if it is missing, is not whole, or is of a type that may not hold every
-    token."""
+    """An entry, or None if it is missing, is not whole, or is of another type."""
     try:
         index = json.loads((entry / "index.json").read_bytes())
-        if index["dtype"] != dtype.name:
+        if index.pop("dtype") != dtype.name:
             return None
-        training, held_out = (
-            _map(entry / f"{name}.bin", dtype, index[name]) for name in ("training", "held_out")
-        )
-        return TokenList(
-            training, held_out, index["documents"], index["num_bytes"], index["digest"]
-        )
+        training, held_out = (_map(entry / f"{part}.bin", dtype, index.pop(part)) for part in PARTS)
+        return TokenList(training, held_out, **index)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -189,24 +166,21 @@ def _map(path: Path, dtype: np.dtype[Any], tokens: int) -> NDArray[Any]:
     return np.memmap(path, dtype, "r", shape=(tokens,)) if tokens else np.zeros(0, dtype)
 
 
-def _make(
-    entry: Path, dtype: np.dtype[Any], write: Callable[[Sequence[BinaryIO]], dict[str, Any]]
-) -> None:
+def _make(entry: Path, dtype: np.dtype[Any], write: _Write) -> None:
     temporary = entry.with_name(f".{entry.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # what a process that was killed has left behind
     temporary.mkdir()
     try:
-        with contextlib.ExitStack() as stack:
-            streams = [
-                stack.enter_context((temporary / f"{name}.bin").open("xb"))
-                for name in ("training", "held_out")
-            ]
-            index = {**write(streams), "dtype": dtype.name}
-            streams.append(stack.enter_context((temporary / "index.json").open("xb")))
-            streams[-1].write(json.dumps(index).encode())
-            for stream in streams:
-                stream.flush()
-                os.fsync(stream.fileno())
+        paths = [temporary / f"{part}.bin" for part in PARTS]
+        with paths[0].open("xb") as training, paths[1].open("xb") as held_out:
+            index = write((training, held_out))
+            sizes = (stream.tell() // dtype.itemsize for stream in (training, held_out))
+            index |= dict(zip(PARTS, sizes, strict=True))
+            with (temporary / "index.json").open("xb") as file:
+                file.write(json.dumps({**index, "dtype": dtype.name}).encode())
+                for stream in (training, held_out, file):
+                    stream.flush()
+                    os.fsync(stream.fileno())
         shutil.rmtree(entry, ignore_errors=True)  # it may be there and not whole
         temporary.rename(entry)
     finally:
@@ -218,40 +192,36 @@ def _write(
     parts: Iterable[TokenList],
     on_bytes: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """Write training and held-out tokens; returns the index without the type."""
-    digest, told_at = blake3(), 0.0
-    index = {"training": 0, "held_out": 0, "documents": 0, "num_bytes": 0}
+    """Write training and held-out tokens; returns the other fields of their `TokenList`."""
+    digest, told_at, documents, num_bytes = blake3(), 0.0, 0, 0
     for part in parts:
         digest.update(part.training.view(np.uint8).data)
-        for stream, tokens in zip(streams, (part.training, part.held_out), strict=True):
-            stream.write(tokens.data)
-        index["training"] += len(part.training)
-        index["held_out"] += len(part.held_out)
-        index["documents"] += part.documents
-        index["num_bytes"] += part.num_bytes
+        streams[0].write(part.training.data)
+        streams[1].write(part.held_out.data)
+        documents, num_bytes = documents + part.documents, num_bytes + part.num_bytes
         if time.monotonic() - told_at >= PROGRESS_S:
             told_at = time.monotonic()
-            on_bytes(index["num_bytes"])
-    return {**index, "digest": digest.hexdigest()}
+            on_bytes(num_bytes)
+    return {"documents": documents, "num_bytes": num_bytes, "digest": digest.hexdigest()}
 
 
-# -- documents to tokens ---------------------------------------------------------------------------
+# -- rows to tokens --------------------------------------------------------------------------------
 
 
 def tokenised(
-    documents: Iterable[bytes], settings: DataConfig, tokenizer: Tokenizer, processes: int = 1
+    rows: Iterable[bytes], settings: DataConfig, tokenizer: Tokenizer, processes: int = 1
 ) -> Iterator[TokenList]:
-    """Yields the tokens of documents, group by group, in their order. Raises DataError if a process
+    """Yields the tokens of rows, group by group, in their order. Raises DataError if a process
     dies."""
-    groups = _groups(documents)
+    groups = _groups(rows)
     if processes == 1:
-        yield from (_encode(group, settings, tokenizer) for group in groups)
+        yield from (_tokens_of(group, settings, tokenizer) for group in groups)
         return
     pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, settings.tokenizer_place)
     coming: deque[Future[TokenList]] = deque()
     try:
         for group in groups:
-            coming.append(pool.submit(_encode, group, settings))
+            coming.append(pool.submit(_tokens_of, group, settings))
             if len(coming) > 2 * processes:
                 yield coming.popleft().result()
         while coming:
@@ -265,13 +235,13 @@ def tokenised(
         pool.shutdown(cancel_futures=True)
 
 
-def _groups(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
+def _groups(rows: Iterable[bytes]) -> Iterator[list[bytes]]:
     group: list[bytes] = []
     size = 0
-    for document in documents:
-        group.append(document)
-        size += len(document)
-        if len(group) == DOCUMENTS_AT_ONCE or size >= BYTES_AT_ONCE:
+    for row in rows:
+        group.append(row)
+        size += len(row)
+        if len(group) == ROWS_AT_ONCE or size >= BYTES_AT_ONCE:
             yield group
             group, size = [], 0
     if group:
@@ -289,13 +259,14 @@ def _begin(name: str, revision: str | None) -> None:
     _own = load_tokenizer(name, revision)
 
 
-def _encode(
-    group: Sequence[bytes], settings: DataConfig, tokenizer: Tokenizer | None = None
+def _tokens_of(
+    rows: Sequence[bytes], settings: DataConfig, tokenizer: Tokenizer | None = None
 ) -> TokenList:
     tokenizer = tokenizer or _own
     assert tokenizer is not None
-    packers = [Packer(1, tokenizer), Packer(1, tokenizer)]
-    for document, tokens in zip(group, tokenizer.encode(group), strict=True):
-        packers[is_held_out(document, settings.holdout, settings.source)].add(tokens)
-    training, held_out = (packer.take(len(packer)).reshape(-1) for packer in packers)
-    return TokenList(training, held_out, len(group), sum(map(len, group)))
+    training, held_out = Packer(1, tokenizer), Packer(1, tokenizer)
+    documents = [one for row in encode(rows, settings, tokenizer) for one in row]
+    for one in documents:
+        (held_out if one.held_out else training).add(one.tokens)
+    arrays = [packer.take(len(packer)).reshape(-1) for packer in (training, held_out)]
+    return TokenList(arrays[0], arrays[1], len(documents), sum(map(len, rows)))

@@ -195,19 +195,18 @@ def _swarm(config: Config, dataset: data.Dataset, log: RunLog, tell: Tell) -> Sw
 
 def _stream(config: Config, dataset: data.Dataset, ranks: RankGroup, sync: Sync) -> data.Prefetched:
     """Leased units, where peers share one list of them and nobody has cut it into shards."""
-    size, shards = config.inner.batch_size, config.data.shards
+    size, rows = config.inner.batch_size, ranks.batch_slice
+    shard, shards = config.data.shard, config.data.shards
     if isinstance(sync, DataParallel):
         stream = dataset.batches(size, shard=ranks.rank, shards=ranks.size)
+    elif shard is not None and shards is not None:
+        stream = dataset.batches(size, shard=shard, shards=shards, rows=rows)
     else:
-        rows, leases, shard = ranks.batch_slice, None, config.data.shard
-        if shards is None:
-            leases = sync.lease_units(dataset.units(size * config.outer.sync_every), data.AHEAD)
-        if shard is None:
-            # Nobody deals out shards here, so each identity has an order of its own over all data.
-            path = identity_path(config, _name(config))
-            own = identity_number(path) if ranks.is_rank0 else 0
-            shard = int(ranks.broadcast_floats([own])[0])
-        stream = dataset.batches(size, shard, shards or 1, rows, leases)
+        leases = sync.lease_units(dataset.units(size * config.outer.sync_every), data.AHEAD)
+        # Where none is leased, each identity has an order of its own over all the data.
+        path = identity_path(config, _name(config))
+        [own] = ranks.broadcast_floats([identity_number(path) if ranks.is_rank0 else 0])
+        stream = dataset.batches(size, shard=int(own), rows=rows, leases=leases)
     return data.Prefetched(stream, ranks.device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from diloco.config import DataConfig
+from diloco.data import sources
 from diloco.data.numbered import Rows
+from diloco.data.packing import documents_of
 
 T = 16
 TEXTS = [[f"file {file} row {row} {'x' * (row % 7)}" for row in range(30)] for file in range(4)]
@@ -43,6 +46,12 @@ def hub_directory(place: Path) -> Path:
         f"data/train-{file}.jsonl": "".join(f"{row}\n" for row in rows[file]) for file in range(4)
     }
     return written(place / "corpus", dict(files))
+
+
+def documents(settings: DataConfig) -> Iterator[bytes]:
+    """All documents of a local source."""
+    rows = sources.rows_of(settings, sources.files_of(settings))
+    return (document for row in rows for document in documents_of(row, settings.source))
 
 
 def rows_of(stream: Any, batches: int) -> list[tuple[int, ...]]:

@@ -20,13 +20,11 @@ from hypothesis import strategies as st
 
 from diloco import data
 from diloco.config import DataConfig
-from diloco.data.formats import documents_of, pieces
-from diloco.data.numbered import NumberedStream, Rows
-from diloco.data.packing import Packer, is_held_out, number_of, permuted
-from diloco.data.sources import documents
+from diloco.data.numbered import NumberedStream, Rows, permuted
+from diloco.data.packing import Packer, documents_of, is_held_out, number_of, pieces
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import CheckpointError, DataError
-from tests.support.data import config, numbered, rows_of, written
+from tests.support.data import config, documents, numbered, rows_of, written
 from tests.support.errors import error_text
 
 

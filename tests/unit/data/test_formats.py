@@ -20,10 +20,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import Table, parquet
 
-from diloco.data.formats import LONG_ROW_BYTES, documents_of, texts
-from diloco.data.sources import documents, files_of, reading
+from diloco.data.formats import texts
+from diloco.data.packing import LONG_ROW_BYTES, documents_of
+from diloco.data.sources import files_of, reading
 from diloco.errors import DataError
-from tests.support.data import config, written
+from tests.support.data import config, documents, written
 from tests.support.errors import error_text
 
 CATEGORIES = pyarrow.dictionary(pyarrow.int8(), pyarrow.string())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from diloco import data
 from diloco.config import MIXTURE_BLOCK, Config, Manifest, compose
 from diloco.config.manifest import sources_of
-from diloco.data.mixture import counts_of, places
+from diloco.data.numbered import counts_of, places
 from diloco.errors import ConfigError, DataError
 from tests.support.data import config, rows_of, written
 from tests.support.errors import error_text

@@ -210,33 +210,18 @@ LEASED = [call.units(8), call.lease_units(ANY, AHEAD)]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "rank", "size", "expected"),
+    ("overrides", "size", "expected"),
     [
-        ([], 0, 1, [*LEASED, call.batches(ANY, shard=7, rows=(0, 1), leases=ANY)]),
-        (
-            ["data.shard=1", "data.shards=3"],
-            1,
-            2,
-            [call.batches(ANY, shard=7, shards=3, rows=(1, 2))],
-        ),
-        (
-            ["data.source=hub", "data.name=a/b"],
-            0,
-            2,
-            [*LEASED, call.batches(ANY, shard=7, rows=(0, 2), leases=ANY)],
-        ),
+        ("", 1, [*LEASED, call.batches(ANY, shard=7, rows=(0, 1), leases=ANY)]),
+        ("data.shard=7 data.shards=9", 2, [call.batches(ANY, shard=7, shards=9, rows=(0, 2))]),
     ],
 )
 def test_a_run_has_units_or_a_stream(
-    overrides: list[str], rank: int, size: int, expected: list[Any]
+    overrides: str, size: int, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The latter where its data is cut."""
+    monkeypatch.setattr("diloco.train.run.identity_number", lambda path: 7)
     asked = Mock()  # a dataset, and a peer of the swarm
-    _stream(
-        compose(["experiment=smoke", *overrides]),
-        asked,
-        7,
-        RankGroup(torch.device("cpu"), rank, size),
-        asked,
-    )
+    ranks = RankGroup(torch.device("cpu"), 0, size)
+    _stream(compose(["experiment=smoke", *overrides.split()]), asked, ranks, asked)
     assert asked.method_calls == expected

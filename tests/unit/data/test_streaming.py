@@ -301,7 +301,7 @@ def test_a_stream_of_held_out_documents_only_says_so(tmp_path: Path) -> None:
 
 
 def texts_in(opened: Any) -> set[str]:
-    return {text.decode() for text in opened._all_texts()}
+    return {text.decode() for text in opened._all_rows()}
 
 
 @given(
@@ -334,7 +334,7 @@ def test_suffixes_in_a_local_directory(tmp_path: Path, caplog: pytest.LogCapture
         tmp_path, {**files, "README.md": "about", "picture.png": "", "rows.csv": "text,n\na,1\n"}
     )
     opened: Any = data.load(config("hub", name=str(tmp_path)), seed=0)
-    assert list(opened._all_texts()) == [b"a"] * 4
+    assert list(opened._all_rows()) == [b"a"] * 4
     assert "2 files left out, which cannot be read as json, such as " in caplog.text
 
 

@@ -1,5 +1,4 @@
-"""`diloco doctor`: one line per check of this machine and of the way to a swarm, with the remedy
-for what is wrong.
+"""`diloco doctor`: a line per check of this machine and of the way to a swarm, with the remedy.
 
 Every check ends in a `Check`, even if it breaks. A failed check stops a run; a warning means a
 slower or worse run.
@@ -10,13 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import shutil
+import statistics
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from diloco.cli.options import Command, Options, configured, guest, keys, split_address
+from diloco.cli.options import Command, Options, configured, guest, split_address
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.text import counted, one_line
 
@@ -32,8 +33,8 @@ CHECKPOINT_BYTES = 20  # per parameter: anchor, AdamW's two moments, master and 
 THIN_BITS_PER_S = 10e6
 FAR_S = 0.5
 GIB = 2**30
-
-_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+OF_SWARM = ("swarm", "manifest", "clock", "bandwidth")
+STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
 @click.command(cls=Command)
@@ -55,56 +56,45 @@ def doctor(address: str | None, options: Options, as_json: bool) -> int:
     address, options = split_address(address, options)
     found, given = None, list[str]()
     if address is not None and not options.cfg:
-        # with swarm.key_path it is in the invitation
-        found, given = guest(address, options, ["run.id"])
-    return run(options.compose(given), found, as_json, keys(options))
+        found, given = guest(address, options, ["run.id"])  # with a key it is in the invitation
+    return run(options.compose(given), found, as_json, options.keys)
 
 
 def run(config: Config, address: Address | None, as_json: bool, typed: Collection[str] = ()) -> int:
-    """Check this machine, and the swarm at an address; returns the exit code: 2 for what fails
-    here, 3 there."""
+    """Checks this machine and a swarm; returns the exit code, 2 for failures here, 3 there."""
     from rich.console import Console
     from rich.text import Text
 
     from diloco.cli.volunteer import lock_peer_directory
 
-    console = Console()
+    console, checks = Console(), list[Check]()
     logging.basicConfig(level=logging.ERROR, format="diloco: %(message)s")
-    checks = []
     with lock_peer_directory(config.swarm.identity_path) as directory:
         doctor = Doctor(config, directory, () if address is None else address.peers, typed)
         for check in doctor.checks():
             checks.append(check)
             if not as_json:
-                verdict = (f"{check.verdict:<8}", _STYLES[check.verdict])
-                console.print(
-                    Text.assemble(verdict, (f"{check.name:<12}", "bold"), check.text),
-                    soft_wrap=True,
-                )
+                verdict = (f"{check.verdict:<8}", STYLES[check.verdict])
+                line = Text.assemble(verdict, (f"{check.name:<12}", "bold"), check.text)
                 if check.remedy:
-                    console.print(Text(f"{'':<20}{check.remedy}"), soft_wrap=True)
-    failed = [check for check in checks if check.verdict == "failed"]
-    code = 0
+                    line.append(f"\n{'':<20}{check.remedy}")
+                console.print(line, soft_wrap=True)
+    code, failed = 0, [check for check in checks if check.verdict == "failed"]
     if failed:
-        code = (
-            SwarmError.exit_code if all(check.swarm for check in failed) else ConfigError.exit_code
-        )
+        kind = SwarmError if all(check.swarm for check in failed) else ConfigError
+        code = kind.exit_code
     elif address is not None and not as_json:
         console.print(Text("nothing stands in the way of diloco join", style="bold green"))
     if as_json:
-        report = {
-            "checks": [asdict(check) for check in checks],
-            "figures": doctor.figures,
-            "exit": code,
-        }
+        rows = [asdict(check) for check in checks]
+        report = {"checks": rows, "figures": doctor.figures, "exit": code}
         click.echo(json.dumps(report, indent=2))
     return code
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of output. `verdict` is `ok`, `warning` or `failed`; `swarm`: that is not this
-    machine's fault."""
+    """One line of output; `verdict` is ok, warning or failed, `swarm`: not this machine's fault."""
 
     name: str
     verdict: str
@@ -130,53 +120,52 @@ class Doctor:
 
     def checks(self) -> Iterator[Check]:
         """Yields each result as soon as it is known."""
-        yield self._of("python", self._python)
+        yield self._check("python", self._python)
         if self.addresses:
-            yield self._of("swarm", self._swarm)
+            yield self._check("swarm", self._swarm)
         if self._found is not None:
-            for name in ("manifest", "clock", "bandwidth"):
-                yield self._of(name, getattr(self, f"_{name}"), self._found)
+            yield self._check("manifest", self._manifest, self._found)
+            yield self._check("clock", self._clock, self._found)
+            yield self._check("bandwidth", self._bandwidth, self._found)
             for name, texts in self._found.told.items():
                 yield Check(name, "ok", ", ".join(texts))
-        for name in ("memory", "disk", "port"):
-            yield self._of(name, getattr(self, f"_{name}"))
+        yield self._check("memory", self._memory)
+        yield self._check("disk", self._disk)
+        yield self._check("port", self._port)
 
-    def _of(self, name: str, check: Any, *arguments: Any) -> Check:
-        swarm = name in ("swarm", "manifest", "clock", "bandwidth")
+    def _check(self, name: str, check: Any, *arguments: Any) -> Check:
+        swarm = name in OF_SWARM
         try:
             return Check(name, *check(*arguments))
         except DilocoError as error:
-            text, _, advice = str(error).partition("; ")
-            return Check(name, "failed", text, advice, swarm or isinstance(error, SwarmError))
+            text, _, remedy = str(error).partition("; ")
+            return Check(name, "failed", text, remedy, swarm or isinstance(error, SwarmError))
         except Exception as error:  # a broken check is a result too, and the others go on
             return Check(name, "failed", one_line(error), "please report this", swarm)
 
-    def _seeds(self) -> Sequence[str]:
+    def _peers(self) -> Sequence[str]:
         return (self._found and self._found.addresses) or self.addresses
 
     def _gate(self) -> Gate:
         from diloco.swarm.wire.gate import observer_gate
 
-        return observer_gate(
-            self.config.run.id, self.config.swarm.token, self.config.swarm.key_path
-        )
+        swarm = self.config.swarm
+        return observer_gate(self.config.run.id, swarm.token, swarm.key_path)
 
     def _python(self) -> tuple[str, ...]:
         from importlib.metadata import version
 
         names = ", ".join(f"{name} {version(name)}" for name in ("torch", "hivemind"))
-        text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {names}"
-        return (
-            ("ok", text)
-            if platform.system() == "Linux"
-            else ("warning", text, "only Linux is tested")
-        )
+        system = platform.system()
+        text = f"{platform.python_version()} on {system} {platform.machine()}, {names}"
+        return ("ok", text) if system == "Linux" else ("warning", text, "only Linux is tested")
 
     def _swarm(self) -> tuple[str, ...]:
         from diloco.swarm.client.ask import inspect_swarm
 
+        identity = self.directory.identity
         found = self._found = inspect_swarm(
-            self.addresses, self.directory.identity, measure_bytes=PROBE_BYTES, gate=self._gate()
+            self.addresses, identity, measure_bytes=PROBE_BYTES, gate=self._gate()
         )
         self.figures |= {"peers": len(found.peers), "peer_id": self.directory.peer_id}
         names = ", ".join(peer.reply.name for peer in found.peers) or "none gives a name"
@@ -188,14 +177,11 @@ class Doctor:
         from diloco.swarm.client.ask import parse_manifest
 
         manifest = parse_manifest(found.manifest_text)
-        text = (
-            f"{manifest.run.id} ({manifest.hash()[:12]}), {manifest.model.name} on"
-            f" {manifest.data.source}"
-        )
+        what = f"{manifest.model.name} on {manifest.data.source}"
+        text = f"{manifest.run.id} ({manifest.hash()[:12]}), {what}"
+        peers = self._peers()
         try:
-            self.config = volunteer_config(
-                self.config, manifest, self.typed, self.directory, self._seeds()
-            )
+            self.config = volunteer_config(self.config, manifest, self.typed, self.directory, peers)
         except ConfigError as error:
             return "failed", text, str(error)
         return "ok", text
@@ -204,15 +190,11 @@ class Doctor:
         from diloco.swarm.client.ask import check_clock
 
         ahead_s = self.figures["clock_ahead_s"] = found.ahead_s or 0.0
-        text = (
-            f"{ahead_s:+.3f} s against the swarm (by peer"
-            f" {', '.join(f'{one.ahead_s:+.3f}' for one in found.peers)})"
-        )
+        each = ", ".join(f"{one.ahead_s:+.3f}" for one in found.peers)
+        text = f"{ahead_s:+.3f} s against the swarm (by peer {each})"
         return ("ok", text) if check_clock(found) is None else ("warning", text, "let NTP set it")
 
     def _bandwidth(self, found: SwarmInfo) -> tuple[str, ...]:
-        import statistics
-
         rated = [peer for peer in found.peers if peer.up_bytes_per_s and peer.down_bytes_per_s]
         if not rated:
             return "warning", "no peer allowed a measurement"
@@ -232,37 +214,32 @@ class Doctor:
         from diloco.cli.volunteer import fit_to_machine
         from diloco.train.machine import inspect_machine, step_seconds
 
-        machine = inspect_machine(self.config.train.device, self.config.train.threads)
-        need, micro_batch = fit_to_machine(self.config, machine)
-        step_s = self.figures["step_s"] = step_seconds(self.config, micro_batch)
-        batch_size, length = self.config.inner.batch_size, self.config.data.sequence_length
+        config = self.config
+        machine = inspect_machine(config.train.device, config.train.threads)
+        need, micro_batch = fit_to_machine(config, machine)
+        step_s = self.figures["step_s"] = step_seconds(config, micro_batch)
+        batch_size = config.inner.batch_size
+        tokens_per_s = batch_size * config.data.sequence_length / step_s
         free = machine.main_bytes if machine.shared else machine.device_bytes
         text = (
-            f"{self.config.model.name}, {need.parameters / 1e6:.4g}M parameters, on {machine.name}:"
+            f"{config.model.name}, {need.parameters / 1e6:.4g}M parameters, on {machine.name}:"
             f" {need.device_bytes / GIB:.2f} GiB to train, {need.main_bytes / GIB:.2f} GiB to take"
             f" part, {free / GIB:.1f} GiB free; {step_s:.3g} s per inner step,"
-            f" {batch_size * length / step_s:.4g} tokens/s"
+            f" {tokens_per_s:.4g} tokens/s; a batch of {batch_size}"
         )
         if micro_batch < batch_size:
-            return "warning", f"{text}; a batch of {batch_size} in parts of {micro_batch}"
-        return "ok", f"{text}; a batch of {batch_size} at once"
+            return "warning", f"{text} in parts of {micro_batch}"
+        return "ok", f"{text} at once"
 
     def _disk(self) -> tuple[str, ...]:
-        import shutil
-
         from diloco.train.machine import parameters_of
 
-        place = self.config.run.dir.absolute()
-        while not place.exists():
-            place = place.parent
-        free = shutil.disk_usage(place).free
-        needed = (self.config.checkpoint.keep + 1) * CHECKPOINT_BYTES * parameters_of(
-            self.config.model
-        ) + 1e8
-        text = (
-            f"{free / GIB:.1f} GiB free in {place}, {needed / GIB:.2f} GiB needed for checkpoints"
-            " and the model"
-        )
+        run_dir = self.config.run.dir.absolute()
+        place = next(one for one in (run_dir, *run_dir.parents) if one.exists())
+        free, copies = shutil.disk_usage(place).free, self.config.checkpoint.keep + 1
+        needed = copies * CHECKPOINT_BYTES * parameters_of(self.config.model) + 1e8
+        need = f"{needed / GIB:.2f} GiB needed for checkpoints and the model"
+        text = f"{free / GIB:.1f} GiB free in {place}, {need}"
         if free < needed:
             return "failed", text, "free some space, or choose another place with run.dir=DIRECTORY"
         return "ok", text
@@ -271,24 +248,15 @@ class Doctor:
         from diloco.config.address import reachability
         from diloco.swarm.client.ask import try_to_listen
 
-        swarm, seeds = self.config.swarm, self._seeds() if self._found is not None else ()
-        gate, identity = self._gate(), self.directory.identity
+        swarm, peers = self.config.swarm, self._peers() if self._found is not None else ()
         addresses, reachable, advice = try_to_listen(
-            seeds, swarm.listen, swarm.announce, gate, identity
+            peers, swarm.listen, swarm.announce, self._gate(), self.directory.identity
         )
-        best = addresses[0].rpartition("/p2p/")[0]
-        if not seeds:
-            return (
-                "ok",
-                (
-                    f"{', '.join(swarm.listen)} can be listened on, for example as {best}"
-                    f" ({reachability(best)})"
-                ),
-            )
+        best, listen = addresses[0].rpartition("/p2p/")[0], ", ".join(swarm.listen)
+        if not peers:
+            where = f"for example as {best} ({reachability(best)})"
+            return "ok", f"{listen} can be listened on, {where}"
         if reachable:
             return "ok", f"a peer called back {best}; no relay is needed"
-        text = (
-            "others cannot call this peer: it trains over its own connections and holds no"
-            " fragments"
-        )
-        return "warning", text, advice
+        hidden = "it trains over its own connections and holds no fragments"
+        return "warning", f"others cannot call this peer: {hidden}", advice

@@ -1,9 +1,7 @@
 """`diloco join`: from an address to a peer that trains.
 
-1. connect: call the addresses, and if no peer answers, the addresses that this user's peers
-   remember of the run.
-2. manifest: fetch the run's settings, check wire version and clock; import torch's slower half
-   meanwhile.
+1. connect: call the addresses, and if no peer answers, those that this user's peers remember.
+2. manifest: fetch the run's settings, check wire version and clock; import the rest meanwhile.
 3. machine: choose device and threads, and the part of a batch that fits its memory. Then ask, if
    the run needs more than this package.
 4. data, state, first contribution: as any peer, by `diloco.train.run`; then its live table.
@@ -26,23 +24,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diloco.cli.options import Command, Options, configured, guest, keys, split_address
+from diloco.cli.options import Command, Options, configured, guest, split_address
 from diloco.errors import ConfigError, SwarmError
 from diloco.text import counted, human_bytes, human_count, plain
 
 if TYPE_CHECKING:
-    from diloco.cli.table import LiveView
     from diloco.config import Config
     from diloco.config.address import Address
+    from diloco.dashboard.live import LiveView
     from diloco.rundir.reporting import Listener
     from diloco.swarm.client.ask import SwarmInfo
 
 
 @click.command(cls=Command)
 @click.argument("address", required=False)
-@click.option(
-    "--yes", is_flag=True, help="Join also if the run needs more than this package; for scripts."
-)
+@click.option("--yes", is_flag=True, help="Agree to what the run needs; for scripts.")
 @configured
 def join(address: str | None, yes: bool, options: Options) -> int:
     """Join a swarm as a volunteer.
@@ -63,43 +59,36 @@ def join(address: str | None, yes: bool, options: Options) -> int:
     if address is None or split_address(address, options)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
     found, given = guest(address, options)
-    config, typed = options.compose(given), keys(options)
+    config = options.compose(given)
     from rich.console import Console
 
-    from diloco.cli.table import LiveView, hear_warnings
+    from diloco.dashboard.live import LiveView, print_warnings
     from diloco.swarm.client.watch import stub_hivemind_packages
 
-    hear_warnings()
+    print_warnings()
     console = Console()
-    rank, ranks = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))
-    )
     view = LiveView(console, [], None, "")
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         with ExitStack() as stack:
             stub_hivemind_packages(["hivemind"])
             if rank == 0:
                 stack.enter_context(view)
-                config = _prepare(config, found, typed, yes, ranks, view, stack)
+                config = _prepare(config, found, options.keys, yes, ranks, view, stack)
             if ranks > 1:
-                config = _of_rank_0(config, rank)
+                config = _from_rank_0(config, rank)
             from diloco.train.run import run
 
             if rank > 0:
                 return run(config, lambda message: None).exit
-            view.title = (
-                f"{config.run.id}: {config.model.name} on {config.data.source}, as peer"
-                f" {config.run.name}"
-            )
+            what = f"{config.model.name} on {config.data.source}"
+            view.title = f"{config.run.id}: {what}, as peer {config.run.name}"
             summary = run(config, _shown(view))
     except KeyboardInterrupt:  # from here on the training loop listens for it
         console.print("stopped before this peer took part", highlight=False)
         return 0
-    result, tokens = summary.result(), human_count(summary.peers[0].tokens)
-    console.print(
-        f"{config.run.id}: {result}, {tokens} tokens from this peer; {config.run.dir}",
-        highlight=False,
-    )
+    done = f"{summary.result()}, {human_count(summary.peers[0].tokens)} tokens from this peer"
+    console.print(f"{config.run.id}: {done}; {config.run.dir}", highlight=False)
     return summary.exit
 
 
@@ -114,19 +103,17 @@ def _shown(view: LiveView) -> Listener:
         if isinstance(message, Ready) and not message.advice:
             return  # a guest need not invite others
         if isinstance(message, Stage):
-            done = "received" if message.stage == "state" else "tokenised"
-            is_told = message.stage == "state" or message.wanted
-            view.stage(message.stage, f"{human_bytes(message.received)} {done}" if is_told else "")
-        elif (
-            isinstance(message, PeerStatus)
-            and not arrived
-            and message.state not in ("", "starting", "waiting")
-        ):
-            lost, discarded = (message.discarded or 0) > discarded, message.discarded or 0
-            arrived = message.exchanged and not lost
-            view.stage("first contribution", f"in outer step {message.version}" if arrived else "")
-            if arrived:
-                view.stage("")
+            is_state = message.stage == "state"
+            done = f"{human_bytes(message.received)} {'received' if is_state else 'tokenised'}"
+            view.stage(message.stage, done if is_state or message.wanted else "")
+        elif isinstance(message, PeerStatus) and not arrived:
+            if message.state not in ("", "starting", "waiting"):
+                lost, discarded = (message.discarded or 0) > discarded, message.discarded or 0
+                arrived = message.exchanged and not lost
+                step = f"in outer step {message.version}"
+                view.stage("first contribution", step if arrived else "")
+                if arrived:
+                    view.stage("")
         view.update(message)
 
     return listen
@@ -153,31 +140,28 @@ def _prepare(
     imports = threading.Thread(target=_import_the_rest, daemon=True)
     imports.start()
     found = _find(config, address, directory.identity, view)
-    manifest = parse_manifest(found.manifest_text)
-    warning = check_clock(found)
-    seeds = found.addresses or list(address.peers)
+    manifest, warning = parse_manifest(found.manifest_text), check_clock(found)
     volunteer.remember_addresses(manifest, found.addresses)
     on = f"{manifest.model.name} on {manifest.data.source}, {manifest.outer.method}"
     view.stage("manifest", f"{manifest.run.id}: {on}")
-    config = volunteer.volunteer_config(config, manifest, typed, directory, seeds)
+    peers = found.addresses or list(address.peers)
+    config = volunteer.volunteer_config(config, manifest, typed, directory, peers)
     view.stage("machine", "loading libraries")
     imports.join()  # transformers cannot be imported by two threads at a time
     machine = inspect_machine(config.train.device, config.train.threads)
     need, micro_batch = volunteer.fit_to_machine(config, machine, len(found.peers) + 1, ranks)
-    if ranks == 1:
-        config = volunteer.with_settings(config, {"train.threads": machine.threads})
     name = machine.name if ranks == 1 else f"{ranks} x {machine.name}"
+    if ranks == 1:
+        config, name = (
+            volunteer.with_settings(config, {"train.threads": machine.threads}),
+            machine.name,
+        )
     batch_size = config.inner.batch_size
-    parts = f" in parts of {micro_batch}" if micro_batch * ranks < batch_size else ""
-    second = (
-        f", peer {directory.number + 1} of this machine (the first one runs)"
-        if directory.number
-        else ""
-    )
-    view.stage(
-        "machine",
-        f"{name}, {counted(machine.threads, 'thread')}, batch of {batch_size}{parts}{second}",
-    )
+    text = f"{name}, {counted(machine.threads, 'thread')}, batch of {batch_size}"
+    text += f" in parts of {micro_batch}" if micro_batch * ranks < batch_size else ""
+    if directory.number:
+        text += f", peer {directory.number + 1} of this machine (the first one runs)"
+    view.stage("machine", text)
     if warning is not None:
         click.echo(f"diloco: warning: {warning}", err=True)
     used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
@@ -185,15 +169,10 @@ def _prepare(
         _ask(config, _terms(config, need.parameters, used_bytes, name), yes)
     volunteer.move_aside(config)
     gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
-    return fetch(
-        config,
-        found.addresses or config.swarm.initial_peers,
-        gate,
-        Path(config.swarm.identity_path or ""),
-    )
+    return fetch(config, config.swarm.initial_peers, gate, directory.identity)
 
 
-def _of_rank_0(config: Config, rank: int) -> Config:
+def _from_rank_0(config: Config, rank: int) -> Config:
     """Rank 0's configuration, on every rank of a torchrun job."""
     from diloco.attach.ranks import said_by_rank_0
 
@@ -207,8 +186,7 @@ def _of_rank_0(config: Config, rank: int) -> Config:
 
 
 def _ask(config: Config, terms: list[str], yes: bool) -> None:
-    """Shows what will be fetched, trained and sent, and asks, if the run needs anything from
-    outside this package.
+    """Shows the terms and asks, if the run needs anything from outside this package.
 
     Raises `ConfigError` if there is nobody to ask, or if the answer is no.
     """
@@ -232,83 +210,65 @@ def _terms(config: Config, parameters: int, memory_bytes: float, device: str) ->
     """What a volunteer has to know, in lines."""
     from diloco.config.manifest import sources_of
 
-    manifest, own = (
-        config.manifest(),
-        [*(config.data.path or ()), *chain(*config.data.paths.values())],
-    )
-    needed = {
-        source.what: (
-            f"{source.name} at {source.revision[:12]}, published by {source.name.partition('/')[0]}"
-            if source.name is not None and source.revision is not None
-            else f"a {source.what} of whoever started the run"
-        )
-        for source in sources_of(manifest)
-    }
-    key = manifest.run.key
-    owner = (
-        f"its owner has key {key[:16]}"
-        if key
-        else "anybody may have started it, and anybody may join"
-    )
+    manifest = config.manifest()
+    own = ", ".join([*(config.data.path or ()), *chain(*config.data.paths.values())])
+    needed = {}
+    for source in sources_of(manifest):
+        text = f"a {source.what} of whoever started the run"
+        if source.name is not None and source.revision is not None:
+            owner = source.name.partition("/")[0]
+            text = f"{source.name} at {source.revision[:12]}, published by {owner}"
+        needed[source.what] = text
+    owner = "anybody may have started it, and anybody may join"
+    if manifest.run.key:
+        owner = f"its owner has key {manifest.run.key[:16]}"
     model = needed.get("model", f"{manifest.model.name}, random weights")
-    weights = (
-        ", whose weights come from the run's peers" if manifest.model.weights is not None else ""
-    )
-    files = ", whose files come from the run's peers" if manifest.data.tokenizer_files else ""
-    data = (
-        f"YOUR files: {', '.join(own)}"
-        if own
-        else needed.get("data", "the standard library of Python")
-    )
+    model += f", {human_count(parameters)} parameters"
+    if manifest.model.weights is not None:
+        model += ", whose weights come from the run's peers"
+    tokenizer = needed.get("tokenizer", "bytes")
+    if manifest.data.tokenizer_files:
+        tokenizer += ", whose files come from the run's peers"
+    data = f"YOUR files: {own}" if own else needed.get("data", "the standard library of Python")
+    here = f"trains on {device}, in some {human_bytes(memory_bytes)} of memory"
     return [
         f"run        {manifest.run.id}: {owner}",
-        f"model      {model}, {human_count(parameters)} parameters{weights}",
+        f"model      {model}",
         f"data       {data}",
-        f"tokenizer  {needed.get('tokenizer', 'bytes')}{files}",
-        (
-            f"here       trains on {device}, in some {human_bytes(memory_bytes)} of memory; writes"
-            f" to {config.run.dir}"
-        ),
+        f"tokenizer  {tokenizer}",
+        f"here       {here}; writes to {config.run.dir}",
         "sends      what it learns: parts of the text that it trained on can be read out of that",
     ]
 
 
 def _find(config: Config, address: Address, identity: Path, view: LiveView) -> SwarmInfo:
-    """The swarm at the address, or if nobody answers there at addresses where peers of this user
-    found it before."""
+    """The swarm at the address, or at addresses where peers of this user found it before."""
     from diloco.cli.volunteer import known_addresses
     from diloco.swarm.client.ask import inspect_swarm
     from diloco.swarm.wire.gate import observer_gate
 
     gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
     peers = address.peers
-    view.stage(
-        "connect", f"calling {len(peers)} peers" if len(peers) > 1 else f"calling {peers[0]}"
-    )
+    view.stage("connect", f"calling {f'{len(peers)} peers' if len(peers) > 1 else peers[0]}")
     try:
         found = inspect_swarm(peers, identity, gate=gate)
     except SwarmError as error:
         others = known_addresses(peers)
         if "cannot be reached" not in str(error) or not others:
             raise
-        view.stage(
-            "connect",
-            f"nobody answers there; calling {len(others)} more that were in this run before",
-        )
+        more = f"{len(others)} more that were in this run before"
+        view.stage("connect", f"nobody answers there; calling {more}")
         try:
             found = inspect_swarm(others, identity, gate=gate)
         except SwarmError:
-            raise SwarmError(
-                f"{error}; {len(others)} more that were in this run before do not answer either"
-            ) from None
+            raise SwarmError(f"{error}; {more} do not answer either") from None
     silent = "".join(f"; {one}: {why}" for one, why in found.silent.items())
     view.stage("connect", f"{counted(len(found.peers), 'peer')} reached{silent}")
     return found
 
 
 def _import_the_rest() -> None:
-    """Imports what training needs, while the swarm is asked; training raises whatever fails
-    here."""
+    """Imports what training needs; training raises whatever fails here."""
     with suppress(Exception):
         importlib.import_module("diloco.train.run")
         library = importlib.import_module("diloco.model.files").transformers()

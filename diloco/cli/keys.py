@@ -1,5 +1,4 @@
-"""`diloco keygen`, `invite`, `revoke`: the owner of a closed run decides which peers may take
-part."""
+"""`diloco keygen`, `invite`, `revoke`: the owner of a closed run decides which peers take part."""
 
 from __future__ import annotations
 
@@ -19,6 +18,10 @@ if TYPE_CHECKING:
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 LONGEST_S = 10 * 366 * 86400
+ROLES = click.Choice(["worker", "host", "observer"])
+ROLE = "worker: all; host: makes versions, contributes nothing; observer: looks on."
+BIND = "Only this peer can use it.  [default: the first that does]"
+OUT = "Write it to this new file, which only you can read."
 
 
 @click.command()
@@ -36,37 +39,24 @@ def keygen(file: Path) -> int:
     from diloco.admission import RunKey
 
     click.echo(RunKey.create(file).public.hex())
-    click.echo(
-        f"{file}: keep it; whoever has it can invite and revoke. It starts a closed run with"
-        f" swarm.key_path={file}",
-        err=True,
-    )
+    secret = f"{file}: keep it; whoever has it can invite and revoke"
+    click.echo(f"{secret}. It starts a closed run with swarm.key_path={file}", err=True)
     return 0
 
 
 def _owner(function: Function) -> Function:
     """Adds what every command of a run's owner has."""
     key = click.option("--key", required=True, type=PATH, help="File with the run's private key.")
-    return click.option("--run", required=True, metavar="RUN_ID", help="run.id of the run.")(
-        key(function)
-    )
+    run = click.option("--run", required=True, metavar="RUN_ID", help="run.id of the run.")
+    return run(key(function))
 
 
 @click.command()
 @_owner
 @click.option("--expires", default="7d", metavar="TIME", help="30m, 12h, 7d, 2w.")
-@click.option(
-    "--role",
-    type=click.Choice(["worker", "host", "observer"]),
-    default="worker",
-    help="worker: all; host: makes versions, contributes nothing; observer: looks on.",
-)
-@click.option(
-    "--bind", metavar="PEER_ID", help="Only this peer can use it.  [default: the first that does]"
-)
-@click.option(
-    "--out", type=PATH, metavar="FILE", help="Write it to this new file, which only you can read."
-)
+@click.option("--role", type=ROLES, default="worker", help=ROLE)
+@click.option("--bind", metavar="PEER_ID", help=BIND)
+@click.option("--out", type=PATH, metavar="FILE", help=OUT)
 @click.argument("address", required=False)
 def invite(
     key: Path,
@@ -93,19 +83,17 @@ def invite(
 
     expires_at = int(time.time()) + seconds_of(expires)
     token = issue(RunKey.read(key, "--key"), run, role, expires_at, bind or "")
-    text = token.to_text()
-    link = text if address is None else str(Address(Address.read(address).resolved().peers, text))
+    text, joins = token.to_text(), "diloco join ADDRESS swarm.token="
+    if address is not None:
+        text, joins = str(Address(Address.read(address).resolved().peers, text)), "diloco join "
     if out is None:
-        click.echo(link)
+        click.echo(text)
     else:
-        write_private(out, f"{link}\n".encode(), f"--out={out}")
+        write_private(out, f"{text}\n".encode(), f"--out={out}")
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires_at))
-    whom = "the first peer that uses it" if role != "observer" else "whoever has it"
-    click.echo(
-        f"token {token.grant.token_id}: {role} of {run} until {until}, for {bind or whom}", err=True
-    )
-    joins = "diloco join ADDRESS swarm.token=" if address is None else "diloco join "
-    file = "FILE" if out is None else str(out)
+    whom = bind or ("whoever has it" if role == "observer" else "the first peer that uses it")
+    click.echo(f"token {token.grant.token_id}: {role} of {run} until {until}, for {whom}", err=True)
+    file = out or "FILE"
     typed = f"{joins}@{file} (chmod 600 {file}), or {joins}- and paste it"
     click.echo(f"it is a secret, and other users see what is typed: {typed}", err=True)
     return 0
@@ -127,13 +115,17 @@ def revoke(key: Path, run: str, what: tuple[str, ...]) -> int:
     from diloco.admission import Revoked, RunKey
     from diloco.config.address import Address
 
-    address = what[0] if len(what) > 1 and what[0].startswith(("/", "@", "diloco:", "-")) else None
-    what = what if address is None else what[1:]
+    peers: tuple[str, ...] = ()
     owner = RunKey.read(key, "--key")
-    peers = () if address is None else Address.read(address).peers
-    token_ids = {found for one in what if (found := _token_id(one)) is not None}
-    peer_ids = {one for one in what if _token_id(one) is None}
-    revoked = Revoked.remembered(owner, key, run).extended(owner, run, token_ids, peer_ids)
+    if len(what) > 1 and what[0].startswith(("/", "@", "diloco:", "-")):
+        peers, what = Address.read(what[0]).peers, what[1:]
+    token_ids = {one: _token_id(one) for one in what}
+    revoked = Revoked.remembered(owner, key, run).extended(
+        owner,
+        run,
+        {found for found in token_ids.values() if found is not None},
+        {one for one, found in token_ids.items() if found is None},
+    )
     revoked.remember(key, run)  # before anybody is called
     if peers:
         import asyncio
@@ -144,31 +136,25 @@ def revoke(key: Path, run: str, what: tuple[str, ...]) -> int:
         try:
             revoked = asyncio.run(spread(peers, observer_gate(run, None, str(key)), owner, revoked))
         except SwarmError as error:
+            kept = f"list {revoked.number} is kept beside {key}"
             raise SwarmError(
-                f"{error}; list {revoked.number} is kept beside {key}, and peers that start with"
-                " that key have it"
+                f"{error}; {kept}, and peers that start with that key have it"
             ) from None
         revoked.remember(key, run)
-    listed = (
-        f"{counted(len(revoked.token_ids), 'token')} and {counted(len(revoked.peer_ids), 'peer')}"
-        f" revoked in {run}"
-    )
-    click.echo(
-        f"{listed} (list {revoked.number})"
-        + ("" if peers else f"; peers that start with {key} have it")
-    )
+    tokens = counted(len(revoked.token_ids), "token")
+    listed = f"{tokens} and {counted(len(revoked.peer_ids), 'peer')} revoked in {run}"
+    later = "" if peers else f"; peers that start with {key} have it"
+    click.echo(f"{listed} (list {revoked.number}){later}")
     return 0
 
 
 def seconds_of(duration: str) -> int:
-    """`7d`, `12h`, `30m` or `2w` in seconds; `ConfigError` for anything else, or for more than ten
-    years."""
+    """`7d`, `12h`, `30m` or `2w` in seconds; `ConfigError` else, and for more than ten years."""
     match = re.fullmatch(r"(\d{1,6})([mhdw])", duration)
     seconds = 0 if match is None else int(match[1]) * UNITS_S[match[2]]
     if not 0 < seconds <= LONGEST_S:
-        raise ConfigError(
-            f"--expires={duration} is no duration; expected one such as 30m, 12h, 7d or 2w"
-        )
+        example = "expected one such as 30m, 12h, 7d or 2w"
+        raise ConfigError(f"--expires={duration} is no duration; {example}")
     return seconds
 
 
@@ -184,7 +170,5 @@ def _token_id(what: str) -> str | None:
     try:
         return Token.read(what.rpartition("?token=")[2]).grant.token_id
     except ConfigError:
-        raise ConfigError(
-            f"{show(what)} is neither a token id (16 hexadecimal digits, as diloco invite prints"
-            " it) nor a peer id"
-        ) from None
+        token_id = "a token id (16 hexadecimal digits, as diloco invite prints it)"
+        raise ConfigError(f"{show(what)} is neither {token_id} nor a peer id") from None

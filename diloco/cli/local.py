@@ -1,12 +1,8 @@
-"""`diloco local`: several peers on this machine, each a process of its own, over the real network
-stack.
+"""`diloco local`: several peers on this machine, each a process, over the real network stack.
 
-1. Every peer is `python -m diloco.train` with the same configuration and a name, a shard and a log
-   of its own.
-2. The first starts the swarm and writes its address into the run directory, where the others wait
-   for it.
-3. Their JSON lines become the live table; their summaries become summary.json.
-4. They take the accelerators of this machine in turn.
+Every peer is `python -m diloco.train` with the same configuration and a name, a shard and a log of
+its own. The first starts the swarm and writes its address into the run directory, where the others
+wait for it. Their JSON lines become the live table; their summaries become summary.json.
 
 The first Ctrl+C makes each peer leave cleanly, or kills it if it is not ready and has nothing to
 lose; the second kills all. A peer's standard input is a pipe from here: if this process is killed,
@@ -28,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
@@ -39,8 +35,8 @@ from diloco.errors import DilocoError, SwarmError, UnsavedError, on_signals
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from diloco.cli.table import LiveView
     from diloco.config import Config
+    from diloco.dashboard.live import LiveView
     from diloco.rundir.reporting import Report
     from diloco.rundir.summary import Summary
 
@@ -66,7 +62,7 @@ def local(options: Options) -> int:
 
 
 def run(config: Config) -> int:
-    """Start the peers, show them, gather what they leave; returns the exit code."""
+    """Starts the peers, shows them, gathers what they leave; returns the exit code."""
     from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory
 
     prepare_run_directory(config.run.dir)
@@ -81,105 +77,88 @@ def run(config: Config) -> int:
 def _run(config: Config) -> int:
     from rich.console import Console
 
-    from diloco.cli.table import LiveView, say_who_can_join
+    from diloco.dashboard.live import LiveView, print_who_can_join
     from diloco.rundir.files import write_atomic
 
-    began_at = time.monotonic()
-    (config.run.dir / "address").unlink(missing_ok=True)
-    base = config.run.dir / "config.yaml"
+    began_at, run_dir = time.monotonic(), config.run.dir
+    (run_dir / "address").unlink(missing_ok=True)
+    base = run_dir / "config.yaml"
     write_atomic(base, config.to_yaml())
     names = [f"p{index}" for index in range(config.local.peers)]
-    title = (
-        f"{config.run.id}: {len(names)} peers, {config.model.name} on {config.data.source},"
-        f" {config.outer.method}"
-    )
+    what = f"{config.model.name} on {config.data.source}, {config.outer.method}"
     console = Console()
-    say_who_can_join(console, config)
-    words: Words = queue.Queue()
+    print_who_can_join(console, config)
+    messages: Said = queue.Queue()
     with contextlib.ExitStack() as stack:
-        children: list[Child] = []
+        peers: list[PeerProcess] = []
         # first, or a peer would miss an early Ctrl+C
-        stop = stack.enter_context(_forwarding(children))
-        for index in range(len(names)):
+        stop = stack.enter_context(_forwarding(peers))
+        for index, name in enumerate(names):
             arguments, environment = _peer(config, base, index, names)
-            log = config.run.dir / "logs" / f"{names[index]}.log"
-            children.append(
-                stack.enter_context(_started(names[index], arguments, log, environment, words))
-            )
+            log = run_dir / "logs" / f"{name}.log"
+            process = _started(name, arguments, log, environment, messages)
+            peers.append(stack.enter_context(process))
             if stop:
-                children[-1].stop()
+                peers[-1].stop()
                 break
+        title = f"{config.run.id}: {len(names)} peers, {what}"
         with LiveView(console, names, config.budget.outer_steps, title) as view:
-            culprit = _follow(children, words, view, stop)
-        return _conclude(
-            config, children, culprit, bool(stop), time.monotonic() - began_at, console
-        )
+            culprit = _follow(peers, messages, view, stop)
+        # Ctrl+C while a peer still starts has nothing to lose.
+        failed = (one for one in peers if one.has_failed() and (one.ready or not stop))
+        culprit = culprit or next(failed, None)
+        summaries = [one.summary for one in peers if one.summary is not None]
+        if not summaries and culprit is None and not stop:
+            again = f"run the same command again to go on from {run_dir}/checkpoints"
+            raise SwarmError(f"every peer was killed; {again}")
+        error = None if culprit is None else culprit.error()
+        if any(summary.outer_steps for summary in summaries):
+            summary = _gather(config, summaries, time.monotonic() - began_at, error)
+            _print_result(config, summary, bool(stop), console)
+        elif error is None:
+            console.print("stopped before the first outer step", highlight=False)
+    if error is not None:
+        raise error
+    return 0
 
 
-def _conclude(
-    config: Config,
-    children: list[Child],
-    culprit: Child | None,
-    stopped: bool,
-    wall_s: float,
-    console: Console,
-) -> int:
+def _gather(
+    config: Config, summaries: Sequence[Summary], wall_s: float, error: DilocoError | None
+) -> Summary:
+    """Writes what the peers leave together: summary.json, contributions.csv and loss.png."""
     from diloco.rundir.plot import plot_losses
     from diloco.rundir.summary import merge_peer_summaries, write_contributions, write_summary
 
     run_dir = config.run.dir
-    summaries = [child.summary for child in children if child.summary is not None]
-    # Ctrl+C while a peer still starts has nothing to lose.
-    failed = (
-        c
-        for c in children
-        if c.process.returncode > 0 and c.summary is None and (c.ready or not stopped)
+    summary = merge_peer_summaries(
+        summaries,
+        run_id=config.run.id,
+        manifest_hash=config.manifest().hash(),
+        mode=config.outer.method,
+        wall_s=wall_s,
+        exit=0 if error is None else error.exit_code,
     )
-    complaint = culprit or next(failed, None)
-    code = 0 if complaint is None else complaint.error().exit_code
-    if not summaries and complaint is None and not stopped:
-        raise SwarmError(
-            f"every peer was killed; run the same command again to go on from {run_dir}/checkpoints"
-        )
-    if any(summary.outer_steps for summary in summaries):
-        run_id, manifest_hash, mode = config.run.id, config.manifest().hash(), config.outer.method
-        summary = merge_peer_summaries(
-            summaries,
-            run_id=run_id,
-            manifest_hash=manifest_hash,
-            mode=mode,
-            wall_s=wall_s,
-            exit=code,
-        )
-        write_summary(run_dir / "summary.json", summary)
-        if summary.contributions:
-            write_contributions(run_dir / "contributions.csv", summary.contributions)
-        plot_losses(
-            run_dir / "metrics.jsonl", run_dir / "loss.png", f"{config.run.id}: {config.model.name}"
-        )
-        _tell_result(config, summary, stopped, console)
-    elif complaint is None:
-        console.print("stopped before the first outer step", highlight=False)
-    if complaint is not None:
-        raise complaint.error()
-    return code
+    write_summary(run_dir / "summary.json", summary)
+    if summary.contributions:
+        write_contributions(run_dir / "contributions.csv", summary.contributions)
+    title = f"{config.run.id}: {config.model.name}"
+    plot_losses(run_dir / "metrics.jsonl", run_dir / "loss.png", title)
+    return summary
 
 
-def _tell_result(config: Config, summary: Summary, stopped: bool, console: Console) -> None:
+def _print_result(config: Config, summary: Summary, stopped: bool, console: Console) -> None:
     digests = {peer.anchor_digest for peer in summary.peers}
-    same = (
-        "equal anchors on all peers" if len(digests) == 1 else f"{len(digests)} different anchors"
-    )
+    state = "equal anchors on all peers"
     if config.outer.method == "data_parallel":
-        same = "data parallel"
+        state = "data parallel"
     elif stopped:
-        same = "every peer's checkpoint written"
-    result = f"{summary.result(config.budget.outer_steps)}, {same}, {summary.wall_s:.0f} s"
+        state = "every peer's checkpoint written"
+    elif len(digests) > 1:
+        state = f"{len(digests)} different anchors"
+    result = f"{summary.result(config.budget.outer_steps)}, {state}, {summary.wall_s:.0f} s"
+    files = "summary.json, loss.png" if stopped else "summary.json, loss.png, model/"
     console.print(f"{'stopped at ' if stopped else ''}{result}", highlight=False)
-    console.print(
-        f"{config.run.dir}: summary.json, loss.png" + ("" if stopped else ", model/"),
-        highlight=False,
-    )
+    console.print(f"{config.run.dir}: {files}", highlight=False)
     if stopped:
         console.print("run the same command again to go on", highlight=False)
 
@@ -188,9 +167,9 @@ def _peer(
     config: Config, base: Path, index: int, names: list[str]
 ) -> tuple[list[str], dict[str, str]]:
     """What python is given to start a peer, and variables of its environment."""
-    name, count = names[index], len(names)
+    count = len(names)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // count)
-    overrides = [f"run.name={name}", "run.report=true", f"run.lead={str(index == 0).lower()}"]
+    overrides = [f"run.name={names[index]}", "run.report=true", f"run.lead={index == 0}".lower()]
     overrides += [f"data.shard={index}", f"data.shards={count}", f"train.threads={threads}"]
     if config.local.step_delay_s:
         overrides.append(f"train.step_delay_s={config.local.step_delay_s[index]}")
@@ -198,11 +177,8 @@ def _peer(
     if config.outer.method == "data_parallel":
         # By these torch.distributed's processes find each other; torchrun would set the same.
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port())}
-        environment |= {
-            "RANK": str(index),
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-        }
+        size = str(count)
+        environment |= {"RANK": str(index), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         overrides += _shared_device(config, index, count)
     else:
         overrides.append(f"swarm.min_peers={max(config.swarm.min_peers, count)}")
@@ -212,8 +188,7 @@ def _peer(
 
 
 def _shared_device(config: Config, index: int, count: int) -> list[str]:
-    """In data parallel, which device a process takes where there are fewer devices than
-    processes."""
+    """In data parallel, the device of a process where there are fewer devices than processes."""
     if config.train.device == "cpu" or ":" in config.train.device:
         return []
     # torch takes seconds, and only this needs it
@@ -231,11 +206,11 @@ def _port() -> int:
         return int(probe.getsockname()[1])
 
 
-# -- processes -------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 @dataclass
-class Child:
+class PeerProcess:
     """One peer process and what it said."""
 
     name: str
@@ -243,46 +218,46 @@ class Child:
     log: Path
     log_start: int  # bytes that earlier sessions wrote
     ready: bool = False
-    # it or another one trains: ranks of data parallel say nothing of themselves
-    begun: bool = False
+    begun: bool = False  # one of them trains: ranks of data parallel say nothing of themselves
     summary: Summary | None = None
 
     def stop(self) -> None:
-        """Make it leave, or end it at once if it is not ready: then it may wait for others, and
-        hears no signal."""
+        """Makes it leave, or kills it if it is not ready: then it waits, and hears no signal."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT if self.ready or self.begun else signal.SIGKILL)
 
-    def complaint(self) -> str | None:
-        """The one-line error that the peer ended with."""
+    def has_failed(self) -> bool:
+        """Whether it ended by itself with an error, and without a summary."""
+        return self.process.returncode > 0 and self.summary is None
+
+    def last_words(self) -> str | None:
+        """The signal that killed it, or the one-line error that it ended with."""
+        if (code := self.process.returncode) < 0:
+            return signal.Signals(-code).name
         lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
-        found = [line for line in lines if line.startswith("diloco: error: ")]
-        return (
-            found[-1].removeprefix("diloco: error: ") if found else (lines[-1] if lines else None)
-        )
+        begin = "diloco: error: "
+        errors = [line.removeprefix(begin) for line in lines if line.startswith(begin)]
+        return next(reversed(errors or lines), None)
 
     def error(self) -> DilocoError:
-        """That error, with the exit code; of one that was killed, which says nothing itself, what
-        happened."""
-        if (code := self.process.returncode) < 0:
-            name = signal.Signals(-code).name
-            return SwarmError(
-                f"{self.name} was killed ({name}) before training began; out of memory?"
-                " local.peers=N"
-            )
-        error = DilocoError(f"{self.name}: {self.complaint()} (log: {self.log})")
-        error.exit_code = code
+        """What it ended with, with the exit code."""
+        words = self.last_words()
+        if self.process.returncode < 0:
+            killed = f"{self.name} was killed ({words}) before training began"
+            return SwarmError(f"{killed}; out of memory? local.peers=N")
+        error = DilocoError(f"{self.name}: {words} (log: {self.log})")
+        error.exit_code = self.process.returncode
         return error
 
 
-Words: TypeAlias = "queue.Queue[tuple[Child, Report | None]]"
-"""What the peers say, in the order in which they say it; None when one has ended."""
+# What the peers say, in the order in which they say it; None when one has ended.
+Said: TypeAlias = "queue.Queue[tuple[PeerProcess, Report | None]]"
 
 
 @contextlib.contextmanager
 def _started(
-    name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], words: Words
-) -> Iterator[Child]:
+    name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], said: Said
+) -> Iterator[PeerProcess]:
     """Starts `python ARGUMENTS`, one peer, which never outlives this context."""
     log.parent.mkdir(exist_ok=True)
     with log.open("a", encoding="utf-8") as errors:
@@ -294,88 +269,84 @@ def _started(
             stderr=errors,
             encoding="utf-8",
             env={**os.environ, **environment},
-            # Ctrl+C in the terminal reaches this process only, which passes it on once
-            start_new_session=True,
+            start_new_session=True,  # Ctrl+C reaches this process only, which passes it on once
         )
-    child = Child(name, process, log, log_start)
-    assert process.stdout is not None
-    listening = threading.Thread(target=_listen, args=(child, process.stdout, words), daemon=True)
+    peer = PeerProcess(name, process, log, log_start)
+    listening = threading.Thread(target=_listen, args=(peer, said), daemon=True)
     listening.start()
-    threading.Thread(target=_wait, args=(child, listening, words), daemon=True).start()
+    threading.Thread(target=_wait, args=(peer, listening, said), daemon=True).start()
     try:
-        yield child
+        yield peer
     finally:
         if process.poll() is None:
             process.kill()
         process.wait()
 
 
-def _listen(child: Child, output: IO[str], words: Words) -> None:
+def _listen(peer: PeerProcess, said: Said) -> None:
     from diloco.rundir.reporting import read_report
 
-    for line in output:
+    assert peer.process.stdout is not None
+    for line in peer.process.stdout:
         if (message := read_report(line)) is not None:
-            words.put((child, message))
+            said.put((peer, message))
 
 
-def _wait(child: Child, listening: threading.Thread, words: Words) -> None:
-    """Say that a peer has ended; what it has started may outlive it, and keep its output open."""
-    child.process.wait()
+def _wait(peer: PeerProcess, listening: threading.Thread, said: Said) -> None:
+    """Tells that a peer has ended; what it has started may outlive it, and keep its output open."""
+    peer.process.wait()
     listening.join(LINGERING_S)
-    words.put((child, None))
+    said.put((peer, None))
 
 
 def _follow(
-    children: list[Child], words: Words, view: LiveView, stop: Sequence[int]
-) -> Child | None:
-    """Show what the peers say until all have ended.
+    peers: list[PeerProcess], said: Said, view: LiveView, stop: Sequence[int]
+) -> PeerProcess | None:
+    """Shows what the peers say until all have ended.
 
     A peer that fails or is killed before any trains ends the others, which would wait for it; it is
     returned.
     """
     from diloco.rundir.reporting import Finished, PeerStatus, Ready
 
-    running, culprit = {child.name for child in children}, None
+    running, culprit = {peer.name for peer in peers}, None
     while running:
-        child, message = words.get()
+        peer, message = said.get()
         if message is not None:
-            child.ready |= isinstance(message, Ready)
+            peer.ready |= isinstance(message, Ready)
             if isinstance(message, PeerStatus) and message.state == "training":
-                for one in children:
+                for one in peers:
                     one.begun = True
             if isinstance(message, Finished):
-                child.summary = message.summary
+                peer.summary = message.summary
             view.update(message)
             continue
-        running.discard(child.name)
-        if (code := child.process.wait()) == 0:
+        running.discard(peer.name)
+        if (code := peer.process.wait()) == 0:
             continue
         state = "killed" if code < 0 else "failed"
-        view.update(PeerStatus(child.name, state=state))
-        view.note(
-            f"{child.name} {state}: {child.complaint() if code > 0 else signal.Signals(-code).name}"
-        )
-        if not (child.begun or culprit or stop):
-            culprit = child
-            for other in children:
+        view.update(PeerStatus(peer.name, state=state))
+        view.note(f"{peer.name} {state}: {peer.last_words()}")
+        if not (peer.begun or culprit or stop):
+            culprit = peer
+            for other in peers:
                 other.stop()
     return culprit
 
 
 @contextlib.contextmanager
-def _forwarding(children: list[Child]) -> Iterator[list[int]]:
-    """Passes Ctrl+C on, or notice that the machine will be taken away; yields the signals that
-    came."""
+def _forwarding(peers: list[PeerProcess]) -> Iterator[list[int]]:
+    """Passes Ctrl+C on, or notice of the end of a job; yields the signals that came."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         received.append(number)
         killing = received.count(signal.SIGINT) > 1
-        for child in children:
+        for peer in peers:
             if killing:
-                child.process.kill()
+                peer.process.kill()
             elif len(received) == 1:
-                child.stop()
+                peer.stop()
         if killing:
             os._exit(UnsavedError.exit_code)
 

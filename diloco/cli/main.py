@@ -20,14 +20,14 @@ import click
 from click.shell_completion import shell_complete
 
 from diloco import __version__
-from diloco.cli import compare, doctor, join, keys, local, model, plan, status, sweep, train
+from diloco.cli import doctor, join, keys, local, model, plan, status, sweep, train
 from diloco.errors import ConfigError, end_process, guard, in_utf8
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Train": (local.local, train.train, join.join, train.host),
     "Look at a swarm": (status.status, status.dashboard, doctor.doctor),
     "Use a model": (model.generate, model.evaluate, model.export),
-    "Choose settings": (plan.plan, train.simulate, sweep.sweep, compare.compare),
+    "Choose settings": (plan.plan, train.simulate, sweep.sweep, sweep.compare),
     "Close a run": (keys.keygen, keys.invite, keys.revoke),
 }
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from diloco.config import Config
     from diloco.rundir.checkpoint import Checkpoint
 
+SEED = click.IntRange(0, 2**32 - 1)
+PUSH = "Upload OUT as this model of the Hugging Face hub, too."
+
 
 @click.command(name="eval", cls=Command)
 @click.argument("model", metavar="MODEL_DIR", type=PATH)
@@ -32,43 +35,37 @@ def evaluate(model: Path, options: Options) -> int:
     MODEL_DIR is in Hugging Face format, or a run directory. Inside a run directory the settings of
     that run are the defaults, so its loss is reproduced.
     """
-    beside = (directory / "config.yaml" for directory in (model, model.parent))
-    config = replace(
-        options, base=options.base or next((file for file in beside if file.is_file()), None)
-    ).compose()
+    files = [directory / "config.yaml" for directory in (model, model.parent)]
+    base = options.base or next((file for file in files if file.is_file()), None)
+    config = replace(options, base=base).compose()
     from diloco import data
     from diloco import model as models
     from diloco.attach.ranks import RankGroup
     from diloco.train import evaluate as evaluation
     from diloco.train.gradients import autocast
 
-    ranks = RankGroup.from_environment(config.train.device)
+    device = RankGroup.from_environment(config.train.device).device
     with _model_of(model) as place:
-        loaded = models.load(place, key="MODEL_DIR").to(ranks.device)
+        loaded = models.load(place, key="MODEL_DIR").to(device)
     dataset = data.load(config.data, config.run.seed)
-    models.check_fit(loaded.config, dataset.tokenizer, key="MODEL_DIR")
-    holdout = dataset.holdout(config.eval.sequences)
-    with autocast(config, ranks.device):
+    tokenizer, holdout = dataset.tokenizer, dataset.holdout(config.eval.sequences)
+    models.check_fit(loaded.config, tokenizer, key="MODEL_DIR")
+    with autocast(config, device):
         models.prepare_head_(loaded)
-        result = evaluation.evaluate(
-            loaded, holdout, config.inner.batch_size, ranks.device, dataset.tokenizer
-        )
+        size = config.inner.batch_size
+        result = evaluation.evaluate(loaded, holdout, size, device, tokenizer)
     bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
-    click.echo(
-        f"loss {result.loss:.6f} nats per token, perplexity {result.perplexity:.4f}{bits} "
-        f"({result.tokens} held-out tokens of {dataset.description})"
-    )
+    loss = f"loss {result.loss:.6f} nats per token, perplexity {result.perplexity:.4f}{bits}"
+    click.echo(f"{loss} ({result.tokens} held-out tokens of {dataset.description})")
     return 0
 
 
 @click.command(cls=Command)
 @click.argument("model", metavar="MODEL_DIR", type=PATH)
 @click.option("--prompt", default="", show_default=False, help="Text to continue.")
-@click.option("--tokens", type=click.IntRange(1, 1 << 20), default=256, help="Tokens to generate.")
-@click.option(
-    "--temperature", type=click.FloatRange(0, 100), default=0.8, help="0 takes the likeliest token."
-)
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of the sampling.")
+@click.option("--tokens", type=click.IntRange(1, 1 << 20), default=256, help="How many.")
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, help="0: the likeliest.")
+@click.option("--seed", type=SEED, default=0, help="Seed of the sampling.")
 def generate(model: Path, prompt: str, tokens: int, temperature: float, seed: int) -> int:
     """Print text from a model.
 
@@ -92,9 +89,7 @@ def generate(model: Path, prompt: str, tokens: int, temperature: float, seed: in
 
 @contextmanager
 def _model_of(place: Path) -> Iterator[Path]:
-    """The model directory that `place` is. Of a run directory its final model, or the newest
-    checkpoint where a run was ended within a round.
-    """
+    """The model directory: of a run its final model, or the newest checkpoint if there is none."""
     from tempfile import TemporaryDirectory
 
     from diloco.config import compose
@@ -103,12 +98,9 @@ def _model_of(place: Path) -> Iterator[Path]:
     if (place / "model" / "config.json").is_file():
         yield place / "model"
     elif (place / "config.yaml").is_file() and (checkpoint := _newest(place)) is not None:
+        config = with_origin(compose([], base=place / "config.yaml"), place)
         with TemporaryDirectory() as scratch:
-            _write(
-                with_origin(compose([], base=place / "config.yaml"), place),
-                checkpoint,
-                Path(scratch),
-            )
+            _write(config, checkpoint, Path(scratch))
             yield Path(scratch)
     else:
         yield place
@@ -118,22 +110,15 @@ def _newest(run_dir: Path) -> Checkpoint | None:
     """The newest checkpoint of all peers in a run directory."""
     from diloco.rundir.checkpoint import CheckpointStore
 
-    peers = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
-    newest = [
-        one for place in peers if (one := CheckpointStore(place, keep=1).load_latest()) is not None
-    ]
-    return max(newest, key=lambda one: one.step, default=None)
+    places = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
+    found = [CheckpointStore(place, keep=1).load_latest() for place in places]
+    return max(filter(None, found), key=lambda one: one.step, default=None)
 
 
 @click.command(cls=Command)
 @click.argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option(
-    "--push-to-hub",
-    "name",
-    metavar="NAME",
-    help="Upload OUT as this model of the Hugging Face hub, too.",
-)
+@click.option("--push-to-hub", "name", metavar="NAME", help=PUSH)
 @click.option("--private", is_flag=True, help="Make a new model of the hub a private one.")
 def export(source: Path, out: Path, name: str | None, private: bool) -> int:
     """Write a checkpoint as a Hugging Face model directory.
@@ -158,29 +143,26 @@ def export(source: Path, out: Path, name: str | None, private: bool) -> int:
         raise ConfigError(f"OUT={out} is not empty; name a directory that does not exist yet")
     if name is not None:
         hub.check_push("--push-to-hub", name)
-    run_dir = next(
-        (place for place in (source, *source.parents) if (place / "config.yaml").is_file()), None
-    )
-    if run_dir is None:
-        raise CheckpointError(
-            f"{source} is no run directory: there is no config.yaml in it; name the run.dir of"
-            " a run"
-        )
+    places = [place for place in (source, *source.parents) if (place / "config.yaml").is_file()]
+    if not places:
+        missing = f"{source} is no run directory: there is no config.yaml in it"
+        raise CheckpointError(f"{missing}; name the run.dir of a run")
+    run_dir = places[0]
     config = compose([], base=run_dir / "config.yaml")
     checkpoint = _newest(run_dir)
-    if checkpoint is None and not (run_dir / "model").is_dir():
-        raise CheckpointError(
-            f"{run_dir} holds no checkpoint yet; let the run reach its first outer step"
-        )
-    what = f"outer step {checkpoint.step}" if checkpoint is not None else "final model"
-    if checkpoint is None:
+    if checkpoint is not None:
+        what = f"outer step {checkpoint.step} of run {config.run.id}"
+        _write(with_origin(config, run_dir), checkpoint, out)
+    elif (run_dir / "model").is_dir():
+        what = f"final model of run {config.run.id}"
         shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
     else:
-        _write(with_origin(config, run_dir), checkpoint, out)
+        remedy = "let the run reach its first outer step"
+        raise CheckpointError(f"{run_dir} holds no checkpoint yet; {remedy}")
     write_atomic(out / "README.md", _model_card(config, run_dir, checkpoint))
-    click.echo(f"{out}: {what} of run {config.run.id}")
+    click.echo(f"{out}: {what}")
     if name is not None:
-        click.echo(hub.push("--push-to-hub", name, out, private, f"{what} of run {config.run.id}"))
+        click.echo(hub.push("--push-to-hub", name, out, private, what))
     return 0
 
 
@@ -204,35 +186,30 @@ def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
 
 
 def _model_card(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> str:
-    """Markdown with the header that the Hugging Face hub reads, of a checkpoint or of a run's final
-    model."""
+    """Markdown with the header that the hub reads, of a checkpoint or of a run's final model."""
     from diloco.rundir.compare import read_json, read_run
 
-    model, data = config.model, config.data
-    run = read_run(run_dir)
+    model, data, run = config.model, config.data, read_run(run_dir)
+    step, tokens = read_json(run_dir / "summary.json").get("outer_steps"), run.tokens
     if checkpoint is not None:
-        step, tokens = str(checkpoint.step), human_count(float(checkpoint.state["applied_tokens"]))
-    else:
-        step = str(read_json(run_dir / "summary.json").get("outer_steps", "unknown"))
-        tokens = "unknown" if run.tokens is None else human_count(run.tokens)
+        step, tokens = checkpoint.step, int(checkpoint.state["applied_tokens"])
     header = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [diloco]"]
     rows = {
         "run": config.run.id,
         "manifest": config.manifest().hash(),
-        "outer step": step,
-        "tokens": tokens,
+        "outer step": "unknown" if step is None else str(step),
+        "tokens": "unknown" if tokens is None else human_count(tokens),
+        "text": data.source,
     }
+    if data.name is not None:
+        rows["text"] = f"{data.name} at {data.revision or 'its newest commit'}"
     if model.path is not None and model.revision is not None:
         header.append(f"base_model: {model.path}")
         rows["started from"] = f"{model.path} at {model.revision}"
-    rows["text"] = (
-        f"{data.name} at {data.revision or 'its newest commit'}" if data.name else data.source
-    )
     known = [point for point in run.curve if checkpoint is None or point.version <= checkpoint.step]
     if known:
-        rows["held-out loss"] = (
-            f"{known[-1].loss:.4f} nats per token, at outer step {known[-1].version}"
-        )
+        at = f"at outer step {known[-1].version}"
+        rows["held-out loss"] = f"{known[-1].loss:.4f} nats per token, {at}"
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     front = "\n".join(["---", *header, "---"])
     return f"{front}\n\n# {config.run.id}\n\nTrained with diloco.\n\n| | |\n|---|---|\n{table}\n"

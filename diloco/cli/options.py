@@ -35,24 +35,22 @@ class Command(click.Command):
             return
         from diloco.config import ConfigSource, choices
 
+        rows = []
+        for group, names in choices(ConfigSource(folder=ctx.params.get("folder"))).items():
+            lines = wrap(" ".join(names), 64, break_on_hyphens=False)
+            rows.append(
+                (group, "\n".join(("\b", *lines)))
+            )  # \b: click leaves the lines as they are
         with formatter.section("Groups (GROUP=CHOICE)"):
-            groups = choices(ConfigSource(folder=ctx.params.get("folder")))
-            lines = {
-                name: wrap(" ".join(found), 64, break_on_hyphens=False)
-                for name, found in groups.items()
-            }
-            # click leaves the lines of a paragraph that begins like this.
-            formatter.write_dl([(name, "\n".join(("\b", *each))) for name, each in lines.items()])
+            formatter.write_dl(rows)
         with formatter.section("Settings (KEY=VALUE)"):
-            formatter.write_text(
-                f"{ctx.command_path} --cfg help lists them with meaning, range and default"
-            )
+            text = f"{ctx.command_path} --cfg help lists them with meaning, range and default"
+            formatter.write_text(text)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Overrides, where the other settings come from, and what to print of them instead of running
-    the command."""
+    """Overrides, where the other settings come from, and what of them to print and then stop."""
 
     overrides: tuple[str, ...]
     base: Path | None = None
@@ -67,6 +65,13 @@ class Options:
 
         return ConfigSource(self.base, self.folder)
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys that the user set."""
+        from diloco.config.compose import key_of
+
+        return frozenset(map(key_of, self.overrides))
+
     def compose(self, given: Sequence[str] = (), starts: bool = False) -> Config:
         """The configuration of the user's overrides and of those that the command adds.
 
@@ -77,80 +82,70 @@ class Options:
 
         if self.cfg is None and self.package is not None:
             raise ConfigError("--package goes with --cfg; add --cfg job")
-        if self.cfg is not None:
-            self._show(given)
+        if self.cfg == "help":
+            from diloco.config import help_text
+
+            click.echo(help_text(self.start))
             raise click.exceptions.Exit
         config = compose([*map(_from_stdin, self.overrides), *given], self.start)
-        if starts:
-            config = _with_digests(config)
+        if config.names_files and (starts or self.cfg == "manifest"):
+            from diloco.train.start_files import resolved
+
+            config = resolved(config)
+        if self.cfg is not None:
+            self._print(config)
+            raise click.exceptions.Exit
         for doubt in config.warnings():
             click.echo(f"diloco: warning: {doubt}", err=True)
         return config
 
-    def _show(self, given: Sequence[str]) -> None:
+    def _print(self, config: Config) -> None:
         """Prints what --cfg asks for."""
-        from diloco.config import compose, help_text
         from diloco.config.compose import cfg_text
 
-        if self.cfg == "help":
-            click.echo(help_text(self.start).rstrip("\n"))
-            return
-        config = compose([*map(_from_stdin, self.overrides), *given], self.start)
         if self.cfg == "manifest":
-            manifest = _with_digests(config).manifest()
-            # apart, so that stdout is the JSON itself
-            click.echo(f"manifest hash {manifest.hash()}", err=True)
+            manifest = config.manifest()
+            click.echo(f"manifest hash {manifest.hash()}", err=True)  # stdout is the JSON itself
             click.echo(manifest.to_json(indent=2))
         else:
             click.echo(cfg_text(config, self.package).rstrip("\n"))
 
 
+CFG = click.Choice(["job", "manifest", "help"])
 SHOWS = "Print the composed configuration, the manifest and its hash, or every setting; then stop."
-FOLDER = (
-    "Look for choices in this folder, too; configs/ of the working directory is looked at anyway."
-)
+PART = "Print only this part of --cfg, such as outer."
+FOLDER = "Look for choices in this folder, too; configs/ of the working directory is one anyway."
 BASE = "Lay FILE over the defaults; the config.yaml of a run takes their place."
 OPTIONS = (
-    click.option(
-        "--package", "-p", metavar="KEY", help="Print only this part of --cfg, such as outer."
-    ),
-    click.option("--cfg", "-c", type=click.Choice(["job", "manifest", "help"]), help=SHOWS),
+    click.option("--package", "-p", metavar="KEY", help=PART),
+    click.option("--cfg", "-c", type=CFG, help=SHOWS),
     click.option("--config-dir", "-cd", "folder", type=PATH, metavar="DIR", help=FOLDER),
     click.option("--config", "base", type=PATH, metavar="FILE", help=BASE),
+    click.argument("overrides", nargs=-1, type=click.UNPROCESSED),
 )
 
 
 def configured(function: Function) -> Function:
-    """Adds what every command that takes a configuration has; the function gets it as `options`."""
+    """Adds what every command that takes a configuration has; the function gets `options`."""
 
     @wraps(function)
     def collected(**arguments: Any) -> Any:
         given = {field.name: arguments.pop(field.name) for field in fields(Options)}
         return function(options=Options(**given), **arguments)
 
-    for option in (*OPTIONS, click.argument("overrides", nargs=-1, type=click.UNPROCESSED)):
+    for option in OPTIONS:
         option(collected)
     return cast(Function, collected)
 
 
 def _from_stdin(override: str) -> str:
-    """`swarm.token=-` with the token that is on stdin, where no other user of this machine sees
-    it."""
+    """`swarm.token=-` with the token on stdin, where no other user of this machine sees it."""
     if override != "swarm.token=-":
         return override
     from diloco.config.address import line_of_stdin
     from diloco.config.compose import quoted
 
     return f"swarm.token={quoted(line_of_stdin('swarm.token').rpartition('?token=')[2])}"
-
-
-def _with_digests(config: Config) -> Config:
-    """The configuration with digests in place of the files that it names, if it names any."""
-    if not config.names_files:
-        return config
-    from diloco.train.start_files import resolved
-
-    return resolved(config)
 
 
 def split_address(address: str | None, options: Options) -> tuple[str | None, Options]:
@@ -160,32 +155,22 @@ def split_address(address: str | None, options: Options) -> tuple[str | None, Op
     return address, options
 
 
-def keys(options: Options) -> frozenset[str]:
-    """The keys that the user set."""
-    from diloco.config.compose import key_of
-
-    return frozenset(map(key_of, options.overrides))
-
-
 def guest(address: str, options: Options, allowed: Sequence[str] = ()) -> tuple[Address, list[str]]:
-    """The ADDRESS of a swarm whose run is its own, and settings to add: the token of a link, and,
-    where data.path is typed, that there is text; the swarm will say of which kind.
+    """The ADDRESS of a swarm, and settings to add: the token of a link, and `data=text` for text.
 
     `ConfigError` for a damaged address, and for typed settings of the run that are not `allowed`.
     """
     from diloco.config import Manifest
     from diloco.config.address import Address
-    from diloco.config.compose import key_of, quoted
+    from diloco.config.compose import quoted
     from diloco.config.explain import setting_fields
 
     found = Address.read(address)
-    owned = [key for key, _ in setting_fields(Manifest)]
-    for key in map(key_of, options.overrides):
-        chosen = key in ("budget", "model", "data", "inner", "outer", "experiment")
-        if key not in allowed and (chosen or any(f"{key}.".startswith(f"{one}.") for one in owned)):
-            raise ConfigError(
-                f"{key} belongs to the run and comes from the swarm; drop it, or start your own"
-                " swarm"
-            )
-    given = ["data=text"] if "data.path" in keys(options) else []
+    groups = ("budget", "model", "data", "inner", "outer", "experiment")
+    owned = tuple(f"{key}." for key, _ in setting_fields(Manifest))
+    for key in sorted(options.keys.difference(allowed)):
+        if key in groups or f"{key}.".startswith(owned):
+            remedy = "drop it, or start your own swarm"
+            raise ConfigError(f"{key} belongs to the run and comes from the swarm; {remedy}")
+    given = ["data=text"] if "data.path" in options.keys else []  # the swarm says of which kind
     return found, given if found.token is None else [*given, f"swarm.token={quoted(found.token)}"]

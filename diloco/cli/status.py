@@ -1,5 +1,4 @@
-"""`diloco status` and `diloco dashboard`: what a swarm is doing, seen from outside, in a terminal
-or a browser."""
+"""`diloco status` and `dashboard`: a swarm seen from outside, in a terminal or a browser."""
 
 from __future__ import annotations
 
@@ -20,20 +19,14 @@ if TYPE_CHECKING:
     from diloco.swarm.client.watch import SwarmWatcher
 
 EVERY_S = 1.0
-AROUND = 26  # lines of `render` beside the rows of peers, fragments and contributions
+OTHER_LINES = 26  # of `render`, beside the rows of peers, fragments and contributions
 
 
 @click.command(cls=Command)
 @click.argument("address", required=False)
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl+C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option(
-    "--csv",
-    "table",
-    type=PATH,
-    metavar="FILE",
-    help="Write the contributions of every peer to FILE.",
-)
+@click.option("--csv", "table", type=PATH, metavar="FILE", help="Write the contributions to FILE.")
 def status(address: str | None, watch: bool, as_json: bool, table: Path | None) -> int:
     """Show a swarm without joining it.
 
@@ -52,9 +45,7 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
     from diloco.swarm.client.watch import stub_hivemind_packages
 
     if watch and as_json:
-        raise ConfigError(
-            "--watch and --json exclude each other; call diloco status --json once a second instead"
-        )
+        raise ConfigError("--watch and --json exclude each other; call it once a second instead")
     place = _place(address)
     stub_hivemind_packages()
     try:
@@ -66,8 +57,7 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
 
 
 def _place(address: str | None) -> Address:
-    """The address, or that of the one run in ./runs, or joined by this user, of which a peer runs
-    on this machine.
+    """The address, or that of the one run, in ./runs or joined, of which a peer runs here.
 
     Raises `ConfigError` if there is none, or if there are several.
     """
@@ -91,16 +81,16 @@ def _place(address: str | None) -> Address:
 async def _status(place: Address, watch: bool, as_json: bool, table: Path | None) -> int:
     from rich.console import Console
 
-    from diloco.cli.panels import render
+    from diloco.dashboard.tables import render
     from diloco.rundir.summary import write_contributions
     from diloco.swarm.client.watch import SwarmWatcher
 
-    async with SwarmWatcher(place.peers, place.token) as visitor:
-        snapshot = await visitor.ask()
+    async with SwarmWatcher(place.peers, place.token) as watcher:
+        snapshot = await watcher.ask()
         if table is not None:
             write_contributions(table, snapshot.ledger.contributions)
         if watch:
-            await _watch(visitor, snapshot)
+            await _watch(watcher, snapshot)
         elif as_json:
             click.echo(snapshot.json(indent=2))
         else:
@@ -109,44 +99,39 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
     return 0
 
 
-async def _watch(visitor: SwarmWatcher, snapshot: Snapshot) -> None:
-    """Redraws in place, or prints again where there is no terminal. While nobody answers the last
-    state stays."""
+async def _watch(watcher: SwarmWatcher, snapshot: Snapshot) -> None:
+    """Redraws, or prints again without a terminal; while nobody answers the last state stays."""
     import asyncio
 
     from rich.console import Console
     from rich.live import Live
 
-    from diloco.cli.panels import render
+    from diloco.dashboard.tables import render
 
-    console = Console()
-    task = asyncio.current_task()
-    assert task is not None
+    console, task = Console(), asyncio.current_task()
     lost, seen_at = None, time.monotonic()
     live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
     with live if console.is_terminal else nullcontext():
         # by Ctrl+C, which a wait_for of Python 3.11 swallows if it has just finished
-        while not task.cancelling():
+        while task is not None and not task.cancelling():
             if console.is_terminal:
-                rows = max(3, (console.height - AROUND) // 3)
+                rows = max(3, (console.height - OTHER_LINES) // 3)
                 live.update(render(snapshot, console, rows, lost), refresh=True)
             else:
                 console.print(render(snapshot, console, lost=lost))
-            began = time.monotonic()
+            asked_at = time.monotonic()
             await asyncio.sleep(EVERY_S)
             try:
-                snapshot = await visitor.ask()
+                snapshot = await watcher.ask()
                 lost, seen_at = None, time.monotonic()
             except SwarmError as error:
-                lost = f"lost, last seen {began - seen_at:.0f} s ago: {error}"
+                lost = f"lost, last seen {asked_at - seen_at:.0f} s ago: {error}"
 
 
 @click.command(cls=Command)
 @click.argument("address", required=False)
 @click.option("--host", default="127.0.0.1", help="Address to listen on; anyone there may look.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8471, help="Port; 0 is any free one."
-)
+@click.option("--port", type=click.IntRange(0, 65535), default=8471, help="0 is any free one.")
 def dashboard(address: str | None, host: str, port: int) -> int:
     """Show what a swarm is doing, live in a browser.
 
@@ -166,10 +151,8 @@ def dashboard(address: str | None, host: str, port: int) -> int:
     try:
         page = Dashboard(host, port)
     except OSError as error:
-        raise ConfigError(
-            f"--host={host} --port={port} cannot be listened on: {error.strerror}; choose another"
-            " --port, or 0 for any"
-        ) from None
+        failed = f"--host={host} --port={port} cannot be listened on: {error.strerror}"
+        raise ConfigError(f"{failed}; choose another --port, or 0 for any") from None
     stub_hivemind_packages()
     with page, suppress(KeyboardInterrupt):
         asyncio.run(_serve(page, place, host))
@@ -180,16 +163,11 @@ async def _serve(page: Dashboard, place: Address, host: str) -> None:
     from diloco.config.address import reachability
     from diloco.swarm.client.watch import SwarmWatcher
 
-    async with SwarmWatcher(place.peers, place.token) as visitor:
-        snapshot = await visitor.ask()  # a wrong address is an error before the page is served
+    async with SwarmWatcher(place.peers, place.token) as watcher:
+        snapshot = await watcher.ask()  # a wrong address is an error before the page is served
         if reachability(f"/ip/{host}") != "loopback":
-            click.echo(
-                f"diloco: warning: --host={host} shows the swarm to everyone who reaches this"
-                " machine",
-                err=True,
-            )
-        shown = f"[{host}]" if ":" in host else host
-        click.echo(
-            f"http://{shown}:{page.server_address[1]}  shows {snapshot.run.run_id}; Ctrl+C ends it"
-        )
-        await page.watch(visitor)
+            public = f"--host={host} shows the swarm to everyone who reaches this machine"
+            click.echo(f"diloco: warning: {public}", err=True)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{page.server_address[1]}"
+        click.echo(f"{url}  shows {snapshot.run.run_id}; Ctrl+C ends it")
+        await page.watch(watcher)

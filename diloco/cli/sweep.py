@@ -1,46 +1,46 @@
-"""`diloco sweep`: a command with every combination of several values of some settings, in Hydra's
-grammar.
+"""`diloco sweep` runs every combination of settings; `diloco compare` shows runs side by side.
 
-A member is `diloco COMMAND ... run.dir=DIR/N`; its member.json has its settings and how it ended.
-Members that ended before are not run again. At the end there is `diloco compare`.
+A member of a sweep is `diloco COMMAND ... run.dir=DIR/N`; its member.json has its settings and how
+it ended. Members that ended before are not run again.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import wraps
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from diloco.cli.options import PATH, Command, Function, Options, configured
+from diloco.cli.options import PATH, Command, Options, configured
 from diloco.errors import ConfigError, DilocoError, DivergedError, on_signals
+from diloco.text import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
     from diloco.config import Config, ConfigSource
+    from diloco.rundir.compare import Arm, RunComparison
 
 PROGRAM = (sys.executable, "-m", "diloco")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @click.command(cls=Command)
 @configured
-@click.option(
-    "--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Members at a time."
-)
-@click.option(
-    "--dir", "directory", type=PATH, help="Where the members go.  [default: runs/RUN_ID-sweep]"
-)
+@click.option("--jobs", type=click.IntRange(1, 1024), default=1, help="Members at a time.")
+@click.option("--dir", "place", type=PATH, help="Of the members.  [default: runs/RUN_ID-sweep]")
 @click.option("--dry-run", is_flag=True, help="Check and list the members, and stop.")
-def sweep(options: Options, jobs: int, directory: Path | None, dry_run: bool) -> int:
+def sweep(options: Options, jobs: int, place: Path | None, dry_run: bool) -> int:
     """Run every combination of several values.
 
     \b
@@ -54,45 +54,40 @@ def sweep(options: Options, jobs: int, directory: Path | None, dry_run: bool) ->
     that fails does not stop the others. At the end there are the table of diloco compare and its
     curves.
     """
-    overrides = options.overrides
-    command, *rest = overrides if overrides and "=" not in overrides[0] else ("local", *overrides)
+    command, *rest = options.overrides or ("local",)
+    if "=" in command:
+        command, rest = "local", [command, *rest]
     if command not in ("local", "train", "simulate"):
         raise ConfigError(f"diloco sweep {command}: a member is one of local, train, simulate")
     if options.cfg:
-        raise ConfigError(
-            f"--cfg={options.cfg} shows one configuration; use --dry-run to see the members of a"
-            " sweep"
-        )
-    return run(command, rest, options.start, jobs, directory, dry_run)
+        raise ConfigError(f"--cfg={options.cfg} shows one configuration; use --dry-run")
+    return _sweep(command, rest, options.start, jobs, place, dry_run)
 
 
 def sweepable(function: Function) -> Function:
     """Adds -m to a command, which is the same as `diloco sweep COMMAND` with it."""
 
-    @click.option(
-        "--multirun", "-m", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does."
-    )
+    @click.option("--multirun", "-m", is_flag=True, help="The same as diloco sweep.")
     @wraps(function)
     def sweeping(options: Options, multirun: bool) -> int:
         if not multirun:
             return cast(int, function(options))
         if options.cfg:
             raise ConfigError(f"--cfg={options.cfg} shows one configuration; drop --multirun")
-        return run(function.__name__, options.overrides, options.start)
+        return _sweep(function.__name__, options.overrides, options.start)
 
     return cast(Function, sweeping)
 
 
-def run(
+def _sweep(
     command: str,
     overrides: Sequence[str],
     start: ConfigSource,
     jobs: int = 1,
     place: Path | None = None,
-    dry: bool = False,
+    dry_run: bool = False,
 ) -> int:
-    """Checks, runs and compares the members; returns the exit code, which is 0 even when some
-    diverged.
+    """Checks, runs and compares the members; divergence is no failure.
 
     Raises ConfigError before a member starts, if one is not valid, and DilocoError at the end if
     one failed.
@@ -100,19 +95,28 @@ def run(
     from diloco.rundir.files import exclusive, prepare_run_directory
 
     place, members = _members(command, overrides, start, jobs, place)
-    if dry:
+    ended = [one for one in members if one.has_ended()]
+    if dry_run:
         for one in members:
-            click.echo(
-                f"{'ended' if one.has_ended() else 'to run':<7} diloco {' '.join(one.arguments)}"
-            )
+            state = "ended" if one in ended else "to run"
+            click.echo(f"{state:<7} diloco {' '.join(one.arguments)}")
         return 0
     prepare_run_directory(place)
     with exclusive(place):
-        try:
-            _run(members, jobs)
-        except KeyboardInterrupt:
-            return _conclude(members, place, stopped=True)
-    return _conclude(members, place)
+        if ended:
+            click.echo(f"{len(ended)} of {len(members)} members have ended before")
+        is_stopped = _run([one for one in members if one not in ended], jobs)
+        if any(one.record() for one in members):
+            _compare([place], out=place)
+    if is_stopped:
+        click.echo(f"stopped; the same command runs what is not done in {place}")
+        return 0
+    if failed := [one for one in members if one.state().startswith("failed")]:
+        log = failed[0].place / "output.log"
+        error = DilocoError(f"{len(failed)} of {len(members)} members failed; see {log}")
+        error.exit_code = max(1, failed[0].record()["exit"])
+        raise error
+    return 0
 
 
 @dataclass(frozen=True)
@@ -134,20 +138,17 @@ class Member:
     def write(self, exit: int | None) -> None:
         from diloco.rundir.files import write_atomic
 
-        write_atomic(
-            self.place / "member.json",
-            json.dumps({"overrides": self.settings, "exit": exit}, indent=2),
-        )
+        text = json.dumps({"overrides": self.settings, "exit": exit}, indent=2)
+        write_atomic(self.place / "member.json", text)
 
     def state(self) -> str:
         """How it ended, in words."""
         code = self.record().get("exit")
-        said = {None: "unfinished", 0: "done", DivergedError.exit_code: "diverged"}
-        return said.get(code, f"failed with exit code {code}")
+        words = {None: "unfinished", 0: "done", DivergedError.exit_code: "diverged"}
+        return words.get(code, f"failed with exit code {code}")
 
     def has_ended(self) -> bool:
-        """Whether an earlier sweep ran it to its end. Raises ConfigError if its directory holds
-        something else."""
+        """Whether it ran to its end; raises ConfigError if its directory has another run."""
         if (record := self.record()) and record.get("overrides") != list(self.settings):
             raise ConfigError(f"{self.place} holds a run with other settings; choose another --dir")
         return self.state() in ("done", "diverged")
@@ -171,44 +172,39 @@ class Member:
 
 
 def _members(
-    command: str, overrides: Sequence[str], start: ConfigSource, jobs: int, directory: Path | None
+    command: str, overrides: Sequence[str], start: ConfigSource, jobs: int, place: Path | None
 ) -> tuple[Path, list[Member]]:
     """Their directory, and all members. Raises ConfigError if one has no valid settings."""
     from diloco.config import compose
     from diloco.config.compose import compose_tree, key_of, quoted
     from diloco.config.files import sweep_params
 
-    fixed, swept = list[str](), list[list[str]]()
-    for one in overrides:
-        values = _values(one, start)
-        swept += [values] if values != [one] else []
-        fixed += [one] if values == [one] else []
-    composed = compose_tree(fixed, start)
-    typed = set(map(key_of, overrides))
-    in_files = [
-        f"{key}={text}" for key, text in sweep_params(composed.request).items() if key not in typed
-    ]
-    place = directory or Path(str(composed.tree.run.dir))
-    if directory is None and "run.dir" not in typed:
-        place = place.with_name(f"{place.name}-sweep")
+    expanded = [_values(one, start) for one in overrides]
+    fixed = [one for one, values in zip(overrides, expanded, strict=True) if values == [one]]
+    varying = [values for one, values in zip(overrides, expanded, strict=True) if values != [one]]
+    composed, typed = compose_tree(fixed, start), set(map(key_of, overrides))
+    in_files = sweep_params(composed.request).items()
+    axes = [_values(f"{key}={text}", start) for key, text in in_files if key not in typed]
+    if place is None:
+        place = Path(str(composed.tree.run.dir))
+        place = place if "run.dir" in typed else place.with_name(f"{place.name}-sweep")
+    place = place.absolute()
     fixed = [one for one in fixed if key_of(one) != "run.dir"]
     members = []
-    for number, varied in enumerate(product(*(_values(one, start) for one in in_files), *swept)):
-        settings, directory = (*fixed, *varied), place.absolute() / str(number)
+    for number, varied in enumerate(product(*axes, *varying)):
+        settings = (*fixed, *varied)
         config = compose(settings, start)
-        own = (
-            []
-            if "run.id" in map(key_of, varied)
-            else [f"run.id={config.run.id[: 63 - len(str(number))]}-{number}"]
-        )
+        own = [f"run.dir={quoted(place / str(number))}"]
+        if "run.id" not in map(key_of, varied):
+            own.insert(0, f"run.id={config.run.id[: 63 - len(str(number))]}-{number}")
         if jobs > 1 and config.train.threads is None:
             processes = jobs * (config.local.peers if command == "local" else 1)
             own.append(f"train.threads={max(1, (os.cpu_count() or 1) // processes)}")
-        arguments = (command, *start.arguments(), *settings, *own, f"run.dir={quoted(directory)}")
-        members.append(Member(directory, settings, " ".join(varied), arguments, config))
+        arguments = (command, *start.arguments(), *settings, *own)
+        members.append(Member(place / str(number), settings, " ".join(varied), arguments, config))
     if not members:
         raise ConfigError("there are no members; check the ends of each range")
-    return place.absolute(), members
+    return place, members
 
 
 def _values(argument: str, start: ConfigSource) -> list[str]:
@@ -235,23 +231,16 @@ def _values(argument: str, start: ConfigSource) -> list[str]:
         try:
             values = list(override.sweep_string_iterator())
         except HydraException:  # an interval
-            raise ConfigError(
-                f"{show(argument)} has no end of values; list them, such as {key}=A,B"
-            ) from None
+            endless = f"{show(argument)} has no end of values"
+            raise ConfigError(f"{endless}; list them, such as {key}=A,B") from None
     return [f"{key}={value}" for value in values]
 
 
-def _run(members: Sequence[Member], jobs: int) -> None:
-    """Runs the members that have not ended, `jobs` at a time; none outlives the call.
+def _run(waiting: list[Member], jobs: int) -> bool:
+    """Runs members, `jobs` at a time, and returns whether it was stopped; none outlives the call.
 
-    Ctrl+C lets those that run leave cleanly, a second one kills them; then KeyboardInterrupt is
-    raised.
+    Ctrl+C lets those that run leave cleanly; a second one kills them.
     """
-    from diloco.rundir.compare import read_run
-
-    waiting = [one for one in members if not one.has_ended()]
-    if len(waiting) < len(members):
-        click.echo(f"{len(members) - len(waiting)} of {len(members)} members have ended before")
     running: dict[subprocess.Popen[bytes], Member] = {}
     stops, began = list[int](), time.monotonic()
 
@@ -273,37 +262,158 @@ def _run(members: Sequence[Member], jobs: int) -> None:
                 for process in [one for one in running if one.poll() is not None]:
                     member = running.pop(process)
                     member.write(None if stops else process.returncode)
-                    run = read_run(member.place)
-                    result = (
-                        f", held-out {run.loss:.3f}"
-                        if run.exit == 0 and run.loss is not None
-                        else ""
-                    )
-                    place = (
-                        f"[{time.monotonic() - began:5.1f}s] {member.place.name} {member.varied}"
-                    )
-                    click.echo(f"{place}: {member.state()}{result}")
+                    _tell(member, time.monotonic() - began)
     finally:
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
-    if stops:
-        raise KeyboardInterrupt
+    return bool(stops)
 
 
-def _conclude(members: Sequence[Member], place: Path, stopped: bool = False) -> int:
-    """The table of all members, and how the command ends."""
-    from diloco.cli import compare
+def _tell(member: Member, after_s: float) -> None:
+    from diloco.rundir.compare import read_run
 
-    if any(one.record() for one in members):
-        compare.run([place])
-    if stopped:
-        click.echo(f"stopped; the same command runs what is not done in {place}")
-        return 0
-    failed = [one for one in members if one.state().startswith("failed")]
-    if failed:
-        error = DilocoError(
-            f"{len(failed)} of {len(members)} members failed; see {failed[0].place / 'output.log'}"
-        )
-        error.exit_code = max(1, failed[0].record()["exit"])
-        raise error
+    run = read_run(member.place)
+    loss = f", held-out {run.loss:.3f}" if run.exit == 0 and run.loss is not None else ""
+    name = f"{member.place.name} {member.varied}"
+    click.echo(f"[{after_s:5.1f}s] {name}: {member.state()}{loss}")
+
+
+# --- compare --------------------------------------------------------------------------------------
+
+
+@click.command(cls=Command)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
+@click.option("--loss", type=float, help="Held-out loss to reach.  [default: the worst final one]")
+@click.option("--out", type=PATH, help="Directory of the curves.  [default: that of a sweep]")
+@click.option("--csv", "table", type=PATH, metavar="FILE", help="Write a line per run to FILE.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def compare(
+    runs: Sequence[Path], loss: float | None, out: Path | None, table: Path | None, as_json: bool
+) -> int:
+    """Compare runs: a table, and curves by tokens, time and bytes.
+
+    \b
+    diloco compare runs/quickstart runs/baseline
+    diloco compare runs/seeds --loss 2.1 --csv seeds.csv
+
+    RUN is a run directory or the directory of a sweep. Runs that differ in their seed only are one
+    row: mean +- their deviation. The lowest loss comes first. Without --out, several RUNs leave no
+    curves.
+    """
+    if loss is not None and not math.isfinite(loss):
+        raise ConfigError(f"--loss={loss} is no loss; give nats per token, such as 2.5")
+    if out is None and len(runs) == 1:
+        out = runs[0]
+    _compare(runs, loss, out, table, as_json)
     return 0
+
+
+def _compare(
+    runs: Sequence[Path],
+    loss: float | None = None,
+    out: Path | None = None,
+    table: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Prints the table or its JSON; writes curves and table where there is a place for them."""
+    from diloco.rundir import compare as comparison
+    from diloco.rundir.files import finite, prepare_run_directory
+
+    found = comparison.compare(*runs)
+    reached = found.worst_loss() if loss is None else loss
+    if out is not None:
+        prepare_run_directory(out)
+    if table is not None:
+        found.to_csv(table, loss)
+    if as_json:
+        click.echo(json.dumps(finite(_content(found, loss, reached)), indent=2))
+    else:
+        _show(found, reached)
+    if out is not None:
+        pictures = found.plot(out)
+        if not as_json:
+            click.echo(f"{out}: {', '.join(picture.name for picture in pictures)}")
+
+
+def _content(found: RunComparison, loss: float | None, reached: float | None) -> dict[str, Any]:
+    """What --json prints."""
+    rows = found.rows(loss)
+    arms = [
+        {
+            "name": arm.name,
+            "loss": arm.mean("loss"),
+            "spread": arm.spread("loss"),
+            "seeds": [one.seed for one in arm.runs],
+            "runs": [row["name"] for row in rows if row["arm"] == arm.name],
+        }
+        for arm in found.arms
+    ]
+    gaps = [asdict(gap) | {"mean": gap.mean, "spread": gap.spread} for gap in found.gaps]
+    return {"loss": reached, "arms": arms, "runs": rows, "gaps": gaps}
+
+
+def _show(found: RunComparison, reached: float | None) -> None:
+    """A row per arm; elsewhere than on a terminal the table is as wide as it needs to be."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    console, table = Console(), Table(box=None, padding=(0, 1), pad_edge=False)
+    rows = [_cells(arm, reached) for arm in found.arms]
+    if all(len(arm.runs) == 1 for arm in found.arms):
+        for row in rows:
+            del row["seeds"]
+    for name in rows[0]:
+        justify: Any = "left" if name in ("run", "exit") else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "run")
+    for row in rows:
+        table.add_row(*map(Text, row.values()))
+    if not console.is_terminal:
+        wide = console.options.update(width=10_000)
+        console = Console(file=console.file, width=Measurement.get(console, wide, table).maximum)
+    console.print(table)
+    for gap in found.gaps:
+        console.print(Text(str(gap)), soft_wrap=True)
+
+
+def _cells(arm: Arm, reached: float | None) -> dict[str, str]:
+    """A row of the table, by column."""
+    busy = arm.mean("utilization")
+    times = [None if reached is None else one.time_to_loss(reached) for one in arm.counted]
+    known = [time for time in times if time is not None]
+    time_s = sum(known) / len(known) if known and len(known) == len(times) else None
+    return {
+        "run": arm.name,
+        "seeds": str(len(arm.runs)),
+        "held-out": _spread(arm, "loss", 4),
+        "perplexity": _spread(arm, "perplexity", 2),
+        "tokens": human_count(arm.mean("tokens")),
+        "virtual": _time(arm.mean("virtual_s")),
+        "wall": _time(arm.mean("wall_s")),
+        "sent": human_bytes(arm.mean("bytes_sent")),
+        "busy": "-" if busy is None else f"{busy:.1%}",
+        "to loss" if reached is None else f"to {reached:.4f}": _time(time_s),
+        "exit": _exits(arm),
+    }
+
+
+def _exits(arm: Arm) -> str:
+    """How its runs ended; of several seeds, how many did not end well."""
+    words = [{None: "unfinished", 4: "4 diverged"}.get(one.exit, str(one.exit)) for one in arm.runs]
+    ill = Counter(word for word in words if word != "0")
+    if not ill or len(words) == 1:
+        return words[0]
+    return ", ".join(f"{count} of {len(words)}: {word}" for word, count in ill.items())
+
+
+def _spread(arm: Arm, of: str, digits: int) -> str:
+    mean, spread = arm.mean(of), arm.spread(of)
+    text = "-" if mean is None else f"{mean:.{digits}f}"
+    return text if spread is None else f"{text} ± {spread:.{digits}f}"
+
+
+def _time(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if value < 100 else human_seconds(value)

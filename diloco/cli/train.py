@@ -1,5 +1,4 @@
-"""`diloco train`, `host` and `simulate`: a peer that trains, one that only makes versions, many in
-virtual time."""
+"""`diloco train`, `host`, `simulate`: a peer that trains, one that only hosts, many simulated."""
 
 from __future__ import annotations
 
@@ -26,18 +25,18 @@ def train(options: Options) -> int:
     config = options.compose(starts=True)
     from rich.console import Console
 
-    from diloco.cli.table import LiveView, hear_warnings, say_who_can_join
+    from diloco.dashboard.live import LiveView, print_warnings, print_who_can_join
     from diloco.rundir.reporting import Ready, Report
     from diloco.train.run import run
 
-    hear_warnings()
+    print_warnings()
     console = Console()
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, {config.outer.method}"
     with LiveView(console, [config.run.name or "peer"], config.budget.outer_steps, title) as view:
 
         def show(message: Report) -> None:
             if isinstance(message, Ready):  # an error before that stands alone, in one line
-                say_who_can_join(console, config)
+                print_who_can_join(console, config)
             view.update(message)
 
         summary = run(config, show)
@@ -46,13 +45,12 @@ def train(options: Options) -> int:
     return summary.exit
 
 
+DONE = "End when the budget is used up and the peers that train have left."
+
+
 @click.command(cls=Command)
 @click.option("--new", is_flag=True, help="Start a new swarm instead of joining one.")
-@click.option(
-    "--until-done",
-    is_flag=True,
-    help="End when the budget is used up and the peers that train have left.",
-)
+@click.option("--until-done", is_flag=True, help=DONE)
 @click.argument("address", required=False)
 @configured
 def host(new: bool, until_done: bool, address: str | None, options: Options) -> int:
@@ -70,8 +68,7 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
     given: list[str] = []
     if address is not None:
-        # with swarm.key_path it is in the invitation
-        found, given = guest(address, options, ["run.id"])
+        found, given = guest(address, options, ["run.id"])  # with a key it is in the invitation
         given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
     config = options.compose(given, starts=True)
     import threading
@@ -79,28 +76,30 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
 
     from rich.console import Console
 
-    from diloco.cli.table import LiveView, hear_warnings, say_who_can_join
+    from diloco.dashboard.live import LiveView, print_warnings, print_who_can_join
     from diloco.errors import on_signals
     from diloco.rundir.reporting import Ready
     from diloco.train.host import Host
 
-    hear_warnings()
+    print_warnings()
     console, stop, name = Console(), threading.Event(), config.run.name or "host"
-    with (
-        on_signals(lambda *_: stop.set()),
-        Host(config, name) as host,
-        LiveView(
-            console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host"
-        ) as view,
-    ):
-        say_who_can_join(console, config)
-        node, first = host.node, not config.swarm.initial_peers
-        addresses, advice = tuple(node.addresses), node.advice or ""
-        view.update(
-            Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice)
-        )
-        while not stop.wait(0.5) and not (until_done and host.is_over()):
-            view.update(host.status())
+    with on_signals(lambda *_: stop.set()), Host(config, name) as host:
+        manifest, node = host.manifest, host.node
+        title = f"{manifest.run.id}: host"
+        with LiveView(console, [name], manifest.budget.outer_steps, title) as view:
+            print_who_can_join(console, config)
+            ready = Ready(
+                name,
+                time.time(),
+                host.address,
+                tuple(node.addresses),
+                first=not config.swarm.initial_peers,
+                command=config.joining_command,
+                advice=node.advice or "",
+            )
+            view.update(ready)
+            while not stop.wait(0.5) and not (until_done and host.is_over()):
+                view.update(host.status())
     return 0
 
 
@@ -112,9 +111,8 @@ def simulate(options: Options) -> int:
 
     \b
     diloco simulate experiment=quickstart run.dir=runs/sim
-    diloco simulate experiment=smoke 'sim.step_s=[1,1.5,2,3]' local.peers=4 sim.bandwidth=1e6
-    sim.latency_s=0.05 diloco simulate experiment=smoke 'sim.events=[crash:3@120,join:4@60]'
-    local.peers=4
+    diloco simulate experiment=smoke local.peers=4 sim.bandwidth=1e6 sim.latency_s=0.05
+    diloco simulate experiment=smoke local.peers=4 'sim.events=[crash:3@120,join:4@60]'
 
     Compute is real. An inner step takes sim.step_s virtual seconds, and sim.bandwidth and
     sim.latency_s say how long a transfer takes. The same settings give the same run.
@@ -124,34 +122,28 @@ def simulate(options: Options) -> int:
 
     from rich.console import Console
 
-    from diloco.cli.table import LiveView, hear_warnings
+    from diloco.dashboard.live import LiveView, print_warnings
     from diloco.rundir.reporting import Report
     from diloco.sim.run import simulate
 
-    hear_warnings()
-    console, peers, at_s = Console(), config.local.peers, 0.0
-    title = f"{config.run.id}: {peers} simulated peers, {config.outer.method}"
+    print_warnings()
+    console, at_s, steps = Console(), 0.0, config.budget.outer_steps
+    names = [f"p{index}" for index in range(config.local.peers)]
+    title = f"{config.run.id}: {len(names)} simulated peers, {config.outer.method}"
 
     def listen(message: Report) -> None:
         nonlocal at_s
         at_s = message.time
         view.update(message)
 
-    # Lines are a record and carry virtual time; a progress bar tells when the command ends, so it
-    # runs in real time.
+    # Lines are a record and carry virtual time; a progress bar tells when the command ends.
     clock = time.monotonic if console.is_terminal else lambda: at_s
-    with LiveView(
-        console, [f"p{index}" for index in range(peers)], config.budget.outer_steps, title, clock
-    ) as view:
+    with LiveView(console, names, steps, title, clock) as view:
         outcome = simulate(config, listen)
     summary = outcome.summary
     busy = sum(peer.utilization for peer in summary.peers) / max(1, len(summary.peers))
-    console.print(
-        f"{summary.result(config.budget.outer_steps)}, {outcome.virtual_s:.0f} virtual seconds at"
-        f" {busy:.0%} utilization, {summary.wall_s:.0f} s",
-        highlight=False,
-    )
-    console.print(
-        f"{config.run.dir}: summary.json, metrics.jsonl, events.jsonl, loss.png", highlight=False
-    )
+    spent = f"{outcome.virtual_s:.0f} virtual seconds at {busy:.0%} utilization"
+    console.print(f"{summary.result(steps)}, {spent}, {summary.wall_s:.0f} s", highlight=False)
+    files = "summary.json, metrics.jsonl, events.jsonl, loss.png"
+    console.print(f"{config.run.dir}: {files}", highlight=False)
     return summary.exit

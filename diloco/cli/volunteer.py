@@ -1,12 +1,8 @@
-"""A volunteer's peer: the directory that it keeps between runs, and its configuration, most of it
-from the swarm.
+"""A volunteer's peer: what it keeps between runs, and its configuration, mostly from the swarm.
 
-    $XDG_DATA_HOME/diloco/peer-0/identity.key     this machine's first peer; a second one at the
-                                                  same time is peer-1
-                              runs/RUN_ID/        metrics, checkpoints and the model of each run
-                                                  that it took part in
-                       peers.json                 addresses of each run's peers, in case all peers
-                                                  in a link are gone
+    $XDG_DATA_HOME/diloco/peer-0/identity.key     this machine's first peer; another is peer-1
+                              runs/RUN_ID/        metrics, checkpoints and model of each run
+                       peers.json                 addresses of each run's peers, for later
 
 A volunteer starts from the state of the swarm, never from its own checkpoint: somebody may have
 started the run again, and then the higher version, the volunteer's, would win.
@@ -14,11 +10,12 @@ started the run again, and then the higher version, the volunteer's, would win.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from diloco.config import Config, Manifest
@@ -53,15 +50,14 @@ class PeerDirectory:
         return self.peer_id[-6:]
 
 
-@contextlib.contextmanager
+@contextmanager
 def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
-    """The directory of the first of this user's peers that is not running, locked while the context
-    is open.
+    """The directory of the first of this user's peers that is not running, locked inside the block.
 
     `identity` is swarm.identity_path, a key that replaces the peer's own. Raises `ConfigError` if
     too many peers run on this machine, or another process uses the key.
     """
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         if identity is not None:  # two peers with one key would put each other out of the swarm
             stack.enter_context(exclusive(Path(f"{identity}.lock"), "swarm.identity_path"))
         for number in range(PEERS_PER_MACHINE):
@@ -72,16 +68,10 @@ def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
                 if not directory.is_dir():
                     raise
                 continue  # this peer is running
-            yield PeerDirectory(
-                number,
-                directory,
-                directory / "identity.key" if identity is None else Path(identity),
-            )
+            yield PeerDirectory(number, directory, Path(identity or directory / "identity.key"))
             return
-    raise ConfigError(
-        f"{PEERS_PER_MACHINE} of your peers are running on this machine; end one, or set"
-        " XDG_DATA_HOME"
-    )
+    running = f"{PEERS_PER_MACHINE} of your peers are running on this machine"
+    raise ConfigError(f"{running}; end one, or set XDG_DATA_HOME")
 
 
 def volunteer_config(
@@ -89,27 +79,24 @@ def volunteer_config(
     manifest: Manifest,
     typed: Collection[str],
     directory: PeerDirectory,
-    seeds: Sequence[str],
+    peers: Sequence[str],
 ) -> Config:
-    """The configuration of a peer that joins: the run's half from the manifest, the peer's half
-    chosen for a volunteer.
+    """The run's half from the manifest, the peer's half as `typed` keys say or suits a volunteer.
 
-    `typed` are the keys that the user set; they override the choices made here. `seeds` are
-    addresses of peers that answer. Raises `ConfigError` if the manifest does not fit this peer, for
-    example data.source=text without a data.path here.
+    `peers` are addresses that answer. Raises `ConfigError` if the manifest does not fit this peer,
+    for example data.source=text without a data.path here.
     """
     joined = config.adopt(manifest)
-    elsewhere = any(reachability(seed) != "loopback" for seed in seeds)
+    elsewhere = any(reachability(one) != "loopback" for one in peers)
     chosen = {
         "run.dir": directory.path / "runs" / manifest.run.id,
         "run.name": directory.name,
         "eval.every": 0,  # the others would wait for it
         "swarm.listen": ("/ip4/0.0.0.0/tcp/0",) if elsewhere else config.swarm.listen,
     }
-    always = {"swarm.initial_peers": tuple(seeds), "swarm.identity_path": str(directory.identity)}
-    return with_settings(
-        joined, {**{key: value for key, value in chosen.items() if key not in typed}, **always}
-    )
+    settings = {key: value for key, value in chosen.items() if key not in typed}
+    settings |= {"swarm.initial_peers": tuple(peers)}
+    return with_settings(joined, settings | {"swarm.identity_path": str(directory.identity)})
 
 
 def with_settings(config: Config, settings: dict[str, object]) -> Config:
@@ -118,14 +105,13 @@ def with_settings(config: Config, settings: dict[str, object]) -> Config:
     for key, value in settings.items():
         group, _, name = key.partition(".")
         values[group][name] = value
-    return Config.model_validate(values)
+    return config.model_validate(values)
 
 
 def fit_to_machine(
     config: Config, machine: Machine, peers: int | None = None, ranks: int = 1
 ) -> tuple[MemoryNeed, int]:
-    """The memory that training takes in a swarm of so many peers, and how many sequences each of
-    the peer's `ranks` computes at a time.
+    """The memory for training in a swarm of `peers`, and sequences that a rank computes at a time.
 
     Raises `ConfigError` if not even one sequence fits.
     """
@@ -135,8 +121,7 @@ def fit_to_machine(
 
 
 def move_aside(config: Config) -> None:
-    """Renames the checkpoints of an earlier visit to this run to `NAME.before`, and deletes an
-    older `NAME.before`."""
+    """Renames checkpoints of an earlier visit to this run to `NAME.before`, over older ones."""
     mine = config.run.dir / "checkpoints" / checkpoints_name(config)
     if mine.is_dir():
         before = mine.with_name(f"{mine.name}.before")
@@ -152,32 +137,25 @@ def remember_addresses(manifest: Manifest, addresses: Sequence[str]) -> None:
     """
     known, run = _known(), f"{manifest.run.id} {manifest.run.key or manifest.hash()}"
     known[run] = list(dict.fromkeys([*addresses, *known.pop(run, [])]))[:KNOWN_ADDRESSES]
-    with contextlib.suppress(ConfigError, OSError):
+    text = json.dumps(dict(list(known.items())[-KNOWN_RUNS:]), indent=1)
+    with suppress(ConfigError, OSError):
         data_home().mkdir(parents=True, exist_ok=True)
-        write_atomic(
-            data_home() / "peers.json",
-            json.dumps(dict(list(known.items())[-KNOWN_RUNS:]), indent=1) + "\n",
-        )
+        write_atomic(data_home() / "peers.json", f"{text}\n")
 
 
 def known_addresses(addresses: Sequence[str]) -> list[str]:
     """Stored addresses of other peers in the runs to which the peers at `addresses` belong."""
     peers = {peer_id_of(address) for address in addresses if not address.startswith("@")}
-    found = [
-        one
-        for known in _known().values()
-        if any(peer_id_of(at) in peers for at in known)
-        for one in known
-    ]
-    return [one for one in dict.fromkeys(found) if one not in addresses]
+    runs = [run for run in _known().values() if not peers.isdisjoint(map(peer_id_of, run))]
+    return [one for one in dict.fromkeys(chain(*runs)) if one not in addresses]
 
 
 def _known() -> dict[str, list[str]]:
+
     try:
         content = json.loads((data_home() / "peers.json").read_text("utf-8"))
-        for addresses in content.values():
-            for address in addresses:
-                peer_id_of(address)
+        for address in chain(*content.values()):
+            peer_id_of(address)
     except (OSError, ValueError, AttributeError, TypeError, ConfigError):
         return {}
     return dict(content)

@@ -1,11 +1,9 @@
-"""What a volunteer types to join: addresses of peers, and in a closed swarm the token of an
-invitation.
+"""What a volunteer types to join: addresses of peers, and in a closed swarm an invitation's token.
 
 /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
 diloco://ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...,ip4/198.51.100.2/tcp/4100/p2p/12D3Kuu...?token=...
 
-Addresses are copied from chats and terminals, so `problem` says which part of one is damaged, and
-how.
+Addresses are copied from chats and terminals, so errors say which part of one is damaged, and how.
 """
 
 from __future__ import annotations
@@ -43,47 +41,45 @@ _DNS_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a swarm is: multiaddrs with a peer id each, or one @FILE with such; and the token of an
-    invitation."""
+    """Where a swarm is: multiaddrs with a peer id each, or one @FILE; an invitation's token."""
 
     peers: tuple[str, ...]
     token: str | None = None
 
     @classmethod
     def parse(cls, text: str, shown: str | None = None) -> Address:
-        """Reads either form, in quotes and after `diloco join`, too; `ConfigError` says what is
-        wrong, in `shown`."""
-        peers, token = list[str](), None
+        """Reads either form, also in quotes or after `diloco join`.
+
+        `ConfigError` says what is wrong, in `shown`.
+        """
         text = unquoted(text)
-        for one in (not text.startswith("@") and _COPIED.findall(text)) or [text]:
-            link = one.startswith("diloco:")
-            body, mark, query = one.removeprefix(SCHEME).partition("?") if link else (one, "", "")
+        place = show(shown or text, 160)
+        if text.startswith("@") and len(text) > 1 and "," not in text:
+            return cls((text,))
+        peers, token = list[str](), None
+        for one in _COPIED.findall(text) or [text]:
+            is_link = one.startswith("diloco:")
+            body, mark, query = (
+                one.removeprefix(SCHEME).partition("?") if is_link else (one, "", "")
+            )
             if mark:
                 token = query.removeprefix("token=")
                 if token == query or not TOKEN.fullmatch(token):
-                    place = show(shown or text, 160)
-                    raise ConfigError(
-                        f"ADDRESS={place}: its token is damaged or missing; copy the whole link"
-                        " again"
-                    )
-            peers += [
-                "/" + peer.lstrip("/") if link else peer for peer in body.rstrip(",;").split(",")
-            ]
+                    damaged = f"ADDRESS={place}: its token is damaged or missing"
+                    raise ConfigError(f"{damaged}; copy the whole link again")
+            for peer in body.rstrip(",;").split(","):
+                peers.append("/" + peer.lstrip("/") if is_link else peer)
         for peer in peers:
-            wrong = (
-                None
-                if peer.startswith("@") and len(peer) > 1 and len(peers) == 1
-                else address_error(peer)
-            )
-            if wrong is not None:
-                raise ConfigError(f"ADDRESS={show(shown or text, 160)} cannot be used: {wrong}")
+            if (wrong := address_error(peer)) is not None:
+                raise ConfigError(f"ADDRESS={place} cannot be used: {wrong}")
         return cls(tuple(peers), token)
 
     @classmethod
     def read(cls, text: str) -> Address:
-        """Reads the ADDRESS of a command, which may also be `-`, a line on stdin, or an `@FILE`
-        with a whole link, of which the token stays in the file: it is `@FILE` here. (Other users
-        see the arguments of a command.)
+        """Reads the ADDRESS of a command, which may also be `-`, a line on stdin.
+
+        Of an `@FILE` with a whole link the token stays in the file, and is `@FILE` here. (Other
+        users see the arguments of a command.)
         """
         if text == "-":
             return cls.parse(line_of_stdin("ADDRESS"))
@@ -95,17 +91,13 @@ class Address:
         return found
 
     def resolved(self) -> Address:
-        """Replaces an `@FILE` by the addresses that the file holds now; `ConfigError` when it
-        cannot be read."""
-        found = (
-            addresses_in(Path(peer[1:])) if peer.startswith("@") else [peer] for peer in self.peers
-        )
-        peers = [address for addresses in found for address in addresses]
+        """With the addresses that an `@FILE` holds now; `ConfigError` if it cannot be read."""
+        peers = list[str]()
+        for peer in self.peers:
+            peers += addresses_in(Path(peer[1:])) if peer.startswith("@") else [peer]
         if not peers:
-            raise ConfigError(
-                f"ADDRESS={','.join(self.peers)} holds no address yet; try again when its peer is"
-                " ready"
-            )
+            empty = f"ADDRESS={','.join(self.peers)} holds no address yet"
+            raise ConfigError(f"{empty}; try again when its peer is ready")
         return Address(tuple(peers), self.token)
 
     def __str__(self) -> str:
@@ -116,17 +108,14 @@ class Address:
 
 
 def line_of_stdin(what: str) -> str:
-    """The next line of stdin; on a terminal `what` is asked for. Raises ConfigError if there is
-    none."""
+    """The next line of stdin, asked for on a terminal; ConfigError if there is none."""
     if sys.stdin.isatty():
-        sys.stderr.write(f"{what}: ")
-        sys.stderr.flush()
+        print(f"{what}: ", end="", file=sys.stderr, flush=True)
     raw = getattr(sys.stdin, "buffer", None)
     line = unquoted(sys.stdin.readline() if raw is None else decoded(raw.readline()))
     if not line:
-        raise ConfigError(
-            f"{what}=- stands for a line on stdin, and none came; write it there, or give @FILE"
-        )
+        none = f"{what}=- stands for a line on stdin, and none came"
+        raise ConfigError(f"{none}; write it there, or give @FILE")
     return line
 
 
@@ -139,9 +128,8 @@ def addresses_in(path: Path) -> list[str]:
         lines = re.sub(r"(?m)(^|\s)#.*", "", small_text(path)).splitlines()
     except OSError as error:
         raise ConfigError(f"ADDRESS=@{path} cannot be read: {error.strerror}") from None
-    return [
-        peer for line in lines if unquoted(line) for peer in Address.parse(line, f"@{path}").peers
-    ]
+    filled = [line for line in lines if unquoted(line)]
+    return [peer for line in filled for peer in Address.parse(line, f"@{path}").peers]
 
 
 def unquoted(text: str) -> str:
@@ -150,57 +138,41 @@ def unquoted(text: str) -> str:
 
 
 def address_error(address: str) -> str | None:
-    """What is wrong with the address of a peer, as a clause with its remedy; None when nothing
-    is."""
+    """What is wrong with the address of a peer, with the remedy; None when nothing is."""
     if "/" not in address and masked(address) != address:
-        return (
-            "it may be a token; that goes into a file, and an address is needed besides: ADDRESS"
-            " swarm.token=@FILE"
-        )
+        need = "that goes into a file, and an address is needed besides"
+        return f"it may be a token; {need}: ADDRESS swarm.token=@FILE"
     if re.match(r"https?:", address):
         return f"it is the address of a web page; that of a peer looks like {EXAMPLE}"
     if found := _HOST_PORT.fullmatch(address):
-        return (
-            f"it is HOST:PORT; write {_family(found[1])}/tcp/{found[2]}/p2p/PEER_ID, as the peer"
-            " prints it"
-        )
+        right = f"{_family(found[1])}/tcp/{found[2]}/p2p/PEER_ID"
+        return f"it is HOST:PORT; write {right}, as the peer prints it"
     shape = _SHAPE.fullmatch(address)
     wrong = _wrong(*shape.groups()) if shape else f"it is damaged; one looks like {EXAMPLE}"
-    if (
-        wrong is not None
-        and address
-        and address[-1] in _PASTED
-        and address_error(address.rstrip(_PASTED)) is None
-    ):
+    bare = address.rstrip(_PASTED)
+    if wrong is not None and bare != address and address_error(bare) is None:
         return f"it ends in {address[-1]!r}, pasted along; drop it"
     return wrong
 
 
 def _wrong(kind: str, host: str, port: str, *ids: str | None) -> str | None:
     """What is wrong with an address of the right shape."""
+    is_ip, copy = kind.startswith("ip"), "copy the whole line that the peer printed"
     try:
-        unspecified = kind.startswith("ip") and ipaddress.ip_address(host).is_unspecified
+        unspecified = is_ip and ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return f"{host!r} is no IP{kind[2]} address"
-    if _family(host)[:4] != f"/{kind[:3]}" or not (
-        kind.startswith("ip") or _DNS_NAME.fullmatch(host)
-    ):
+    if _family(host)[:4] != f"/{kind[:3]}" or not (is_ip or _DNS_NAME.fullmatch(host)):
         return f"{host!r} does not belong after /{kind}"
     if unspecified:
-        return (
-            f"{host} is where a peer listens, not where others reach it; put the address of its"
-            " machine there"
-        )
+        return f"{host} is where a peer listens, not where others reach it; put its machine there"
     if not 1 <= int(port) <= 65535:
         return f"port {port} is not one of 1 to 65535"
     if ids[0] is None:
-        return "/p2p/PEER_ID is missing at its end; copy the whole line that the peer printed"
+        return f"/p2p/PEER_ID is missing at its end; {copy}"
     for one in filter(None, ids):
         if not _ID.fullmatch(one):
-            return (
-                f"its peer id {show(one)} is cut off or damaged; copy the whole line that the peer"
-                " printed"
-            )
+            return f"its peer id {show(one)} is cut off or damaged; {copy}"
     return None
 
 
@@ -210,22 +182,19 @@ def host_of(address: str) -> str:
 
 
 def reachability(address: str) -> str:
-    """From where a multiaddr can be reached: `loopback`, `LAN` or `public` (host names count as
-    public)."""
+    """From where a multiaddr can be reached: `loopback`, `LAN`, or `public` (also host names)."""
     try:
         found = ipaddress.ip_address(host_of(address))
     except ValueError:
         return "loopback" if host_of(address) == "localhost" else "public"
     if found.is_loopback:
         return "loopback"
-    # Shared addresses of carriers (100.64/10) are neither private nor global to Python; from
-    # outside they are private.
+    # Shared addresses of carriers (100.64/10) are neither private nor global to Python.
     return "public" if found.is_global else "LAN"
 
 
 def same_subnet(address: str, other: str) -> bool:
-    """Whether two multiaddrs name IP addresses of one /24, or one /64 of IPv6; loopback is no
-    subnet."""
+    """Whether two multiaddrs name IP addresses of one /24, or one /64 of IPv6, not loopback."""
     try:
         one, two = (ipaddress.ip_address(host_of(each)) for each in (address, other))
     except ValueError:

@@ -1,7 +1,4 @@
-"""Shows a swarm in the browser: a page without libraries, and its figures as JSON and for
-Prometheus.
+"""What a swarm is doing, in a browser and in a terminal.
 
-swarm -> Dashboard.watch (a snapshot per second) -> GET /api/state -> page.html, once a second in
-each browser
-                                                 -> GET /metrics
+swarm -> Dashboard.watch (a snapshot per second) -> /api/state, which page.html polls; /metrics
 """

@@ -1,5 +1,4 @@
-"""Serves `page.html`, `GET /api/state` (the newest snapshot) and `GET /metrics` (for
-Prometheus)."""
+"""Serves `page.html`, `GET /api/state` (the newest snapshot) and `GET /metrics` (Prometheus)."""
 
 from __future__ import annotations
 
@@ -29,10 +28,8 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 PAGE = Path(__file__).with_name("page.html").read_bytes()
-SCRIPTS = re.findall(rb"<script>(.*?)</script>", PAGE, re.S)
-HASHES = " ".join(
-    f"'sha256-{base64.b64encode(hashlib.sha256(one).digest()).decode()}'" for one in SCRIPTS
-)
+SCRIPTS = [hashlib.sha256(one) for one in re.findall(rb"<script>(.*?)</script>", PAGE, re.S)]
+HASHES = " ".join(f"'sha256-{base64.b64encode(one.digest()).decode()}'" for one in SCRIPTS)
 HEADERS = {  # the page's own script only, nothing from elsewhere, and in no frame of another site
     "Content-Security-Policy": (
         f"default-src 'none'; script-src {HASHES}; style-src 'unsafe-inline'; connect-src 'self';"
@@ -43,13 +40,20 @@ HEADERS = {  # the page's own script only, nothing from elsewhere, and in no fra
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+PEER_METRICS = {  # name of the metric: field, meaning
+    "steps_per_second": ("steps_per_s", "Inner steps per second"),
+    "tokens": ("tokens", "Tokens processed"),
+    "version_lag": ("version_lag", "Outer steps behind the swarm"),
+    "bytes_sent": ("bytes_sent", "Bytes sent"),
+    "bytes_received": ("bytes_received", "Bytes received"),
+    "last_seen_seconds": ("last_seen_s", "Seconds since its last word"),
+}
 
 
 class Dashboard(ThreadingTCPServer):
     """Listens on `host` and `port` (0: any free one) at once, and answers while `watch` runs.
 
-    Raises OSError if it cannot listen there. `snapshot` is the newest one; it stays when the swarm
-    no longer answers.
+    Raises OSError if it cannot listen. `snapshot` stays when the swarm no longer answers.
     """
 
     allow_reuse_address = True
@@ -67,8 +71,7 @@ class Dashboard(ThreadingTCPServer):
     async def watch(self, watcher: SwarmWatcher) -> None:
         """Asks once a second, for all pages together, until cancelled."""
         threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
-        # Ctrl+C cancels this task. Before Python 3.12 a wait_for that has just finished swallows
-        # the cancellation.
+        # Ctrl+C cancels this task. A wait_for of Python 3.11 that has just finished swallows that.
         watching = asyncio.current_task()
         try:
             while watching is not None and not watching.cancelling():
@@ -98,12 +101,9 @@ class Dashboard(ThreadingTCPServer):
         rebinding). Its name stays in `Host`, so only addresses and names of this machine are
         answered.
         """
-        if not self._own(host):
-            return (
-                403,
-                "text/plain",
-                b"not served under this name; open the address that diloco dashboard printed\n",
-            )
+        if not self._is_own(host):
+            why = b"not served under this name; open the address that diloco dashboard printed\n"
+            return 403, "text/plain", why
         if path == "/":
             return 200, "text/html; charset=utf-8", PAGE
         if path == "/metrics":
@@ -114,7 +114,7 @@ class Dashboard(ThreadingTCPServer):
             return 503, "application/json", b'{"error": "nobody has answered yet"}'
         return 200, "application/json", self.snapshot.json()
 
-    def _own(self, host: str) -> bool:
+    def _is_own(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
             return name in self._names or bool(ipaddress.ip_address(name))
@@ -128,17 +128,12 @@ class _Request(BaseHTTPRequestHandler):
     timeout = 10.0  # of a connection that says nothing
 
     def do_GET(self) -> None:
-        status, kind, body = self.server.answer(
-            self.headers.get("Host", ""), urlsplit(self.path).path
-        )
+        host, path = self.headers.get("Host", ""), urlsplit(self.path).path
+        status, kind, body = self.server.answer(host, path)
         self.send_response(status)
-        age = {"X-Diloco-Age-Seconds": f"{self.server.seen_s():.1f}"}
-        for name, text in {
-            **HEADERS,
-            **age,
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-        }.items():
+        own = {"Content-Type": kind, "Content-Length": str(len(body))}
+        own["X-Diloco-Age-Seconds"] = f"{self.server.seen_s():.1f}"
+        for name, text in {**HEADERS, **own}.items():
             self.send_header(name, text)
         self.end_headers()
         self.wfile.write(body)
@@ -148,14 +143,14 @@ class _Request(BaseHTTPRequestHandler):
 
 
 def exposition(dashboard: Dashboard) -> str:
-    """The text for Prometheus. While no peer answers, `diloco_up` is 0 and the other metrics keep
-    their last values."""
-    snapshot = dashboard.snapshot
+    """The text for Prometheus; while no peer answers, only `diloco_up` and the age change."""
+    up, age_s, snapshot = float(dashboard.answers), dashboard.seen_s(), dashboard.snapshot
     gauges = [
-        _gauge("up", "Whether a peer of the swarm answers", {"": float(dashboard.answers)}),
-        _gauge("last_answer_seconds", "Seconds since a peer answered", {"": dashboard.seen_s()}),
-        *(() if snapshot is None else (*_swarm(snapshot), *_peers(snapshot))),
+        _gauge("up", "Whether a peer of the swarm answers", {"": up}),
+        _gauge("last_answer_seconds", "Seconds since a peer answered", {"": age_s}),
     ]
+    if snapshot is not None:
+        gauges += [*_swarm(snapshot), *_rounds(snapshot), *_peers(snapshot)]
     return "".join(gauges)
 
 
@@ -166,61 +161,43 @@ def _gauge(name: str, text: str, values: Mapping[str, float]) -> str:
 
 
 def _label(**labels: str) -> str:
-    shown = (
-        f'{name}="{json.dumps(text, ensure_ascii=False)[1:-1]}"' for name, text in labels.items()
-    )
-    return f"{{{','.join(shown)}}}"
+    quoted = (f"{name}={json.dumps(text, ensure_ascii=False)}" for name, text in labels.items())
+    return f"{{{','.join(quoted)}}}"
 
 
 def _swarm(snapshot: Snapshot) -> Iterator[str]:
-    run, ledger = snapshot.run, snapshot.ledger
-    yield _gauge("outer_steps", "Outer steps that every fragment has seen", {"": run.version})
-    fates = {
-        _label(fate=name): getattr(ledger, name)
-        for name in ("processed", "applied", "discarded", "in_flight")
-    }
-    yield _gauge("tokens", "Tokens by what became of them", fates)
-    yield _gauge(
-        "peers",
-        "Connected peers by state",
-        Counter(_label(state=row.state) for row in snapshot.peers),
-    )
-    doing = Counter(_label(state=row.state) for row in snapshot.fragments)
-    yield _gauge("fragments", "Fragments by what the answering peer does about them", doing)
+    ledger = snapshot.ledger
+    version = {"": snapshot.run.version}
+    yield _gauge("outer_steps", "Outer steps that every fragment has seen", version)
+    fates = ("processed", "applied", "discarded", "in_flight")
+    tokens = {_label(fate=name): getattr(ledger, name) for name in fates}
+    yield _gauge("tokens", "Tokens by what became of them", tokens)
+    states = Counter(_label(state=row.state) for row in snapshot.peers)
+    yield _gauge("peers", "Connected peers by state", states)
+    states = Counter(_label(state=row.state) for row in snapshot.fragments)
+    yield _gauge("fragments", "Fragments by what the answering peer does about them", states)
     if snapshot.loss:
-        yield _gauge(
-            "loss", "Mean training loss of the peers (nats per token)", {"": snapshot.loss[-1].loss}
-        )
+        loss = {"": snapshot.loss[-1].loss}
+        yield _gauge("loss", "Mean training loss of the peers (nats per token)", loss)
+
+
+def _rounds(snapshot: Snapshot) -> Iterator[str]:
     newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)
     if newest is None:
         return
-    counts = {
-        _label(role=name): getattr(newest, name) for name in ("live", "participating", "merged")
-    }
+    roles = ("live", "participating", "merged")
+    counts = {_label(role=name): getattr(newest, name) for name in roles}
     yield _gauge("round_peers", "Peers of the newest version", counts)
-    yield _gauge(
-        "round_staleness", "Staleness of the oldest contribution in it", {"": newest.staleness}
-    )
+    staleness = {"": newest.staleness}
+    yield _gauge("round_staleness", "Staleness of the oldest contribution in it", staleness)
     if newest.seconds is not None:
         phases = {_label(phase=name): value for name, value in asdict(newest.seconds).items()}
         yield _gauge("round_seconds", "Mean wall seconds of its round by phase", phases)
 
 
-FIGURES = {  # of a peer: name of the metric, field, meaning
-    "steps_per_second": ("steps_per_s", "Inner steps per second"),
-    "tokens": ("tokens", "Tokens processed"),
-    "version_lag": ("version_lag", "Outer steps behind the swarm"),
-    "bytes_sent": ("bytes_sent", "Bytes sent"),
-    "bytes_received": ("bytes_received", "Bytes received"),
-    "last_seen_seconds": ("last_seen_s", "Seconds since its last word"),
-}
-
-
 def _peers(snapshot: Snapshot) -> Iterator[str]:
     names = snapshot.names()
-    for name, (field, text) in FIGURES.items():
-        values = {
-            _label(peer=names[row.peer_id], peer_id=row.peer_id): getattr(row, field)
-            for row in snapshot.peers
-        }
-        yield _gauge(f"peer_{name}", f"{text}, by peer", values)
+    labels = [_label(peer=names[row.peer_id], peer_id=row.peer_id) for row in snapshot.peers]
+    for name, (field, text) in PEER_METRICS.items():
+        values = [getattr(row, field) for row in snapshot.peers]
+        yield _gauge(f"peer_{name}", f"{text}, by peer", dict(zip(labels, values, strict=True)))

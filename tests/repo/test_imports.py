@@ -87,7 +87,7 @@ HOMES = {
     "pydantic": {"config", "testing"},
     "pydantic_core": {"config"},
     "click": {"cli"},
-    "rich": {"cli", "testing"},
+    "rich": {"cli", "dashboard", "testing"},
 }
 # Sans-IO: these parts are told what happened and what time it is. (`outer` keeps scratch memory per
 # thread.)

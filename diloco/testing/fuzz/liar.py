@@ -26,8 +26,8 @@ from unittest.mock import patch
 from msgspec.structs import replace as with_fields
 from rich.console import Console
 
-from diloco.cli.panels import render
 from diloco.core.history import sign, state_of
+from diloco.dashboard.tables import render
 from diloco.errors import PayloadError
 from diloco.messages.base import Message
 from diloco.messages.bulk import Get, PartHeader, RecordHeader

@@ -15,9 +15,9 @@ from rich.console import Console
 from diloco.admission import Revoked, RunKey, Token, issue
 from diloco.cli import keys
 from diloco.cli.options import Options, _from_stdin, guest
-from diloco.cli.table import say_who_can_join
 from diloco.config import compose
 from diloco.config.address import Address
+from diloco.dashboard.live import print_who_can_join
 from diloco.errors import ConfigError
 from diloco.rundir.reporting import Ready, log_lines
 from tests.support.command_line import Typed
@@ -194,7 +194,7 @@ def test_whoever_starts_a_peer_is_told_who_can_join(
         logging.WARNING if red else logging.INFO,
     )
     keyed = config.model_copy(update={"run": config.run.model_copy(update={"key": key})})
-    say_who_can_join(Console(file=screen, force_terminal=True, width=300), keyed)
+    print_who_can_join(Console(file=screen, force_terminal=True, width=300), keyed)
     assert text in screen.getvalue() and ("\x1b[1;31m" in screen.getvalue()) is red
     assert screen.getvalue().count("\n") == bool(text)
     caplog.set_level(logging.INFO)

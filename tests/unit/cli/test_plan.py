@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diloco import model as models
-from diloco.cli.exchange_cost import (
+from diloco.cli.plan import (
     TRIPS,
     ExchangeSize,
     NetworkLink,

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from diloco.cli import status as cli_status
-from diloco.cli.panels import render
 from diloco.config import WIRE_VERSION
+from diloco.dashboard.tables import render
 from diloco.errors import SwarmError
 from diloco.messages.codec import Message, Refusal, encode
 from diloco.messages.snapshot import Event, Snapshot, pack

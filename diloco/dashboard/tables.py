@@ -9,7 +9,7 @@ from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.table import STATE_STYLES
+from diloco.dashboard.live import STATE_STYLES
 from diloco.messages.snapshot import (
     PHASES,
     SHORT,
@@ -21,8 +21,7 @@ from diloco.messages.snapshot import (
 )
 from diloco.text import counted, human_bytes, human_count, human_seconds, sparkline
 
-ROUNDS = 6
-EVENTS = 6
+ROUNDS = EVENTS = 6
 LATE_S = 5.0  # since the last message of a peer
 ID_DIGITS = 8  # of a head
 FRAGMENT_STYLES = {"collecting": "green", "fetching": "cyan", "settling": "dim", "alone": "red"}
@@ -33,8 +32,7 @@ Cell = Text | str
 def render(
     snapshot: Snapshot, console: Console, rows: int = 1000, lost: str | None = None
 ) -> RenderableType:
-    """Everything that `diloco status` shows; at most so many rows of peers, fragments and
-    contributions each."""
+    """All that `diloco status` shows; at most `rows` peers, fragments and contributions each."""
     names = snapshot.names()
     parts: list[RenderableType] = [_head(snapshot, lost), _loss(snapshot, console.width)]
     parts += [_peers(snapshot, names, rows), _fragments(snapshot, names, rows)]
@@ -47,16 +45,16 @@ def render(
 
 
 def _head(snapshot: Snapshot, lost: str | None) -> Text:
-    run, peers = snapshot.run, snapshot.peers
+    run = snapshot.run
     budget = "" if run.outer_steps is None else f"/{run.outer_steps}"
     tokens = "" if run.tokens is None else f"/{human_count(run.tokens)}"
-    text = Text(f"{run.run_id}", style="bold")
     facts = [
         f"{run.model or 'model unnamed'}, {run.mode}",
         f"outer step {run.version}{budget}",
         f"{human_count(run.applied_tokens)}{tokens} tokens",
-        counted(len(peers) + snapshot.left_out, "peer"),
+        counted(len(snapshot.peers) + snapshot.left_out, "peer"),
     ]
+    text = Text(run.run_id, style="bold")
     text.append("  " + "  ".join(facts), style="not bold")
     if lost is not None:
         text.append(f"\n{lost}", style="bold red")
@@ -64,53 +62,41 @@ def _head(snapshot: Snapshot, lost: str | None) -> Text:
 
 
 def _loss(snapshot: Snapshot, width: int) -> Text:
-    points = snapshot.loss
-    if not points:
+    losses = [point.loss for point in snapshot.loss]
+    if not losses:
         return Text("loss  none yet", style="dim")
-    first, last = f"loss {points[0].loss:.3f} ", f" {points[-1].loss:.3f}"
-    line = Text(first)
-    line.append(
-        sparkline([point.loss for point in points], width - len(first) - len(last)), style="cyan"
-    )
-    return line.append(last)
+    first, last = f"loss {losses[0]:.3f} ", f" {losses[-1]:.3f}"
+    bars = sparkline(losses, width - len(first) - len(last))
+    return Text(first).append(bars, style="cyan").append(last)
 
 
 def _peers(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:
     def cells(row: PeerRow) -> list[Cell]:
+        spent = row.seconds
+        busy = f"{spent.utilization:.0%}" if spent is not None and spent.total else "-"
+        state = ("" if row.trains else "host ") + row.state
         return [
             names[row.peer_id],
-            Text(
-                ("" if row.trains else "host ") + row.state, style=STATE_STYLES.get(row.state, "")
-            ),
+            Text(state, style=STATE_STYLES.get(row.state, "")),
             Text(str(row.version_lag), style="yellow" if row.version_lag else ""),
             f"{row.inner_step}/{row.target_steps}" if row.target_steps else "-",
             f"{row.steps_per_s:.2f}" if row.steps_per_s else "-",
             "-" if row.loss is None else f"{row.loss:.2f}",
-            (
-                "-"
-                if row.seconds is None or not row.seconds.total
-                else f"{row.seconds.utilization:.0%}"
-            ),
+            busy,
             human_count(row.tokens),
             human_bytes(row.bytes_sent),
             Text(f"{row.last_seen_s:.0f} s", style="red" if row.last_seen_s > LATE_S else ""),
         ]
 
-    return _table(
-        "peers",
-        "<peer <state lag step steps/s loss busy tokens sent seen",
-        map(cells, snapshot.peers),
-        rows,
-    )
+    columns = "<peer <state lag step steps/s loss busy tokens sent seen"
+    return _table("peers", columns, map(cells, snapshot.peers), rows)
 
 
 def _fragments(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:
     def cells(row: FragmentRow) -> list[Cell]:
-        author = (
-            Text("nobody", style="red")
-            if row.author is None
-            else names.get(row.author, row.author[-SHORT:])
-        )
+        author: Cell = Text("nobody", style="red")
+        if row.author is not None:
+            author = names.get(row.author, row.author[-SHORT:])
         state = Text(row.state, style=FRAGMENT_STYLES.get(row.state, ""))
         tip = [str(row.version), human_count(row.work), row.id[:ID_DIGITS]]
         return [str(row.fragment), *tip, state, author, str(row.here)]
@@ -123,11 +109,9 @@ def _rounds(snapshot: Snapshot) -> Table:
     """The contributions to the control fragment; the JSON has those of all fragments."""
 
     def cells(row: Round) -> list[Cell]:
-        spent = (
-            ["-"] * len(PHASES)
-            if row.seconds is None
-            else [f"{value:.1f} s" for value in astuple(row.seconds)]
-        )
+        spent = ["-"] * len(PHASES)
+        if row.seconds is not None:
+            spent = [f"{value:.1f} s" for value in astuple(row.seconds)]
         merged = Text(str(row.merged), style="yellow" if row.merged < row.participating else "")
         ago = f"{human_seconds(max(0.0, snapshot.run.at - row.closed_at))} ago"
         return [str(row.version), str(row.live), str(row.participating), merged, *spent[:3], ago]
@@ -139,13 +123,10 @@ def _rounds(snapshot: Snapshot) -> Table:
 
 def _ledger(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> RenderableType:
     ledger = snapshot.ledger
-    counts = [
-        f"{human_count(getattr(ledger, name))} {name.replace('_', ' ')}"
-        for name in ("processed", "applied", "discarded", "in_flight")
-    ]
-    head = Text("ledger", style="bold").append(
-        "  " + "  ".join(counts) + "  tokens", style="not bold"
-    )
+    fates = ("processed", "applied", "discarded", "in_flight")
+    counts = [f"{human_count(getattr(ledger, one))} {one.replace('_', ' ')}" for one in fates]
+    head = Text("ledger", style="bold")
+    head.append("  " + "  ".join(counts) + "  tokens", style="not bold")
     total = max(1, sum(row.tokens for row in ledger.contributions))
 
     def cells(row: Contributor) -> list[Cell]:
@@ -156,7 +137,7 @@ def _ledger(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Renderab
 
     # The sum of the peers that are too many to list comes last.
     ranked = sorted(
-        ledger.contributions, key=lambda row: (not row.peer_id, -row.tokens, row.peer_id)
+        ledger.contributions, key=lambda one: (not one.peer_id, -one.tokens, one.peer_id)
     )
     columns = "<peer tokens share steps payload versions"
     return Group(head, Text(), _table("contributions", columns, map(cells, ranked), rows))
@@ -168,32 +149,19 @@ def _events(snapshot: Snapshot, width: int) -> Text:
         said = event.text
         for peer, name in names.items():
             said = said.replace(peer, name)
-        shown = f"{human_seconds(max(0.0, snapshot.run.at - event.at)):>7} ago  {event.kind} {said}"
-        text.append(
-            "\n" + (shown if len(shown) <= width else shown[: width - 1] + "…"), style="not bold"
-        )
+        line = f"{human_seconds(max(0.0, snapshot.run.at - event.at)):>7} ago  {event.kind} {said}"
+        text.append("\n" + (line if len(line) <= width else line[: width - 1] + "…"), "not bold")
     return text
 
 
 def _table(title: str, columns: str, cells: Iterable[Sequence[Cell]], limit: int) -> Table:
-    """So many of the rows, and how many are left; a column whose title begins with < has its text
-    on the left."""
-    table = Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        box=None,
-        padding=(0, 1),
-        pad_edge=False,
-    )
+    """`limit` of the rows, and how many more there are; < before a title aligns its column left."""
+    bold = Text(title, style="bold")
+    table = Table(title=bold, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     for name in columns.split():
         justify: JustifyMethod = "left" if name.startswith("<") else "right"
-        table.add_column(
-            name.removeprefix("<"),
-            justify=justify,
-            header_style="dim",
-            overflow="ellipsis",
-            no_wrap=True,
-        )
+        name, dim = name.removeprefix("<"), "dim"
+        table.add_column(name, justify=justify, header_style=dim, overflow="ellipsis", no_wrap=True)
     rows = list(cells)
     for row in rows[:limit]:
         table.add_row(*[cell if isinstance(cell, Text) else Text(cell) for cell in row])

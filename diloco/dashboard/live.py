@@ -1,5 +1,4 @@
-"""What a terminal shows of a running swarm: a live table and a progress bar; elsewhere, lines of a
-stable format."""
+"""A run in a terminal: a live table and a progress bar; elsewhere, lines of a stable format."""
 
 from __future__ import annotations
 
@@ -8,9 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -27,18 +24,16 @@ STATE_STYLES = {
     "training": "green",
     "exchanging": "cyan",
     "evaluating": "magenta",
-}
-STATE_STYLES |= {
     "waiting": "yellow",
     "leaving": "yellow",
     "done": "bold green",
     "failed": "bold red",
+    "killed": "bold red",
 }
-STATE_STYLES |= {"killed": "bold red"}
 
 
 class LiveView:
-    """Shows the peers of one swarm; use it as a context manager around the supervisor's loop.
+    """Shows the peers of one swarm; a context manager around the loop that trains or supervises.
 
     On a terminal it redraws itself in place a few times a second. Elsewhere it prints `Lines`.
     """
@@ -58,12 +53,9 @@ class LiveView:
         self._stage = ("", "")
         self._ready = False
         self._first: tuple[float, int] | None = None  # when training began, and at which version
-        fancy = console.is_terminal and not console.is_dumb_terminal
-        self._live = (
-            Live(console=console, get_renderable=self.render, refresh_per_second=4)
-            if fancy
-            else None
-        )
+        self._live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4)
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
@@ -109,15 +101,13 @@ class LiveView:
 
     def _write(self, line: str) -> None:
         if self._live is None:
-            click.echo(line, file=self._console.file)
+            print(line, file=self._console.file, flush=True)
         else:
-            self._console.print(
-                Text(line, style="dim" if line.startswith("[") else ""), soft_wrap=True
-            )
+            text = Text(line, style="dim" if line.startswith("[") else "")
+            self._console.print(text, soft_wrap=True)
 
     def render(self) -> RenderableType:
-        """The progress bar over the table, whose last rows have to go where the terminal has no
-        room for them."""
+        """The progress bar over the table, which is cut where the terminal has no room for it."""
         rows = list(self._lines.known.values())  # the refreshing thread must not see it grow
         under_way = [Text(": ".join(filter(None, self._stage)))] if self._stage[0] else []
         if not rows:
@@ -130,31 +120,27 @@ class LiveView:
         for one in rows:
             step = "-" if one.inner_step is None else str(one.inner_step)
             state = Text(plain(one.state), style=STATE_STYLES.get(one.state, ""))
-            table.add_row(
-                Text(plain(one.peer)), state, self._lines.step_of(one), step, *_figures(one)
-            )
+            losses = ("-" if loss is None else f"{loss:.2f}" for loss in (one.loss, one.eval_loss))
+            cells = (self._lines.step_of(one), step, *losses, *_rates([one]))
+            table.add_row(Text(plain(one.peer)), state, *cells)
         if len(rows) > 1:
-            sums: dict[str, Any] = {}
-            for name in ("tokens_per_s", "bytes_sent", "bytes_received"):
-                known = [value for one in rows if (value := getattr(one, name)) is not None]
-                sums[name] = sum(known) if known else None
-            table.add_row(
-                "together", "", "", "", "", "", *_figures(PeerStatus(**sums))[2:], style="dim"
-            )
+            table.add_row("together", *[""] * 5, *_rates(rows), style="dim")
         return Group(Text(self.title), self._progress(rows), table, *under_way)
 
     def _progress(self, rows: Sequence[PeerStatus]) -> RenderableType:
-        total, elapsed = self._lines.total, self._lines.clock() - self._lines.began
+        lines, total = self._lines, self._lines.total
+        elapsed = human_seconds(lines.clock() - lines.began)
         done = max((one.version or 0 for one in rows), default=0)
         peers = max((one.peers or 0 for one in rows), default=0)
-        texts = [
-            f"{done}/{total or '?'}",
-            f"{human_seconds(elapsed)} elapsed",
-            f"{self._remaining(done)} to go",
-        ]
-        bar = [ProgressBar(total=total, completed=done, width=16)] if total else []
         grid = Table.grid(padding=(0, 1))
-        grid.add_row("outer steps", *bar, *texts, *([counted(peers, "peer")] if peers else []))
+        grid.add_row(
+            "outer steps",
+            *([ProgressBar(total=total, completed=done, width=16)] if total else []),
+            f"{done}/{total or '?'}",
+            f"{elapsed} elapsed",
+            f"{self._remaining(done)} to go",
+            *([counted(peers, "peer")] if peers else []),
+        )
         return grid
 
     def _remaining(self, done: int) -> str:
@@ -164,41 +150,37 @@ class LiveView:
         since, version = self._first
         if done >= total:
             return human_seconds(0)
-        passed_s = self._lines.clock() - since
-        return (
-            human_seconds(passed_s / (done - version) * (total - done)) if done > version else "-"
-        )
+        if done == version:
+            return "-"
+        each_s = (self._lines.clock() - since) / (done - version)
+        return human_seconds(each_s * (total - done))
 
 
-class _Stderr(logging.Handler):
-    """Writes to `sys.stderr` as it is now: a live table takes its place, and puts the lines above
-    itself."""
+def _rates(rows: Sequence[PeerStatus]) -> list[str]:
+    """Tokens per second, bytes sent and received of these peers together, where known."""
+
+    def total(name: str) -> float | None:
+        known = [value for one in rows if (value := getattr(one, name)) is not None]
+        return sum(known) if known else None
+
+    sent, received = human_bytes(total("bytes_sent")), human_bytes(total("bytes_received"))
+    return [human_count(total("tokens_per_s")), sent, received]
+
+
+class Stderr(logging.Handler):
+    """Writes to `sys.stderr` as it is now: a live table replaces it and prints above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"diloco: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
-def hear_warnings() -> None:
+def print_warnings() -> None:
     """Warnings of the package and of libraries go to the terminal, a line each."""
-    logging.basicConfig(handlers=[_Stderr()])
+    logging.basicConfig(handlers=[Stderr()])
 
 
-def say_who_can_join(console: Console, config: Config) -> None:
-    """One line: red for a run that is open to the network, quiet for one that is not, none without
-    a swarm."""
-    notice = who_can_join(config)
-    if notice is not None:
+def print_who_can_join(console: Console, config: Config) -> None:
+    """One line: red for a run that is open to the network; none without a swarm."""
+    if (notice := who_can_join(config)) is not None:
         text, is_warning = notice
         console.print(text, style="bold red" if is_warning else "dim", highlight=False)
-
-
-def _figures(status: PeerStatus) -> list[str]:
-    loss, eval_loss = (
-        "-" if one is None else f"{one:.2f}" for one in (status.loss, status.eval_loss)
-    )
-    rate, sent, received = (
-        human_count(status.tokens_per_s),
-        status.bytes_sent,
-        status.bytes_received,
-    )
-    return [loss, eval_loss, rate, human_bytes(sent), human_bytes(received)]

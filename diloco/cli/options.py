@@ -88,7 +88,8 @@ class Options:
             click.echo(help_text(self.start))
             raise click.exceptions.Exit
         config = compose([*map(_from_stdin, self.overrides), *given], self.start)
-        if config.names_files and (starts or self.cfg == "manifest"):
+        wants_digests = starts if self.cfg is None else self.cfg == "manifest"
+        if wants_digests and config.names_files:
             from diloco.train.start_files import resolved
 
             config = resolved(config)

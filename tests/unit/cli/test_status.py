@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from diloco.cli import status as cli_status
+from diloco.cli import status as command
 from diloco.config import WIRE_VERSION
 from diloco.dashboard.tables import render
 from diloco.errors import SwarmError
@@ -23,6 +23,8 @@ from diloco.swarm.client.watch import SwarmWatcher
 from diloco.swarm.rpc.watch import Piece
 from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot
+
+ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 
 
 class Answering:
@@ -76,20 +78,17 @@ def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 
     return asyncio.run(ask())
 
 
+UNCLEAR = "cannot be understood: "
+
+
 @pytest.mark.parametrize(
     ("transport", "reason"),
     [
-        (
-            Answering(why="protocols not supported"),
-            "peer oWseed is no diloco peer; check the address",
-        ),
+        (Answering(why="protocols not supported"), "peer oWseed is no diloco peer; check the addr"),
         (Answering(why="dial backoff"), "does not answer"),
-        (
-            Answering(*reply(b"", version=99)),
-            "cannot be understood: wire version 99 there does not",
-        ),
-        (Answering(*reply(b"junk")), "cannot be understood: that is no snapshot"),
-        (Answering(Refusal(reason="not for you")), "cannot be understood: refused: not for you"),
+        (Answering(*reply(b"", version=99)), f"{UNCLEAR}wire version 99 there does not"),
+        (Answering(*reply(b"junk")), f"{UNCLEAR}that is no snapshot"),
+        (Answering(Refusal(reason="not for you")), f"{UNCLEAR}refused: not for you"),
         (Answering(*reply(*[bytes(2**19)] * 17)), "more than"),
         (Answering(*reply(b"x")[:1]), "does not answer"),  # and ends
     ],
@@ -99,10 +98,8 @@ def test_who_cannot_tell_what_the_swarm_does_is_named(
 ) -> None:
     with pytest.raises(SwarmError, match=reason) as caught:
         asked(monkeypatch, transport)
-    assert (
-        str(caught.value).startswith("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed: peer")
-        and transport.closed
-    )
+    assert str(caught.value).startswith("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed: peer")
+    assert transport.closed
 
 
 def test_when_nobody_answers_the_address_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,24 +112,18 @@ def test_without_an_address_the_one_living_run_is_meant(
     own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
-    for directory in (Path("runs/old"), Path("runs/mine"), own_home / "peer-0/runs/mine"):
+    mine, old, joined = Path("runs/mine"), Path("runs/old"), own_home / "peer-0/runs/mine"
+    for directory in (old, mine, joined):
         (directory / "checkpoints" / "p0").mkdir(parents=True)
-        (directory / "address").write_text(place)
+        (directory / "address").write_text(ADDRESS)
     for line in ("status", "dashboard --port 0"):
         assert f"of no run in ./runs or {own_home} a peer runs here" in typed.refused(*line.split())
-    with (
-        exclusive(Path("runs/mine/checkpoints/p0")),
-        exclusive(own_home / "peer-0/runs/mine/checkpoints/p0"),
-    ):
-        assert cli_status._place(None).resolved().peers == (place,), "two peers of one run"
-        with exclusive(Path("runs/old/checkpoints/p0")):
+    with exclusive(mine / "checkpoints/p0"), exclusive(joined / "checkpoints/p0"):
+        assert command._place(None).resolved().peers == (ADDRESS,), "two peers of one run"
+        with exclusive(old / "checkpoints/p0"):
             said = typed.refused("status")
-    assert (
-        "give the ADDRESS of a peer" in said
-        and "@runs/old/address" in said
-        and "@runs/mine/address" in said
-    )
+    for part in ("give the ADDRESS of a peer", "@runs/old/address", "@runs/mine/address"):
+        assert part in said
 
 
 def shown(seen: Snapshot, width: int = 80, rows: int = 1000, lost: str | None = None) -> list[str]:
@@ -142,20 +133,12 @@ def shown(seen: Snapshot, width: int = 80, rows: int = 1000, lost: str | None = 
 
 
 def test_the_tables_fit_the_terminal_and_name_everything() -> None:
-    parts = (
-        "peers\n",
-        "fragments\n",
-        "rounds\n",
-        "ledger",
-        "contributions\n",
-        "events\n",
-        "loss 5",
-        "worker-04",
-    )
+    parts = ["peers\n", "fragments\n", "rounds\n", "ledger", "contributions\n", "events\n"]
     for width in (60, 80, 200):
         lines = shown(snapshot(5), width)
         text = "\n".join(lines)
-        assert max(map(len, lines)) <= width and all(part in text for part in parts)
+        assert max(map(len, lines)) <= width
+        assert all(part in text for part in (*parts, "loss 5", "worker-04"))
 
 
 def test_what_is_lost_cut_or_without_an_author_is_said() -> None:
@@ -163,12 +146,9 @@ def test_what_is_lost_cut_or_without_an_author_is_said() -> None:
         assert shown(snapshot(count), 200)[0].endswith(said)
     assert "61 more" in "\n".join(shown(snapshot(64), rows=3))
     seen = snapshot(3)
-    seen = replace(
-        seen, fragments=[replace(row, author=None, state="alone") for row in seen.fragments]
-    )
-    text = "\n".join(shown(seen, lost="lost, last seen 7 s ago"))
-    for part in ("alone", "nobody", "lost, last seen 7 s ago"):
-        assert part in text
+    alone = [replace(row, author=None, state="alone") for row in seen.fragments]
+    text = "\n".join(shown(replace(seen, fragments=alone), lost="lost, last seen 7 s ago"))
+    assert all(part in text for part in ("alone", "nobody", "lost, last seen 7 s ago"))
     alike = replace(seen, peers=[replace(row, name="peer") for row in seen.peers])
     assert set(alike.names().values()) == {f"peer-{peer_id(index)[-6:]}" for index in range(3)}
 
@@ -193,7 +173,7 @@ def test_watching_ends_when_an_answer_takes_the_cancellation() -> None:
             return seen
 
     async def watch() -> None:
-        watching = asyncio.ensure_future(cli_status._watch(cast(SwarmWatcher, Slow()), seen))
+        watching = asyncio.ensure_future(command._watch(cast(SwarmWatcher, Slow()), seen))
         await asked.wait()
         watching.cancel()
         await watching

@@ -90,7 +90,7 @@ def _run(config: Config) -> int:
     print_who_can_join(console, config)
     messages: Said = queue.Queue()
     with contextlib.ExitStack() as stack:
-        peers: list[PeerProcess] = []
+        peers: list[LocalPeer] = []
         # first, or a peer would miss an early Ctrl+C
         stop = stack.enter_context(_forwarding(peers))
         for index, name in enumerate(names):
@@ -210,7 +210,7 @@ def _port() -> int:
 
 
 @dataclass
-class PeerProcess:
+class LocalPeer:
     """One peer process and what it said."""
 
     name: str
@@ -251,13 +251,13 @@ class PeerProcess:
 
 
 # What the peers say, in the order in which they say it; None when one has ended.
-Said: TypeAlias = "queue.Queue[tuple[PeerProcess, Report | None]]"
+Said: TypeAlias = "queue.Queue[tuple[LocalPeer, Report | None]]"
 
 
 @contextlib.contextmanager
 def _started(
     name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], said: Said
-) -> Iterator[PeerProcess]:
+) -> Iterator[LocalPeer]:
     """Starts `python ARGUMENTS`, one peer, which never outlives this context."""
     log.parent.mkdir(exist_ok=True)
     with log.open("a", encoding="utf-8") as errors:
@@ -271,7 +271,7 @@ def _started(
             env={**os.environ, **environment},
             start_new_session=True,  # Ctrl+C reaches this process only, which passes it on once
         )
-    peer = PeerProcess(name, process, log, log_start)
+    peer = LocalPeer(name, process, log, log_start)
     listening = threading.Thread(target=_listen, args=(peer, said), daemon=True)
     listening.start()
     threading.Thread(target=_wait, args=(peer, listening, said), daemon=True).start()
@@ -283,7 +283,7 @@ def _started(
         process.wait()
 
 
-def _listen(peer: PeerProcess, said: Said) -> None:
+def _listen(peer: LocalPeer, said: Said) -> None:
     from diloco.rundir.reporting import read_report
 
     assert peer.process.stdout is not None
@@ -292,7 +292,7 @@ def _listen(peer: PeerProcess, said: Said) -> None:
             said.put((peer, message))
 
 
-def _wait(peer: PeerProcess, listening: threading.Thread, said: Said) -> None:
+def _wait(peer: LocalPeer, listening: threading.Thread, said: Said) -> None:
     """Tells that a peer has ended; what it has started may outlive it, and keep its output open."""
     peer.process.wait()
     listening.join(LINGERING_S)
@@ -300,8 +300,8 @@ def _wait(peer: PeerProcess, listening: threading.Thread, said: Said) -> None:
 
 
 def _follow(
-    peers: list[PeerProcess], said: Said, view: LiveView, stop: Sequence[int]
-) -> PeerProcess | None:
+    peers: list[LocalPeer], said: Said, view: LiveView, stop: Sequence[int]
+) -> LocalPeer | None:
     """Shows what the peers say until all have ended.
 
     A peer that fails or is killed before any trains ends the others, which would wait for it; it is
@@ -335,7 +335,7 @@ def _follow(
 
 
 @contextlib.contextmanager
-def _forwarding(peers: list[PeerProcess]) -> Iterator[list[int]]:
+def _forwarding(peers: list[LocalPeer]) -> Iterator[list[int]]:
     """Passes Ctrl+C on, or notice of the end of a job; yields the signals that came."""
     received: list[int] = []
 

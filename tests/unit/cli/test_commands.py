@@ -76,22 +76,27 @@ LIGHT = {
     "train outer.lr=-1": 2,
     "local --cfg manifest experiment=quickstart": 0,
 }
+CODE = f"""
+import os, sys
+read, write = os.pipe()
+os.close(read)
+from diloco.cli.main import main
+for line in {list(LIGHT)}:
+    os.dup2(write, 1)
+    try:
+        main(line.split())
+    except SystemExit as ended:
+        print(ended.code, sorted(HEAVY & set(sys.modules)), line, file=sys.stderr)
+"""
 HEAVY = {"torch", "transformers", "hivemind", "datasets", "numpy", "rich"}
 
 
 def test_what_does_not_train_imports_nothing_heavy() -> None:
     """And output into a closed pipe is no error."""
-    code = (
-        "import os, sys\nread, write = os.pipe()\nos.close(read)\nfrom diloco.cli.main import"
-        f" main\nfor line in {list(LIGHT)}:\n    os.dup2(write, 1)\n    try:\n       "
-        " main(line.split())\n    except SystemExit as ended:\n        code = ended.code\n   "
-        f" print(code, sorted({HEAVY} & set(sys.modules)), line, file=sys.stderr)"
-    )
+    code = f"HEAVY = {HEAVY}\n{CODE}"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     said = [line for line in shown.stderr.splitlines() if line[:1].isdigit()]
-    assert shown.returncode == 0 and said == [
-        f"{code} [] {line}" for line, code in LIGHT.items()
-    ], shown.stderr
+    assert said == [f"{code} [] {line}" for line, code in LIGHT.items()], shown.stderr
 
 
 def test_a_shell_completes_commands_and_options(
@@ -100,10 +105,8 @@ def test_a_shell_completes_commands_and_options(
     monkeypatch.setenv("_DILOCO_COMPLETE", "bash_source")
     assert "_DILOCO_COMPLETE=bash_complete" in typed()
     monkeypatch.setenv("_DILOCO_COMPLETE", "bash_complete")
-    for line, offered in (
-        ("diloco tr", "plain,train\n"),
-        ("diloco plan --tar", "plain,--target\n"),
-    ):
+    offers = {"diloco tr": "plain,train\n", "diloco plan --tar": "plain,--target\n"}
+    for line, offered in offers.items():
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
         assert typed() == offered
@@ -117,10 +120,7 @@ EITHER = "host needs either the ADDRESS of a peer, as it prints it, or --new"
     [
         ("fly", "No such command 'fly'. See diloco --help"),
         ("train --fast", "No such option"),
-        (
-            "train --cfg yaml",
-            "Invalid value for '--cfg' / '-c': 'yaml' is not one of 'job', 'manifest', 'help'. See",
-        ),
+        ("train --cfg yaml", "Invalid value for '--cfg' / '-c': 'yaml' is not one of 'job', 'man"),
         ("eval", "Missing argument 'MODEL_DIR'. See diloco eval --help"),
         ("join run.dir=x", "join needs the ADDRESS of a peer"),
         ("host", EITHER),
@@ -133,15 +133,14 @@ def test_bad_arguments_are_one_line_and_exit_code_two(line: str, text: str, type
 
 def test_cfg_shows_what_can_be_used_again(tmp_path: Path, typed: Typed) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(typed("local", "experiment=quickstart", "outer.lr=0.3", "--cfg", "job"))
+    text = typed("local", "experiment=quickstart", "outer.lr=0.3", "--cfg", "job")
+    file.write_text(text)
     again = typed("train", "--config", str(file), "inner.lr=0.001", "--cfg", "job")
-    assert again == typed(
-        "train", "experiment=quickstart", "outer.lr=0.3", "inner.lr=0.001", "--cfg", "job"
-    )
+    both = ["experiment=quickstart", "outer.lr=0.3", "inner.lr=0.001"]
+    assert again == typed("train", *both, "--cfg", "job") != text
     manifest = compose(["run.id=x"]).manifest()
-    assert json.loads(typed("train", "--cfg", "manifest", "run.id=x")) == json.loads(
-        manifest.to_json()
-    )
+    shown = json.loads(typed("train", "--cfg", "manifest", "run.id=x"))
+    assert shown == json.loads(manifest.to_json())
     assert typed.err == f"manifest hash {manifest.hash()}\n"
     # Settings are listed even where an argument is missing.
     text = "  outer.lr=0.75 *\n      Outer (Nesterov) learning rate. Expects a number > 0"
@@ -151,38 +150,26 @@ def test_cfg_shows_what_can_be_used_again(tmp_path: Path, typed: Typed) -> None:
 
 def test_eval_starts_from_the_configuration_of_the_run(tmp_path: Path, typed: Typed) -> None:
     (tmp_path / "config.yaml").write_text(compose(["data.holdout=0.1"]).to_yaml())
-    for directory, holdout in (
-        (tmp_path, 0.1),
-        (tmp_path / "model", 0.1),
-        (tmp_path / "other" / "model", 0.02),
-    ):
+    for name, holdout in ((".", 0.1), ("model", 0.1), ("other/model", 0.02)):
+        directory = tmp_path / name
         config = yaml.safe_load(typed("eval", str(directory), "eval.sequences=8", "--cfg", "job"))
         assert (config["data"]["holdout"], config["eval"]["sequences"]) == (holdout, 8)
 
 
 def test_a_private_model_is_one_that_is_uploaded(typed: Typed) -> None:
-    assert "--private has no effect without --push-to-hub" in typed.refused(
-        "export", "runs/a", "out", "--private"
-    )
+    said = typed.refused("export", "runs/a", "out", "--private")
+    assert "--private has no effect without --push-to-hub" in said
 
 
 def test_a_guest_takes_the_settings_of_the_run_from_the_swarm(typed: Typed) -> None:
     for one in ("outer.lr=1", "model=tiny", "+model.config.hidden_size=8", "experiment=smoke"):
         for command in ("join", "host", "doctor"):
             said = typed.refused(command, ADDRESS, one)
-            assert (
-                "belongs to the run and comes from the swarm; drop it, or start your own swarm"
-                in said
-            )
+            assert "belongs to the run and comes from the swarm; drop it, or start your own" in said
     typed.refused("join", ADDRESS, "run.id=x")
-    for where, peers in (
-        (ADDRESS, [ADDRESS]),
-        ("@runs/mine/address", ["@runs/mine/address"]),
-        ("--new", []),
-    ):
-        config = yaml.safe_load(
-            typed("host", where, "run.id=mine", "train.threads=2", "--cfg", "job")
-        )
+    for where in (ADDRESS, "@runs/mine/address", "--new"):
+        config = yaml.safe_load(typed("host", where, "run.id=mine", "--cfg", "job"))
+        peers = [] if where == "--new" else [where]
         assert config["swarm"]["initial_peers"] == peers and config["run"]["id"] == "mine"
 
 
@@ -190,9 +177,8 @@ def test_a_setting_in_doubt_is_a_warning(runs: list[Any], typed: Typed) -> None:
     typed("train")
     assert typed.err == ""
     typed("train", "model.config.vocab_size=5000")
-    assert typed.err.startswith(
-        "diloco: warning: data.tokenizer=bytes uses 256 of model.config.vocab_size=5000"
-    )
+    doubt = "data.tokenizer=bytes uses 256 of model.config.vocab_size=5000"
+    assert typed.err.startswith(f"diloco: warning: {doubt}")
 
 
 def test_the_exit_code_is_that_of_the_command_or_its_error(runs: list[Any], typed: Typed) -> None:

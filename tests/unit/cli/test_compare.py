@@ -1,5 +1,4 @@
-"""Runs side by side: names by what differs, numbers from whatever is left of a run, curves and
-their pictures."""
+"""Runs side by side: names by what differs, numbers from whatever is left of a run, curves."""
 
 from __future__ import annotations
 
@@ -40,17 +39,11 @@ def test_a_finished_run_is_known_whole(tmp_path: Path) -> None:
     assert run.utilization == pytest.approx((0.9 + 0.5) / 2)
     assert run.curve == [Point(i, 5.0 - i, 100.0 * i, 10.0 * i, 1000.0 * i) for i in range(3)]
     line = [(6.0, 0.0), (5.0, 0.0), (4.5, 5.0), (4.0, 10.0), (3.25, 17.5), (3.0, 20.0), (2.9, None)]
-    assert [(loss, run.time_to_loss(loss)) for loss, _ in line] == line, (
-        "between two evaluations it lies on the line"
-    )
+    assert [(loss, run.time_to_loss(loss)) for loss, _ in line] == line
     place = make(tmp_path / "simulated", began=5.0)
     change(place, virtual_s=25.0)
     run = read_run(place)
-    assert run.virtual_s == 25.0 and [point.time_s for point in run.curve] == [
-        5.0,
-        15.0,
-        25.0,
-    ], "it begins with it"
+    assert run.virtual_s == 25.0 and [point.time_s for point in run.curve] == [5.0, 15.0, 25.0]
 
 
 def test_the_log_says_what_was_sent_and_the_last_word_counts(tmp_path: Path) -> None:
@@ -58,17 +51,12 @@ def test_the_log_says_what_was_sent_and_the_last_word_counts(tmp_path: Path) -> 
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     lines = [{**line, "bytes_sent": 7 * line["version"]} for line in lines]
     write_lines(place, [*lines[:3], {**lines[2], "peer": "p1", "bytes_sent": 100}, *lines[3:]])
+    line = '{"time": 1050, "peer": "p0", "version": 1, "tokens": 100, "eval_loss": 3.9}'
     with (resumed / "metrics.jsonl").open("a") as log:
-        log.write(
-            '{"time": 1050, "peer": "p0", "version": 1, "tokens": 100, "eval_loss":'
-            ' 3.9}\n{"time": 10'
-        )
+        log.write(f'{line}\n{{"time": 10')
     first, second = read_run(place), read_run(resumed)
-    assert [point.bytes_sent for point in first.curve] == [
-        0.0,
-        107.0,
-        114.0,
-    ], "more than a share by version"
+    sent = [point.bytes_sent for point in first.curve]
+    assert sent == [0.0, 107.0, 114.0], "more than a share by version"
     assert [point.loss for point in second.curve] == [5.0, 3.9, 3.0]
 
 
@@ -82,13 +70,8 @@ def test_an_unfinished_run_shows_what_is_left_of_it(tmp_path: Path) -> None:
     place = make(tmp_path / "a")
     (place / "summary.json").unlink()
     run = read_run(place)
-    assert (run.loss, run.tokens, run.wall_s, run.bytes_sent, run.exit) == (
-        3.0,
-        200,
-        None,
-        None,
-        None,
-    )
+    assert (run.loss, run.tokens) == (3.0, 200)
+    assert (run.wall_s, run.bytes_sent, run.exit) == (None, None, None)
     assert (run.curve[-1].bytes_sent, run.curve[-1].time_s) == (2000.0, 20.0)
     failed_at_once = tmp_path / "sweep" / "0-lr9"
     failed_at_once.mkdir(parents=True)
@@ -96,12 +79,8 @@ def test_an_unfinished_run_shows_what_is_left_of_it(tmp_path: Path) -> None:
     (failed_at_once / "config.yaml").write_text(compose(member["overrides"]).to_yaml())
     (failed_at_once / "member.json").write_text(json.dumps(member))
     whole, failed = compare(tmp_path / "sweep", make(tmp_path / "other")).arms
-    assert (failed.name, failed.runs[0].exit, failed.mean(), failed.runs[0].curve) == (
-        "outer.lr=9",
-        3,
-        None,
-        [],
-    )
+    assert (failed.name, failed.mean()) == ("outer.lr=9", None)
+    assert (failed.runs[0].exit, failed.runs[0].curve) == (3, [])
     assert whole.name == "outer.lr=0.75"
 
 
@@ -112,10 +91,8 @@ def test_a_sweep_stands_for_its_members_and_must_have_some(tmp_path: Path) -> No
         compare(tmp_path)
     first, second = make(tmp_path / "0-a"), make(tmp_path / "1-b")
     (tmp_path / "notes").mkdir()
-    assert [run.directory for run in compare(second, tmp_path).runs] == [
-        second,
-        first,
-    ], "each counts once"
+    found = [run.directory for run in compare(second, tmp_path).runs]
+    assert found == [second, first], "each counts once"
 
 
 def names(tmp_path: Path, *overrides: Sequence[str]) -> list[str]:
@@ -128,9 +105,8 @@ def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
     seed, other = ["run.seed=1"], ["run.seed=1", "run.id=other"]
     two = names(tmp_path / "a", ["outer.lr=0.5", *seed], ["outer.lr=0.75", *other])
     assert two == ["outer.lr=0.5", "outer.lr=0.75"]
-    models = names(
-        tmp_path / "c", ["model.name=a"], ["model.name=b", "model.config.num_hidden_layers=1"]
-    )
+    smaller = ["model.name=b", "model.config.num_hidden_layers=1"]
+    models = names(tmp_path / "c", ["model.name=a"], smaller)
     assert models == ["model.name=a", "model.name=b"]
 
 
@@ -139,10 +115,8 @@ def test_runs_of_one_setting_are_told_apart_by_directory(tmp_path: Path) -> None
     assert names(tmp_path, [], []) == ["r0", "r1"]
     three = names(tmp_path / "x", ["outer.lr=0.7"], [], [])
     assert three == ["outer.lr=0.7", "r1", "r2"]
-    places = [
-        make(tmp_path / name, f"run.seed={seed}")
-        for name, seed in (("a-0", 0), ("a-1", 1), ("b-0", 0))
-    ]
+    seeds = {"a-0": 0, "a-1": 1, "b-0": 0}
+    places = [make(tmp_path / name, f"run.seed={seed}") for name, seed in seeds.items()]
     arms = sorted((arm.name, len(arm.runs)) for arm in compare(*places).arms)
     assert arms == [("a-0", 2), ("b-0", 1)], "a seed that was run twice is no second seed"
 
@@ -156,15 +130,8 @@ def test_the_table_has_a_line_per_run(tmp_path: Path, typed: Typed) -> None:
         "outer.lr=0.75 3.5000 33.12 200 - 21.5 s 2.0 kB 70.0% 3.3 s 4 diverged",
         f"{tmp_path}: loss-by-tokens.png, loss-by-time.png, loss-by-bytes.png",
     ]
-    content = json.loads(
-        typed(
-            "compare",
-            *(str(tmp_path / one) for one in "ab"),
-            "--json",
-            "--out",
-            str(tmp_path / "c"),
-        )
-    )
+    runs = [str(tmp_path / one) for one in "ab"]
+    content = json.loads(typed("compare", *runs, "--json", "--out", str(tmp_path / "c")))
     assert content["loss"] == 3.0, "of those that finished"
     numbers = [(run["name"], run["time_to_loss_s"]) for run in content["runs"]]
     assert numbers == [("outer.lr=0.5", 20.0), ("outer.lr=0.75", None)]
@@ -179,13 +146,8 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, (lr, seed) in enumerate((lr, seed) for lr in (0.9, 0.5) for seed in range(3)):
         diverged = (lr, seed) == (0.9, 2)
         losses = (5.0, 4.0, 9.0 if diverged else lr + 2 + seed / 10)
-        overrides = (f"outer.lr={lr}", f"run.seed={seed}")
-        make(
-            place / f"{number}-lr{lr}_seed{seed}",
-            *overrides,
-            losses=losses,
-            exit=4 if diverged else 0,
-        )
+        overrides, exit = (f"outer.lr={lr}", f"run.seed={seed}"), 4 if diverged else 0
+        make(place / f"{number}-lr{lr}_seed{seed}", *overrides, losses=losses, exit=exit)
     return place
 
 
@@ -194,43 +156,34 @@ def test_seeds_are_one_row_and_the_lowest_loss_comes_first(
     seeds: Path, tmp_path: Path, typed: Typed
 ) -> None:
     file, places = tmp_path / "table.csv", sorted(map(str, seeds.iterdir()))
+    same = "200 - 21.5 s 2.0 kB 70.0%"
     assert table(typed("compare", *places, "--csv", str(file)))[:3] == [
         "run seeds held-out perplexity tokens virtual wall sent busy to 3.0000 exit",
-        "outer.lr=0.5 3 2.6000 ± 0.1000 13.51 ± 1.35 200 - 21.5 s 2.0 kB 70.0% 17.2 s 0",
-        (
-            "outer.lr=0.9 3 2.9500 ± 0.0707 19.13 ± 1.35 200 - 21.5 s 2.0 kB 70.0% 19.5 s 1 of 3: 4"
-            " diverged"
-        ),
+        f"outer.lr=0.5 3 2.6000 ± 0.1000 13.51 ± 1.35 {same} 17.2 s 0",
+        f"outer.lr=0.9 3 2.9500 ± 0.0707 19.13 ± 1.35 {same} 19.5 s 1 of 3: 4 diverged",
     ]
     first, *others = csv.DictReader(file.read_text().splitlines())
-    columns = (
-        "arm name directory run.seed outer.lr loss perplexity tokens virtual_s wall_s bytes_sent"
-        " utilization exit"
+    keys, results = (
+        "arm name directory run.seed outer.lr",
+        "loss perplexity tokens virtual_s wall_s",
     )
-    assert list(first) == [*columns.split(), "time_to_loss_s"] and len(others) == 5
-    assert (first["arm"], first["outer.lr"], first["run.seed"], first["loss"]) == (
-        "outer.lr=0.5",
-        "0.5",
-        "0",
-        "2.5",
-    )
+    more = "bytes_sent utilization exit time_to_loss_s"
+    assert list(first) == f"{keys} {results} {more}".split() and len(others) == 5
+    begin = {"arm": "outer.lr=0.5", "outer.lr": "0.5", "run.seed": "0", "loss": "2.5"}
+    assert first.items() >= begin.items()
     whole = diloco.compare(seeds)
-    assert [arm.name for arm in whole.arms] == ["outer.lr=0.5", "outer.lr=0.9"]
-    assert whole.arms[0].mean("loss") == pytest.approx(2.6) and whole.arms[0].spread(
-        "loss"
-    ) == pytest.approx(0.1)
-    assert whole.arms[1].spread("virtual_s") is None
+    one, two = whole.arms
+    assert (one.name, two.name) == ("outer.lr=0.5", "outer.lr=0.9")
+    assert (one.mean("loss"), one.spread("loss")) == pytest.approx((2.6, 0.1))
+    assert two.spread("virtual_s") is None
     times = [str(row["time_to_loss_s"] or "") for row in whole.rows(3.0)]
     assert times == [row["time_to_loss_s"] for row in (first, *others)]
     assert len(whole.plot(str(tmp_path / "new"))) == 3
     arms = json.loads(typed("compare", *places, "--json"))["arms"]
-    assert [(arm["name"], arm["seeds"]) for arm in arms] == [
-        ("outer.lr=0.5", [0, 1, 2]),
-        ("outer.lr=0.9", [0, 1, 2]),
-    ]
-    assert (
-        arms[0]["spread"] == pytest.approx(0.1) and arms[0]["runs"][0] == "run.seed=0 outer.lr=0.5"
-    )
+    assert [arm["name"] for arm in arms] == [one.name, two.name]
+    assert [arm["seeds"] for arm in arms] == [[0, 1, 2]] * 2
+    assert arms[0]["spread"] == pytest.approx(0.1)
+    assert arms[0]["runs"][0] == "run.seed=0 outer.lr=0.5"
 
 
 def test_runs_are_held_against_data_parallel_seed_by_seed(tmp_path: Path, typed: Typed) -> None:
@@ -262,9 +215,7 @@ def test_the_best_baseline_at_the_same_tokens_counts(tmp_path: Path) -> None:
     baseline = make(tmp_path / "c", "outer=data_parallel", losses=(5.0, 2.0))
     [gap] = compare(tmp_path).gaps
     assert (gap.percent, gap.spread) == ((pytest.approx(50.0),), None)
-    change(
-        baseline,
-        tokens={**json.loads((baseline / "summary.json").read_text())["tokens"], "applied": 300},
-    )
+    tokens = json.loads((baseline / "summary.json").read_text())["tokens"]
+    change(baseline, tokens={**tokens, "applied": 300})
     [gap] = compare(tmp_path).gaps
     assert gap.percent == (pytest.approx(20.0),), "the other saw more tokens"

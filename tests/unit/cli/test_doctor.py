@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,33 +20,26 @@ from diloco.train.machine import inspect_machine
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
+ASK = "diloco.swarm.client.ask"
 THEIRS = compose(["experiment=smoke", "inner.batch_size=3"]).manifest().to_json()
 
 
 def swarm_of(
     manifest: str, ahead_s: float = 0.0, mbit: float = 80.0, silent: dict[str, str] | None = None
 ) -> SwarmInfo:
-    reply = ProbeReply(
-        wire_version=1, run_id="r", name="n1", unix_s=0.0, addresses=[PLACE], known=[]
-    )
-    return SwarmInfo(
-        manifest,
-        [ProbeResult("p", reply, 0.04, ahead_s, mbit * 125e3, 2 * mbit * 125e3)],
-        silent or {},
-    )
+    told = {"run_id": "r", "name": "n1", "unix_s": 0.0, "addresses": [PLACE], "known": []}
+    reply = ProbeReply(wire_version=1, **told)
+    result = ProbeResult("p", reply, 0.04, ahead_s, mbit * 125e3, 2 * mbit * 125e3)
+    return SwarmInfo(manifest, [result], silent or {})
 
 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     """A doctor whose network is made up; the machine is this one."""
-    config = compose(
-        ["experiment=smoke", f"run.dir={tmp_path / 'not' / 'yet'}", "train.device=cpu"]
-    )
-    monkeypatch.setattr(
-        "diloco.swarm.client.ask.inspect_swarm",
-        lambda *_, **__: swarm_of(config.manifest().to_json()),
-    )
-    monkeypatch.setattr("diloco.swarm.client.ask.try_to_listen", lambda *_: ([PLACE], True, ""))
+    config = compose(["experiment=smoke", f"run.dir={tmp_path}/not/yet", "train.device=cpu"])
+    text = config.manifest().to_json()
+    monkeypatch.setattr(f"{ASK}.inspect_swarm", lambda *_, **__: swarm_of(text))
+    monkeypatch.setattr(f"{ASK}.try_to_listen", lambda *_: ([PLACE], True, ""))
     monkeypatch.setattr("diloco.train.machine.step_seconds", lambda *_: 0.25)
     return Doctor(config, PeerDirectory(0, tmp_path, tmp_path / "identity.key"), [PLACE])
 
@@ -60,22 +53,16 @@ def test_a_healthy_machine_and_swarm_are_all_ok(healthy: Doctor) -> None:
     """There are figures for a plan; without an address nothing is asked of a swarm."""
     found = verdicts(healthy)
     assert {check.verdict for check in found.values()} == {"ok"}, found
-    assert list(found) == [
-        "python",
-        "swarm",
-        "manifest",
-        "clock",
-        "bandwidth",
-        "memory",
-        "disk",
-        "port",
-    ]
-    assert healthy.figures["up_bits_per_s"] == 80e6 and healthy.figures["down_bits_per_s"] == 160e6
-    assert (healthy.figures["latency_s"], healthy.figures["step_s"]) == (0.02, 0.25)
+    assert list(found) == "python swarm manifest clock bandwidth memory disk port".split()
+    measured = {"up_bits_per_s": 80e6, "down_bits_per_s": 160e6, "latency_s": 0.02, "step_s": 0.25}
+    assert healthy.figures.items() >= measured.items()
     assert "called back /ip4/203.0.113.7/tcp/4100" in found["port"].text
     alone = verdicts(replace(healthy, addresses=[], _found=None))
     assert not {"manifest", "bandwidth"} & alone.keys() and alone["memory"].verdict == "ok"
     assert "/ip4/203.0.113.7/tcp/4100 (LAN)" in alone["port"].text
+
+
+NEWER = '{"wire_version": 99}'
 
 
 @pytest.mark.parametrize(
@@ -85,14 +72,7 @@ def test_a_healthy_machine_and_swarm_are_all_ok(healthy: Doctor) -> None:
         ("bandwidth", {"mbit": 2.0}, "warning", "2 Mbit/s up, 4 Mbit/s down", "diloco plan", False),
         ("swarm", {"silent": {PLACE: "no answer"}}, "warning", f"{PLACE}: no answer", "", False),
         ("manifest", {"manifest": "{"}, "failed", "manifest", "", True),
-        (
-            "manifest",
-            {"manifest": '{"wire_version": 99}'},
-            "failed",
-            "has wire version 99",
-            "install",
-            True,
-        ),
+        ("manifest", {"manifest": NEWER}, "failed", "has wire version 99", "install", True),
         ("memory", {"manifest": THEIRS}, "ok", "a batch of 3 at once", "", False),
         ("port", {}, "warning", "", "forward the port", False),
     ],
@@ -108,10 +88,9 @@ def test_what_is_wrong_with_the_way_to_a_swarm_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there = {"manifest": healthy.config.manifest().to_json(), **change}
-    monkeypatch.setattr("diloco.swarm.client.ask.inspect_swarm", lambda *_, **__: swarm_of(**there))
-    monkeypatch.setattr(
-        "diloco.swarm.client.ask.try_to_listen", lambda *_: ([PLACE], False, "forward the port")
-    )
+    hidden = ([PLACE], False, "forward the port")
+    monkeypatch.setattr(f"{ASK}.inspect_swarm", lambda *_, **__: swarm_of(**there))
+    monkeypatch.setattr(f"{ASK}.try_to_listen", lambda *_: hidden)
     check = verdicts(healthy)[name]
     assert (check.verdict, check.swarm) == (verdict, swarm)
     assert text in check.text and remedy in check.remedy
@@ -120,29 +99,25 @@ def test_what_is_wrong_with_the_way_to_a_swarm_is_said(
 def test_disk_port_and_memory_are_those_that_join_takes(
     healthy: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full, asked, small = (
-        tmp_path / "volunteer",
-        list[Any](),
-        replace(inspect_machine("cpu"), main_bytes=1e6),
-    )
+    full, asked = tmp_path / "volunteer", list[Any]()
+    small = replace(inspect_machine("cpu"), main_bytes=1e6)
     full.mkdir()
     healthy.directory = PeerDirectory(0, full, full / "identity.key")
-    usage = namedtuple("Usage", "free")
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda at: usage(1000 if full in [at, *at.parents] else 10**15)
-    )
-    monkeypatch.setattr(
-        "diloco.swarm.client.ask.try_to_listen",
-        lambda *those: asked.append(those[1]) or ([PLACE], True, ""),
-    )
+
+    def usage(place: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=1000 if full in [place, *place.parents] else 10**15)
+
+    def listen(peers: Any, addresses: Any, *_: Any) -> tuple[list[str], bool, str]:
+        asked.append(addresses)
+        return [PLACE], True, ""
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    monkeypatch.setattr(f"{ASK}.try_to_listen", listen)
     monkeypatch.setattr("diloco.train.machine.inspect_machine", lambda *_: small)
     found = verdicts(healthy)
     assert found["disk"].verdict == "failed" and f"0.0 GiB free in {full}, " in found["disk"].text
-    assert (
-        found["memory"].verdict == "failed"
-        and "too small" in found["memory"].text
-        and not found["memory"].swarm
-    )
+    memory = found["memory"]
+    assert memory.verdict == "failed" and "too small" in memory.text and not memory.swarm
     assert asked == [("/ip4/0.0.0.0/tcp/0",)]
     config = compose(["experiment=smoke", f"run.dir={tmp_path}"])
     typed = replace(healthy, config=config, typed=["run.dir"], _found=None)
@@ -159,6 +134,5 @@ def test_the_exit_code_says_on_which_side_it_fails(
         said, _, shown = capsys.readouterr().out.rpartition("}\n")
         report = json.loads(said + "}")
         assert [check["name"] for check in report["checks"]] == [check.name for check in found]
-        assert report["exit"] == code and all(
-            check.verdict in shown and check.remedy in shown for check in found
-        )
+        assert report["exit"] == code
+        assert all(check.verdict in shown and check.remedy in shown for check in found)

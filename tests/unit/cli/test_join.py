@@ -1,9 +1,9 @@
-"""A volunteer's way into a swarm: what it is told, what it keeps, and what its machine makes of the
-run."""
+"""A volunteer's way into a swarm: what it is told, what it keeps, and what its machine can do."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,10 +43,8 @@ def test_joins_at_once_have_identities_of_their_own(own_home: Path, tmp_path: Pa
         with lock_peer_directory() as third:
             assert third.peer_id == second.peer_id
     with lock_peer_directory() as again:
-        assert (again.identity, again.peer_id) == (
-            own_home / "peer-0" / "identity.key",
-            first.peer_id,
-        )
+        assert again.identity == own_home / "peer-0" / "identity.key"
+        assert again.peer_id == first.peer_id
     key = tmp_path / "named.key"
     with lock_peer_directory(str(key)) as directory:
         assert directory.identity == key
@@ -58,21 +56,17 @@ def test_joins_at_once_have_identities_of_their_own(own_home: Path, tmp_path: Pa
 def test_without_a_home_one_line_names_the_setting(
     home: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A container may run as a user that nobody knows, or whose home cannot be made. What needs
-    none still works."""
+    """A container may run as a user that nobody knows; what needs no home still works."""
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", home) if home else monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     said = error_text(ConfigError, lock_peer_directory().__enter__)
-    assert said.endswith(
-        "/peer-0: Not a directory; choose another XDG_DATA_HOME"
-        if home
-        else "this user has no home directory; set XDG_DATA_HOME=DIRECTORY for keys and runs"
-    )
-    assert "of no run in ./runs" in error_text(
-        ConfigError, status.callback, None, False, False, None
-    )
+    unusable = "/peer-0: Not a directory; choose another XDG_DATA_HOME"
+    none = "this user has no home directory; set XDG_DATA_HOME=DIRECTORY for keys and runs"
+    assert said.endswith(unusable if home else none)
+    said = error_text(ConfigError, status.callback, None, False, False, None)
+    assert "of no run in ./runs" in said
     assert known_addresses([PLACE]) == []
 
 
@@ -82,9 +76,8 @@ def test_peers_of_a_run_are_remembered(own_home: Path) -> None:
     mine = compose(["run.id=mine"]).manifest()
     remember_addresses(mine, [PLACE, others[0]])
     remember_addresses(mine, [others[1]])
-    remember_addresses(
-        compose(["run.id=mine", "run.seed=1"]).manifest(), [others[0][:-5] + "wrong"]
-    )
+    another = compose(["run.id=mine", "run.seed=1"]).manifest()
+    remember_addresses(another, [others[0][:-5] + "wrong"])
     assert known_addresses([PLACE]) == [others[1], others[0]]
     assert known_addresses([PLACE.replace(ID, OTHER[:-1] + "W")]) == []
     (own_home / "peers.json").write_text('{"mine": ["nonsense"]}')
@@ -97,18 +90,13 @@ def test_a_volunteer_takes_the_runs_half_and_keeps_its_own() -> None:
     local = f"/ip4/127.0.0.1/tcp/4100/p2p/{ID}"
     with lock_peer_directory() as directory:
         config = volunteer_config(mine, theirs, {"train.threads", "eval.every"}, directory, [PLACE])
-        here = volunteer_config(
-            compose(), compose().manifest(), {"swarm.listen"}, directory, [local]
-        )
+        default = compose()
+        here = volunteer_config(default, default.manifest(), set(), directory, [local])
     assert config.manifest() == theirs and (config.train.threads, config.eval.every) == (1, 3)
     assert config.swarm.initial_peers == (PLACE,) and config.swarm.listen == ("/ip4/0.0.0.0/tcp/0",)
-    assert (config.run.dir, config.run.name) == (
-        directory.path / "runs" / "quickstart",
-        directory.name,
-    )
-    assert here.swarm.listen == ("/ip4/127.0.0.1/tcp/0",), (
-        "a swarm of this machine is not open to others"
-    )
+    assert config.run.dir == directory.path / "runs" / "quickstart"
+    assert config.run.name == directory.name
+    assert here.swarm.listen == ("/ip4/127.0.0.1/tcp/0",), "it is of this machine"
     assert here.eval.every == 0
 
 
@@ -124,23 +112,16 @@ def test_checkpoints_of_an_earlier_visit_are_moved_aside(tmp_path: Path) -> None
 
 
 def test_the_clock_and_the_version_are_held_against_the_swarm() -> None:
-    assert check_clock(found()) is check_clock(found(0.2, 0.1, -3600.0)) is None, (
-        "most peers agree with it"
-    )
-    assert (
-        check_clock(found(-2.0, -2.2))
-        == "this machine's clock is 2.1 s behind the swarm's (median of 2)"
-    )
-    with pytest.raises(
-        SwarmError, match=r"is 3600\.0 s ahead of the swarm's \(median of 1\), and 3 s is the limit"
-    ):
-        check_clock(found(3600.0))
+    assert check_clock(found()) is None
+    assert check_clock(found(0.2, 0.1, -3600.0)) is None, "most peers agree with it"
+    behind = "this machine's clock is 2.1 s behind the swarm's (median of 2)"
+    assert check_clock(found(-2.0, -2.2)) == behind
+    said = error_text(SwarmError, check_clock, found(3600.0))
+    assert "is 3600.0 s ahead of the swarm's (median of 1), and 3 s is the limit" in said
     manifest = compose().manifest()
-    version = WIRE_VERSION + 1
-    with pytest.raises(
-        ConfigError, match=f"wire version {version}, this diloco speaks {WIRE_VERSION}; install"
-    ):
-        parse_manifest(json.dumps({**json.loads(manifest.to_json()), "wire_version": version}))
+    newer = {**json.loads(manifest.to_json()), "wire_version": WIRE_VERSION + 1}
+    with pytest.raises(ConfigError, match=f"this diloco speaks {WIRE_VERSION}; install the same"):
+        parse_manifest(json.dumps(newer))
     with pytest.raises(ConfigError):
         parse_manifest("[]")
     assert parse_manifest(manifest.to_json()) == manifest
@@ -161,12 +142,9 @@ def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
         (replace(gpu, device_bytes=GIB), "2.0 GiB of cuda, and 1.0 GiB are free, 1.0"),
         (replace(gpu, main_bytes=GIB / 2), "1.0 GiB of main memory, and 0.5 GiB are free, 0.5"),
     ):
-        text = (
-            rf"1100M parameters: it needs {said} GiB too little; .* a run of at most some [\de+.]+M"
-            r" parameters$"
-        )
-        with pytest.raises(ConfigError, match=text):
-            fit_micro_batch(need, machine, 8)
+        text = error_text(ConfigError, fit_micro_batch, need, machine, 8)
+        assert f"1100M parameters: it needs {said} GiB too little; " in text
+        assert re.search(r" a run of at most some [\de+.]+M parameters$", text)
 
 
 def gradients(micro_batch: int | None) -> Gradients:
@@ -218,16 +196,14 @@ def test_an_address_is_printed_as_the_whole_command(tmp_path: Path) -> None:
     assert ordered == addresses[::-1]
     leads = ("", "or, LAN: ", "or, loopback: ")
     lines = [f"{lead}diloco join {address}" for lead, address in zip(leads, ordered, strict=True)]
-    assert Ready(addresses=tuple(ordered)).invitation() == [
-        "others join with this (public: from anywhere):",
-        *lines,
-    ]
+    head = "others join with this (public: from anywhere):"
+    assert Ready(addresses=tuple(ordered)).invitation() == [head, *lines]
     assert "swarm=network lets others in" in Ready(address=addresses[0]).invitation()[0]
     RunKey.create(tmp_path / "run key")  # a path that has to be quoted
-    closed = compose([f"swarm.key_path='{tmp_path / 'run key'}'", "run.id=mine"]).joining_command
-    assert closed == f"diloco invite --key '{tmp_path / 'run key'}' --run mine"
+    key = f"'{tmp_path / 'run key'}'"
+    closed = compose([f"swarm.key_path={key}", "run.id=mine"]).joining_command
+    assert closed == f"diloco invite --key {key} --run mine"
     assert compose([]).joining_command == "diloco join"
     first, line = Ready(address=ordered[0], command=closed).invitation()
-    assert "link by which one volunteer joins" in first and line.startswith(
-        f"{closed} /ip4/8.8.8.8/"
-    )
+    assert "link by which one volunteer joins" in first
+    assert line.startswith(f"{closed} /ip4/8.8.8.8/")

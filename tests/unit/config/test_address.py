@@ -20,28 +20,17 @@ from tests.support.errors import error_text
 
 ED25519 = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 RSA = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
-# a token
-SECRET = (
-    urlsafe_b64encode(b"".join(sha512(bytes([one])).digest() for one in range(4)))
-    .decode()
-    .rstrip("=")
-)
+TOKEN = b"".join(sha512(bytes([one])).digest() for one in range(4))
+SECRET = urlsafe_b64encode(TOKEN).decode().rstrip("=")
 GOOD = f"/ip4/203.0.113.7/tcp/4100/p2p/{ED25519}"
 OTHER = f"/ip6/2001:db8::7/udp/4100/quic/p2p/{RSA}"
 
 
 def test_an_address_as_peers_print_it_is_taken() -> None:
-    dns, relay = (
-        f"/dns/peer.example.org/tcp/1/p2p/{RSA}",
-        f"/ip4/203.0.113.7/tcp/4100/p2p/{RSA}/p2p-circuit",
-    )
-    for address in (
-        GOOD,
-        OTHER,
-        dns,
-        f"/dns4/localhost/tcp/65535/p2p/{ED25519}",
-        f"{relay}/p2p/{ED25519}",
-    ):
+    dns = f"/dns/peer.example.org/tcp/1/p2p/{RSA}"
+    local = f"/dns4/localhost/tcp/65535/p2p/{ED25519}"
+    relayed = f"/ip4/203.0.113.7/tcp/4100/p2p/{RSA}/p2p-circuit/p2p/{ED25519}"
+    for address in (GOOD, OTHER, dns, local, relayed):
         assert address_error(address) is None
         assert Address.parse(f"  {address}\n") == Address((address,))
 
@@ -73,51 +62,34 @@ def test_a_link_holds_several_addresses_and_the_token() -> None:
     assert str(address) == f"diloco:/{GOOD},{OTHER[1:]}?token=ab.c_D-9"
     assert Address.parse(str(address)) == address
     assert Address.parse(f"{GOOD},{OTHER}") == Address((GOOD, OTHER))
-    assert Address.parse("@runs/mine/address") == Address(("@runs/mine/address",)), (
-        "a file with addresses"
-    )
+    assert Address.parse("@runs/mine/address") == Address(("@runs/mine/address",))
 
 
-AROUND = (
-    "{}",
-    " {}  ",
-    '"{}"',
-    "\u201c{}\u201d",
-    "\u00ab{}\u00bb",
-    "<{}>",
-    "\u200b{}\ufeff",
-    "$ diloco join {} --yes",
-    "{} # at home",
-    "diloco: others join with address='{}'",
-)
+AROUND = ("{}", " {}  ", '"{}"', "\u201c{}\u201d", "\u00ab{}\u00bb", "<{}>", "\u200b{}\ufeff")
+AROUND += ("$ diloco join {} --yes", "{} # at home", "diloco: others join with address='{}'")
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from((GOOD, OTHER)), st.sampled_from(AROUND)), min_size=1, max_size=4
-    ),
-    st.sampled_from(("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be")),
-    st.sampled_from(("\n", "\r\n", "\n\n \n", "\n# and\n")),
-)
+LINES = st.tuples(st.sampled_from((GOOD, OTHER)), st.sampled_from(AROUND))
+ENCODINGS = st.sampled_from(("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"))
+BETWEEN = st.sampled_from(("\n", "\r\n", "\n\n \n", "\n# and\n"))
+
+
+@given(st.lists(LINES, min_size=1, max_size=4), ENCODINGS, BETWEEN)
 def test_a_file_of_any_editor_is_read_as_it_is_meant(
     lines: list[tuple[str, str]], encoding: str, between: str
 ) -> None:
     with TemporaryDirectory() as directory:
         file = Path(directory, "address")
-        file.write_bytes(
-            between.join(around.format(one) for one, around in [*lines, ("", "")]).encode(encoding)
-        )
+        text = between.join(around.format(one) for one, around in [*lines, ("", "")])
+        file.write_bytes(text.encode(encoding))
         assert Address.read(f"@{file}").resolved().peers == tuple(one for one, _ in lines)
         assert SwarmConfig.parse({"initial_peers": [f" {GOOD}\n"]}).initial_peers == (GOOD,)
 
 
 def test_a_file_that_holds_something_else_is_named_and_not_shown(tmp_path: Path) -> None:
     file = tmp_path / "address"
-    for text in (
-        SECRET,
-        f"diloco:/{GOOD}?token={SECRET[:-9]}!",
-        f"{GOOD}\nnothing of the kind: {SECRET}",
-    ):
+    link, note = f"diloco:/{GOOD}?token={SECRET[:-9]}!", f"{GOOD}\nnothing of the kind: {SECRET}"
+    for text in (SECRET, link, note):
         file.write_text(text)
         reason = error_text(ConfigError, lambda: Address.read(f"@{file}").resolved())
         assert reason.startswith(f"ADDRESS=@{file}") and not shared(reason, SECRET)

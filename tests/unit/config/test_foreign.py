@@ -23,15 +23,8 @@ from tests.support.errors import error_text
 
 COMMIT = "a1" * 20
 ON_THE_HUB = [
-    "data=hub",
-    "data.name=org/set",
-    f"data.revision={COMMIT}",
-    "data.subset=en",
-    "data.tokenizer=org/words",
-    f"data.tokenizer_revision={COMMIT}",
-    "model=pretrained",
-    "model.path=org/model",
-    f"model.revision={COMMIT}",
+    *("data=hub", f"data.name=org/set@{COMMIT}", "data.subset=en"),
+    *(f"data.tokenizer=org/words@{COMMIT}", "model=pretrained", f"model.path=org/model@{COMMIT}"),
 ]
 
 
@@ -51,32 +44,20 @@ def test_a_run_of_this_package_or_of_a_commit_can_be_joined() -> None:
 
 
 NAMES = ("/home/alice/notes", "../notes", "json", "org/../notes")
-NO_NAME, HIDDEN = (
-    " of the run is no name on the Hugging Face hub",
-    "of the run holds characters that nobody can see",
-)
+NO_NAME = " of the run is no name on the Hugging Face hub"
+HIDDEN = "of the run holds characters that nobody can see"
+PATH = {"model__path": "/home/alice/private", "model__config": {}}
+CACHE = "/home/alice/.cache"
 
 
 @pytest.mark.parametrize(
     ("overrides", "edits", "why"),
     [
-        (
-            [],
-            {"model__path": "/home/alice/private", "model__config": {}},
-            "model.path=/home/alice/private of the run",
-        ),
+        ([], PATH, "model.path=/home/alice/private of the run"),
         *((["data=hub"], {"data__name": name}, f"data.name={name}{NO_NAME}") for name in NAMES),
-        (
-            [],
-            {"data__tokenizer": "/home/alice/.cache"},
-            f"data.tokenizer=/home/alice/.cache{NO_NAME}",
-        ),
+        ([], {"data__tokenizer": CACHE}, f"data.tokenizer={CACHE}{NO_NAME}"),
         ([], {"data__tokenizer": "org/words"}, "data.tokenizer=org/words of the run has no commit"),
-        (
-            ["data=hub"],
-            {},
-            "data.name=allenai/c4 of the run has no commit, so nobody knows what will be fetched; ",
-        ),
+        (["data=hub"], {}, "data.name=allenai/c4 of the run has no commit, so nobody knows what"),
         (ON_THE_HUB, {"data__subset": "\x1b]0;owned\x07"}, HIDDEN),
     ],
 )
@@ -97,18 +78,15 @@ def test_a_name_that_is_also_a_path_here_is_refused(
 
 def test_nothing_that_was_written_is_interpolated(tmp_path: Path) -> None:
     for text in ("${oc.env:HOME}", "x${bad", "${run.id}"):
-        escaped = manifest(data__tokenizer=text).replace("$", "\\u0024")
-        for one in (
-            manifest(data__tokenizer=text),
-            escaped,
-            manifest(model__config={text: 1, "vocab_size": 256}),
-        ):
+        plain = manifest(data__tokenizer=text)
+        deep = manifest(model__config={text: 1, "vocab_size": 256})
+        for one in (plain, plain.replace("$", "\\u0024"), deep):
             with pytest.raises(ConfigError, match=r"^manifest holds \$\{"):
                 Manifest.from_json(one)
     file = tmp_path / "config.yaml"
     file.write_text(compose([]).to_yaml().replace("tokenizer: bytes", "tokenizer: ${oc.env:HOME}"))
     with pytest.raises(
-        ConfigError, match=r"config\.yaml holds \$\{\.\.\.\}, which is resolved in configs/ only"
+        ConfigError, match=r"holds \$\{\.\.\.\}, which is resolved in configs/ only"
     ):
         compose([], base=file)
 
@@ -123,12 +101,12 @@ def test_a_manifest_of_any_depth_is_taken_or_refused(depth: int) -> None:
 
 
 def test_who_starts_a_run_that_nobody_can_join_is_told() -> None:
-    assert any(
-        "nobody can join this run" in line
-        for line in compose(["data=hub", "swarm=network"]).warnings()
-    )
+    def told(*overrides: str) -> bool:
+        return any("nobody can join this run" in line for line in compose(overrides).warnings())
+
+    assert told("data=hub", "swarm=network")
     for fine in (["data=hub"], ["swarm=network"], [*ON_THE_HUB, "swarm=network"]):
-        assert not any("nobody can join" in line for line in compose(fine).warnings())
+        assert not told(*fine)
 
 
 def test_what_will_be_fetched_trained_and_sent_is_shown() -> None:
@@ -152,10 +130,7 @@ def test_what_will_be_fetched_trained_and_sent_is_shown() -> None:
 
 def test_a_volunteer_agrees_on_a_terminal_or_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked where nothing comes from elsewhere."""
-    own, quickstart = (
-        compose(["data=text", "data.path=diary.txt"]),
-        compose(["experiment=quickstart"]),
-    )
+    own = compose(["data=text", "data.path=diary.txt"])
 
     def ask(typed: str | None, yes: bool = False, config: Config = own) -> str:
         """What is shown; `typed` is the answer on a terminal, None where there is none."""
@@ -167,13 +142,11 @@ def test_a_volunteer_agrees_on_a_terminal_or_beforehand(monkeypatch: pytest.Monk
             asking._ask(config, ["diary.txt"], yes)
         return screen.getvalue()
 
-    assert ask("n", config=quickstart) == ""
+    assert ask("n", config=compose(["experiment=quickstart"])) == ""
     assert ask("y") == ask(None, yes=True) == "diary.txt\n"
     with pytest.raises(ConfigError, match="nothing was fetched, and this machine has not joined"):
         ask("n")
-    with pytest.raises(
-        ConfigError, match=r"no terminal to ask on; if you agree with the above, add --yes$"
-    ):
+    with pytest.raises(ConfigError, match="no terminal to ask on; if you agree .* add --yes$"):
         ask(None)
 
 
@@ -183,23 +156,22 @@ def test_files_of_a_commit_are_weighed_before_they_are_fetched(
     import huggingface_hub.constants
 
     sizes = {"config.json": 700, "a.safetensors": 10**18}
-    info = SimpleNamespace(
-        siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
-    )
+    files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
     asked: list[dict[str, Any]] = []
+
+    def info(self: object, name: str, **given: Any) -> SimpleNamespace:
+        asked.append(given)
+        return SimpleNamespace(siblings=files)
+
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "model_info", lambda self, name, **given: asked.append(given) or info
-    )
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
     assert hub.files_at("model.path", "org/model", COMMIT, ("config.json",)) == tmp_path
     assert asked[-1]["revision"] == COMMIT and asked[-1]["files_metadata"] is True
     with pytest.raises(
-        DataError, match=r"^model\.path: org/model has 1000000000\.0 GB, and .* has room for"
+        DataError, match=r"^model\.path: org/model has 10{9}\.0 GB, and .* has room"
     ):
         hub.files_at("model.path", "org/model", COMMIT, hub.MODEL_FILES)
-    with pytest.raises(
-        DataError, match=r"config\.json of org/model has 700 bytes, and no honest one has"
-    ):
+    with pytest.raises(DataError, match=r"config\.json of org/model has 700 bytes, and no honest"):
         hub.files_at("model.path", "org/model", COMMIT, ("config.json",), 600)

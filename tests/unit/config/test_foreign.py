@@ -146,7 +146,7 @@ def test_a_volunteer_agrees_on_a_terminal_or_beforehand(monkeypatch: pytest.Monk
     assert ask("y") == ask(None, yes=True) == "diary.txt\n"
     with pytest.raises(ConfigError, match="nothing was fetched, and this machine has not joined"):
         ask("n")
-    with pytest.raises(ConfigError, match="no terminal to ask on; if you agree .* add --yes$"):
+    with pytest.raises(ConfigError, match=r"no terminal to ask on; if you agree .* add --yes$"):
         ask(None)
 
 

@@ -20,14 +20,12 @@ from tests.support.places import ROOT
 PACKAGE = ROOT / "configs"
 README = (PACKAGE / "README.md").read_text()
 
+DROPOUT = "model.config.attention_dropout"
 # Command, and a part of what it prints. With ! it is refused, and the text says what to type
 # instead.
 COMMANDS = [
     ("diloco train outer.lr=0.5 --cfg job -p outer.lr", "0.5"),
-    (
-        "diloco train +model.config.attention_dropout=0.1 --cfg job -p model.config.attention_dropout",
-        "0.1",
-    ),
+    (f"diloco train +{DROPOUT}=0.1 --cfg job -p {DROPOUT}", "0.1"),
     ("diloco train 'sim.step_s=[1,2]' local.peers=2 --cfg job -p sim.step_s", "- 1.0\n- 2.0"),
     (
         "diloco train 'run.dir=runs/${oc.env:LAB}-${run.id}' --cfg job -p run.dir",

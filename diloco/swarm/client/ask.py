@@ -79,7 +79,7 @@ def inspect_swarm(
     gate: Gate | None = None,
 ) -> SwarmInfo:
     """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured
-    with so many.
+    with so many, and they are asked for the lines of `diloco doctor`.
 
     The `gate` shows the invitation to a closed run, and trusts only peers of that run. Raises
     `SwarmError` when no peer of a run is there, or none admits this one, and `ConfigError` when an
@@ -97,21 +97,19 @@ def inspect_swarm(
                 return text
 
             peers = await _probe_all(visitor, visitor.seeds)
-            met = {visitor.me, *(peer.peer for peer in peers)}
-            more = dict.fromkeys(
-                one for peer in peers for one in peer.reply.known if one not in met
-            )
-            peers += await _probe_all(visitor, list(more)[: max(0, PEERS_ASKED - len(peers))])
-            text, reasons = await _first_answer(
-                [one.peer for one in peers] or visitor.seeds, manifest
-            )
+            met = {visitor.me, *(one.peer for one in peers)}
+            named = dict.fromkeys(peer for one in peers for peer in one.reply.known)
+            more = [peer for peer in named if peer not in met]
+            peers += await _probe_all(visitor, more[: max(0, PEERS_ASKED - len(peers))])
+            answering = [one.peer for one in peers] or visitor.seeds
+            text, reasons = await _first_answer(answering, manifest)
             if text is None:
                 raise SwarmError(_no_manifest(initial_peers, reasons))
-            if measure_bytes:  # after each other, so that they do not share this machine's link
-                peers = [
-                    (*await _probe_all(visitor, [one.peer], measure_bytes), one)[0] for one in peers
-                ]
-            told = await ask_for_doctor(visitor, peers) if measure_bytes else {}
+            if not measure_bytes:
+                return SwarmInfo(text, peers, visitor.silent)
+            for at, one in enumerate(peers):  # in turn: they would share this machine's link
+                peers[at] = (*await _probe_all(visitor, [one.peer], measure_bytes), one)[0]
+            told = await ask_for_doctor(visitor, peers)
             return SwarmInfo(text, peers, visitor.silent, told)
 
     return asyncio.run(ask())
@@ -149,29 +147,22 @@ async def ask_for_doctor(visitor: Transport, peers: Sequence[ProbeResult]) -> di
 
 
 def parse_manifest(text: str) -> Manifest:
-    """The manifest of a swarm; `ConfigError` when it is invalid, or asks for files of this
-    machine."""
+    """A swarm's manifest; `ConfigError` if it is invalid, or asks for files of this machine."""
     manifest = Manifest.from_json(text)
     check_foreign(manifest)
     return manifest
 
 
 def check_clock(found: SwarmInfo) -> str | None:
-    """One line when this clock is off by more than a second; `SwarmError` when the DHT would not
-    take this peer."""
+    """One line when this clock is off by more than a second; `SwarmError` when by too much."""
     ahead_s = found.ahead_s
     if ahead_s is None or abs(ahead_s) <= 1.0:
         return None
-    side = "ahead of" if ahead_s > 0 else "behind"
-    text = (
-        f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's (median of"
-        f" {len(found.peers)})"
-    )
+    off = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+    text = f"this machine's clock is {off} the swarm's (median of {len(found.peers)})"
     if abs(ahead_s) > CLOCK_LIMIT_S:
-        raise SwarmError(
-            f"{text}, and {CLOCK_LIMIT_S:.0f} s is the limit; set it, for example by timedatectl"
-            " set-ntp true"
-        )
+        remedy = "set it, for example by timedatectl set-ntp true"
+        raise SwarmError(f"{text}, and {CLOCK_LIMIT_S:.0f} s is the limit; {remedy}")
     return text
 
 
@@ -186,13 +177,12 @@ async def fetch_files(
     at all.
 
     `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or
-        permission.
+    permission.
     """
     async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
         for digest, (place, limit) in wanted.items():
-            request = partial(
-                request_file, visitor, digest=digest, most_bytes=min(limit, most_bytes)
-            )
+            most = min(limit, most_bytes)
+            request = partial(request_file, visitor, digest=digest, most_bytes=most)
             content, reasons = await _first_answer(visitor.seeds, request)
             if content is None:
                 needed = f"no peer there gives {place.name}, which the run needs ({reasons[-1]})"
@@ -202,9 +192,8 @@ async def fetch_files(
                 place.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(place, content)
             except OSError as error:
-                raise ConfigError(
-                    f"run.dir: {place} cannot be written ({error.strerror}); choose another"
-                ) from error
+                why = f"{place} cannot be written ({error.strerror})"
+                raise ConfigError(f"run.dir: {why}; choose another") from error
 
 
 def try_to_listen(
@@ -239,18 +228,17 @@ async def revoke(
     The gate is that of an observer with the owner's key. `SwarmError` when nobody answers there, or
     takes the list.
     """
-    assert gate.admission is not None
+    mine = gate.admission
+    assert mine is not None
     # the greeting brings the swarm's list
     async with aclosing(await Libp2p.client(initial_peers, gate)) as visitor:
-        there = gate.admission.revoked
+        there = mine.revoked
         if there.number:
-            revoked = revoked.extended(
-                key, gate.admission.run_id, there.token_ids, there.peer_ids, there.number
-            )
-        gate.admission.revoke(revoked)
+            before = (there.token_ids, there.peer_ids, there.number)
+            revoked = revoked.extended(key, mine.run_id, *before)
+        mine.revoke(revoked)
         answers = await asyncio.gather(*map(visitor.greet, visitor.seeds), return_exceptions=True)
         if all(isinstance(answer, Exception) for answer in answers):
-            raise SwarmError(
-                f"nobody there took the list: {answers[0]}; try another address of the swarm"
-            )
+            why = f"nobody there took the list: {answers[0]}"
+            raise SwarmError(f"{why}; try another address of the swarm")
         return revoked

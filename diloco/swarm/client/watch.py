@@ -74,17 +74,17 @@ class SwarmWatcher:
             await transport.close()
 
     async def ask(self) -> Snapshot:
-        """The swarm now; `SwarmError` when no peer of this wire version answers, `ConfigError` for
-        no address."""
-        transport = self._transport or await self._connect()
+        """The swarm now; `SwarmError` if no peer of this version answers, `ConfigError` for no
+        address."""
+        transport, now = self._transport or await self._connect(), asyncio.get_running_loop().time
         try:
             snapshot = await self._ask_all(transport)
         except SwarmError:
-            if asyncio.get_running_loop().time() < self._connected_at + RECONNECT_S:
+            if now() < self._connected_at + RECONNECT_S:
                 raise
             # Other peers may be at the address by now; those that were known may come back where
             # they were.
-            self._connected_at = asyncio.get_running_loop().time()
+            self._connected_at = now()
             snapshot = await self._ask_all(await self._connect(instead_of=transport))
         self._known = _places(snapshot)
         return snapshot
@@ -109,9 +109,8 @@ class SwarmWatcher:
         from diloco.swarm.wire.libp2p import Libp2p
 
         met = [addresses[0] for addresses in self._known.values() if addresses]
-        self._transport = await Libp2p.client(
-            [*self._addresses, *met], observer_gate("", self._token)
-        )
+        gate = observer_gate("", self._token)
+        self._transport = await Libp2p.client([*self._addresses, *met], gate)
         self._transport.addresses_of = lambda peer: self._known.get(peer, ())
         self._connected_at = asyncio.get_running_loop().time()
         if instead_of is not None:
@@ -120,11 +119,9 @@ class SwarmWatcher:
 
 
 def _places(snapshot: Snapshot) -> dict[str, list[str]]:
-    """Where the peers of a snapshot are, the one that answered first. A peer may name anything as
-    an address."""
-    rows = sorted(snapshot.peers, key=lambda row: row.peer_id != snapshot.run.answered_by)[
-        :MAX_KNOWN
-    ]
+    """Where peers are, that which answered first; each may name anything as an address."""
+    rows = sorted(snapshot.peers, key=lambda row: row.peer_id != snapshot.run.answered_by)
     return {
-        row.peer_id: [one for one in row.addresses if address_error(one) is None] for row in rows
+        row.peer_id: [one for one in row.addresses if address_error(one) is None]
+        for row in rows[:MAX_KNOWN]
     }

@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from diloco.core.events import Applied, Apply, Captured, Loaded, Merge, Merged, Replace
+from diloco.core import events
+from diloco.core.events import Applied
 from diloco.core.history import state_of
 from diloco.errors import DivergedError, PayloadError
 from diloco.messages.heads import Line
-from diloco.outer.aggregate import Aggregate, Weighted
-from diloco.outer.aggregate import Merged as Made
+from diloco.outer import aggregate as merging
 from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.optimizer import OuterStep
 from diloco.swarm.context import Context
@@ -32,8 +32,7 @@ MOST_SAME = 64  # pairs of peers with the same data that are named
 
 
 class Anchors:
-    """Reads and writes anchors. `loaded` are number and work of the heads that the local parameters
-    started from."""
+    """Reads and writes anchors. `loaded`: number and work of heads that training started from."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._replica, self._core = context, context.replica, context.core
@@ -43,9 +42,10 @@ class Anchors:
         self._same_data: set[tuple[str, str]] = set()
         self.loaded = [(f.tip.head.number, f.tip.head.work) for f in context.core.facts.fragments]
 
+    # -- what the training loop learned, and where it goes on --------------------------------------
+
     async def capture(self, line: Line) -> None:
-        """Take and encode a pseudo-gradient. With an overlap training may go on once the parameters
-        are copied."""
+        """Take and encode a pseudo-gradient; with an overlap training goes on once it is copied."""
         replica, fragment = self._replica, line.fragment
         can_copy = replica.settings.overlap and replica.local.can_copy(replica.fragments[fragment])
         if can_copy and await in_thread(replica.copy_local, fragment):
@@ -56,7 +56,7 @@ class Anchors:
     async def _encode(self, line: Line) -> None:
         async with self._context.locks[line.fragment].reading():
             payload, norm, root = await in_thread(self._encoded, line.fragment)
-        self._context.do(Captured(line, payload, norm, root))
+        self._context.do(events.Captured(line, payload, norm, root))
 
     def _encoded(self, fragment: int) -> tuple[Tensor, float, str]:
         payload = self._replica.capture(fragment)
@@ -68,14 +68,13 @@ class Anchors:
         return payload, norm, payload_digest(payload)
 
     async def load(self, fragment: int) -> None:
-        """The local parameters of a fragment become its anchor, or are mixed with it where training
-        went on."""
+        """Local parameters become the anchor, or are mixed with it where training went on."""
         f = self._core.facts.fragments[fragment]
         mixing = 0.0 if f.waiting is None or f.stale else self._replica.settings.mixing
         async with self._context.locks[fragment].reading():
             await in_thread(self._replica.load_local_, [fragment], mixing)
             self.loaded[fragment] = (f.tip.head.number, f.tip.head.work)
-            self._context.do(Loaded(fragment, f.tip.head.id))
+            self._context.do(events.Loaded(fragment, f.tip.head.id))
 
     async def show(self) -> None:
         """The parameters become the anchors, but are not counted as loaded."""
@@ -83,52 +82,53 @@ class Anchors:
             async with lock.reading():
                 await in_thread(self._replica.show_anchor_, fragment)
 
-    async def merge(self, action: Merge) -> None:
+    # -- versions ----------------------------------------------------------------------------------
+
+    async def merge(self, action: events.Merge) -> None:
         """Make the update of the next version."""
-        fragment = action.fragment
+        fragment, replica = action.fragment, self._replica
         # the master moves, which a checkpoint may be reading
         async with self._context.locks[fragment].writing():
-            self._replica.hold(fragment)
-            aggregate, state = self._replica.aggregates[fragment], self._replica.states[fragment]
+            replica.hold(fragment)
+            aggregate, state = replica.aggregates[fragment], replica.states[fragment]
             step = OuterStep(action.number - 1, len(action.shares), action.pushes, action.delay)
             weighted = [
-                Weighted(one.line.peer, one.payload, one.line.norm, one.weight, one.discount)
+                merging.Weighted(
+                    one.line.peer, one.payload, one.line.norm, one.weight, one.discount
+                )
                 for one in action.shares
             ]
             made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me)
             digest = await in_thread(payload_digest, made.update)
             self._note_merged(action, made)
-            self._context.do(
-                Merged(fragment, action.base, made.update, digest, frozenset(made.left_out))
-            )
+            left_out = frozenset(made.left_out)
+            self._context.do(events.Merged(fragment, action.base, made.update, digest, left_out))
             moving = self._core.facts.fragments[fragment].moving
             # the core dropped it, and the next version must not hold it, too
             if not (moving and moving.own):
                 await self._restart(fragment)
 
-    def _note_merged(self, action: Merge, made: Made) -> None:
-        said = {"fragment": action.fragment, "version": action.number}
+    def _note_merged(self, action: events.Merge, made: merging.Merged) -> None:
+        note, said = self._context.note, {"fragment": action.fragment, "version": action.number}
         if clipped := [peer for peer in made.clipped if peer not in made.left_out]:
-            self._context.note("clipped", **said, peers=clipped)
+            note("clipped", **said, peers=clipped)
         if made.left_out:
             why = "they point against the others' contributions"
-            self._context.note("left_out", **said, peers=list(made.left_out), why=why)
-        for one, other, cosine in made.alike:
-            if (one, other) not in self._same_data and len(self._same_data) < MOST_SAME:
-                self._same_data.add((one, other))
-                names = [self._core.name(peer) for peer in (one, other)]
-                self._context.note(
-                    "same_data", **said, peers=[one, other], names=names, cosine=round(cosine, 6)
-                )
+            note("left_out", **said, peers=list(made.left_out), why=why)
+        for *pair, cosine in made.alike:
+            if tuple(pair) not in self._same_data and len(self._same_data) < MOST_SAME:
+                self._same_data.add((pair[0], pair[1]))
+                names = [self._core.name(peer) for peer in pair]
+                note("same_data", **said, peers=pair, names=names, cosine=round(cosine, 6))
 
-    async def apply(self, action: Apply) -> None:
+    async def apply(self, action: events.Apply) -> None:
         """Move an anchor by an update, if it leads to what its head says."""
         # what comes at the same moment is heard first: a quorum's ties stay as they were
         await asyncio.sleep(0)
         async with self._context.locks[action.fragment].writing():
             self._context.do(await self._apply(action))
 
-    async def _apply(self, action: Apply) -> Applied:
+    async def _apply(self, action: events.Apply) -> Applied:
         fragment, head, replica = action.fragment, action.head, self._replica
         if not action.own:
             try:
@@ -150,7 +150,7 @@ class Anchors:
             await self._restart(fragment)
         return Applied(fragment, head.id, parts)
 
-    async def replace(self, action: Replace) -> None:
+    async def replace(self, action: events.Replace) -> None:
         """Replace an anchor by parts, each of which has its digest."""
         await asyncio.sleep(0)
         fragment, anchor = action.fragment, self._replica.anchors[action.fragment]
@@ -158,9 +158,8 @@ class Anchors:
             await self._keep_copies(fragment)
             await in_thread(_fill, anchor, action.parts)
             await self._restart(fragment)
-            self._context.do(
-                Applied(fragment, action.head.id, await in_thread(part_digests, anchor))
-            )
+            parts = await in_thread(part_digests, anchor)
+            self._context.do(Applied(fragment, action.head.id, parts))
 
     async def _restart(self, fragment: int) -> None:
         if fragment in self._replica.aggregates:
@@ -185,21 +184,19 @@ class Anchors:
         if copy and copy[0] == head:
             return copy[1][start:stop]
         async with self._context.locks[fragment].reading():
-            return (
-                self._replica.anchors[fragment][start:stop].clone()
-                if f.tip.head.id == head
-                else None
-            )
+            is_here = f.tip.head.id == head
+            return self._replica.anchors[fragment][start:stop].clone() if is_here else None
 
     def follow(self) -> None:
-        """Keep momentum and window of the fragments of which this peer is author, or would be
-        next."""
+        """Keep momentum and window of fragments whose author is this peer, or would be next."""
         core = self._core.facts
         heirs = [f.index for f in core.fragments if core.me in (core.author_of(f), core.second(f))]
         for f in core.fragments:
             if f.index in self._replica.aggregates and core.author_of(f) != core.me and not f.merge:
                 self._replica.release(f.index)
         self._replica.follow(heirs)
+
+    # -- checkpoints -------------------------------------------------------------------------------
 
     async def snapshot(self, copies: bool) -> Saved:
         """Anchors with their tips, outer states and residuals, each fragment at one moment.
@@ -220,7 +217,7 @@ class Anchors:
         for fragment, lock in enumerate(self._context.locks):
             await lock.start_reading()
             self._saving.callback(lock.stop_reading)
-            aggregate: Aggregate | None = replica.aggregates.get(fragment)
+            aggregate = replica.aggregates.get(fragment)
             state = replica.states.get(fragment)  # with copies it may be released meanwhile
             vectors = [replica.anchors[fragment]]
             if aggregate and state:
@@ -239,12 +236,10 @@ class Anchors:
         await self._context.tasks.until(lambda: not replica.capturing)
         residuals = dict(replica.residuals)
         if copies:
-            residuals = dict(
-                zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True)
-            )
-        return Saved(
-            anchors, tips, core.processed, core.stamp, outer, residuals, self._core.others_at()
-        )
+            values = await in_thread(_clones, list(residuals.values()))
+            residuals = dict(zip(residuals, values, strict=True))
+        others = self._core.others_at()
+        return Saved(anchors, tips, core.processed, core.stamp, outer, residuals, others)
 
     def end_snapshot(self) -> None:
         """The tensors of the last snapshot may move again."""

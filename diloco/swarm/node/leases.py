@@ -1,5 +1,4 @@
-"""The sequences that this peer trains on, between the core, which asks for them, and the training
-loop."""
+"""The sequences that this peer trains on, on their way from the core to the training loop."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ ROUNDS_AHEAD = 2  # the data must last until an heir answers when an author dies
 
 
 class LeasedData:
-    """What is leased and not trained on yet; called from the training loop and from the node beside
-    it."""
+    """What is leased and not trained on yet; used by the threads of training loop and node."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -2,8 +2,7 @@
 new ones.
 
 No payload travels here, so a link that is full of pseudo-gradients does not starve heartbeats. When
-a peer is killed, the streams to it and from it end within milliseconds. It is dialled once more;
-without an answer it is lost.
+a peer is killed, its streams end within milliseconds. It is dialled once more, and then lost.
 """
 
 from __future__ import annotations
@@ -15,17 +14,9 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from diloco.core import limits
 from diloco.core.events import Connected, Heard, Lost
-from diloco.core.limits import (
-    CONTROL_STREAMS,
-    MAX_PEERS,
-    Dials,
-    Limiter,
-    Offence,
-    control_messages,
-    frame_bytes,
-    offences,
-)
+from diloco.core.limits import Offence, offences
 from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.messages.base import Message, Place, Refusal
 from diloco.messages.codec import UnknownKind, expect
@@ -61,32 +52,33 @@ class ControlMesh:
 
     def __init__(self, context: Context, run: RunSpec) -> None:
         self.refusal: str | None = None
-        self._context, self._run, self._core = context, run, context.core
+        self._context, self._run = context, run
+        self._core, self._gate, self._members = (
+            context.core,
+            context.gate,
+            context.core.facts.members,
+        )
+        self._gate.identity_in_use = self._identity_in_use
+        self._gate.on_revoked = self._pass_on_revocations
         self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, Stream] = {}
-        context.gate.identity_in_use, context.gate.on_revoked = (
-            self._identity_in_use,
-            self._pass_on_revocations,
-        )
+        self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
         self._dialling: dict[str, asyncio.Task[bool]] = {}
-        self._dials = Dials()  # peers that others have named
-        fragments = len(context.core.facts.fragments)
-        self._streams, self._messages = Limiter(*CONTROL_STREAMS), control_messages(fragments)
-        self._hello_bytes, self._frame_bytes = frame_bytes(
-            fragments, context.gate.admission is not None
-        )
+        self._dials = limits.Dials()  # peers that others have named
         self._checking: set[str] = set()
         # members that vanished: when, and when they were called last
         self._lost: dict[str, tuple[float, float]] = {}
         self._started = False
-        self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
+        fragments, is_closed = len(context.core.facts.fragments), self._gate.admission is not None
+        self._streams = limits.Limiter(*limits.CONTROL_STREAMS)
+        self._messages = limits.control_messages(fragments)
+        self._hello_bytes, self._frame_bytes = limits.frame_bytes(fragments, is_closed)
 
     async def start(self) -> list[str]:
-        """Listen, and dial the seeds and the peers that the DHT names; returns the seeds that
-        answered."""
+        """Listen, dial the seeds and those that the DHT names; returns the seeds that answered."""
         await self._context.transport.handle(CONTROL, self._serve)
         seeds = self._context.transport.seeds
-        answered = await asyncio.gather(*(self.dial(peer) for peer in seeds))
+        answered = await asyncio.gather(*map(self.dial, seeds))
         self._started = True
         self._context.tasks.spawn(self._discover())
         return [peer for peer, ok in zip(seeds, answered, strict=True) if ok]
@@ -109,8 +101,7 @@ class ControlMesh:
             stream.close()
 
     async def close(self) -> None:
-        """Send what was said, and end all streams. The node's tasks are closed already, so no new
-        ones begin."""
+        """Send what was said, and end all streams. The node's tasks are closed already."""
         for outgoing in self._outgoing.values():
             outgoing.end()
         if senders := list(self._senders):
@@ -121,35 +112,50 @@ class ControlMesh:
             # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
             stream.close()
 
+    # -- who is admitted ---------------------------------------------------------------------------
+
     def _pass_on_revocations(self, revoked: Revocations) -> None:
         """A newer list came in. The peers on it are told too, before they are put out."""
-        said = {
-            "number": revoked.number,
-            "token_ids": revoked.token_ids,
-            "peer_ids": revoked.peer_ids,
-        }
-        self._context.note("revoked", **said)
+        fields = ("number", "token_ids", "peer_ids")
+        self._context.note("revoked", **{name: getattr(revoked, name) for name in fields})
         self.broadcast(revoked)
         self.expel()
 
     def expel(self) -> None:
         """Drop the peers that are no longer admitted; fail when this peer is not."""
         context = self._context
-        for peer, reason in context.gate.expel().items():
+        for peer, reason in self._gate.expel().items():
             self.disconnect(peer)
             context.do(Lost(peer, reason))
-        if (lapsed := context.gate.lapsed()) is not None:
+        if (lapsed := self._gate.lapsed()) is not None:
             context.tasks.fail(SwarmError(f"the swarm refused this peer: {lapsed}"))
+
+    def _penalty(self, peer: str) -> str | None:
+        return self._context.penalties.refusal(peer, self._context.now())
+
+    async def _identity_in_use(self, peer: str, instance: str) -> str | None:
+        """Why a process may not connect: another one has its identity and still speaks."""
+        older, member = self._incoming.get(peer), self._members.get(peer)
+        if older is None or member is None or older.instance == instance:
+            return None
+        now, spoke = self._context.now, older.received
+        until = now() + ALIVE_S
+        while older.received == spoke and self._incoming.get(peer) is older and now() < until:
+            await asyncio.sleep(ALIVE_S / 60)
+        silent = older.received == spoke and 0.0 < 3 * member.interval_s < ALIVE_S
+        return None if silent or self._incoming.get(peer) is not older else IN_USE
+
+    # -- our streams to others ---------------------------------------------------------------------
 
     def redial_later(self, peer: str) -> None:
         """A member is gone without a goodbye: it is called again."""
         self._lost[peer] = (self._context.now(), self._context.now())
-        forget_oldest(self._lost, MAX_PEERS)
+        forget_oldest(self._lost, limits.MAX_PEERS)
 
     def all_greeted(self) -> bool:
         """Whether no call is under way, and every peer that answered one has said hello in turn."""
         answered = not self._dials and all(task.done() for task in self._dialling.values())
-        return answered and all(peer in self._core.facts.members for peer in self._outgoing)
+        return answered and all(peer in self._members for peer in self._outgoing)
 
     def dial(self, peer: str) -> asyncio.Task[bool]:
         """Open our stream to a peer unless there is one; the result says whether it answered."""
@@ -159,8 +165,7 @@ class ControlMesh:
         return task
 
     def _dial_named(self, peers: Iterable[str]) -> None:
-        """Dial peers that another peer or the DHT names: many at once would make this peer a tool
-        of whoever did."""
+        """Dial peers that others name, few at a time: else this peer is a tool of whoever did."""
         waiting = len(self._dials) > 0
         self._dialling = {peer: task for peer, task in self._dialling.items() if not task.done()}
         known = {self._core.facts.me, *self._outgoing, *self._dialling}
@@ -169,8 +174,7 @@ class ControlMesh:
             self._dial_due()
 
     def _dial_lost(self) -> None:
-        """Call those again that vanished, ever more seldom: their network may have been gone, or
-        ours."""
+        """Call those again that vanished, ever more seldom: a network may have been gone."""
         now = self._context.now()
         for peer, (lost_at, called_at) in list(self._lost.items()):
             if now - lost_at > FORGET_LOST_S:
@@ -193,15 +197,13 @@ class ControlMesh:
             return True
         if self._penalty(peer) is not None:
             return False
-        stream: Stream | None = None
+        context, gate, stream = self._context, self._gate, None
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                reader, writer = await self._context.transport.open(peer, CONTROL)
-            stream = Stream(peer, reader, writer, self._context.traffic)
-            gate = self._context.gate
-            await stream.send(
-                replace(self._core.hello(), seal=gate.memory.seal, instance=gate.instance)
-            )
+                reader, writer = await context.transport.open(peer, CONTROL)
+            stream = Stream(peer, reader, writer, context.traffic)
+            hello = replace(self._core.hello(), seal=gate.memory.seal, instance=gate.instance)
+            await stream.send(hello)
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
@@ -224,23 +226,17 @@ class ControlMesh:
         return True
 
     async def _refused(self, peer: str, reason: str) -> None:
-        """A peer does not let this one in. Only the word of a seed, or of a peer that is believed,
-        counts."""
-        context = self._context
+        """A peer does not let this one in; only the word of a seed or of a believed peer counts."""
+        context, transport = self._context, self._context.transport
         context.note("refused_us", peer=peer, why=reason)
-        if peer not in context.transport.seeds and not (
-            context.gate.trusts(peer) and context.gate.authors(peer)
-        ):
+        believed = self._gate.trusts(peer) and self._gate.authors(peer)
+        if peer not in transport.seeds and not believed:
             return
         if "manifest" in reason:
             try:
-                differing = self._run.differences(
-                    (await request_manifest(context.transport, peer))[0]
-                )
-                reason = (
-                    f"the run there has other settings: {'; '.join(differing[:NAMED_SETTINGS])};"
-                    " use the same"
-                )
+                there, _ = await request_manifest(transport, peer)
+                differing = "; ".join(self._run.differences(there)[:NAMED_SETTINGS])
+                reason = f"the run there has other settings: {differing}; use the same"
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
         if not (self._started and self._outgoing):
@@ -268,16 +264,22 @@ class ControlMesh:
                 del self._outgoing[peer]
         await self._ended(peer)
 
+    # -- the streams of others to us ---------------------------------------------------------------
+
     async def _serve(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
         """Their stream to us: hello, then whatever they say."""
-        context, stream = self._context, Stream(peer, reader, writer, self._context.traffic)
-        why = self._streams.opened(peer, context.now())
+        stream = Stream(peer, reader, writer, self._context.traffic)
+        why = self._streams.opened(peer, self._context.now())
         if why is not None:
             logger.debug("a control stream of %s is over a limit: %s", peer, why)
             stream.close()
             return
         try:
             await self._listen(peer, stream)
+        except PayloadError as error:
+            await self._give_up(peer, stream, error)
+        except BROKEN as error:
+            logger.debug("the stream from %s ended: %r", peer, error)
         finally:
             self._streams.closed(peer)
             stream.close()
@@ -287,71 +289,47 @@ class ControlMesh:
 
     async def _listen(self, peer: str, stream: Stream) -> None:
         context = self._context
-        try:
-            penalty = self._penalty(peer)
-            if penalty is not None:  # and nothing that it says is decoded
-                await stream.refuse(penalty, discard=self._hello_bytes)
-                return
-            with offences():
-                hello = expect(await stream.receive(limit=self._hello_bytes), Hello)
-            objection = self._objection(peer, hello) or await self._identity_in_use(
-                peer, hello.instance
-            )
-            if objection is not None:
-                await stream.refuse(objection, discard=0)
-                return
-            self._check_message(hello)
-            await stream.send(Welcome())
-            if context.tasks.closed:
-                raise ConnectionError("this node is closed")  # since the hello was read
-            self._incoming[peer], stream.instance = stream, hello.instance
-            context.gate.learn_seal(self._run.manifest_hash, hello.seal)
-            context.do(Connected(peer, hello))
-            context.tasks.spawn(self._call_back(peer))
-            self._dial_named(hello.peers)
-            while True:
-                try:
-                    with offences():
-                        message = await stream.receive(None, self._frame_bytes)
-                except UnknownKind as error:
-                    logger.debug("%s may be newer: %s", peer, error)
-                    continue
-                self._check_message(message)
-                if isinstance(message, Revocations):
-                    context.gate.hear(message)
-                else:
-                    context.do(Heard(peer, message))
-                delay_s = self._messages.delay_s(peer, context.now())
-                if delay_s:  # it says more than any honest peer, so it is read more slowly
-                    await asyncio.sleep(delay_s)
-        except PayloadError as error:
-            await self._give_up(peer, stream, error)
-        except BROKEN as error:
-            logger.debug("the stream from %s ended: %r", peer, error)
+        penalty = self._penalty(peer)
+        if penalty is not None:  # and nothing that it says is decoded
+            await stream.refuse(penalty, discard=self._hello_bytes)
+            return
+        with offences():
+            hello = expect(await stream.receive(limit=self._hello_bytes), Hello)
+        why = self._objection(peer, hello) or await self._identity_in_use(peer, hello.instance)
+        if why is not None:
+            await stream.refuse(why, discard=0)
+            return
+        self._check_message(hello)
+        await stream.send(Welcome())
+        if context.tasks.closed:
+            raise ConnectionError("this node is closed")  # since the hello was read
+        self._incoming[peer], stream.instance = stream, hello.instance
+        self._gate.learn_seal(self._run.manifest_hash, hello.seal)
+        context.do(Connected(peer, hello))
+        context.tasks.spawn(self._call_back(peer))
+        self._dial_named(hello.peers)
+        while True:
+            try:
+                with offences():
+                    message = await stream.receive(None, self._frame_bytes)
+            except UnknownKind as error:
+                logger.debug("%s may be newer: %s", peer, error)
+                continue
+            self._check_message(message)
+            if isinstance(message, Revocations):
+                self._gate.hear(message)
+            else:
+                context.do(Heard(peer, message))
+            delay_s = self._messages.delay_s(peer, context.now())
+            if delay_s:  # it says more than any honest peer, so it is read more slowly
+                await asyncio.sleep(delay_s)
 
     def _objection(self, peer: str, hello: Hello) -> str | None:
         """Why a peer may not connect."""
-        gate = self._context.gate
-        if (reason := gate.objection(peer, hello)) is not None:
-            gate.on_refused(peer, reason)
+        if (reason := self._gate.objection(peer, hello)) is not None:
+            self._gate.on_refused(peer, reason)
             return reason
         return "this peer is leaving" if self._context.tasks.closed else self._core.objection(hello)
-
-    async def _identity_in_use(self, peer: str, instance: str) -> str | None:
-        """Why a process may not connect: another one has its identity and still speaks, as a killed
-        one does not."""
-        older, member = self._incoming.get(peer), self._core.facts.members.get(peer)
-        if older is None or member is None or older.instance == instance:
-            return None
-        spoke, until = older.received, self._context.now() + ALIVE_S
-        while (
-            older.received == spoke
-            and self._incoming.get(peer) is older
-            and self._context.now() < until
-        ):
-            await asyncio.sleep(ALIVE_S / 60)
-        silent = older.received == spoke and 0.0 < 3 * member.interval_s < ALIVE_S
-        return None if silent or self._incoming.get(peer) is not older else IN_USE
 
     def _check_message(self, message: Message) -> None:
         """Raises `Offence` for what no honest peer of this run says on a control stream."""
@@ -360,12 +338,8 @@ class ControlMesh:
         if (why := self._core.misfit(message)) is not None:
             raise Offence(why)
 
-    def _penalty(self, peer: str) -> str | None:
-        return self._context.penalties.refusal(peer, self._context.now())
-
     async def _give_up(self, peer: str, stream: Stream, error: PayloadError) -> None:
-        """A peer that said something invalid is lost. When it calls again it hears for how long it
-        is refused."""
+        """A peer said something invalid: it is lost, and hears why when it calls again."""
         context, new = self._context, self._incoming.get(peer) is not stream
         if isinstance(error, Offence):
             context.offence(peer, str(error))
@@ -376,14 +350,12 @@ class ControlMesh:
                 await stream.refuse(str(error), discard=0)
 
     async def _call_back(self, peer: str) -> None:
-        """Dial a peer that connected, twice: a call that had begun before fails when its connection
-        is replaced."""
+        """Dial a caller twice: a call that had begun fails when its connection is replaced."""
         await self.dial(peer) or await self.dial(peer)
 
     async def _ended(self, peer: str) -> None:
-        """A stream ended. A peer that said goodbye is gone; any other gets one more call before it
-        counts as lost."""
-        member = self._core.facts.members.get(peer)
+        """A stream ended. Who said goodbye is gone; any other gets one more call."""
+        member = self._members.get(peer)
         if self._context.tasks.closed or member is None or peer in self._checking:
             return
         self._checking.add(peer)
@@ -399,21 +371,18 @@ class ControlMesh:
             self._checking.discard(peer)
 
     async def _discover(self) -> None:
-        """Once in a while: tell the DHT where this peer is, and dial the peers that it names. It
-        only gives hints."""
+        """Once in a while tell the DHT where this peer is, and dial those that it names."""
         transport = self._context.transport
         while True:
             named: dict[str, list[str]] = {}
             try:
-                await transport.announce(
-                    RECORD_LIFE_S, [member.peer for member in self._core.facts.members.all()]
-                )
+                await transport.announce(RECORD_LIFE_S, [one.peer for one in self._members.all()])
                 named = await transport.announced()
             except BROKEN as error:
                 logger.debug("the DHT did not answer: %r", error)
             self._core.addresses.hear("", named)
             self._dial_named(named)
-            for member in self._core.facts.members.all():
+            for member in self._members.all():
                 self._lost.pop(member.peer, None)
                 # it may hear nothing of us, if it refused our call when it called us
                 self.dial(member.peer)

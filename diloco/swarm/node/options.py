@@ -55,32 +55,25 @@ class RunSpec:
     tokens_per_step: int | None = None
 
     def differences(self, manifest: str) -> list[str]:
-        """Where another peer's manifest (untrusted) differs, as `key is THERE there, HERE here`; or
-        `PayloadError`."""
+        """Where an untrusted manifest differs (`key is A there, B here`), or `PayloadError`."""
         try:
-            here, there = (
-                dict(flatten(json.loads(text))) for text in (self.manifest_text, manifest)
-            )
+            texts = (self.manifest_text, manifest)
+            here, there = (dict(flatten(json.loads(text))) for text in texts)
         except (ValueError, AttributeError, RecursionError):
             raise PayloadError("the other side's manifest is not valid") from None
-        differing = (key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-        keys = sorted(
-            key for key in differing if key not in RISING or None in (here.get(key), there.get(key))
-        )
-        models = []
+        found, keys = [], sorted(here.keys() | there.keys())
+        keys = [key for key in keys if here.get(key) != there.get(key)]
+        keys = [key for key in keys if key not in RISING or None in (here.get(key), there.get(key))]
         if any(key.startswith("parameters.") and (key in here) != (key in there) for key in keys):
-            names = [
+            theirs, ours = (
                 str(one.get("model.name") or "another one")[:VALUE_CHARS] for one in (there, here)
-            ]
-            models = [f"the model is {names[0]} there, {names[1]} here, with other parameters"]
-            keys = [
-                key for key in keys if key not in MODEL_KEYS and not key.startswith("parameters.")
-            ]
-        values = [
-            (key, str(there.get(key))[:VALUE_CHARS], str(here.get(key))[:VALUE_CHARS])
-            for key in keys
-        ]
-        return [*models, *(f"{key} is {theirs} there, {ours} here" for key, theirs, ours in values)]
+            )
+            found = [f"the model is {theirs} there, {ours} here, with other parameters"]
+            keys = [one for one in keys if not one.startswith(("parameters.", *MODEL_KEYS))]
+        for key in keys:
+            theirs, ours = (str(one.get(key))[:VALUE_CHARS] for one in (there, here))
+            found.append(f"{key} is {theirs} there, {ours} here")
+        return found
 
 
 @dataclass(frozen=True)
@@ -142,8 +135,7 @@ class OuterArithmetic:
 async def make_context(
     options: NodeOptions, replica: Replica, transport: Transport, on_event: OnEvent
 ) -> Context:
-    """What the parts of a node share. The replica and the core go on where `options.saved`
-    stopped."""
+    """What the parts of a node share, from where `options.saved` stopped."""
     run, gate, saved = options.run, options.gate, options.saved
     if saved is not None:
         await in_thread(saved.load_, replica)
@@ -161,21 +153,16 @@ async def make_context(
         is_author=gate.authors,
     )
     steps, tokens, rounds = options.planned
-    sizes = [
-        Sizes(
-            replica.payloads[f.index].nbytes,
-            replica.updates[f.index].nbytes,
-            4 * f.numel,
-            len(part_ranges(f.numel)),
-        )
-        for f in replica.fragments
-    ]
+    up, down = replica.payloads, replica.updates
     core = Peer(
         identity,
         core_settings(replica.settings, options.network),
         OuterArithmetic(replica),
         await _tips(options, replica),
-        sizes,
+        [
+            Sizes(up[f.index].nbytes, down[f.index].nbytes, 4 * f.numel, len(part_ranges(f.numel)))
+            for f in replica.fragments
+        ],
         asyncio.get_running_loop().time(),
         int(1000 * (time.time() if options.wall is None else options.wall)),
         saved.processed if saved else 0,
@@ -183,20 +170,15 @@ async def make_context(
         (steps, tokens, rounds),
     )
     core.addresses.may_call = transport.may_call
-    core.addresses.hear(
-        transport.me, {transport.me: transport.addresses if transport.reachable else []}
-    )
+    own_addresses = transport.addresses if transport.reachable else []
+    core.addresses.hear(transport.me, {transport.me: own_addresses})
     transport.addresses_of = core.addresses.of
     context = Context(
-        core,
-        replica,
-        transport,
-        gate,
-        on_event,
-        Traffic(upload_limit=options.network.upload_limit),
-        run.manifest_text,
-        options.files,
-        options.inner_state,
+        *(core, replica, transport, gate, on_event),
+        traffic=Traffic(upload_limit=options.network.upload_limit),
+        manifest=run.manifest_text,
+        files=options.files,
+        inner_state=options.inner_state,
     )
     gate.on_refused = lambda peer, why: context.note("refused", peer=plain(peer), why=why)
     if options.record is not None:
@@ -208,8 +190,7 @@ async def _tips(options: NodeOptions, replica: Replica) -> list[Tip]:
     """What the anchors of a node are that begins."""
     if options.saved is not None:
         return list(options.saved.tips)
-    fragments = range(len(replica.fragments))
     if options.blank:
-        return [blank(fragment) for fragment in fragments]
+        return [blank(fragment) for fragment in range(len(replica.fragments))]
     parts = [await in_thread(part_digests, anchor) for anchor in replica.anchors]
-    return [genesis(fragment, options.run.id, parts[fragment]) for fragment in fragments]
+    return [genesis(fragment, options.run.id, one) for fragment, one in enumerate(parts)]

@@ -1,5 +1,4 @@
-"""What a node remembers of the swarm, for watchers: what it has heard since it connected, in
-bounded histories."""
+"""What a node has heard of the swarm since it connected, in bounded histories, for watchers."""
 
 from __future__ import annotations
 
@@ -50,9 +49,8 @@ class Recorder:
         """Keep one line of the event log; a new tip is a round, and no event."""
         with self._harmless():
             if kind == "tip":
-                self._rounds.append(
-                    self._round(self._core.facts.fragments[fields["fragment"]].tip, now)
-                )
+                tip = self._core.facts.fragments[fields["fragment"]].tip
+                self._rounds.append(self._round(tip, now))
                 return
             text = " ".join(f"{key}={value}" for key, value in fields.items())
             self._events.append(schema.Event(now, kind[:128], text[:512]))
@@ -72,11 +70,8 @@ class Recorder:
                 self._last.pop(member.peer, None)  # who was heard last is forgotten last
                 self._last[member.peer] = member.figures
             forget_oldest(self._last, 4 * schema.MAX_PEERS)
-            losses = [
-                member.figures.loss
-                for member in everybody
-                if member.status.trains and member.figures.loss
-            ]
+            told = [one.figures.loss for one in everybody if one.status.trains]
+            losses = [loss for loss in told if loss]
             if losses and (not self._loss or now >= self._loss[-1].at + self._loss_every_s):
                 tokens, mean = self._core.facts.control.tip.head.work, sum(losses) / len(losses)
                 self._loss.append(schema.LossPoint(now, tokens, mean, min(losses), max(losses)))
@@ -84,8 +79,7 @@ class Recorder:
                 self._loss, self._loss_every_s = self._loss[::2], 2 * self._loss_every_s
 
     def packed(self, now: float) -> list[bytes]:
-        """The snapshot in pieces; one that is fresh is not made again. `PayloadError` when there is
-        none."""
+        """A snapshot in pieces, perhaps the last one; `PayloadError` when there is none."""
         if self._packed is None or now - self._packed[0] >= FRESH_S:
             self._packed = None
             with self._harmless():
@@ -95,8 +89,7 @@ class Recorder:
         return self._packed[1]
 
     def snapshot(self, now: float) -> schema.Snapshot | None:
-        """Everything that this node knows now, with unix times; None when it cannot be put
-        together."""
+        """All that this node knows now, with unix times; None when it cannot be put together."""
         with self._harmless():
             return self._snapshot(now)
         return None
@@ -114,36 +107,25 @@ class Recorder:
         return [myself, *self._core.facts.members.all()]
 
     def _round(self, tip: Tip, now: float) -> schema.Round:
-        facts, lines = self._core.facts, tip.head.counted
-        behind = [
-            at
-            for at, base in enumerate(reversed(tip.book.recent))
-            for line in lines
-            if line.base == base
-        ]
+        facts, head, lines = self._core.facts, tip.head, tip.head.counted
+        bases = {line.base for line in lines}
+        behind = [at for at, base in enumerate(reversed(tip.book.recent)) if base in bases]
         told = [seconds for one in self._everybody(now) if (seconds := phase_seconds(one.figures))]
         mean = [sum(phase) / len(told) for phase in zip(*map(astuple, told), strict=True)]
-        numbers = (
-            tip.head.fragment,
-            tip.head.number,
-            len(facts.members) + 1,
-            facts.num_trainers(),
-            len(lines),
-        )
         return schema.Round(
-            *numbers, max(behind, default=0), PhaseSeconds(*mean) if told else None, now
+            *(head.fragment, head.number, len(facts.members) + 1, facts.num_trainers(), len(lines)),
+            *(max(behind, default=0), PhaseSeconds(*mean) if told else None, now),
         )
 
     def _snapshot(self, now: float) -> schema.Snapshot:
         facts, since, everybody = self._core.facts, time.time() - now, self._everybody(now)
+        figures = self._last | {member.peer: member.figures for member in everybody}
         return schema.Snapshot(
             run=run_info(self._core, self._manifest, since + now),
             peers=[peer_row(self._core, member, now) for member in everybody[: schema.MAX_PEERS]],
             fragments=[fragment_row(facts, f) for f in facts.fragments[: schema.MAX_ROWS]],
             rounds=[replace(one, closed_at=since + one.closed_at) for one in self._rounds],
-            ledger=ledger_totals(
-                facts, self._last | {member.peer: member.figures for member in everybody}
-            ),
+            ledger=ledger_totals(facts, figures),
             loss=[replace(point, at=since + point.at) for point in self._loss],
             events=[replace(event, at=since + event.at) for event in self._events],
             left_out=max(0, len(everybody) - schema.MAX_PEERS),

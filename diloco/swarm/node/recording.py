@@ -46,11 +46,13 @@ class Start:
     @classmethod
     def of(cls, core: Facts) -> Start:
         """Where a core is."""
-        identity = {name: getattr(core.identity, name) for name in IDENTITY}
-        tips, sizes = tuple(f.tip for f in core.fragments), tuple(f.sizes for f in core.fragments)
-        wall_ms = core.wall_ms + int(core.now * 1000)
         return cls(
-            identity, core.settings, tips, sizes, wall_ms, core.processed, core.stamp, core.planned
+            {name: getattr(core.identity, name) for name in IDENTITY},
+            core.settings,
+            tuple(f.tip for f in core.fragments),
+            tuple(f.sizes for f in core.fragments),
+            core.wall_ms + int(core.now * 1000),
+            *(core.processed, core.stamp, core.planned),
         )
 
 
@@ -63,14 +65,11 @@ class Said(msgspec.Struct, frozen=True):
 
 KNOWN: tuple[Any, ...] = (*kinds().values(), Line, Records, Part, Settings, Bounds)
 TYPES: dict[str, Any] = {one.__name__: one for one in KNOWN}
-EVENTS: dict[str, Any] = {
-    name: one for name, one in vars(events).items() if isinstance(one, type)
-} | {"Said": Said}
+EVENTS = {"Said": Said, **{n: one for n, one in vars(events).items() if isinstance(one, type)}}
 
 
 class Recording:
-    """Writes what happens to a core. It stands for the core's signer and arithmetic, and notes what
-    they say."""
+    """Writes what happens to a core, whose signer and arithmetic it wraps to note what they say."""
 
     def __init__(self, path: Path, core: Facts) -> None:
         self._path, self._core, self._nbytes = path, core, 0
@@ -102,22 +101,16 @@ class Recording:
         core = self._core
         self._path.write_bytes(b"")
         self._nbytes = 0
-        start = msgspec.msgpack.encode(
-            (core.now, "Start", [("Start", msgspec.msgpack.encode(Start.of(core)))])
-        )
-        self._frame(start)
+        start = [("Start", msgspec.msgpack.encode(Start.of(core)))]
+        self._frame(msgspec.msgpack.encode((core.now, "Start", start)))
         for member in core.members.all():
-            status = with_fields(
-                member.status, whole=True, tips=member.tips, hears=sorted(member.hears), deaf=[]
-            )
+            known = {"tips": member.tips, "hears": sorted(member.hears), "deaf": []}
+            status = with_fields(member.status, whole=True, **known)
             self._write(Connected(member.peer, with_fields(member.hello, status=status)), core.now)
 
     def _write(self, event: Any, now: float) -> None:
-        values = astuple(event)
-        typed = [
-            (type(one).__name__, msgspec.msgpack.encode(one, enc_hook=lambda tensor: b""))
-            for one in values
-        ]
+        without_tensors = msgspec.msgpack.Encoder(enc_hook=lambda tensor: b"")
+        typed = [(type(one).__name__, without_tensors.encode(one)) for one in astuple(event)]
         self._frame(msgspec.msgpack.encode((now, type(event).__name__, typed)))
 
     def _frame(self, frame: bytes) -> None:
@@ -127,12 +120,10 @@ class Recording:
 
 def read(path: Path) -> Iterator[tuple[float, Any]]:
     """Seconds and what happened, up to the last frame that is whole."""
-    data, at = path.read_bytes(), 0
-    while at + 4 <= len(data) and at + 4 + (
-        size := int.from_bytes(data[at : at + 4], "big")
-    ) <= len(data):
-        now, kind, typed = msgspec.msgpack.decode(data[at + 4 : at + 4 + size])
-        at += 4 + size
+    data = path.read_bytes()
+    while 0 < (size := int.from_bytes(data[:4], "big")) <= len(data) - 4:
+        now, kind, typed = msgspec.msgpack.decode(data[4 : 4 + size])
+        data = data[4 + size :]
         if kind == "Start":
             yield now, msgspec.msgpack.decode(typed[0][1], type=Start)
         else:

@@ -23,36 +23,32 @@ def phase_seconds(figures: Figures) -> PhaseSeconds | None:
     return PhaseSeconds(*figures.seconds) if len(figures.seconds) == len(PHASES) else None
 
 
+def _fewest_steps(facts: Facts) -> int:
+    return min(f.tip.head.number for f in facts.fragments)
+
+
 def run_info(core: Peer, manifest_text: str, at: float) -> schema.RunInfo:
     """Which run it is, and how far."""
     facts, manifest = core.facts, json.loads(manifest_text)
     settings, (steps, tokens, _) = facts.settings, facts.planned
-    mode = (
-        "synchronous" if settings.lockstep else "streaming" if settings.barrier else "asynchronous"
-    )
-    model = str((manifest.get("model") or {}).get("name") or "")[:128]
-    version, budget = (
-        min(f.tip.head.number for f in facts.fragments),
-        (at_most(steps) or None, tokens or None),
-    )
-    applied = facts.control.tip.head.work
+    concurrent = "streaming" if settings.barrier else "asynchronous"
     return schema.RunInfo(
-        facts.identity.run_id, mode, model, *budget, version, applied, at, facts.me
+        facts.identity.run_id,
+        "synchronous" if settings.lockstep else concurrent,
+        str((manifest.get("model") or {}).get("name") or "")[:128],
+        at_most(steps) or None,
+        tokens or None,
+        _fewest_steps(facts),
+        facts.control.tip.head.work,
+        at,
+        facts.me,
     )
 
 
 def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
     """A peer as it says itself, which may be this one."""
-    fragments, hello, status, figures = (
-        core.facts.fragments,
-        member.hello,
-        member.status,
-        member.figures,
-    )
-    here, there = (
-        min(f.tip.head.number for f in fragments),
-        min(_version(f, member) for f in fragments),
-    )
+    facts, hello, status, figures = core.facts, member.hello, member.status, member.figures
+    version = min(_version(f, member) for f in facts.fragments)
     return schema.PeerRow(
         peer_id=member.peer,
         name=hello.name,
@@ -60,8 +56,8 @@ def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
         trains=hello.trains,
         authors=hello.authors,
         device=hello.device,
-        version=there,
-        version_lag=max(0, here - there),
+        version=version,
+        version_lag=max(0, _fewest_steps(facts) - version),
         inner_step=status.position,
         target_steps=status.cycle,
         steps_per_s=status.steps_per_s,
@@ -76,8 +72,8 @@ def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
 
 
 def _version(f: Fragment, member: Member) -> int:
-    """Number of the head that a member tells: at most that of the one here, and at least one before
-    all known ones."""
+    """Number of the head that a member tells, at most that of the one here; of an unknown one, the
+    number before all known ones."""
     key, recent, number = member.tips.get(f.index, (0, "")), f.tip.book.recent, f.tip.head.number
     if tuple(key) >= f.tip.key:
         return number
@@ -100,33 +96,27 @@ def fragment_row(facts: Facts, f: Fragment) -> schema.FragmentRow:
     state = "collecting" if author == facts.me else "following" if author else "alone"
     state = "fetching" if f.behind() else state if facts.ready else "settling"
     here = sum(not f.tip.objection(item.line) for item in f.pool.values())
-    return schema.FragmentRow(
-        f.index, head.number, head.work, head.id[:ID_DIGITS], head.next, author or None, here, state
-    )
+    numbers, short = (f.index, head.number, head.work), head.id[:ID_DIGITS]
+    return schema.FragmentRow(*numbers, short, head.next, author or None, here, state)
 
 
 def ledger_totals(facts: Facts, last: Mapping[str, Figures]) -> schema.LedgerTotals:
-    """As far as is known here. Of peers that left before this one came, only the tokens in the
-    model count."""
-    applied = facts.control.tip.head.work
+    """Totals as far as they are known here: of peers that left before this one came, only the
+    tokens in the model."""
+    tip = facts.control.tip
+    applied = tip.head.work
     processed = max(applied, at_most(sum(figures.tokens for figures in last.values()), MAX_TOKENS))
     discarded = min(processed - applied, sum(figures.discarded for figures in last.values()))
     rows = [
         schema.Contributor(
-            peer,
-            entry.name,
-            entry.contributions,
-            entry.tokens,
-            _payload_bytes(facts, peer),
-            entry.first,
-            entry.last,
+            *(peer, one.name, one.contributions, one.tokens),
+            *(_payload_bytes(facts, peer), one.first, one.last),
         )
-        for peer, entry in facts.control.tip.book.ledger.items()
-        if entry.contributions
+        for peer, one in tip.book.ledger.items()
+        if one.contributions
     ]
-    return schema.LedgerTotals(
-        processed, applied, discarded, processed - applied - discarded, rows[: schema.MAX_PEERS]
-    )
+    under_way = processed - applied - discarded
+    return schema.LedgerTotals(processed, applied, discarded, under_way, rows[: schema.MAX_PEERS])
 
 
 def _payload_bytes(facts: Facts, peer: str) -> int:

@@ -25,8 +25,7 @@ CLOSE_S = 5.0
 
 
 class Runtime(Protocol):
-    """An event loop with one node in it, used from the thread of a training loop by `call` and
-    `call_soon` only."""
+    """An event loop with one node in it, which a training loop uses from another thread."""
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
         """A node that is connected to its swarm."""
@@ -35,8 +34,7 @@ class Runtime(Protocol):
         """The result of a coroutine of the loop; the caller waits for it."""
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call a function, without waiting; a signal handler may use it, also after
-        `close`."""
+        """Have the loop call a function, without waiting, also from a signal handler."""
 
     def clock(self) -> float:
         """Seconds, for measuring how long something takes."""
@@ -47,9 +45,8 @@ class Runtime(Protocol):
 
 async def connect(options: NodeOptions) -> Transport:
     """Join the real network."""
-    return await Libp2p.connect(
-        options.network, options.identity_path, options.gate, options.run.id, ask_to_be_called
-    )
+    where = (options.network, options.identity_path, options.gate, options.run.id)
+    return await Libp2p.connect(*where, ask_to_be_called)
 
 
 class NodeThread:
@@ -91,9 +88,8 @@ class NodeThread:
             task.cancel()
         if remains:
             await asyncio.wait(remains, timeout=CLOSE_S)
-        await asyncio.wait(
-            [asyncio.ensure_future(self._loop.shutdown_default_executor())], timeout=CLOSE_S
-        )
+        ending = asyncio.ensure_future(self._loop.shutdown_default_executor())
+        await asyncio.wait([ending], timeout=CLOSE_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

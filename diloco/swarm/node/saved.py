@@ -15,21 +15,15 @@ from diloco.outer.replica import Replica
 
 @dataclass(frozen=True)
 class Saved:
-    """What a peer needs to go on where it stopped: anchors (flat fp32) with their tips, and masters
-    and outer states.
+    """What a peer needs to go on where it stopped; mappings are by fragment."""
 
-    `processed` are this peer's tokens, `stamp` is the newest of its contributions. `residuals` are
-    what error feedback still has to send, by fragment. `addresses` are those of other peers, one
-    each.
-    """
-
-    anchors: Sequence[Tensor]
+    anchors: Sequence[Tensor]  # flat fp32
     tips: Sequence[Tip]
-    processed: int = 0
-    stamp: int = 0
-    outer: Mapping[int, tuple[Tensor, OuterState]] = field(default_factory=dict)  # by fragment
-    residuals: Mapping[int, Tensor] = field(default_factory=dict)
-    addresses: Sequence[str] = ()
+    processed: int = 0  # tokens of this peer
+    stamp: int = 0  # of its newest contribution
+    outer: Mapping[int, tuple[Tensor, OuterState]] = field(default_factory=dict)  # with masters
+    residuals: Mapping[int, Tensor] = field(default_factory=dict)  # of error feedback
+    addresses: Sequence[str] = ()  # of other peers, one each
 
     @property
     def steps(self) -> int:
@@ -42,12 +36,10 @@ class Saved:
         return self.tips[0].head.work
 
     def load_(self, replica: Replica) -> None:
-        """Copy the anchors, the outer states and the residuals into a new replica; it shares no
-        memory with them."""
+        """Copy anchors, outer states and residuals into a new replica."""
         for fragment, anchor in enumerate(self.anchors):
             replica.anchors[fragment].copy_(anchor)
         for fragment, (master, state) in self.outer.items():
             replica.hold(fragment, master.clone(), deepcopy(state))
-        replica.residuals.update(
-            {fragment: residual.clone() for fragment, residual in self.residuals.items()}
-        )
+        for fragment, residual in self.residuals.items():
+            replica.residuals[fragment] = residual.clone()

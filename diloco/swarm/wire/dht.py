@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
@@ -38,8 +39,7 @@ _CONTEXT = b"diloco record"
 
 
 class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
-    """The addresses of one run. As hivemind's validator it signs this peer's record and checks
-    those of others."""
+    """The addresses of one run. As hivemind's validator it signs and checks records."""
 
     def __init__(self, run_id: str, identity: SigningKey, gate: Gate) -> None:
         self._key, self._identity, self._gate = f"{run_id}/peers", identity, gate
@@ -60,26 +60,18 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
         split.
         """
         protocol, ends_at = self._node.protocol, get_dht_time() + life_s
-        unknown = [
-            peer for peer in map(PeerID.from_base58, met) if peer not in protocol.routing_table
-        ]
-        try:
-            await asyncio.gather(
-                *map(protocol.call_ping, random.sample(unknown, min(len(unknown), ASKED_IN)))
-            )
-            await self._node.store(
-                self._key, list(addresses[:MAX_ADDRESSES]), ends_at, subkey=self._identity.me
-            )
-        except (ControlFailure, P2PDaemonError) as error:
-            raise ConnectionError(str(error)) from error
+        ids = map(PeerID.from_base58, met)
+        unknown = [peer for peer in ids if peer not in protocol.routing_table]
+        asked, mine = random.sample(unknown, min(len(unknown), ASKED_IN)), self._identity.me
+        with _connected():
+            await asyncio.gather(*map(protocol.call_ping, asked))
+            places = list(addresses[:MAX_ADDRESSES])
+            await self._node.store(self._key, places, ends_at, subkey=mine)
 
     async def announced(self) -> dict[str, list[str]]:
-        """Addresses, which may be any text, of the peers that have stored theirs; raises as
-        `announce`."""
-        try:
+        """Addresses, which may be any text, by peer; raises as `announce`."""
+        with _connected():
             found = await self._node.get(self._key, latest=True)
-        except (ControlFailure, P2PDaemonError) as error:
-            raise ConnectionError(str(error)) from error
         records = found.value if found is not None and isinstance(found.value, dict) else {}
         return {peer: list(record.value) for peer, record in records.items()}
 
@@ -89,11 +81,8 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """The value with this peer's signature, which carries its key."""
-        return bytes(
-            msgpack.packb(
-                [record.value, self._identity.sign(_CONTEXT, _content(record, record.value))]
-            )
-        )
+        signature = self._identity.sign(_CONTEXT, _content(record, record.value))
+        return bytes(msgpack.packb([record.value, signature]))
 
     def strip_value(self, record: DHTRecord) -> bytes:
         """The value as its owner gave it; `record` is valid."""
@@ -110,21 +99,16 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
     def _objection(self, record: DHTRecord, owner: object) -> str | None:
         if record.key != self._raw_key:
             return "has a key that nothing here uses"
-        if (
-            len(record.value) > MAX_RECORD_BYTES
-            or record.expiration_time > get_dht_time() + MAX_LIFE_S
-        ):
+        lasts = record.expiration_time > get_dht_time() + MAX_LIFE_S
+        if len(record.value) > MAX_RECORD_BYTES or lasts:
             return "is too large or lasts too long"
-        signed = _unpack(record.value)
-        if (
-            not isinstance(signed, list)
-            or len(signed) != 2
-            or not all(isinstance(part, bytes) for part in signed)
-        ):
-            return "is not signed"
-        if not verify(_CONTEXT, str(owner), _content(record, signed[0]), signed[1]):
-            return "is signed by another peer, or was changed after it was signed"
-        value = _unpack(signed[0])
+        match _unpack(record.value):
+            case [bytes(packed), bytes(signature)]:
+                if not verify(_CONTEXT, str(owner), _content(record, packed), signature):
+                    return "is signed by another peer, or was changed after it was signed"
+            case _:
+                return "is not signed"
+        value = _unpack(packed)
         texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
         return None if texts else "holds no addresses"
 
@@ -134,8 +118,7 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """What a node keeps for the others: hivemind's storage, with at most `MAX_OWNERS` records under
-    each key."""
+    """hivemind's storage for others, with at most `MAX_OWNERS` records under each key."""
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """As in hivemind. Above the limit the record that ends first goes."""
@@ -162,8 +145,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     async def add_protobuf_handler(
         self, name: str, handler: Any, input_protobuf_type: Any, **options: Any
     ) -> None:
-        """As in `P2P`, but a stranger's call fails before it is parsed. All calls of the DHT are
-        single requests."""
+        """As in `P2P`, but a stranger's call fails before it is parsed. (The DHT streams none.)"""
 
         async def guarded(request: bytes, context: Any) -> Any:
             peer = context.remote_id.to_base58()
@@ -182,6 +164,14 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         if self.gate.admission is not None:
             await self.greet(peer_id.to_base58())
         return await super().call_protobuf_handler(peer_id, name, *arguments, **options)
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    try:
+        yield
+    except (ControlFailure, P2PDaemonError) as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _unpack(raw: bytes) -> object:

@@ -46,18 +46,15 @@ _REASONS = {  # libp2p's words, and what they mean; the first that is found coun
 
 
 async def call_each(p2p: P2P, addresses: Sequence[str]) -> dict[str, str]:
-    """Connect to the peers at these addresses, all at once. Returns the error by address, "" where
-    a peer answered.
+    """Connect to these addresses, all at once; the error by address, "" where a peer answered.
 
     An address that is a second slower than the first one counts as silent.
     """
     calls = {address: asyncio.ensure_future(_call(p2p, address)) for address in addresses}
-    waiting, timeout_s = set(calls.values()), CALL_S
+    waiting, timeout_s, first = set(calls.values()), CALL_S, asyncio.FIRST_COMPLETED
     try:
         while waiting:
-            done, waiting = await asyncio.wait(
-                waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=first)
             if not done:
                 break
             if any(call.result() == "" for call in done):
@@ -65,9 +62,7 @@ async def call_each(p2p: P2P, addresses: Sequence[str]) -> dict[str, str]:
     finally:
         for call in waiting:
             call.cancel()
-    return {
-        address: call.result() if call.done() else "no answer" for address, call in calls.items()
-    }
+    return {at: call.result() if call.done() else "no answer" for at, call in calls.items()}
 
 
 async def _call(p2p: P2P, address: str) -> str:
@@ -78,11 +73,11 @@ async def _call(p2p: P2P, address: str) -> str:
         # The daemon writes one line for each address that it knows of the peer; only this one
         # matters.
         lines = [line for line in str(error).splitlines() if f"[{place}]" in line] or [str(error)]
-        if place.startswith("/dns") and "no good addresses" in lines[-1]:
+        said = lines[-1].lower()
+        if place.startswith("/dns") and "no good addresses" in said:
             return _NO_NAME
         return next(
-            (why for said, why in _REASONS.items() if said in lines[-1].lower()),
-            "no peer answers there",
+            (why for text, why in _REASONS.items() if text in said), "no peer answers there"
         )
     return ""
 
@@ -109,17 +104,15 @@ async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
     loop, started = asyncio.get_running_loop(), list[Process]()
 
     async def subprocess_exec(*arguments: Any, **options: Any) -> tuple[Any, Any]:
-        transport, protocol = await type(loop).subprocess_exec(
-            loop, *arguments, start_new_session=True, **options
-        )
+        options["start_new_session"] = True
+        transport, protocol = await type(loop).subprocess_exec(loop, *arguments, **options)
         started.append(Process(transport, protocol, loop))
         return transport, protocol
 
     loop.subprocess_exec = subprocess_exec  # type: ignore[method-assign]
+    options |= {"startup_timeout": START_TIMEOUT_S, "check_if_identity_free": False}
     try:
-        p2p = await kind.create(
-            startup_timeout=START_TIMEOUT_S, check_if_identity_free=False, **options
-        )
+        p2p = await kind.create(**options)
     except BaseException:
         for daemon in started:
             if daemon.returncode is None:
@@ -136,8 +129,7 @@ async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
 
 
 def _allow_descriptors() -> None:
-    """Raise the soft limit of open files for this process and its daemon: each stream takes one or
-    two of them."""
+    """Raise the soft limit of open files: each stream takes one or two, here and in the daemon."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -151,16 +143,12 @@ def _note_end(task: asyncio.Task[None]) -> None:
 
 
 def best_first(addresses: Sequence[str]) -> list[str]:
-    """Public addresses, then those of a LAN, then loopback. In a LAN, the one that leads out comes
-    before bridges."""
-    way_out = _way_out()
+    """Public addresses, then those of a LAN (the one that leads out first), then loopback."""
+    way_out, scopes = _way_out(), ("public", "LAN", "loopback")
 
     def rank(address: str) -> tuple[int, bool, bool]:
-        return (
-            ("public", "LAN", "loopback").index(reachability(address)),
-            host_of(address) != way_out,
-            "/tcp/" not in address,
-        )
+        scope = scopes.index(reachability(address))
+        return scope, host_of(address) != way_out, "/tcp/" not in address
 
     return sorted(addresses, key=rank)
 

@@ -1,8 +1,5 @@
 """Payload from a socket straight to where it belongs: asyncio's own streams copy each byte four
-times.
-
-A float32 exchange takes a sixth less processor time with it.
-"""
+times. A float32 exchange takes a sixth less processor time with it."""
 
 from __future__ import annotations
 

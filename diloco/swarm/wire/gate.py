@@ -4,8 +4,7 @@ passes the gate.
 1. Before its first stream to a peer this one sends a `Greeting` with its credential, on a stream of
    its own.
 2. The other side checks it against the libp2p identity that opened the stream, and answers with its
-   own credential, or with a `Refusal`. The side with the newer list of what is revoked sends it to
-   the other.
+   own credential, or with a `Refusal`. The side with the newer list of what is revoked sends it.
 3. Of an unknown identity no more than `MAX_GREETING_BYTES` are read on any stream, and a DHT call
    of it is not parsed (the daemon hands over whole calls, of at most 4 MiB).
 4. A peer that expires or is revoked is put out at once: its streams here are closed.
@@ -31,7 +30,7 @@ from diloco.messages.base import MEMBERS, Message, Refusal
 from diloco.messages.codec import expect
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
-from diloco.swarm.wire.transport import ByteReader, ByteWriter, Refused, Untrusted
+from diloco.swarm.wire.transport import ByteReader, ByteWriter, Handler, Refused, Untrusted
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
@@ -74,10 +73,10 @@ class Gate:
         """The public key of the run, in hexadecimal digits; None where everybody is let in."""
         return None if self.admission is None else self.admission.run_key.hex()
 
+    # -- greetings ---------------------------------------------------------------------------------
+
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
-        """Make both sides known to each other, unless they are; `Refused` or `Untrusted` when one
-        does not let the other in.
-        """
+        """Make both sides known to each other; `Refused` or `Untrusted` when one bars the other."""
         if not again and peer in self._greeted and self.trusts(peer):
             return
         async with asyncio.timeout(GREETING_TIMEOUT_S):
@@ -98,9 +97,8 @@ class Gate:
                 with contextlib.suppress(*BROKEN):
                     await self._exchange_revocations(stream, mine, theirs)
         except PayloadError as error:
-            raise ConnectionError(
-                f"{peer} does not greet as a peer of a run does: {error}"
-            ) from None
+            said = f"{peer} does not greet as a peer of a run does: {error}"
+            raise ConnectionError(said) from None
         finally:
             stream.close()
         if reason is not None:
@@ -143,15 +141,12 @@ class Gate:
         return Greeting(credential=shown, revoked=number, instance=self.instance)
 
     def _admit(self, peer: str, greeting: Greeting) -> str | None:
-        return (
-            None
-            if self.admission is None
-            else self.admission.admit(peer, greeting.credential, time.time())
-        )
+        if self.admission is None:
+            return None
+        return self.admission.admit(peer, greeting.credential, time.time())
 
     async def _exchange_revocations(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
-        """The side with the newer list sends it, and waits until the other has read it and ends the
-        stream."""
+        """The side with the newer list sends it, and waits until the other ends the stream."""
         if mine.revoked < theirs.revoked:
             self.hear(expect(await stream.receive(), Revocations))
         elif mine.revoked > theirs.revoked and self.admission is not None:
@@ -159,17 +154,12 @@ class Gate:
             await stream.drained()
 
     def _end_older_strangers(self, peer: str, writer: ByteWriter) -> None:
-        """A stream of a stranger: it ends those that others left open, because identities cost a
-        stranger nothing."""
+        """A stranger's stream ends older ones of strangers: identities cost them nothing."""
         for older in self._strangers.add(peer, writer):
             older.close()
 
     async def serve(
-        self,
-        peer: str,
-        reader: ByteReader,
-        writer: ByteWriter,
-        handler: Callable[..., Awaitable[None]],
+        self, peer: str, reader: ByteReader, writer: ByteWriter, handler: Handler
     ) -> None:
         """Let the handler have a stream, if the peer is known."""
         if self.admission is not None and self.role_of(peer) is None:
@@ -189,37 +179,31 @@ class Gate:
             if not self._serving[peer]:
                 del self._serving[peer]
 
+    # -- who may do what ---------------------------------------------------------------------------
+
     def objection(self, peer: str, message: Message) -> str | None:
         """Why the peer may not begin a stream with this message; None when it may."""
         if getattr(message, "trains", False) and self.role_of(peer) == "host":
-            return (
-                "an invitation for role host does not allow training; use diloco host, or ask for"
-                " another one"
-            )
+            remedy = "use diloco host, or ask for another one"
+            return f"an invitation for role host does not allow training; {remedy}"
         barred = self.forbids(peer, message.kind, message.roles)
         if barred is None and getattr(message, "authors", False) and not self.authors(peer):
-            return (
-                "who was not invited to this run contributes and makes no versions; ask its owner"
-                " for a link"
-            )
+            barred = "who was not invited to this run contributes and makes no versions"
+            barred += "; ask its owner for a link"
         return barred
 
     def forbids(self, peer: str, what: str, roles: Collection[Role]) -> str | None:
         """Why the peer may not do that, which peers in these roles may; None when it may."""
-        return (
-            None
-            if self.admission is None
-            else self.admission.objection(peer, what, roles, time.time())
-        )
+        if self.admission is None:
+            return None
+        return self.admission.objection(peer, what, roles, time.time())
 
     def trusts(self, peer: str) -> bool:
-        """Whether the word of this peer counts, such as a refusal; an observer has nothing to say
-        of the run."""
+        """Whether the word of this peer counts, such as a refusal: that of an observer does not."""
         return self.admission is None or self.role_of(peer) in MEMBERS
 
     def authors(self, peer: str) -> bool:
-        """Whether this peer may make versions, this one included: in a public run, whoever was
-        invited."""
+        """Whether a peer, or this one, may make versions: in a public run, whoever was invited."""
         if self.admission is None or not self.admission.public:
             return True
         return self.admission.token is not None if peer == self.me else self.admission.invited(peer)
@@ -229,8 +213,7 @@ class Gate:
         return None if self.admission is None else self.admission.role_of(peer, time.time())
 
     def expel(self) -> dict[str, str]:
-        """Put out the peers that are no longer admitted, and close their streams; returns the
-        reasons by peer."""
+        """Close the streams of peers that are no longer admitted; returns the reasons by peer."""
         out = {} if self.admission is None else self.admission.expel(time.time())
         for peer, reason in out.items():
             self._greeted.discard(peer)
@@ -252,21 +235,16 @@ class Gate:
         return True
 
     def sealed(self, manifest_hash: str, seal: str) -> bool:
-        """Whether settings with this hash may be believed: the run's owner signed them, or
-        everybody is let in."""
-        admission = self.admission
-        return admission is None or is_sealed(
-            admission.run_key, admission.run_id, manifest_hash, seal
-        )
+        """Whether the run's owner signed settings with this hash, or everybody is let in."""
+        admitted = self.admission
+        if admitted is None:
+            return True
+        return is_sealed(admitted.run_key, admitted.run_id, manifest_hash, seal)
 
     def learn_seal(self, manifest_hash: str, seal: str) -> None:
-        """Keep the owner's signature of the manifest of this peer's run, to show it to
-        newcomers."""
-        if (
-            self.admission is not None
-            and seal != self.memory.seal
-            and self.sealed(manifest_hash, seal)
-        ):
+        """Keep the owner's signature of this peer's manifest, to show it to newcomers."""
+        is_new = self.admission is not None and seal != self.memory.seal
+        if is_new and self.sealed(manifest_hash, seal):
             self.memory.seal = seal
             self.memory.keep()
 
@@ -307,14 +285,12 @@ def gate_for(
             raise ConfigError(KEYLESS)
         return Gate()
     elif not public:
-        raise ConfigError(
-            f"run.key={run_key} is the key of a run that admits invited peers only; give"
-            " swarm.token=@FILE with an invitation, or swarm.key_path=FILE if the run is yours"
-        )
+        said = f"run.key={run_key} is the key of a run that admits invited peers only"
+        remedy = "swarm.token=@FILE with an invitation, or swarm.key_path=FILE if the run is yours"
+        raise ConfigError(f"{said}; give {remedy}")
     elif not trains:
-        raise ConfigError(
-            "whoever hosts a public run is invited; give swarm.token=@FILE, or use diloco join"
-        )
+        remedy = "give swarm.token=@FILE, or use diloco join"
+        raise ConfigError(f"whoever hosts a public run is invited; {remedy}")
     if own is not None:
         _check_fits(own, run_id, run_key)
     public_half = own.grant.run_key if own is not None else bytes.fromhex(run_key or "")
@@ -322,40 +298,32 @@ def gate_for(
     admission = Admission(own, memory, public, (public_half, run_id))
     if key is not None and key_path is not None:
         admission.revoke(Revoked.remembered(key, Path(key_path), run_id))
-    gate = Gate(
-        admission, "host" if own is not None and own.grant.role == "worker" and not trains else None
-    )
+    hosts = own is not None and own.grant.role == "worker" and not trains
+    gate = Gate(admission, "host" if hosts else None)
     if not gate.sealed(manifest_hash, memory.seal):  # of an earlier manifest, or none yet
         memory.seal = "" if key is None else key.seal(run_id, manifest_hash)
     return gate
 
 
 def _check_fits(own: Token, run_id: str, run_key: str | None) -> None:
-    if own.grant.role == "observer":
-        raise ConfigError(
-            "swarm.token allows to watch only; ask the owner of the run for another invitation"
-        )
-    if own.grant.run_id != run_id:
-        raise ConfigError(
-            f"swarm.token is for run.id={own.grant.run_id}, and this is run.id={run_id}; ask for"
-            " another"
-        )
-    if run_key not in (None, own.grant.run_key.hex()):
-        raise ConfigError(
-            f"run.key={run_key} is not the key that signed swarm.token; ask the owner for"
-            " another one"
-        )
+    grant, why = own.grant, ""
+    if grant.role == "observer":
+        why = "swarm.token allows to watch only; ask the owner of the run for another invitation"
+    elif grant.run_id != run_id:
+        why = f"swarm.token is for run.id={grant.run_id}, and this is run.id={run_id}"
+        why += "; ask for another"
+    elif run_key not in (None, grant.run_key.hex()):
+        said = f"run.key={run_key} is not the key that signed swarm.token"
+        why = f"{said}; ask the owner for another one"
+    if why:
+        raise ConfigError(why)
 
 
 def observer_gate(run_id: str, token: str | None, key_path: str | None = None) -> Gate:
-    """The gate of an observer, whatever its invitation allows, which is not used up. Only a key
-    needs the `run_id`."""
+    """The gate of an observer, which uses up no invitation. Only a key needs the `run_id`."""
     if token is not None:
         return Gate(Admission(Token.read(token)), "observer")
     if key_path is None:
         return Gate()
-    return Gate(
-        Admission(
-            issue(RunKey.read(Path(key_path)), run_id, "observer", int(time.time()) + VISIT_LIFE_S)
-        )
-    )
+    until = int(time.time()) + VISIT_LIFE_S
+    return Gate(Admission(issue(RunKey.read(Path(key_path)), run_id, "observer", until)))

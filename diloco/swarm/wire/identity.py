@@ -1,7 +1,5 @@
 """What an identity has signed. A libp2p peer id is the hash of an RSA key, and a signature carries
-that key.
-
-So anybody can check a signature alone, and nobody has to vouch for a key.
+that key: anybody can check a signature alone, and nobody has to vouch for a key.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from diloco.admission.keys import check_private
 from diloco.errors import ConfigError
 
 MAX_KEY_BYTES = 1024
+_NO_SIGNATURE = (ValueError, TypeError, RecursionError, msgpack.UnpackException)
 
 
 class SigningKey:
@@ -39,8 +38,7 @@ class SigningKey:
 
     @classmethod
     def read(cls, path: Path) -> SigningKey:
-        """Of the key in a file, which is made when it is missing. `ConfigError` when it cannot be
-        used, or is none."""
+        """The key in a file, which is made when it is missing; `ConfigError` if there is none."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
@@ -53,18 +51,15 @@ class SigningKey:
             raise ConfigError(why) from None
         key: object = None
         with suppress(Exception):  # protobuf or the library for keys raises it
-            key = serialization.load_der_private_key(
-                crypto_pb2.PrivateKey.FromString(private).data, password=None
-            )
+            data = crypto_pb2.PrivateKey.FromString(private).data
+            key = serialization.load_der_private_key(data, password=None)
         if not isinstance(key, rsa.RSAPrivateKey):
-            raise ConfigError(
-                f"swarm.identity_path={path} holds no private key; name another file, or a new one"
-            )
+            why = f"swarm.identity_path={path} holds no private key"
+            raise ConfigError(f"{why}; name another file, or a new one")
         return cls(key)
 
     def sign(self, context: bytes, content: bytes) -> bytes:
-        """A signature with its key: 556 bytes. What is signed in one context says nothing in any
-        other."""
+        """A signature with its key (556 bytes), which says nothing in any other context."""
         signature = self._key.sign(context + b"\0" + content, padding.PKCS1v15(), hashes.SHA256())
         return bytes(msgpack.packb([self.public, signature]))
 
@@ -87,22 +82,14 @@ def verify(context: bytes, peer: str, content: bytes, signature: bytes) -> bool:
             return False
         owner, key = _known(public)
         key.verify(signed, context + b"\0" + content, padding.PKCS1v15(), hashes.SHA256())
-    except (
-        ValueError,
-        TypeError,
-        msgpack.UnpackException,
-        RecursionError,
-        UnsupportedAlgorithm,
-        InvalidSignature,
-    ):
+    except (*_NO_SIGNATURE, UnsupportedAlgorithm, InvalidSignature):
         return False
     return owner == peer
 
 
 @lru_cache(maxsize=4096)
 def _known(public: bytes) -> tuple[str, rsa.RSAPublicKey]:
-    """The owner of an RSA key (DER), as libp2p derives it, and the key; `ValueError` for what is
-    none."""
+    """The owner of an RSA key (DER), as libp2p derives it, and the key; or `ValueError`."""
     key = serialization.load_der_public_key(public)
     if not isinstance(key, rsa.RSAPublicKey):
         raise ValueError("not an RSA key")
@@ -112,8 +99,7 @@ def _known(public: bytes) -> tuple[str, rsa.RSAPublicKey]:
 
 
 def _make_identity(path: Path) -> None:
-    """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment
-    before its `chmod`."""
+    """As hivemind's `generate_identity`, but nobody else can read the key before its `chmod`."""
     with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
         with suppress(PermissionError):  # of its `chmod`, on a file system without modes
             P2P.generate_identity(str(Path(private, "key")))

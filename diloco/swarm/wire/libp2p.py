@@ -1,8 +1,7 @@
 """The network of a peer: a libp2p daemon that this process starts, and that ends with it, and the
 DHT of the run.
 
-`hivemind.DHT` would fork a process of its own. A `DHTNode` on a `P2P` of our own event loop needs
-none.
+`hivemind.DHT` would fork a process of its own. A `DHTNode` on a `P2P` of our own loop needs none.
 """
 
 from __future__ import annotations
@@ -50,14 +49,12 @@ _WORD = b"diloco word"  # what peers sign for each other, unlike records of the 
 # libp2p has no address of the peer
 _LOST = ("routing: not found", "failed to find any peer in table")
 
-
 Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
 """Asks other peers whether they can connect to this one, and what would help if not."""
 
 
 def peer_id_of(address: str) -> str:
-    """The peer id at the end of a multiaddr; `ConfigError` says what a correct address looks
-    like."""
+    """The peer id at the end of a multiaddr; `ConfigError` says what a correct one looks like."""
     wrong = address_error(address)
     if wrong is not None:
         raise ConfigError(f"swarm.initial_peers: {address!r} is not a peer address: {wrong}")
@@ -65,25 +62,22 @@ def peer_id_of(address: str) -> str:
 
 
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
-    """Addresses, also those in each `@FILE`, once somebody has written it; `SwarmError` when nobody
-    does."""
+    """Addresses, also those in each `@FILE`; `SwarmError` when nobody writes it in time."""
     addresses: list[str] = []
-    until = asyncio.get_running_loop().time() + timeout_s
+    loop = asyncio.get_running_loop()
+    until = loop.time() + timeout_s
     for entry in entries:
         path = Path(entry[1:])
         # unlike `Path.exists`, it takes any name
         while entry.startswith("@") and not os.path.exists(path):
-            if asyncio.get_running_loop().time() > until:
-                raise SwarmError(
-                    f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s"
-                )
+            if loop.time() > until:
+                why = f"no address in {path} after {timeout_s:.0f} s"
+                raise SwarmError(f"swarm.initial_peers: {why}")
             await asyncio.sleep(0.05)
         found = addresses_in(path) if entry.startswith("@") else [entry]
         if not found:
-            raise ConfigError(
-                f"{entry} is empty; put the address of a peer, or the link of an invitation,"
-                " into it"
-            )
+            remedy = "put the address of a peer, or the link of an invitation, into it"
+            raise ConfigError(f"{entry} is empty; {remedy}")
         addresses += found
     for address in addresses:
         peer_id_of(address)
@@ -91,38 +85,31 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
 
 
 def check_free(listen: Sequence[str]) -> None:
-    """`SwarmError` when another program has one of these ports. The daemon would share it: libp2p
-    reuses ports."""
+    """`SwarmError` if another program has one of these ports, which libp2p would silently share."""
     for address in listen:
         _, family, host, transport, port, *_ = address.split("/")
         if family not in ("ip4", "ip6") or port == "0":
             continue
         kind = socket.SOCK_STREAM if transport == "tcp" else socket.SOCK_DGRAM
+        version = socket.AF_INET if family == "ip4" else socket.AF_INET6
         try:
-            with socket.socket(
-                socket.AF_INET if family == "ip4" else socket.AF_INET6, kind
-            ) as probe:
+            with socket.socket(version, kind) as probe:
                 if transport == "tcp":
                     # ended connections do not keep it
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, int(port)))
         except OSError as error:
-            raise SwarmError(
-                f"swarm.listen={address} cannot be listened on: {error.strerror}; choose another"
-                " port, or 0 for any"
-            ) from None
+            why = f"swarm.listen={address} cannot be listened on: {error.strerror}"
+            raise SwarmError(f"{why}; choose another port, or 0 for any") from None
 
 
 def _broken(error: Exception, listen: Sequence[str] = ()) -> SwarmError:
     """What failed on this machine."""
     if "failed to listen" in str(error):
-        return SwarmError(
-            f"swarm.listen={','.join(listen)} cannot be listened on; choose another address or port"
-        )
-    return SwarmError(
-        f"libp2p failed on this machine: {one_line(error)}; mend what it names, or reinstall"
-        " hivemind"
-    )
+        why = f"swarm.listen={','.join(listen)} cannot be listened on"
+        return SwarmError(f"{why}; choose another address or port")
+    remedy = "mend what it names, or reinstall hivemind"
+    return SwarmError(f"libp2p failed on this machine: {one_line(error)}; {remedy}")
 
 
 def _nobody(outcome: Mapping[str, str]) -> str:
@@ -179,12 +166,9 @@ class Libp2p:
                 f" swarm.identity_path={identity_path}"
             )
         if run_id is not None:
-            from diloco.swarm.wire.dht import (  # imports torch, which takes longer than a visit
-                AddressRecords,
-                GuardedP2P,
-            )
+            from diloco.swarm.wire import dht  # imports torch, which takes longer than a visit
 
-            kind = GuardedP2P
+            kind = dht.GuardedP2P
         listens = network.reachable != "no"
         if listens:
             check_free(network.listen)
@@ -201,20 +185,18 @@ class Libp2p:
         async with self._or_ended():
             await self._meet(seeds, "swarm.initial_peers=")
             if listens:
-                self.addresses = best_first(
-                    [str(one) for one in await self._p2p.get_visible_maddrs()]
-                )
+                visible = await self._p2p.get_visible_maddrs()
+                self.addresses = best_first([str(one) for one in visible])
             self.reachable = bool(self.addresses)
             # Within one machine nobody doubts that others can call this peer, unless it names an
             # address.
-            in_doubt = seeds and (
-                network.announce or any(reachability(seed) != "loopback" for seed in seeds)
-            )
+            elsewhere = any(reachability(seed) != "loopback" for seed in seeds)
+            in_doubt = seeds and (network.announce or elsewhere)
             if ask is not None and network.reachable == "auto" and in_doubt:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
                 self._p2p.gate, self._p2p.greet = gate, partial(self.greet, again=False)
-                members = AddressRecords(run_id, identity, gate)
+                members = dht.AddressRecords(run_id, identity, gate)
                 await members.join(self._p2p, self.seeds, self.reachable)
                 self._members = members
         return self
@@ -226,17 +208,15 @@ class Libp2p:
         gate: Gate | None = None,
         identity_path: Path | None = None,
     ) -> Libp2p:
-        """A peer that only asks: it listens nowhere and takes no part in the DHT. Without a file
-        its identity is new.
+        """A peer that only asks, without the DHT; its identity is new unless it has a file.
 
         Its seeds are the peers that answered. `SwarmError` when nobody answers or admits it.
         """
         addresses = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:
             SigningKey.read(identity_path)  # makes it
-        self = await cls._of(
-            client_daemon(None if identity_path is None else str(identity_path)), gate or Gate()
-        )
+        key = None if identity_path is None else str(identity_path)
+        self = await cls._of(client_daemon(key), gate or Gate())
         async with self._or_ended():
             await self._meet(addresses)
         return self
@@ -260,20 +240,16 @@ class Libp2p:
             raise _broken(error) from error
 
     async def _meet(self, addresses: Sequence[str], named: str = "") -> None:
-        """Call these addresses and greet whoever answers; `SwarmError`, which begins with `named`,
-        when none does."""
+        """Call and greet these addresses; `SwarmError` (`named ...`) when none answers."""
         outcome = await call_each(self._p2p, addresses)
         self.silent = {address: why for address, why in outcome.items() if why}
-        self.seeds = list(
-            dict.fromkeys(peer_id_of(address) for address in outcome if address not in self.silent)
-        )
+        self.seeds = list(dict.fromkeys(peer_id_of(at) for at, why in outcome.items() if not why))
         if outcome and not self.seeds:
             raise SwarmError(named + _nobody(outcome))
         self._scopes |= {reachability(address) for address in outcome}
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
-        answers = await asyncio.gather(
-            *(self.greet(seed, False) for seed in self.seeds), return_exceptions=True
-        )
+        greetings = (self.greet(seed, False) for seed in self.seeds)
+        answers = await asyncio.gather(*greetings, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
                 raise answer
@@ -294,8 +270,7 @@ class Libp2p:
         await self._p2p.add_binary_stream_handler(protocol, serve)
 
     async def open(self, peer: str, protocol: str) -> tuple[ByteReader, ByteWriter]:
-        """As in `Transport`. A peer that restarted does not know us, so each control stream begins
-        with a greeting."""
+        """As in `Transport`. A control stream greets again: a peer that restarted knows nobody."""
         if self._gate.admission is not None:
             await self.greet(peer, again=protocol == CONTROL)
         return await self._open(peer, protocol)
@@ -316,10 +291,8 @@ class Libp2p:
             except (ControlFailure, P2PDaemonError) as error:
                 lost = not called and str(error).endswith(_LOST)
                 # It may answer at an address that we know.
-                if (
-                    not lost
-                    or "" not in (await call_each(self._p2p, self.addresses_of(peer))).values()
-                ):
+                known = self.addresses_of(peer) if lost else ()
+                if "" not in (await call_each(self._p2p, known)).values():
                     raise ConnectionError(f"{peer} cannot be reached: {error}") from error
         raise AssertionError
 
@@ -345,8 +318,7 @@ class Libp2p:
         return ""
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
-        """As in `Transport`, with another daemon, because this one would use its open
-        connection."""
+        """As in `Transport`, by another daemon: this one would use its open connection."""
         visitor = await client_daemon()
         try:
             outcome = {}
@@ -358,11 +330,9 @@ class Libp2p:
             await visitor.shutdown()
 
     def may_call(self, address: str) -> bool:
-        """As in `Transport`. Without a seed in a LAN, this is the subnet of an address of this peer
-        itself."""
-        return reachability(address) in self._scopes or any(
-            same_subnet(address, own) for own in self.addresses
-        )
+        """As in `Transport`; without a seed in a LAN, this is the subnet of an own address."""
+        near = any(same_subnet(address, own) for own in self.addresses)
+        return reachability(address) in self._scopes or near
 
     async def failed(self) -> None:
         """As in `Transport`. Without its daemon a peer would train on alone and not know it."""
@@ -371,8 +341,7 @@ class Libp2p:
         raise SwarmError(f"this peer's libp2p daemon ended (code {code}); {remedy}")
 
     async def close(self) -> None:
-        """End DHT and daemon. The wait is bounded, because tasks that wait for a dead daemon ignore
-        cancellation."""
+        """End DHT and daemon, in bounded time: tasks that wait for a dead daemon never end."""
         for part in filter(None, (self._members, self._p2p)):
             await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)
 

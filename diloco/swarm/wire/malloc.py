@@ -13,7 +13,6 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
 
 def trim_heap() -> None:
-    """Return to the system what was freed, in about a millisecond; nothing happens where the C
-    library cannot."""
+    """Return freed memory to the system, in about a millisecond, where the C library can."""
     if _trim is not None:
         _trim(0)

@@ -1,5 +1,4 @@
-"""One libp2p stream as messages and payload, with lengths checked before anything is read and bytes
-counted."""
+"""A libp2p stream as messages and payload. Lengths are checked before anything is read."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ SENDING_FACTOR = 10.0  # a thin link takes bytes late; heartbeats tell whether i
 
 @dataclass
 class Traffic:
-    """Bytes that a node has written and read on all its streams, and how fast it may write
-    payload."""
+    """Bytes that a node has written and read, and how fast it may write payload."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -65,9 +63,7 @@ class Stream:
 
     def __init__(self, peer: str, reader: ByteReader, writer: ByteWriter, traffic: Traffic) -> None:
         self.peer = peer
-        self._reader = reader
-        self._writer = writer
-        self._traffic = traffic
+        self._reader, self._writer, self._traffic = reader, writer, traffic
         self.received = 0  # messages
         self.instance = ""  # of the process at its other end, as it said
         self._chunk_s = 0.0
@@ -92,8 +88,7 @@ class Stream:
     async def receive(
         self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES
     ) -> Message:
-        """Read and validate one message; `PayloadError` when it is invalid, or announces more than
-        `limit` bytes."""
+        """Read one message; `PayloadError` when it is invalid, or is longer than `limit` bytes."""
         async with asyncio.timeout(timeout_s):
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
             if length > limit:
@@ -104,8 +99,7 @@ class Stream:
         return decode(frame)
 
     async def send_payload(self, payload: Tensor) -> None:
-        """Write a uint8 tensor; it must not be changed afterwards (the transport may still be
-        reading it)."""
+        """Write a uint8 tensor, which must not be changed afterwards: it may still be read."""
         await self._traffic.throttle(payload.numel())
         self._writer.write(payload.numpy().data)
         self._traffic.bytes_sent += payload.numel()
@@ -113,14 +107,9 @@ class Stream:
             await self._writer.drain()
 
     async def receive_payload(self, out: Tensor) -> None:
-        """Fill a uint8 tensor from the stream. As long as bytes come, the link may be as thin as it
-        likes."""
-        loop = asyncio.get_running_loop()
-        begun_at, filling, filled = (
-            loop.time(),
-            Filling(self._reader, self._writer, out.numpy().data),
-            0,
-        )
+        """Fill a uint8 tensor. As long as bytes come, the link may be as thin as it likes."""
+        loop, filled = asyncio.get_running_loop(), 0
+        begun_at, filling = loop.time(), Filling(self._reader, self._writer, out.numpy().data)
         while filling.filled < out.numel():
             try:
                 async with asyncio.timeout(self._patience_s()):
@@ -159,16 +148,14 @@ class Stream:
 
 
 class Outgoing:
-    """Our side of the control stream to a peer. What is said is written at once, and nobody waits
-    for it.
+    """Our side of the control stream to a peer. What is said is written at once.
 
     Once `FLUSH_BYTES` are written the sender is `awake`, and waits until the peer has taken them,
     with a deadline.
     """
 
     def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.over = False
+        self.stream, self.over = stream, False
         self.awake = asyncio.Event()
         self._nbytes = 0
 

@@ -1,7 +1,7 @@
 """The tasks of one node, and what they wait for: conditions, threads, and the locks of anchors.
 
-Whoever changes something that others may wait for calls `notify`; only the tasks whose condition
-holds are woken.
+Whoever changes something that others may wait for calls `notify`, which wakes those tasks whose
+condition holds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Tasks:
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task that ends with the node, for a caller that awaits it. `ConnectionError` when the
-        node is closed."""
+        """A task for a caller that awaits it; `ConnectionError` when the node is closed."""
         if self.closed:
             work.close()
             raise ConnectionError("this node is closed")
@@ -44,8 +43,7 @@ class Tasks:
         return task
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run something in the background. Its failure is the node's; in a closed node it is
-        dropped."""
+        """Run something, whose failure is the node's; in a closed node it is dropped."""
         if self.closed:
             work.close()
         else:
@@ -57,8 +55,7 @@ class Tasks:
         self.notify()
 
     async def close(self, timeout_s: float) -> list[str]:
-        """Cancel every task and wait until all have ended; returns the names of those that did not
-        end in time."""
+        """Cancel every task; returns the names of those that did not end in time."""
         self.closed = True
         self.notify()
         tasks = list(self._running)
@@ -66,11 +63,8 @@ class Tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
-        return [
-            getattr(task.get_coro(), "__qualname__", task.get_name())
-            for task in tasks
-            if not task.done()
-        ]
+        late = [task for task in tasks if not task.done()]
+        return [getattr(one.get_coro(), "__qualname__", one.get_name()) for one in late]
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task, None)
@@ -133,8 +127,7 @@ class FragmentLock:
         return self._lock
 
     async def start_reading(self) -> None:
-        """Wait for the writer. From now on nobody writes, until as many `stop_reading` as there
-        were calls of this."""
+        """Wait for the writer. Nobody writes until as many `stop_reading` as calls of this."""
         # the first reader waits for the writer, and those after it for the first
         async with self._entrance:
             if self._readers == 0:
@@ -162,7 +155,7 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
 
     When the caller is cancelled, this waits until the function has ended, and only then raises
     `CancelledError`: a lock that the caller holds protects the tensors for as long as the thread
-        uses them. (`asyncio.to_thread` does not.)
+    uses them. (`asyncio.to_thread` does not.)
     """
     work = asyncio.get_running_loop().run_in_executor(None, partial(function, *args))
     try:

@@ -19,8 +19,7 @@ class Untrusted(ConnectionError):
 
 
 class ByteReader(Protocol):
-    """The incoming half of a stream; `asyncio.IncompleteReadError` or `ConnectionError` when it
-    ends too early."""
+    """The incoming half; `IncompleteReadError` or `ConnectionError` when it ends too early."""
 
     async def readexactly(self, n: int) -> bytes: ...
     async def read(self, n: int) -> bytes: ...
@@ -38,8 +37,7 @@ Handler = Callable[[str, ByteReader, ByteWriter], Awaitable[None]]
 
 
 class Transport(Protocol):
-    """One peer's access to the network. `ConnectionError` or `TimeoutError` when a peer is not
-    there."""
+    """One peer's network. `ConnectionError` or `TimeoutError` when a peer is not there."""
 
     me: str  # this peer's id; the other side of every stream knows it for certain
     seeds: list[str]  # ids of the peers through which it joined
@@ -51,35 +49,28 @@ class Transport(Protocol):
     addresses_of: Callable[[str], Sequence[str]]
 
     async def handle(self, protocol: str, handler: Handler) -> None:
-        """Call `handler(peer, reader, writer)` for each stream that a peer opens for this
-        protocol."""
+        """Call `handler(peer, reader, writer)` for each stream that a peer opens."""
 
     async def open(self, peer: str, protocol: str) -> tuple[ByteReader, ByteWriter]:
-        """Open a stream to a peer; `Refused` or `Untrusted` when one of the two does not admit the
-        other."""
+        """Open a stream to a peer; `Refused` or `Untrusted` when one does not admit the other."""
 
     async def announce(self, life_s: float, met: Sequence[str]) -> None:
-        """Put this peer's addresses for so many seconds where every peer of the run finds them;
-        `met` come in, too."""
+        """Put this peer's addresses where the peers of the run, and `met`, find them."""
 
     async def announced(self) -> dict[str, list[str]]:
-        """Addresses by peer, as those have announced them; they may be any text, and the peer may
-        be gone."""
+        """Addresses by peer, as announced; they may be any text, and the peer may be gone."""
 
     def sign(self, content: bytes) -> bytes:
-        """This peer's signature, by which everybody can check that it said this. Takes a
-        millisecond at most."""
+        """This peer's signature, which everybody can check. Takes a millisecond at most."""
 
     def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
         """Whether that peer has signed the content; untrusted bytes never raise."""
 
     async def observed(self, peer: str) -> str:
-        """Multiaddr, without the id, at the other end of the connection with a peer; empty when
-        there is none."""
+        """Multiaddr, without id, at the other end of a connection; empty when there is none."""
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
-        """Try to connect to a peer at each of these addresses as if it were new; the error by
-        address, "" for none."""
+        """Try to connect to a peer as if it were new; the error by address, "" for none."""
 
     def may_call(self, address: str) -> bool:
         """Whether to call an address on hearsay. One of a LAN or of this machine is called only

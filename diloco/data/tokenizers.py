@@ -1,5 +1,4 @@
-"""Text to tokens and back: raw bytes, or any tokenizer that `transformers` loads from a directory
-or the hub."""
+"""Text to tokens and back: raw bytes, or any tokenizer that `transformers` loads."""
 
 from __future__ import annotations
 
@@ -28,28 +27,24 @@ _MARKER = "diloco.json"
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer."""
+    """Text to tokens and back.
+
+    Attributes:
+        vocab_size: one more than the largest id; below that there may be ids without a token.
+        largest: the token with the largest id, and of how many it is one: for an error.
+        end: the token after every document; None if the vocabulary has none.
+        digest: equal for tokenizers that make the same tokens of the same text.
+    """
+
+    vocab_size: int
+    largest: str
+    end: int | None
 
     @property
-    def vocab_size(self) -> int:
-        """One more than the largest id; below that there may be ids without a token."""
-
-    @property
-    def largest(self) -> str:
-        """The token with the largest id, and of how many it is one: for an error."""
-
-    @property
-    def end(self) -> int | None:
-        """The token after every document; None if the vocabulary has no such token, and then none
-        is inserted."""
-
-    @property
-    def digest(self) -> str:
-        """Equal for tokenizers that make the same tokens of the same text."""
+    def digest(self) -> str: ...
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 becomes U+FFFD or stays
-        as it is."""
+        """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 stays, or is U+FFFD."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text, without special tokens; invalid UTF-8 becomes U+FFFD."""
@@ -67,8 +62,7 @@ def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
-    """The tokenizer called 'bytes', or of a directory (a saved model too), or of that name on the
-    Hugging Face hub.
+    """The tokenizer 'bytes', of a directory (a saved model too), or of that name on the hub.
 
     With a `revision` it is the one on the hub at that commit, never a directory. Runs no code from
     there. Raises DataError.
@@ -83,19 +77,17 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
 def is_bytes(directory: Path) -> bool:
     """Whether the tokenizer in a saved model's directory is 'bytes'."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return bool(
-            json.loads((directory / _MARKER).read_text(encoding="utf-8"))["tokenizer"] == "bytes"
-        )
+        marker = json.loads((directory / _MARKER).read_text(encoding="utf-8"))
+        return bool(marker["tokenizer"] == "bytes")
     return False
 
 
 class ByteTokenizer:
-    """Every byte of the UTF-8 text is a token. Token 0 ends a document, because text contains no
-    zero byte."""
+    """Every byte of the UTF-8 text is a token. Token 0 ends a document: text has no zero byte."""
 
     vocab_size = 256
     largest = "the last of 256 bytes"
-    end = 0
+    end: int | None = 0
     digest = "bytes"
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
@@ -109,11 +101,8 @@ class ByteTokenizer:
         return len(tokens)
 
     def save(self, directory: Path) -> None:
-        """Writes an equivalent for plain `transformers`: byte-level BPE without merges, ids equal
-        to bytes."""
+        """Writes an equivalent for plain `transformers`: byte-level BPE without merges."""
         import transformers
-
-        # the package may have a function of that name
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         library: Any = transformers  # its functions have no annotations
@@ -121,12 +110,8 @@ class ByteTokenizer:
         # The end token is matched in the raw text, before bytes become characters, so its entry is
         # NUL itself.
         vocabulary = {character if byte else "\x00": byte for byte, character in characters.items()}
-        levels = {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        }
+        levels = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+        levels["trim_offsets"] = True
         pipeline = {
             "version": "1.0",
             "added_tokens": [],
@@ -137,12 +122,10 @@ class ByteTokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         (file := directory / "tokenizer.json").write_text(json.dumps(pipeline), encoding="utf-8")
         options = {"eos_token": "\x00", "clean_up_tokenization_spaces": False}
-        library.PreTrainedTokenizerFast(tokenizer_file=str(file), **options).save_pretrained(
-            directory
-        )
-        (directory / _MARKER).write_text(
-            json.dumps({"tokenizer": "bytes"}) + "\n", encoding="utf-8"
-        )
+        fast = library.PreTrainedTokenizerFast(tokenizer_file=str(file), **options)
+        fast.save_pretrained(directory)
+        marker = json.dumps({"tokenizer": "bytes"}) + "\n"
+        (directory / _MARKER).write_text(marker, encoding="utf-8")
 
 
 class HubTokenizer:
@@ -154,18 +137,17 @@ class HubTokenizer:
         library: Any = transformers  # its functions have no annotations
         library.logging.set_verbosity_error()
         local = Path(name).expanduser()
-        options = {"trust_remote_code": False, "local_files_only": True}
+        place = str(local) if local.is_dir() else name
+        load = functools.partial(library.AutoTokenizer.from_pretrained, trust_remote_code=False)
         try:
             try:
-                loaded = library.AutoTokenizer.from_pretrained(
-                    str(local) if local.is_dir() else name, **options
-                )
+                loaded = load(place, local_files_only=True)
             except Exception:
                 if local.exists() or local.is_absolute():
                     raise
                 # It is not in the cache of earlier downloads.
                 check_reachable("data.tokenizer", "model", name)
-                loaded = library.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+                loaded = load(name)
             end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
             # with added tokens; there may be ids without a token
             ids: dict[str, int] = loaded.get_vocab()
@@ -196,11 +178,8 @@ class HubTokenizer:
         # What `save` writes is everything that the tokenizer is made of.
         with TemporaryDirectory(prefix="diloco-") as directory:
             self.save(Path(directory))
-            files = [
-                (file.name, file.read_bytes())
-                for file in sorted(Path(directory).iterdir())
-                if file.is_file()
-            ]
+            paths = (path for path in sorted(Path(directory).iterdir()) if path.is_file())
+            files = [(path.name, path.read_bytes()) for path in paths]
         content = blake3(f"{self.end}".encode())
         for name, text in files:
             content.update(f" {name} {len(text)} ".encode() + text)
@@ -215,9 +194,9 @@ class HubTokenizer:
                 texts, add_special_tokens=False, return_attention_mask=False, verbose=False
             )
             rows = [np.asarray(row, dtype=np.int64) for row in ids["input_ids"]]
-            if not all(
-                0 <= row.min(initial=0) <= row.max(initial=0) < self.vocab_size for row in rows
-            ):
+            low = min(row.min(initial=0) for row in rows)
+            high = max(row.max(initial=0) for row in rows)
+            if not 0 <= low <= high < self.vocab_size:
                 raise ValueError(
                     f"it makes ids that are not below {self.vocab_size}, or negative ones"
                 )

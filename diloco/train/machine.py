@@ -84,9 +84,10 @@ def memory_rows(
     sharded: bool = False,
     accelerator: bool | None = None,
 ) -> list[Row]:
-    """The table for a peer of a swarm of so many, without activations, by default on what this
-    machine has. Each of its `num_ranks` has all parameters, or rows of them if `sharded`. Raises
-    `ConfigError` as `diloco.model.build`.
+    """The table for a peer of a swarm of so many, without activations, by default on what is here.
+
+    Each of its `num_ranks` has all parameters, or rows of them if `sharded`. Raises `ConfigError`
+    as `model.build`.
     """
     accelerator = bool(devices.count_devices()[1]) if accelerator is None else accelerator
     config = _resolved(config, "bf16" if accelerator else "fp32")
@@ -236,6 +237,7 @@ def _too_small(need: MemoryNeed, wanted: float, free: float, where: str) -> Conf
 
 def fit_to_memory(config: Config, ranks: RankGroup) -> Config:
     """All ranks: the configuration with a micro-batch that fits the memory of all, if none is set.
+
     Checkpoints are not written in the background where there is no room for a copy. Raises
     `ConfigError` if not one sequence fits.
     """

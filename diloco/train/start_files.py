@@ -1,10 +1,9 @@
-"""What a run starts from, so that it can be joined from anywhere: the files behind `model.path` and
-`data.tokenizer`.
+"""The files that a run starts from, behind `model.path` and `data.tokenizer`, for all of its peers.
 
-Whoever starts a run has them, from a directory or the hub (`resolved`). The manifest gets the
-model's config, and digests of the trained weights, of each tensor that is not trained, and of the
-tokenizer's files, but no path. Each peer keeps the small files (`keep`), and its node gives them to
-whoever names a digest (`fetch`). The trained weights come as the swarm's anchor; before the first
+Who starts a run has them, from a directory or the hub (`resolved`). The manifest gets the model's
+config, and digests of the trained weights, of each tensor that is not trained, and of the
+tokenizer's files, but no path. Each peer keeps the small files (`keep`), and its node sends them to
+peers that name a digest (`fetch`). The trained weights come as the swarm's anchor; before the first
 outer step nothing certifies one, so it is compared with the manifest.
 """
 
@@ -45,35 +44,34 @@ def resolved(config: Config) -> Config:
     A tokenizer of the hub without a commit stays as it is: nobody can join such a run. Raises
     ConfigError, DataError and CheckpointError for files that no run can start from.
     """
-    model: Values = {}
-    if config.model.path is not None and config.model.weights is None:
-        model = _model(config)
+    has_names = config.model.path is not None and config.model.weights is None
+    model = _model(config) if has_names else {}
     return Config.parse(_with(config, model, _tokenizer(config)).model_dump())
 
 
 def with_origin(config: Config, run_dir: Path | None = None) -> Config:
-    """The configuration of a peer that has nothing but what is in `run.dir/origin`; `run_dir` is
-    where it is now."""
+    """The configuration of a peer that has only `run.dir/origin`; `run_dir` is where it is now."""
     origin = origin_of(config) if run_dir is None else (run_dir / "origin").absolute()
-    model = {"directory": str(origin)} if config.model.weights is not None else {}
-    return _with(
-        config,
-        model,
-        {"tokenizer_directory": str(origin / "tokenizer")} if config.data.tokenizer_files else {},
+    model, tokenizer = (
+        {"directory": str(origin)},
+        {"tokenizer_directory": str(origin / "tokenizer")},
     )
+    has_model, has_tokenizer = config.model.weights is not None, config.data.tokenizer_files
+    return _with(config, model if has_model else {}, tokenizer if has_tokenizer else {})
 
 
 def with_manifest(config: Config, manifest: Manifest) -> Config:
     """The configuration of a host, which trains on nothing, with what a run starts from."""
     names = ("tokenizer", "tokenizer_revision", "tokenizer_files")
-    return _with(
-        config, manifest.model.model_dump(), {name: getattr(manifest.data, name) for name in names}
-    )
+    tokenizer = {name: getattr(manifest.data, name) for name in names}
+    return _with(config, manifest.model.model_dump(), tokenizer)
 
 
 def keep(config: Config, model: nn.Module) -> None:
-    """Keep the small files of the run, where `files_of` says; raises CheckpointError if one is not
-    that of the run."""
+    """Keep the small files of the run, where `files_of` says.
+
+    Raises CheckpointError if one is not that of the run.
+    """
     weights = config.model.weights
     if weights is not None and models.has_files(config.model) and _trained_digest(model) != weights:
         raise CheckpointError(
@@ -99,27 +97,27 @@ def keep(config: Config, model: nn.Module) -> None:
 def fetch(
     config: Config, addresses: Sequence[str], gate: Gate | None = None, identity: Path | None = None
 ) -> Config:
-    """Take the small files of the run from its peers, or raise SwarmError; returns the config with
-    their places."""
+    """Take the small files of the run from its peers; returns the config with their places.
+
+    Raises SwarmError.
+    """
     places = files_of(config)
     if places:
         shutil.rmtree(origin_of(config), ignore_errors=True)  # of an earlier run of that name
+        frozen = config.model.frozen
         with torch.device("meta"):
-            expected = models.frozen_of(models.outline(config.model)) if config.model.frozen else {}
+            expected = models.frozen_of(models.outline(config.model)) if frozen else {}
         sizes = {
-            digest: expected[name].numel() * expected[name].element_size() + HEADER_BYTES
-            for name, digest in config.model.frozen.items()
+            digest: expected[name].nbytes + HEADER_BYTES
+            for name, digest in frozen.items()
             if name in expected
         }
         wanted = {
             digest: (place, sizes.get(digest, MAX_TOKENIZER_BYTES))
             for digest, place in places.items()
         }
-        asyncio.run(
-            fetch_files(
-                addresses, wanted, MAX_TOKENIZER_BYTES + sum(sizes.values()), identity, gate
-            )
-        )
+        most = MAX_TOKENIZER_BYTES + sum(sizes.values())
+        asyncio.run(fetch_files(addresses, wanted, most, identity, gate))
     return with_origin(config)
 
 
@@ -142,12 +140,14 @@ def _model(config: Config) -> Values:
             f"model.path={config.model.path} has {len(frozen)} buffers and parameters that are not"
             f" trained; a run has room for the digests of {MAX_FROZEN}"
         )
-    digests = {
-        name: sha256(models.pack(name, tensor)).hexdigest() for name, tensor in frozen.items()
+    packed = {name: models.pack(name, tensor) for name, tensor in frozen.items()}
+    return {
+        **models.recipe_of(built),
+        "path": config.model.path if config.model.revision is not None else None,
+        "directory": str(directory.resolve()),
+        "weights": _trained_digest(built),
+        "frozen": {name: sha256(content).hexdigest() for name, content in packed.items()},
     }
-    at_commit = config.model.path if config.model.revision is not None else None
-    here = {"path": at_commit, "directory": str(directory.resolve())}
-    return {**models.recipe_of(built), **here, "weights": _trained_digest(built), "frozen": digests}
 
 
 def _tokenizer(config: Config) -> Values:
@@ -163,11 +163,8 @@ def _tokenizer(config: Config) -> Values:
         return {"tokenizer": "bytes", "tokenizer_revision": None}
     if not directory.is_dir():
         return {}
-    files = [
-        file
-        for file in sorted(directory.iterdir())
-        if any(fnmatch(file.name, one) for one in TOKENIZER_FILES)
-    ]
+    inside = sorted(directory.iterdir())
+    files = [file for file in inside if any(fnmatch(file.name, one) for one in TOKENIZER_FILES)]
     nbytes = sum(file.stat().st_size for file in files)
     if not files:
         raise DataError(
@@ -187,26 +184,22 @@ def _tokenizer(config: Config) -> Values:
 
 
 def _with(config: Config, model: Values, tokenizer: Values) -> Config:
-    changed = {
-        "model": ModelConfig.parse({**config.model.model_dump(), **model}),
-        "data": DataConfig.parse({**config.data.model_dump(), **tokenizer}),
-    }
-    return config.model_copy(update=changed)
+    model_config = ModelConfig.parse({**config.model.model_dump(), **model})
+    data_config = DataConfig.parse({**config.data.model_dump(), **tokenizer})
+    return config.model_copy(update={"model": model_config, "data": data_config})
 
 
 def _trained_digest(model: nn.Module) -> str | None:
-    return values_digest(
-        {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    )
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return values_digest({name: p.detach() for name, p in trained})
 
 
 def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise CheckpointError(
-            f"data.tokenizer: {file} cannot be read ({error.strerror})"
-        ) from error
+        text = f"data.tokenizer: {file} cannot be read ({error.strerror})"
+        raise CheckpointError(text) from error
 
 
 def _keep(content: bytes, place: Path, digest: str, what: str) -> None:

@@ -45,25 +45,15 @@ _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 _STEM = re.compile(r"[A-Za-z0-9_-]+")
 _FILE = re.compile(rf"{_STEM.pattern}\.safetensors")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPES = {torch.bfloat16: "BF16", torch.uint8: "U8", torch.bool: "BOOL"}
+_DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)}
+_DTYPES |= {getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)}
 
 logger = logging.getLogger(__name__)
 
 
 class _UnusableError(Exception):
-    """One checkpoint cannot be used. The text goes into `Checkpoint.skipped` or into a
-    `CheckpointError`."""
+    """One checkpoint cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +87,15 @@ class CheckpointStore:
         self._clean = False
 
     def save(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> Path:
-        """Writes `tensors` (file stem -> name -> tensor of any shape and device) and the JSON-able
-        `state`.
+        """Writes `tensors` (file stem -> name -> tensor, any shape and device) and a JSON `state`.
 
-        When it returns, `load_latest` gives exactly this checkpoint, even if there were later steps
-        before: they belong to a timeline that this run has left. Saving a step again replaces it.
-        Raises `CheckpointError` when there is no space, no permission or the like; nothing
-        half-written remains.
+        Afterwards `load_latest` returns this checkpoint, even if there were later steps: they
+        belong to a timeline that this run has left. Saving a step again replaces it. Raises
+        `CheckpointError` without space, permission or the like; nothing half-written remains.
         """
         assert step >= 0, f"step={step}"
         assert all(_STEM.fullmatch(stem) for stem in tensors), f"file stems {sorted(tensors)}"
-        # As a reader gets it. A state that JSON cannot hold is our bug: raise before there are
-        # files.
-        plain = json.loads(json.dumps(state))
+        plain = json.loads(json.dumps(state))  # a TypeError comes before there are files
         temporary = self.directory / f"{_TEMPORARY}step-{step:08d}-{os.getpid()}"
         try:
             if not self._clean:  # a crashed process may have left something behind
@@ -137,15 +123,13 @@ class CheckpointStore:
         return target
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest usable checkpoint, or None if there never was one. An unusable one is skipped
-        with a warning.
+        """The newest usable checkpoint; None without any. Warns of each unusable one.
 
         Raises `CheckpointError` if there are checkpoints and none of them can be used.
         """
         reasons: list[str] = []
         tried: set[str] = set()
-        # Listed again each time: while we read one checkpoint, its writer may prune it and add a
-        # newer one.
+        # Listed again each time: the writer may prune what we read, and add a newer one.
         while names := [name for name in self._names() if name not in tried]:
             name = names[0]
             tried.add(name)
@@ -171,9 +155,8 @@ class CheckpointStore:
     def _names(self) -> list[str]:
         """Names of the checkpoint directories, newest first."""
         try:
-            return sorted(
-                filter(_NAME.fullmatch, os.listdir(self.directory)), key=_age, reverse=True
-            )
+            names = filter(_NAME.fullmatch, os.listdir(self.directory))
+            return sorted(names, key=_age, reverse=True)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -186,17 +169,13 @@ class CheckpointStore:
         """Keeps `saved` and the newest older ones. A failure to delete does not stop the run."""
         try:
             names = self._names()
-            older = [
-                name for name in names[names.index(saved) :] if _age(name)[0] != _age(saved)[0]
-            ]
-            kept = {saved, *[name for name in older if name not in self._rejected][: self.keep - 1]}
-            for name in names:
-                if name not in kept:
-                    # Renamed first: a crash during the deletion must not leave an apparently
-                    # damaged checkpoint.
-                    doomed = self.directory / f"{_TEMPORARY}{name}-{os.getpid()}"
-                    os.replace(self.directory / name, doomed)
-                    shutil.rmtree(doomed)
+            step, older = _age(saved)[0], names[names.index(saved) :]
+            older = [n for n in older if _age(n)[0] != step and n not in self._rejected]
+            for name in set(names) - {saved, *older[: self.keep - 1]}:
+                # Renamed first: a crash during the deletion must not leave a damaged checkpoint.
+                doomed = self.directory / f"{_TEMPORARY}{name}-{os.getpid()}"
+                os.replace(self.directory / name, doomed)
+                shutil.rmtree(doomed)
         except (OSError, CheckpointError) as error:
             logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
 
@@ -224,17 +203,13 @@ class BackgroundWriter:
         return self._writing is not None and not self._writing.done()
 
     def begin(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> None:
-        """Write `tensors`, which must stay as they are, and `state` as it is now. Take `result` of
-        the one before first.
-        """
+        """Write `tensors`, which must stay as they are, and a copy of `state`; after `result`."""
         assert self._writing is None, "one checkpoint at a time"
-        self._writing = self._threads.submit(
-            self._store.save, step, tensors, json.loads(json.dumps(state))
-        )
+        copy = json.loads(json.dumps(state))
+        self._writing = self._threads.submit(self._store.save, step, tensors, copy)
 
     def result(self) -> CheckpointError | None:
-        """Wait until nothing is being written; returns why the last checkpoint could not be
-        written, once."""
+        """Wait until nothing is being written; returns the last checkpoint's error, once."""
         writing, self._writing = self._writing, None
         error = None if writing is None else writing.exception()
         if error is not None and not isinstance(error, CheckpointError):
@@ -250,11 +225,10 @@ def _age(name: str) -> tuple[int, int]:
 
 def _write_directory(path: Path, step: int, tensors: Groups, state: dict[str, Any]) -> None:
     os.mkdir(path)
-    files = {}
-    for stem, group in tensors.items():
-        files[f"{stem}.safetensors"] = _write_file(
-            path / f"{stem}.safetensors", _safetensors(group)
-        )
+    files = {
+        (name := f"{stem}.safetensors"): _write_file(path / name, _safetensors(group))
+        for stem, group in tensors.items()
+    }
     body = {"format": FORMAT, "step": step, "files": files, "state": state}
     text = json.dumps({"sha256": _digest(body), **body}, indent=1)
     _write_file(path / STATE_FILE, [text.encode()])
@@ -269,9 +243,8 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
     if not isinstance(body, dict):
         raise _UnusableError(f"{STATE_FILE} is corrupt")
     if body.get("format", FORMAT) != FORMAT:
-        raise _UnusableError(
-            f"it has format {body['format']}, this version of diloco reads {FORMAT}"
-        )
+        other = body["format"]
+        raise _UnusableError(f"it has format {other}, this version of diloco reads {FORMAT}")
     if body.pop("sha256", None) != _digest(body):
         raise _UnusableError(f"{STATE_FILE} is corrupt (its digest differs)")
     if not _is_complete(body):
@@ -293,8 +266,7 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
 
 
 def _is_complete(body: dict[str, Any]) -> bool:
-    """Whether a state file has all fields that we write, and names no file outside of its
-    directory."""
+    """Whether a state file has all our fields, and names no file outside of its directory."""
     try:
         kinds = {(type(entry["bytes"]), type(entry["sha256"])) for entry in body["files"].values()}
         known = all(map(_FILE.fullmatch, body["files"])) and kinds <= {(int, str)}
@@ -308,9 +280,7 @@ class _Groups(UserDict[str, Any]):
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
         try:
-            super().__init__(
-                {Path(name).stem: safe_open(path / name, framework="pt") for name in files}
-            )
+            super().__init__({Path(one).stem: safe_open(path / one, "pt") for one in files})
         except (OSError, SafetensorError) as error:
             raise _UnusableError(f"its tensors cannot be read: {error}") from error
 
@@ -323,25 +293,20 @@ class _Groups(UserDict[str, Any]):
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """A safetensors file in pieces: length of the header (u64), header (JSON), data.
 
-    We do not use the library's `save_file`: it can neither hash nor fsync, and it refuses tensors
-    that share memory or are not contiguous. Here each tensor is written in full. The library reads
-    the result.
+    The library's `save_file` can neither hash nor fsync, and refuses tensors that share memory or
+    are not contiguous.
     """
     assert "__metadata__" not in tensors, "safetensors reserves this name"
     header: dict[str, Any] = {}
     stop = 0
-    # keeps the data aligned
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name}: a checkpoint cannot hold {tensor.dtype}")
         start, stop = stop, stop + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
-        }
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name]["data_offsets"] = [start, stop]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
@@ -379,14 +344,11 @@ def _fsync_directory(path: Path) -> None:
 def _reason(name: str, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
-    return (
-        f"{name} cannot be read: {error.strerror}"
-        if isinstance(error, OSError)
-        else f"{name} is corrupt"
-    )
+    if isinstance(error, OSError):
+        return f"{name} cannot be read: {error.strerror}"
+    return f"{name} is corrupt"
 
 
 def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(
-        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

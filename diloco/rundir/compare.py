@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,29 +24,15 @@ from diloco.config import flatten
 from diloco.config.files import read_saved
 from diloco.errors import ConfigError
 from diloco.rundir.files import number, prepare_run_directory, read_json_lines, write_atomic
-from diloco.rundir.plot import picture
+from diloco.rundir.plot import Point, held_out_curve, picture
+from diloco.rundir.summary import Evaluation, read_summary
 
-NOT_A_DIFFERENCE = (
-    "run.dir",
-    "run.id",
-    "run.name",
-    "run.lead",
-    "run.report",
-    "train.threads",
-    "wandb.",
-    "data.shard",
-    "eval.prompt",
+# Settings that make no difference to the result.
+_NEUTRAL = re.compile(
+    r"run\.(dir|id|name|lead|report)|train\.threads|wandb\.|data\.shard|eval\.prompt"
 )
-RESULTS = (
-    "loss",
-    "perplexity",
-    "tokens",
-    "virtual_s",
-    "wall_s",
-    "bytes_sent",
-    "utilization",
-    "exit",
-)
+RESULTS = "loss perplexity tokens virtual_s wall_s bytes_sent utilization exit".split()
+FILES = ("metrics.jsonl", "summary.json", "config.yaml", "member.json")
 TOKENS_WITHIN = 0.02  # of each other; a budget ends with the outer step that reaches it
 AXES = {  # of the pictures: field of `Point`, and label
     "tokens": ("tokens", "tokens applied by the swarm"),
@@ -54,21 +41,9 @@ AXES = {  # of the pictures: field of `Point`, and label
 }
 
 
-@dataclass(frozen=True)
-class Point:
-    """The loss at a version; `time_s` is seconds since the start, virtual if simulated."""
-
-    version: int
-    loss: float
-    tokens: float | None
-    time_s: float | None
-    bytes_sent: float | None
-
-
 @dataclass
 class Run:
-    """One run, as far as it is known. `bytes_sent` is the sum over the peers, `utilization` the
-    mean."""
+    """One run, as far as it is known: the sum of its peers' `bytes_sent`, mean `utilization`."""
 
     directory: Path
     settings: dict[str, Any]
@@ -84,20 +59,15 @@ class Run:
 
     @property
     def perplexity(self) -> float | None:
-        return math.exp(self.loss) if self.loss is not None and self.loss < 700 else None
+        return Evaluation(self.loss).perplexity
 
     @property
     def compared(self) -> dict[str, Any]:
-        """The settings of which somebody may want to know what they change."""
-        return {
-            key: value
-            for key, value in self.settings.items()
-            if not key.startswith(NOT_A_DIFFERENCE)
-        }
+        """The settings that may make a difference."""
+        return {key: value for key, value in self.settings.items() if not _NEUTRAL.match(key)}
 
     def time_to_loss(self, loss: float) -> float | None:
-        """Seconds (virtual if simulated) until the held-out loss was at most `loss`, on the line
-        between two points.
+        """Seconds (virtual if simulated) until the held-out loss was at most `loss`, interpolated.
 
         None if it never was, or if the times are unknown.
         """
@@ -121,8 +91,7 @@ class Arm:
 
     @property
     def counted(self) -> tuple[Run, ...]:
-        """The runs that have ended well, or all if none has: those of which `mean` and `spread`
-        are."""
+        """The runs of `mean` and `spread`: those that ended well, or all if none has."""
         return tuple(run for run in self.runs if run.exit == 0) or self.runs
 
     def mean(self, of: str = "loss") -> float | None:
@@ -134,18 +103,17 @@ class Arm:
         """Standard deviation over the seeds; None with one run."""
         return _deviation(self._values(of))
 
-    def _values(self, of: str) -> list[float]:
-        return [value for run in self.counted if (value := getattr(run, of)) is not None]
-
     def losses(self) -> dict[int, float]:
         """The held-out loss by seed."""
         return {run.seed: run.loss for run in self.runs if run.seed is not None and run.loss}
 
+    def _values(self, of: str) -> list[float]:
+        return [value for run in self.counted if (value := getattr(run, of)) is not None]
+
 
 @dataclass(frozen=True)
 class Gap:
-    """`percent` has a value for each of the `seeds`; it is negative where `name` ends below
-    `baseline`."""
+    """How far an arm ends over a baseline's loss, in percent, for each of the `seeds`."""
 
     name: str
     baseline: str
@@ -164,9 +132,8 @@ class Gap:
     def __str__(self) -> str:
         spread = f" ± {self.spread:.1f}" if self.spread is not None else ""
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
-        return (
-            f"{self.name}: held-out loss {self.mean:+.1f}{spread} % over {self.baseline} ({seeds})"
-        )
+        percent = f"{self.mean:+.1f}{spread} %"
+        return f"{self.name}: held-out loss {percent} over {self.baseline} ({seeds})"
 
 
 @dataclass(frozen=True)
@@ -174,8 +141,7 @@ class RunComparison:
     """Runs side by side, as `compare` returns it.
 
     arms: runs that differ in run.seed only, by their mean loss, the lowest first.
-    gaps: how far each arm ends from data parallel at the same tokens, in percent; empty without
-        such a run.
+    gaps: how far each arm ends from data parallel at the same tokens; empty without such a run.
     """
 
     arms: tuple[Arm, ...]
@@ -186,8 +152,7 @@ class RunComparison:
         return [run for arm in self.arms for run in arm.runs]
 
     def worst_loss(self) -> float | None:
-        """The largest final loss of the finished runs (of all, if none finished): every one of them
-        has reached it."""
+        """The largest final loss of the finished runs (of all, if none finished)."""
         finished = [run for run in self.runs if run.exit == 0] or self.runs
         return max((run.loss for run in finished if run.loss is not None), default=None)
 
@@ -208,8 +173,7 @@ class RunComparison:
         ]
 
     def to_csv(self, file: str | Path, loss: float | None = None) -> None:
-        """Writes `rows` as a table with a line of names first. Raises ConfigError if `file` cannot
-        be written."""
+        """Writes `rows` as a table with a header. Raises ConfigError if it cannot be written."""
         rows, text = self.rows(loss), io.StringIO()
         writer = csv.DictWriter(text, rows[0])
         writer.writeheader()
@@ -217,8 +181,7 @@ class RunComparison:
         write_atomic(Path(file), text.getvalue())
 
     def plot(self, directory: str | Path) -> list[Path]:
-        """Draws the loss by tokens, time and bytes, a line per run. Raises ConfigError if one
-        cannot be written."""
+        """Draws the loss by tokens, time and bytes; ConfigError if a picture cannot be written."""
         from matplotlib import colormaps
 
         prepare_run_directory(Path(directory))
@@ -232,23 +195,13 @@ class RunComparison:
                 axes.set_ylabel("held-out loss (nats per token)")
                 for index, arm in enumerate(self.arms):
                     colour = palette(index / (len(self.arms) - 1) if many else index)
+                    legend: str | None = arm.name.replace("$", r"\$")
+                    style: Any = {"color": colour, "markersize": 3}
                     for run in arm.counted:
-                        known = [
-                            (x, one.loss)
-                            for one in run.curve
-                            if (x := getattr(one, of)) is not None
-                        ]
-                        arm_name = (
-                            None if run is not arm.counted[0] else arm.name.replace("$", r"\$")
-                        )
-                        if known:
-                            axes.plot(
-                                *zip(*known, strict=True),
-                                "o-",
-                                color=colour,
-                                markersize=3,
-                                label=arm_name,
-                            )
+                        line = [(getattr(p, of), p.loss) for p in run.curve]
+                        if line := [(x, y) for x, y in line if x is not None]:
+                            axes.plot(*zip(*line, strict=True), "o-", label=legend, **style)
+                            legend = None
                 if axes.lines:
                     axes.legend(frameon=False, fontsize=8, ncols=2 if many else 1)
         return written
@@ -262,8 +215,7 @@ def compare(*places: str | Path) -> RunComparison:
         found.arms[0].name, found.arms[0].mean("loss"), found.arms[0].spread("loss")
         pandas.DataFrame(found.rows())
 
-    `places` are run directories or directories of sweeps. Raises ConfigError if one of them is
-    neither.
+    `places` are run directories or directories of sweeps; ConfigError if one of them is neither.
     """
     arms = _arms([read_run(directory) for directory in _run_directories(map(Path, places))])
     return RunComparison(tuple(arms), tuple(_gaps(arms)))
@@ -278,58 +230,42 @@ def gap_of(loss: float, baseline: float) -> float:
 
 
 def _run_directories(places: Iterable[Path]) -> list[Path]:
-    """The run directories that `places` are or, for a sweep, contain; each once, in the given
-    order."""
+    """The run directories that `places` are or, for a sweep, contain; each once."""
     found: dict[Path, None] = {}
     for place in places:
         if not place.is_dir():
-            raise ConfigError(
-                f"{place} is no directory; give the run.dir of a run, or the directory of a sweep"
-            )
-        runs = [place] if _is_run(place) else sorted(one for one in place.iterdir() if _is_run(one))
+            remedy = "give the run.dir of a run, or the directory of a sweep"
+            raise ConfigError(f"{place} is no directory; {remedy}")
+        runs = [place] if _is_run(place) else sorted(filter(_is_run, place.iterdir()))
         if not runs:
-            raise ConfigError(
-                f"{place} holds no run (no metrics.jsonl, summary.json or config.yaml); give a"
-                " run.dir"
-            )
+            files = "metrics.jsonl, summary.json or config.yaml"
+            raise ConfigError(f"{place} holds no run (no {files}); give a run.dir")
         found.update(dict.fromkeys(runs))
     return list(found)
 
 
 def _is_run(place: Path) -> bool:
-    return any(
-        (place / name).is_file()
-        for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json")
-    )
+    return any((place / name).is_file() for name in FILES)
 
 
 def read_run(directory: Path) -> Run:
     """What is known of the run in a directory."""
-    member, summary = read_json(directory / "member.json"), read_json(directory / "summary.json")
+    summary = read_summary(directory / "summary.json")
     records = read_json_lines(directory / "metrics.jsonl")
-    run = Run(directory, settings := _settings(directory / "config.yaml"))
-    run.seed = settings.get("run.seed")
-    run.virtual_s, run.wall_s = number(summary.get("virtual_s")), number(summary.get("wall_s"))
-    run.curve = _curve(records, run.virtual_s is not None)
-    run.loss = number(_get(summary, "eval", "loss"))
-    if run.loss is None and run.curve:
-        run.loss = run.curve[-1].loss
-    applied, code = (
-        number(_get(summary, "tokens", "applied")),
-        number(summary.get("exit", member.get("exit"))),
-    )
-    if applied is None:
-        applied = max((number(record.get("tokens")) or 0 for record in records), default=0) or None
-    run.tokens, run.exit = (None if value is None else int(value) for value in (applied, code))
-    peers = peers if isinstance(peers := summary.get("peers"), list) else []
-    sent, busy = (
-        [value for peer in peers if (value := number(_get(peer, name))) is not None]
-        for name in ("bytes_sent", "utilization")
-    )
-    run.bytes_sent, run.utilization = (
-        int(sum(sent)) if sent else None,
-        statistics.mean(busy) if busy else None,
-    )
+    settings = _settings(directory / "config.yaml")
+    virtual_s = None if summary is None else summary.virtual_s
+    run = Run(directory, settings, settings.get("run.seed"), virtual_s=virtual_s)
+    run.curve = held_out_curve(records, virtual_s is not None)
+    run.loss = run.curve[-1].loss if run.curve else None
+    if summary is None:
+        tokens = max((number(record.get("tokens")) or 0 for record in records), default=0)
+        run.tokens, run.exit = int(tokens) or None, read_json(directory / "member.json").get("exit")
+        return run
+    run.loss = run.loss if summary.eval.loss is None else summary.eval.loss
+    run.tokens, run.wall_s, run.exit = summary.tokens.applied, summary.wall_s, summary.exit
+    if summary.peers:
+        run.bytes_sent = sum(peer.bytes_sent for peer in summary.peers)
+        run.utilization = statistics.mean(peer.utilization for peer in summary.peers)
     return run
 
 
@@ -341,26 +277,6 @@ def _settings(saved: Path) -> dict[str, Any]:
     return {}
 
 
-def _curve(records: Sequence[Mapping[str, Any]], is_virtual: bool) -> list[Point]:
-    """Held-out loss by version; a resumed run repeats some versions, and the later lines count."""
-    times = [at for record in records if (at := number(record.get("time"))) is not None]
-    began = 0.0 if is_virtual or not times else times[0]  # the virtual clock begins with the run
-    sent: dict[str, float] = {}
-    points: dict[int, Point] = {}
-    for record in records:
-        if (total := number(record.get("bytes_sent"))) is not None:
-            sent[str(record.get("peer"))] = total
-        loss, version = number(record.get("eval_loss")), number(record.get("version"))
-        if loss is None or version is None:
-            continue
-        at, so_far = number(record.get("time")), sum(sent.values()) if sent else None
-        time_s = None if at is None else at - began
-        points[int(version)] = Point(
-            int(version), loss, number(record.get("tokens")), time_s, so_far
-        )
-    return [points[version] for version in sorted(points)]
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
@@ -370,18 +286,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _get(tree: Any, *keys: str) -> Any:
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
-
-
 # -- arms and gaps ---------------------------------------------------------------------------------
 
 
 def _arms(runs: Sequence[Run]) -> list[Arm]:
-    """The arms by their mean loss, the lowest first and those without one last. Each has a name of
-    its own."""
+    """The arms by their mean loss, those without one last. Each has a name of its own."""
     groups: dict[str, list[Run]] = {}
     seen: Counter[str] = Counter()
     for run in runs:
@@ -401,13 +310,12 @@ def _without_seed(run: Run) -> dict[str, Any]:
 def _names(runs: Sequence[Run], with_seed: bool = True) -> list[str]:
     """A name for each by the settings in which it differs from others, or else by its directory."""
     settings = [run.compared if with_seed else _without_seed(run) for run in runs]
-    keys, places = _differing(settings), [run.directory.resolve().name for run in runs]
-    names = [
-        " ".join(f"{key}={_shown(one[key])}" for key in keys if key in one) for one in settings
-    ]
+    keys = _differing(settings)
+    names = [" ".join(f"{k}={_shown(one[k])}" for k in keys if k in one) for one in settings]
     often = Counter(names)
-    good = [0 < len(name) <= 80 and often[name] == 1 for name in names]
-    names = [name if its else place for its, name, place in zip(good, names, places, strict=True)]
+    for index, name in enumerate(names):
+        if often[name] > 1 or not 0 < len(name) <= 80:
+            names[index] = runs[index].directory.resolve().name
     return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
 
 
@@ -415,43 +323,31 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys in which settings differ; of another model its name only."""
     known = [one for one in settings if one]
     keys = dict.fromkeys(key for one in known for key in one)
-    found = [
-        key for key in keys if any(key not in one or one[key] != known[0].get(key) for one in known)
-    ]
+    found = [k for k in keys if any(k not in one or one[k] != known[0].get(k) for one in known)]
     if "model.name" in found:  # it implies the model's settings
         found = [key for key in found if key == "model.name" or not key.startswith("model.")]
     return found
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return (
-        str(value).replace(" ", "")
-        if isinstance(value, str)
-        else json.dumps(value, separators=(",", ":"))
-    )
+    if isinstance(value, str):
+        return value.replace(" ", "")
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":"))
 
 
 def _gaps(arms: Sequence[Arm]) -> list[Gap]:
-    """The gap of each arm to the best data parallel arm with its model, data and tokens, if there
-    is one."""
+    """The gap of each arm to the best data parallel arm with its model, data and tokens, if any."""
     baselines = [arm for arm in arms if arm.runs[0].settings.get("outer.method") == "data_parallel"]
     found = []
     for arm in arms:
-        rivals = (
-            [one for one in baselines if _is_comparable(arm, one)] if arm not in baselines else []
-        )
+        rivals = [one for one in baselines if arm not in baselines and _is_comparable(arm, one)]
         if rivals:
             best = min(rivals, key=lambda one: statistics.mean(one.losses().values()))
             mine, theirs = arm.losses(), best.losses()
             seeds = tuple(sorted(mine.keys() & theirs.keys()))
             name = "data parallel" if len(baselines) == 1 else f"data parallel {best.name}"
-            found.append(
-                Gap(
-                    arm.name, name, seeds, tuple(gap_of(mine[seed], theirs[seed]) for seed in seeds)
-                )
-            )
+            percent = tuple(gap_of(mine[seed], theirs[seed]) for seed in seeds)
+            found.append(Gap(arm.name, name, seeds, percent))
     return found
 
 
@@ -460,15 +356,13 @@ def _is_comparable(arm: Arm, other: Arm) -> bool:
     one, two = arm.mean("tokens"), other.mean("tokens")
     if one is None or two is None or abs(one - two) > TOKENS_WITHIN * max(one, two):
         return False
-    task, task_of_other = (
-        {
-            key: value
-            for key, value in one.runs[0].compared.items()
-            if key.startswith(("model.", "data.", "eval.sequences"))
-        }
-        for one in (arm, other)
-    )
-    return task == task_of_other and bool(arm.losses().keys() & other.losses().keys())
+    return _task(arm) == _task(other) and bool(arm.losses().keys() & other.losses().keys())
+
+
+def _task(arm: Arm) -> dict[str, Any]:
+    """The settings of model, data and evaluation."""
+    task, settings = ("model.", "data.", "eval.sequences"), arm.runs[0].compared
+    return {key: value for key, value in settings.items() if key.startswith(task)}
 
 
 def _deviation(values: Sequence[float]) -> float | None:

@@ -1,9 +1,8 @@
 """Files of a run directory that stay readable when a writer dies.
 
 All peers of `diloco local` append to the same JSON-lines files. A line is one `write` in append
-mode; therefore lines of several processes never mix. A process that dies during a write leaves at
-most one torn line, and `read_json_lines` skips it. Other files are replaced as a whole. Non-finite
-numbers become null: any JSON reader can read every file.
+mode, so lines of several processes never mix; a process that dies leaves at most one torn line,
+which `read_json_lines` skips. Other files are replaced as a whole. Non-finite numbers become null.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from diloco.atomic import replace_file
 from diloco.config import Config, Manifest
 from diloco.config.manifest import planned, raised
@@ -27,20 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 def data_home() -> Path:
-    """Where this user's peers keep their keys and the runs that they joined; `ConfigError` for one
-    without a home."""
+    """Where this user's peers keep keys and joined runs; `ConfigError` without a home."""
     try:
         return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share", "diloco")
     except RuntimeError:
-        raise ConfigError(
-            "this user has no home directory; set XDG_DATA_HOME=DIRECTORY for keys and runs"
-        ) from None
+        remedy = "set XDG_DATA_HOME=DIRECTORY for keys and runs"
+        raise ConfigError(f"this user has no home directory; {remedy}") from None
 
 
 def prepare_run_directory(path: Path) -> None:
-    """Creates the run directory and checks that it can be written, before anything slow or shared
-    starts. Raises `ConfigError` if it cannot be created or written.
-    """
+    """Creates the run directory, and raises `ConfigError` if it cannot be written."""
     probe = path / f".probe-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -53,47 +50,39 @@ def prepare_run_directory(path: Path) -> None:
 
 
 def origin_of(config: Config) -> Path:
-    """Where a peer keeps the small files that the run starts from: tokenizer, and tensors that are
-    not trained."""
+    """Where a peer keeps tokenizer and tensors that are not trained, from which the run starts."""
     return (config.run.dir / "origin").absolute()
 
 
 def files_of(config: Config) -> dict[str, Path]:
     """Where the small files are that the manifest names, by digest."""
-    origin = origin_of(config)
-    tokenizer = {
-        digest: origin / "tokenizer" / name for name, digest in config.data.tokenizer_files.items()
-    }
+    origin, files = origin_of(config), config.data.tokenizer_files
+    tokenizer = {digest: origin / "tokenizer" / name for name, digest in files.items()}
     return tokenizer | {digest: origin / digest for digest in config.model.frozen.values()}
 
 
 def check_same_run(config: Config, manifest: str) -> Config:
-    """The configuration with the greater of its budget and planned rounds and those of the run's
-    `manifest`.
+    """The configuration with the greater of its and the run's budget and planned rounds.
 
-    Raises `CheckpointError`, which names them, if other settings differ.
+    Raises `CheckpointError` if other settings differ from those of the run's `manifest`.
     """
+    place = f"run.dir={config.run.dir} holds a run"
     try:
         saved = Manifest.from_json(manifest, any_wire_version=True)
     except ConfigError as error:
-        raise CheckpointError(
-            f"run.dir={config.run.dir} holds a run of another diloco ({error}); use that one, or"
-            " another run.dir"
-        ) from None
-    differing = config.manifest().differences(saved)
-    differing = [line for line in differing if not line.startswith(("budget.", "outer.rounds:"))]
-    if differing:
-        raise CheckpointError(
-            f"run.dir={config.run.dir} holds a run with other settings"
-            f" ({'; '.join(differing[:4])}); use the same settings, or another run.dir"
-        )
+        remedy = "use that one, or another run.dir"
+        raise CheckpointError(f"{place} of another diloco ({error}); {remedy}") from None
+    lines = config.manifest().differences(saved)
+    lines = [line for line in lines if not line.startswith(("budget.", "outer.rounds:"))]
+    if lines:
+        remedy = "use the same settings, or another run.dir"
+        raise CheckpointError(f"{place} with other settings ({'; '.join(lines[:4])}); {remedy}")
     return raised(config, planned(saved))
 
 
 @contextlib.contextmanager
 def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
-    """Locks a directory for this process, and creates it if it is missing. The lock ends with the
-    process.
+    """Locks a directory for this process until its end, and creates it if it is missing.
 
     Two commands in one run directory would overwrite each other's checkpoints. Without effect on
     file systems that have no locks. Raises `ConfigError` if another process holds it or it cannot
@@ -108,10 +97,8 @@ def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"{key}: {directory} is in use by another process; end that process, or choose"
-                f" another {key}"
-            ) from None
+            why = f"{directory} is in use by another process; end that process"
+            raise ConfigError(f"{key}: {why}, or choose another {key}") from None
         except OSError as error:
             logger.debug("%s cannot be locked: %s", directory, error)
         yield
@@ -129,10 +116,7 @@ def in_use(directory: Path) -> bool:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a
-    crash. Raises `ConfigError` when there is no space, no permission or the like; the old content
-    stays.
-    """
+    """`replace_file` that raises `ConfigError`; the old content stays then."""
     try:
         replace_file(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -140,9 +124,10 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 class JsonLines:
-    """Appends objects to a file that several processes and threads share; one `write` per line.
-    Raises `ConfigError` if the file cannot be opened or written. A full disk or a dying process may
-    cut a line short; the next write ends that line first, so that only this one is lost.
+    """Appends objects to a file that several processes and threads share, one `write` per line.
+
+    Raises `ConfigError` if the file cannot be opened or written. A line that a full disk or a dying
+    process cut short is ended by the next write, so that no other is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,8 +142,7 @@ class JsonLines:
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends `record`, a JSON object; non-finite numbers become null."""
         assert self._descriptor >= 0, f"{self.path} is closed"
-        line = json.dumps(finite(record), allow_nan=False).encode() + b"\n"
-        data = b"\n" + line if self._torn else line
+        data = b"\n" * self._torn + json.dumps(finite(record)).encode() + b"\n"
         try:
             written = os.write(self._descriptor, data)
         except OSError as error:
@@ -172,8 +156,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file in order, without torn lines; empty if there is no such
-    file."""
+    """The objects of a JSON-lines file, without torn lines; empty if there is no file."""
     records = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
@@ -185,10 +168,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"run.dir: cannot write {path}: {error.strerror or error}; choose a directory that you may"
-        " write to and that has free space, such as run.dir=runs/mine"
-    )
+    remedy = "choose a directory that you may write to and that has free space"
+    why = f"cannot write {path}: {error.strerror or error}"
+    return ConfigError(f"run.dir: {why}; {remedy}, such as run.dir=runs/mine")
 
 
 def number(value: Any) -> float | None:
@@ -201,8 +183,4 @@ def number(value: Any) -> float | None:
 
 def finite(value: Any) -> Any:
     """A copy of `value`, a JSON structure, with None for every number that JSON lacks."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+    return msgspec.json.decode(msgspec.json.encode(value))

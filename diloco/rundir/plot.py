@@ -1,14 +1,13 @@
-"""Draws `loss.png`: the training loss of every peer and the held-out loss of the anchor over the
-swarm clock."""
+"""The losses of a run: read from `metrics.jsonl`, and drawn into `loss.png`."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,34 +18,46 @@ if TYPE_CHECKING:
 
 LEGEND_PEERS = 8  # with more peers, one line of the legend stands for all
 SMOOTHED_SHARE = 40  # curves are smoothed by a running mean over 1/40 of their length
+Records = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The held-out loss at a version; `time_s` is seconds since the start, virtual if simulated."""
+
+    version: int
+    loss: float
+    tokens: float | None
+    time_s: float | None
+    bytes_sent: float | None  # by all peers
 
 
 @dataclass
 class Curve:
-    """Losses in nats per token over tokens of the swarm clock."""
+    """A peer's training loss, in nats per token, over tokens of the swarm clock."""
 
-    x: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
+    x: list[float]
+    loss: list[float]
 
 
 def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
-    """Draws the losses in `metrics_path` (any number of peers, torn lines, missing fields) and
-    replaces `out_png`. Raises `ConfigError` if `out_png` cannot be written.
+    """Draws the training loss of each peer and the held-out loss of the anchor.
+
+    Raises `ConfigError` if `out_png` cannot be written.
     """
-    training, held_out = read_curves(metrics_path)
+    records = read_json_lines(metrics_path)
     with picture(out_png, "tokens applied by the swarm") as axes:
         axes.set_title(title, parse_math=False, loc="left", fontsize=11, fontweight="bold")
         axes.set_ylabel("loss (nats per token)")
         axes.margins(x=0.01)
-        _draw(axes, training, held_out)
+        _draw(axes, training_curves(records), held_out_curve(records))
 
 
 @contextlib.contextmanager
 def picture(path: Path, x_label: str) -> Iterator[Axes]:
-    """Gives axes to draw on, and then replaces the picture `path`. If nothing was drawn, the
-    picture says so.
+    """Yields axes to draw on, then replaces the PNG `path`, which says so if nothing was drawn.
 
-    Works without a display. Raises `ConfigError` if `path` cannot be written.
+    Needs no display. Raises `ConfigError` if `path` cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -58,15 +69,8 @@ def picture(path: Path, x_label: str) -> Iterator[Axes]:
     axes.set_xlabel(x_label)
     yield axes
     if not axes.lines:
-        axes.text(
-            0.5,
-            0.5,
-            "no loss was logged",
-            transform=axes.transAxes,
-            ha="center",
-            va="center",
-            color="gray",
-        )
+        place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+        axes.text(0.5, 0.5, "no loss was logged", color="gray", **place)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -75,94 +79,89 @@ def picture(path: Path, x_label: str) -> Iterator[Axes]:
     write_atomic(path, content.getvalue())
 
 
-def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve]:
-    """Training loss per peer, and held-out loss.
+def training_curves(records: Records) -> dict[str, Curve]:
+    """The training loss by peer. A resumed peer repeats steps, and its later lines count.
 
-    A resumed peer repeats the steps after its checkpoint: the later lines count. It is the clock
-    that tells them apart, for a peer that rejoins without a checkpoint counts its steps from zero
-    again.
+    Lines are ordered by the clock first: a peer that rejoins without a checkpoint counts its steps
+    from zero again.
     """
-    training: dict[str, list[tuple[float, float, float]]] = {}  # clock, step, loss
-    held_out: dict[int, tuple[float, float]] = {}
-    for record in read_json_lines(metrics_path):
-        step, tokens = number(record.get("inner_step")), number(record.get("tokens")) or 0.0
-        loss, eval_loss = number(record.get("loss")), number(record.get("eval_loss"))
+    found: dict[str, list[tuple[float, float, float]]] = {}  # clock, step, loss
+    for record in records:
+        loss, step = number(record.get("loss")), number(record.get("inner_step"))
         if loss is not None and step is not None:
-            points = training.setdefault(str(record.get("peer", "?")), [])
-            while points and points[-1][:2] >= (tokens, step):
+            at = (number(record.get("tokens")) or 0.0, step)
+            points = found.setdefault(str(record.get("peer", "?")), [])
+            while points and points[-1][:2] >= at:
                 points.pop()
-            points.append((tokens, step, loss))
-        if eval_loss is not None:
-            version = number(record.get("version"))
-            held_out[len(held_out) if version is None else int(version)] = tokens, eval_loss
-    curves = {
+            points.append((*at, loss))
+    return {
         peer: Curve(_spread([at for at, _, _ in points]), [loss for _, _, loss in points])
-        for peer, points in sorted(training.items())
+        for peer, points in sorted(found.items())
     }
-    evaluated = [held_out[version] for version in sorted(held_out)]
-    return curves, Curve([at for at, _ in evaluated], [loss for _, loss in evaluated])
+
+
+def held_out_curve(records: Records, virtual: bool = False) -> list[Point]:
+    """Held-out loss by version. A resumed run repeats versions, and the later lines count.
+
+    A virtual clock begins with the run; else the first line's time is the start.
+    """
+    times = [at for record in records if (at := number(record.get("time"))) is not None]
+    began = 0.0 if virtual or not times else times[0]
+    sent: dict[str, float] = {}  # by peer
+    points: dict[int, Point] = {}
+    for record in records:
+        if (total := number(record.get("bytes_sent"))) is not None:
+            sent[str(record.get("peer"))] = total
+        names = ("version", "eval_loss", "tokens", "time")
+        version, loss, tokens, at = (number(record.get(name)) for name in names)
+        if version is not None and loss is not None:
+            time_s, all_sent = None if at is None else at - began, sum(sent.values())
+            point = Point(int(version), loss, tokens, time_s, all_sent if sent else None)
+            points[point.version] = point
+    return [points[version] for version in sorted(points)]
 
 
 def _spread(x: list[float]) -> list[float]:
-    """Spreads equal values up to the next value, the last as widely as those before them: the clock
-    stands still between outer steps. [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]
+    """Spreads equal values up to the next value: the clock stands still between outer steps.
+
+    The last ones are spread as widely as those before. [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]
     """
     values, counts = np.unique(x, return_counts=True)
     widths = np.diff(values)
-    widths = np.append(widths, widths[-1] if len(widths) else 0.0)
+    widths = np.append(widths, widths[-1:] if len(widths) else 0.0)
     within = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     spread: list[float] = (np.repeat(values, counts) + np.repeat(widths, counts) * within).tolist()
     return spread
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Centred running mean. Near the start, where losses fall fast, its window shrinks on both
-    sides; near the end it is cut off on one side.
-    """
-    index, reach = np.arange(len(values)), len(values) // (2 * SMOOTHED_SHARE)
+def _smooth(values: Sequence[float]) -> np.ndarray:
+    """Running mean. Near the start, where losses fall fast, its window shrinks on both sides."""
+    index = np.arange(len(values))
+    reach = np.minimum(len(values) // (2 * SMOOTHED_SHARE), index)
+    start, stop = index - reach, np.minimum(index + reach + 1, len(values))
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    start, stop = (
-        index - np.minimum(reach, index),
-        np.minimum(index + np.minimum(reach, index) + 1, len(values)),
-    )
-    smooth: list[float] = ((sums[stop] - sums[start]) / (stop - start)).tolist()
+    smooth: np.ndarray = (sums[stop] - sums[start]) / (stop - start)
     return smooth
 
 
-def _draw(axes: Axes, training: dict[str, Curve], held_out: Curve) -> None:
+def _draw(axes: Axes, training: Mapping[str, Curve], held_out: Sequence[Point]) -> None:
     from matplotlib import colormaps
 
     few = len(training) <= LEGEND_PEERS
     palette = colormaps["tab10" if few else "viridis"]
+    width, alpha = (1.0, 0.85) if few else (0.6, 0.5)
     for index, (peer, curve) in enumerate(training.items()):
-        colour = palette(index) if few else palette(index / (len(training) - 1))
+        colour = palette(index if few else index / (len(training) - 1))
+        who = peer if few else f"{len(training)} peers"
+        label = f"training, {who}" if few or index == 0 else None
         if few and len(curve.x) > 2 * SMOOTHED_SHARE:
             axes.plot(curve.x, curve.loss, color=colour, linewidth=0.5, alpha=0.15)
-        label = (
-            f"training, {peer}"
-            if few
-            else f"training, {len(training)} peers"
-            if index == 0
-            else None
-        )
-        width, alpha = (1.0, 0.85) if few else (0.6, 0.5)
-        axes.plot(
-            curve.x, _smooth(curve.loss), color=colour, linewidth=width, alpha=alpha, label=label
-        )
-    if held_out.x:
-        label, every = (
-            f"held-out, anchor: {held_out.loss[-1]:.3f} at the end",
-            max(1, len(held_out.x) // 25),
-        )
-        axes.plot(
-            held_out.x,
-            held_out.loss,
-            "o-",
-            color="black",
-            linewidth=2.2,
-            markersize=4.5,
-            markevery=every,
-            label=label,
-        )
+        style: Any = {"color": colour, "linewidth": width, "alpha": alpha}
+        axes.plot(curve.x, _smooth(curve.loss), label=label, **style)
+    if held_out:
+        x, losses = [point.tokens or 0.0 for point in held_out], [point.loss for point in held_out]
+        label, every = f"held-out, anchor: {losses[-1]:.3f} at the end", max(1, len(x) // 25)
+        size: Any = {"linewidth": 2.2, "markersize": 4.5, "markevery": every}
+        axes.plot(x, losses, "o-", color="black", label=label, **size)
     if axes.lines:
         axes.legend(loc="upper right", frameon=False, fontsize=9)

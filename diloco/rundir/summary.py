@@ -1,12 +1,10 @@
-"""`summary.json`: the result of a run, for people and for other tools; and the timer of a peer's
-phases."""
+"""`summary.json`: the result of a run; and the timer of a peer's phases."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import io
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +12,21 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct, to_builtins
 
 from diloco.messages.snapshot import Contributor, Phase, PhaseSeconds
-from diloco.rundir.files import finite, write_atomic
+from diloco.rundir.files import write_atomic
+
+# A spreadsheet reads such texts as formulas; names and ids are what strangers choose.
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 
 class PhaseTimer:
-    """Counts every second of one thread in exactly one phase, on from the `start` of a resumed run;
-    `settle` waits for the device, so that what it was given counts in the phase in which it was
-    given.
+    """Counts every second of one thread in exactly one phase.
+
+    A resumed run counts on from `start`. `settle` waits for the device, so that its work counts in
+    the phase in which it was given.
     """
 
     def __init__(
@@ -33,31 +36,26 @@ class PhaseTimer:
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         self._done = PhaseSeconds(*(max(0.0, value) for value in astuple(start or PhaseSeconds())))
-        self._clock = clock
-        self._settle = settle
+        self._clock, self._settle = clock, settle
         self._phase: Phase | None = None
         self._since = 0.0
 
     def switch(self, phase: Phase | None) -> Phase | None:
-        """Ends the current phase and starts `phase` (None: nothing is timed); returns the phase
-        that ended."""
+        """Starts `phase` (None: nothing is timed); returns the phase that ended."""
         self._settle()
         self._done, previous = self.seconds(), self._phase
         self._phase, self._since = phase, self._clock()
         return previous
 
     def move(self, source: Phase, target: Phase, seconds: float) -> None:
-        """Moves seconds from one phase to another, because only afterwards is it known what the
-        thread waited for.
+        """Moves seconds, at most those that `source` has, to another phase.
 
-        No more than the phase has: a second counts once, and none is negative.
+        Only afterwards is it known what the thread waited for.
         """
         done = self.seconds()
-        seconds = min(seconds, getattr(done, source))
-        self._done = replace(
-            done,
-            **{source: getattr(done, source) - seconds, target: getattr(done, target) + seconds},
-        )
+        before, after = getattr(done, source), getattr(done, target)
+        seconds = min(seconds, before)
+        self._done = replace(done, **{source: before - seconds, target: after + seconds})
         self._since = self._clock()
 
     @contextlib.contextmanager
@@ -98,17 +96,16 @@ class Evaluation(Struct, frozen=True):
 
 
 class PeerSummary(Struct, frozen=True):
-    """One peer's part of a run; `steps` and `tokens` count its own inner steps over all its
-    sessions."""
+    """One peer's part of a run; `steps` and `tokens` count its inner steps over all sessions."""
 
     peer_id: str
-    name: str | None
-    steps: int
-    tokens: int
-    anchor_digest: str | None
-    bytes_sent: int
-    bytes_received: int
-    seconds: PhaseSeconds
+    name: str | None = None
+    steps: int = 0
+    tokens: int = 0
+    anchor_digest: str | None = None
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: PhaseSeconds = PhaseSeconds()
 
     @property
     def utilization(self) -> float:
@@ -120,6 +117,7 @@ class Summary(Struct, frozen=True):
 
     exit: the exit code of the command.
     contributions: the swarm's public record: how much each peer contributed to the final model.
+    virtual_s: the length of a simulated run, None of a real one.
     """
 
     run_id: str = ""
@@ -134,19 +132,16 @@ class Summary(Struct, frozen=True):
     takeovers: int = 0
     exit: int = 0
     contributions: Sequence[Contributor] = ()
+    virtual_s: float | None = None
 
     def result(self, of_steps: int | None = None) -> str:
         """How far it came, and its held-out loss, for people."""
         at = f"outer step {self.outer_steps}" + (f" of {of_steps}" if of_steps else "")
-        return (
-            at
-            if self.eval.loss is None
-            else f"{at}, held-out loss {self.eval.loss:.3f} nats per token"
-        )
+        loss = self.eval.loss
+        return at if loss is None else f"{at}, held-out loss {loss:.3f} nats per token"
 
     def to_json(self) -> dict[str, Any]:
-        """With what follows from it: perplexity and utilization. Contributions are left out if
-        there are none."""
+        """With perplexity and utilization, and without what there is none of."""
         content: dict[str, Any] = to_builtins(self)
         content["eval"]["perplexity"] = self.eval.perplexity
         for told, peer in zip(content["peers"], self.peers, strict=True):
@@ -155,67 +150,55 @@ class Summary(Struct, frozen=True):
                 del told["name"]
         if not self.contributions:
             del content["contributions"]
-        return dict(finite(content))
+        if self.virtual_s is None:
+            del content["virtual_s"]
+        return content
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Writes `summary.json`. Raises `ConfigError` if `path` cannot be written."""
-    write_atomic(path, json.dumps(summary.to_json(), indent=2, allow_nan=False) + "\n")
+    """Writes `summary.json`; non-finite numbers become null. `ConfigError` if it cannot."""
+    text = msgspec.json.encode(summary.to_json())
+    write_atomic(path, msgspec.json.format(text, indent=2) + b"\n")
+
+
+def read_summary(path: Path) -> Summary | None:
+    """The summary in a file; None if there is none."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    return None
 
 
 def write_contributions(path: Path, contributions: Sequence[Contributor]) -> None:
-    """Writes the public record as CSV, one line per peer. Raises `ConfigError` if `path` cannot be
-    written."""
+    """Writes the public record as CSV, one line per peer. Raises `ConfigError` if it cannot."""
     text = io.StringIO()
-    table = csv.DictWriter(text, list(Contributor.__struct_fields__), lineterminator="\n")
-    table.writeheader()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(Contributor.__struct_fields__)
     for row in contributions:
-        table.writerow({key: _cell(value) for key, value in to_builtins(row).items()})
+        cells = to_builtins(row).values()
+        table.writerow([f"'{one}" if str(one).startswith(FORMULAS) else one for one in cells])
     write_atomic(path, text.getvalue())
 
 
-def _cell(value: object) -> object:
-    """A value for a spreadsheet, which would read some texts as formulas; names and ids are what
-    strangers choose."""
-    return (
-        f"'{value}"
-        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-        else value
-    )
-
-
-def merge_peer_summaries(
-    parts: Sequence[Summary],
-    *,
-    run_id: str,
-    manifest_hash: str,
-    mode: str,
-    wall_s: float,
-    exit: int,
-) -> Summary:
-    """One summary of a swarm from the summaries of its peers.
+def merge_peer_summaries(parts: Sequence[Summary], **known: Any) -> Summary:
+    """One summary of a swarm from the summaries of its peers, and fields that no part knows.
 
     applied, discarded: the largest count of any peer, because the swarm clock only grows.
     processed: the sum over the peers, and at least both, which may have tokens of a killed peer
-        that left no summary. in_flight: the rest. eval,
-    contributions: from the peer with the most outer steps that has them. heals, takeovers: only one
-        peer counts each.
+        that left no summary. in_flight: the rest.
+    eval, contributions: from the peer with the most outer steps that has them.
+    heals, takeovers: only one peer counts each.
     """
     applied = max((part.tokens.applied for part in parts), default=0)
     discarded = max((part.tokens.discarded for part in parts), default=0)
     processed = max(sum(part.tokens.processed for part in parts), applied + discarded)
     furthest = sorted(parts, key=lambda part: part.outer_steps, reverse=True)
     return Summary(
-        run_id=run_id,
-        manifest_hash=manifest_hash,
-        mode=mode,
-        wall_s=wall_s,
-        outer_steps=max((part.outer_steps for part in parts), default=0),
+        **known,
+        outer_steps=furthest[0].outer_steps if parts else 0,
         tokens=Tokens(processed, applied, discarded, processed - applied - discarded),
         eval=next((part.eval for part in furthest if part.eval.loss is not None), Evaluation()),
         peers=[peer for part in parts for peer in part.peers],
         heals=sum(part.heals for part in parts),
         takeovers=sum(part.takeovers for part in parts),
-        exit=exit,
         contributions=next((part.contributions for part in furthest if part.contributions), ()),
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,13 @@ from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.reporting import Listener, PeerStatus, Report
-from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions
+from diloco.rundir.summary import (
+    PhaseTimer,
+    Summary,
+    merge_peer_summaries,
+    write_contributions,
+    write_summary,
+)
 from diloco.sim import events
 from diloco.sim.events import SimEvent
 from diloco.sim.lockstep import Lockstep
@@ -94,9 +99,7 @@ def simulate(config: Config, listen: Listener) -> Simulated:
         write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         with virtual_time() as loop:
             outcome: Simulated = loop.run_until_complete(Simulation(loop, config, listen).run())
-        content = outcome.summary.to_json()
-        text = json.dumps({**content, "virtual_s": outcome.virtual_s}, indent=2, allow_nan=False)
-        write_atomic(config.run.dir / "summary.json", text + "\n")
+        write_summary(config.run.dir / "summary.json", outcome.summary)
         write_contributions(config.run.dir / "contributions.csv", outcome.summary.contributions)
         title = f"{config.run.id}: {config.model.name}, simulated"
         plot_losses(config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", title)
@@ -143,7 +146,7 @@ class Simulation:
             manifest_hash=self.config.manifest().hash(),
             mode=self.config.outer.method,
             wall_s=time.monotonic() - self.began_at,
-            exit=0,
+            virtual_s=self.loop.time(),
         )
         return Simulated(summary, self.loop.time())
 

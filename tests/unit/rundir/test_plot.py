@@ -13,76 +13,60 @@ import pytest
 from matplotlib import image
 
 from diloco.errors import ConfigError
-from diloco.rundir.plot import Curve, plot_losses, read_curves
+from diloco.rundir.plot import Curve, held_out_curve, plot_losses, training_curves
 
 
-def write(path: Path, *records: Any, tail: str = "") -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-def train(peer: str, step: int, tokens: int | None, loss: Any) -> dict[str, Any]:
+def train(peer: str, step: int, tokens: int, loss: Any) -> dict[str, Any]:
     return {"peer": peer, "inner_step": step, "tokens": tokens, "loss": loss}
 
 
-def held_out(version: int, tokens: int | None, loss: Any, step: int = 0) -> dict[str, Any]:
-    return {
-        "peer": "p0",
-        "inner_step": step,
-        "version": version,
-        "tokens": tokens,
-        "eval_loss": loss,
-    }
+def held_out(version: int, tokens: int, loss: Any) -> dict[str, Any]:
+    return {"peer": "p0", "version": version, "tokens": tokens, "eval_loss": loss}
 
 
-def test_curves_are_per_peer_over_the_swarm_clock(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "m",
+def evaluated(records: list[dict[str, Any]]) -> list[tuple[float | None, float]]:
+    return [(point.tokens, point.loss) for point in held_out_curve(records)]
+
+
+def test_curves_are_per_peer_over_the_swarm_clock() -> None:
+    records = [
         held_out(0, 0, 5.0),
         *[train(peer, step, 0, 5.0 - step) for step in (1, 2) for peer in ("p1", "p0")],
         held_out(1, 80, 4.0),
         *[train(peer, step, 80, 5.0 - step) for step in (3, 4) for peer in ("p0", "p1")],
-    )
-    training, evaluated = read_curves(path)
+    ]
+    training = training_curves(records)
     assert list(training) == ["p0", "p1"]
     assert training["p0"] == Curve([20, 60, 100, 140], [4.0, 3.0, 2.0, 1.0])
-    assert evaluated == Curve([0, 80], [5.0, 4.0])
+    assert evaluated(records) == [(0, 5.0), (80, 4.0)]
 
 
-def test_steps_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
+def test_steps_that_a_resumed_run_repeats_count_once() -> None:
     """A peer that rejoins with nothing keeps its history."""
     before = [train("p0", step, 10 * (step // 2), 9.0) for step in range(1, 6)]
+    before += [held_out(1, 10, 9.0), held_out(2, 20, 9.0)]
     after = [train("p0", step, 10 * (step // 2), 1.0) for step in range(2, 8)]
-    path = write(
-        tmp_path / "m",
-        *before,
-        held_out(1, 10, 9.0),
-        held_out(2, 20, 9.0),
-        *after,
-        held_out(2, 20, 1.0),
-    )
-    training, evaluated = read_curves(path)
-    assert training["p0"].loss == [9.0] + [1.0] * 6
-    assert evaluated == Curve([10, 20], [9.0, 1.0])
-    path = write(
-        tmp_path / "m", train("p0", 1, 10, 5.0), train("p0", 2, 20, 4.0), train("p0", 1, 90, 3.0)
-    )
-    assert read_curves(path)[0]["p0"].loss == [5.0, 4.0, 3.0]
+    records = [*before, *after, held_out(2, 20, 1.0)]
+    assert training_curves(records)["p0"].loss == [9.0] + [1.0] * 6
+    assert evaluated(records) == [(10, 9.0), (20, 1.0)]
+    again = [train("p0", 1, 10, 5.0), train("p0", 2, 20, 4.0), train("p0", 1, 90, 3.0)]
+    assert training_curves(again)["p0"].loss == [5.0, 4.0, 3.0]
 
 
-def test_torn_lines_and_absurd_fields_are_passed_over(tmp_path: Path) -> None:
-    absurd = [
-        train("p0", step, 10 * step, loss) for step, loss in ((2, None), (3, "high"), (4, math.inf))
-    ]
-    path = write(
-        tmp_path / "m",
-        *({"event": "no loss"}, train("p0", 1, 10, 5.0), *absurd, {"peer": "p0", "loss": 1.0}),
+def test_absurd_fields_are_passed_over() -> None:
+    absurd = enumerate((None, "high", math.inf), start=2)
+    records = [
+        *({"event": "no loss"}, train("p0", 1, 10, 5.0), {"peer": "p0", "loss": 1.0}),
+        *(train("p0", step, 10 * step, loss) for step, loss in absurd),
         *({"loss": 4.0, "inner_step": 5, "tokens": 50}, {"eval_loss": 3.0, "tokens": 50}),
-        tail='{"peer": "p0", "inner_step": 6, "los',
-    )
-    training, evaluated = read_curves(path)
-    assert training == {"?": Curve([50], [4.0]), "p0": Curve([10], [5.0])}
-    assert evaluated == Curve([50], [3.0])
+    ]
+    assert training_curves(records) == {"?": Curve([50], [4.0]), "p0": Curve([10], [5.0])}
+    assert evaluated(records) == []
 
 
 @pytest.mark.parametrize("peers", [0, 1, 9])

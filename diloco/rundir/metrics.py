@@ -1,5 +1,4 @@
-"""Logs of one peer: metrics and events in the run directory, and in Weights & Biases if
-configured."""
+"""Logs of one peer: metrics and events in the run directory, and in Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from diloco.config import Config
 from diloco.errors import ConfigError
@@ -19,19 +18,18 @@ from diloco.rundir.files import JsonLines
 logger = logging.getLogger(__name__)
 
 AGGREGATE_EVERY_S = 30.0
-# a peer's figures of all
+# a peer's figures that are the swarm's: anchors are equal
 SHARED = {"eval_loss": "swarm/held_out_loss", "swarm_tokens_per_s": "swarm/tokens_per_s"}
 
 
 class RunLog:
-    """`metrics.jsonl` and `events.jsonl` of one peer; each line carries `time` (unix seconds) and
-    `peer`.
+    """`metrics.jsonl` and `events.jsonl` of one peer; a line has `time` (unix seconds) and `peer`.
 
     `metrics.jsonl`: version, inner_step (counted over this peer's sessions), tokens (swarm clock)
     and the measured values; one line per outer step has bytes_sent, swarm_tokens_per_s (applied
     since the one before) and the seconds of each phase so far. grad_norm is that of the last step
     before it is clipped, mfu needs a device whose peak is known.
-    `events.jsonl`: `kind` and the fields of that kind.
+    `events.jsonl`: `kind`, an `EventKind`, and the fields of that kind.
 
     Raises `ConfigError` if a file cannot be opened. If a line cannot be written later (the disk is
     full), that line is lost, one warning says so, and the run goes on.
@@ -44,52 +42,38 @@ class RunLog:
         wandb: WandbLog | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.peer = peer
-        self._clock = clock
-        self._wandb = wandb
+        self.peer, self._clock, self._wandb = peer, clock, wandb
         self._metrics = JsonLines(run_dir / "metrics.jsonl")
         self._events = JsonLines(run_dir / "events.jsonl")
         self._writable = True
 
     def metric(self, *, version: int, inner_step: int, tokens: int, **measured: Any) -> None:
-        """Logs a line; None is left out, and a non-finite number becomes null. Losses are in nats
-        per token."""
-        assert not measured.keys() & {
-            "time",
-            "peer",
-        }, f"the line has its own time and peer: {sorted(measured)}"
+        """Logs a line without values that are None. Losses are in nats per token."""
         record = {"version": version, "inner_step": inner_step, "tokens": tokens}
         record |= {name: value for name, value in measured.items() if value is not None}
-        self._write(self._metrics, {"time": self._clock(), "peer": self.peer, **record})
+        self._write(self._metrics, record)
         if self._wandb is not None:
             self._wandb.log(record)
 
     def samples(self, version: int, written: Sequence[tuple[str, str]]) -> None:
-        """Prompts, and what the model of this version wrote after them: an event `sample` each."""
+        """Prompts, and what the model of this version wrote after them: a `sample` each."""
         for prompt, text in written:
             self.event("sample", version=version, prompt=prompt, text=text)
         if self._wandb is not None:
             self._wandb.samples([[version, *one] for one in written])
 
     def event(self, kind: str, **fields: Any) -> None:
-        assert not fields.keys() & {
-            "time",
-            "peer",
-        }, f"{kind}: the line has its own time and peer: {sorted(fields)}"
-        self._write(
-            self._events, {"time": self._clock(), "peer": self.peer, "kind": kind, **fields}
-        )
+        self._write(self._events, {"kind": kind, **fields})
 
     def swarm_event(self, kind: str, fields: Mapping[str, object]) -> None:
-        """An event of the swarm node. Its `peer` is written as `subject`, for a line's `peer` is
-        the one that tells."""
-        self.event(
-            kind, **{("subject" if key == "peer" else key): value for key, value in fields.items()}
-        )
+        """An event of the swarm node, whose `peer` becomes `subject`."""
+        renamed = {"subject" if key == "peer" else key: value for key, value in fields.items()}
+        self.event(kind, **renamed)
 
     def _write(self, lines: JsonLines, record: dict[str, Any]) -> None:
+        assert not record.keys() & {"time", "peer"}, f"a line has its own time and peer: {record}"
         try:
-            lines.write(record)
+            lines.write({"time": self._clock(), "peer": self.peer, **record})
             self._writable = True
         except ConfigError as error:
             if self._writable:
@@ -102,7 +86,7 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.close()
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,15 +94,12 @@ class RunLog:
 
 
 class WandbLog:
-    """A wandb run for each peer, grouped by run id, with an id that survives a resume; or one run
-    for the whole swarm.
+    """A wandb run per peer, grouped by run id, with an id that survives a resume.
 
-    With `aggregate` the run is called `swarm`. It logs what `figures` returns instead of the peer's
-    own metrics: once per outer step, and every 30 s in a long one. Any other peer with `aggregate`
-    continues the same run.
+    With `aggregate` there is one run, `swarm`, for all peers. The peer that leads logs what
+    `figures` returns instead of its own metrics: once per outer step, and every 30 s in a long one.
 
-    A failure of the service is one warning, and the run goes on with its own files. wandb is
-    imported only if `mode` needs it.
+    A failure of the service is one warning, and the run goes on with its own files.
     """
 
     def __init__(
@@ -126,8 +107,7 @@ class WandbLog:
     ) -> None:
         settings = config.wandb
         self.figures: Callable[[], Mapping[str, Any]] = dict
-        self._aggregate = settings.aggregate
-        self._clock = clock
+        self._aggregate, self._clock = settings.aggregate, clock
         self._logged: tuple[int, float] = (-1, -math.inf)  # version and time
         self._run: Any = None
         peer = "swarm" if settings.aggregate else peer
@@ -136,42 +116,53 @@ class WandbLog:
         try:
             import wandb
 
-            # wandb's console capture would swallow the lines for the supervisor, and wandb must
-            # never ask for a key.
-            options = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=10)
             self._table = wandb.Table
             self._run = wandb.init(
                 mode=settings.mode,
                 project=settings.project,
                 entity=settings.entity,
-                # a sweep sets it for its members
-                group=os.environ.get("WANDB_RUN_GROUP") or config.run.id,
+                group=os.environ.get("WANDB_RUN_GROUP") or config.run.id,  # set by a sweep
                 name=peer,
                 id=re.sub(r"[^A-Za-z0-9_-]", "-", f"{config.run.id}-{peer}")[:128],
                 resume="allow",
                 dir=str(config.run.dir),
                 config=config.model_dump(mode="json"),
-                settings=options,
+                # Its console capture would swallow the lines for the supervisor; and it must not
+                # ask for a key.
+                settings=wandb.Settings(
+                    console="off", silent=True, init_timeout=30, login_timeout=10
+                ),
             )
         except Exception as error:
             self._give_up(f"wandb.mode={settings.mode}: cannot start", error)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Logs a line of `metrics.jsonl`."""
-
-        def send() -> None:
-            content = self._swarm(record) if self._aggregate else dict(record)
-            if content:
-                self._run.log(content)
-
-        self._try("log", send)
+        self._try("log", lambda: self._log(record))
 
     def samples(self, rows: list[list[Any]]) -> None:
         """Logs a table of versions, prompts and texts."""
-        self._try(
-            "log",
-            lambda: self._run.log({"samples": self._table(["outer step", "prompt", "text"], rows)}),
-        )
+        columns: Any = ["outer step", "prompt", "text"]
+        self._try("log", lambda: self._run.log({"samples": self._table(columns, rows)}))
+
+    def close(self) -> None:
+        self._try("finish", lambda: self._run.finish())
+        self._run = None
+
+    def _log(self, record: Mapping[str, Any]) -> None:
+        if self._aggregate:
+            record = self._swarm(record)
+        if record:
+            self._run.log(dict(record))
+
+    def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The swarm's figures, if they are due."""
+        version, at = self._logged
+        shared = {name: record[key] for key, name in SHARED.items() if key in record}
+        if not shared and record["version"] <= version and self._clock() - at < AGGREGATE_EVERY_S:
+            return {}
+        self._logged = record["version"], self._clock()
+        return {**self.figures(), **shared}
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
         """The first failure is the last call."""
@@ -180,20 +171,6 @@ class WandbLog:
                 work()
             except Exception as error:
                 self._give_up(f"wandb: cannot {what}", error)
-
-    def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The swarm's figures, if they are due. As anchors are equal, this peer's held-out loss is
-        the swarm's."""
-        version, at = self._logged
-        shared = {name: record[key] for key, name in SHARED.items() if key in record}
-        if not shared and record["version"] <= version and self._clock() - at < AGGREGATE_EVERY_S:
-            return {}
-        self._logged = record["version"], self._clock()
-        return {**self.figures(), **shared}
-
-    def close(self) -> None:
-        self._try("finish", lambda: self._run.finish())
-        self._run = None
 
     def _give_up(self, what: str, error: Exception) -> None:
         self._run = None

@@ -1,11 +1,10 @@
-"""Models of checkpoints, where others find them while training goes on: `URL/step-00000012/`, as
-transformers reads it.
+"""Models of checkpoints, where others find them while training goes on: `URL/step-00000012/`.
 
 The URL is a directory, or whatever fsspec writes to: an object store, or the hub. Of several peers
-that push, the first claims a version by a file, and the others leave it to that one.
-`complete.json` comes last: what lacks it is not whole. Two that push one version at once write the
-same: a model is the anchor, which is equal on all peers. What an earlier training left there, and
-    where anchors move in parts what is not the end of the run, gives way to other values.
+that push, the first claims a version by a file, and the others leave it to that one; their models
+are equal. `complete.json` comes last: what lacks it is not whole. A version that an earlier
+training left there is replaced, and so is one in the middle of a run where fragments move one by
+one, by that of the end.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class Pusher:
-    """Pushes one version at a time, in a thread that training never waits for, the newest that
-    waits first. `digest` tells a model from others, and `write` puts it into a directory. What
-    fails after `retry_s` is left to the next.
+    """Pushes one version at a time, the newest that waits first, in a thread of its own.
 
-    Raises `ConfigError` if nothing can be written there.
+    `digest` tells a model from others, `write` puts it into a directory. What still fails after
+    the waits `retry_s` is left to the next version. Raises `ConfigError` if nothing can be written
+    to the URL.
     """
 
     def __init__(
@@ -49,50 +48,39 @@ class Pusher:
         write: Callable[[Any, Path], None],
         retry_s: Sequence[float] = (2.0, 10.0, 60.0),
     ) -> None:
-        self._url, self._digest, self._write, self._retry_s, self._me = (
-            url,
-            digest,
-            write,
-            retry_s,
-            token_hex(8),
-        )
+        self._url, self._digest, self._write, self._retry_s = url, digest, write, retry_s
+        self._me, self._fails = token_hex(8), False
         self._queue: Queue[tuple[int, Any, bool]] = Queue()
-        self._fails = False
         try:
             self._files, self._root = fsspec.url_to_fs(url)
             self._is_local = isinstance(self._files, LocalFileSystem)
             self._files.auto_mkdir = self._is_local
             self._files.pipe_file(probe := f"{self._root}/probe-{self._me}", b"diloco")
-            self._old = {
-                name.rpartition("/")[2] for name in self._files.ls(self._root, detail=False)
-            }
+            there = self._files.ls(self._root, detail=False)
+            self._old = {name.rpartition("/")[2] for name in there}
             self._files.rm_file(probe)
         except Exception as error:  # each store has its own exceptions
-            raise ConfigError(
-                f"checkpoint.push={url} cannot be written ({one_line(error)}); name a directory, or"
-                " a URL whose library is installed and to which the environment gives access"
-            ) from error
+            remedy = (
+                "name a directory, or a URL whose library is installed and to which the environment"
+                " gives access"
+            )
+            why = f"cannot be written ({one_line(error)})"
+            raise ConfigError(f"checkpoint.push={url} {why}; {remedy}") from error
         threading.Thread(target=self._work, name="push", daemon=True).start()
 
     def begin(self, version: int, model: Any, final: bool = False) -> None:
-        """Push a model. A `final` version that another peer has claimed is waited for, and then
-        pushed all the same."""
+        """Push a model; a `final` one, after some waiting, even if another peer has claimed it."""
         with suppress(Empty):
             self._queue.get_nowait()
             self._queue.task_done()
         self._queue.put((version, model, final))
 
     def wait(self, timeout_s: float = PATIENCE_S) -> None:
-        """Until all is pushed that was begun, or so long; a warning if it is not."""
-        with self._queue.all_tasks_done:
-            if not self._queue.all_tasks_done.wait_for(
-                lambda: not self._queue.unfinished_tasks, timeout_s
-            ):
-                logger.warning(
-                    "checkpoint.push: the last model is not at %s after %.0f s",
-                    self._url,
-                    timeout_s,
-                )
+        """Wait until all is pushed that was begun, or warn after `timeout_s`."""
+        with (done := self._queue.all_tasks_done):
+            if not done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s):
+                text = "checkpoint.push: the last model is not at %s after %.0f s"
+                logger.warning(text, self._url, timeout_s)
 
     def _work(self) -> None:
         while True:
@@ -104,33 +92,27 @@ class Pusher:
             try:
                 with TemporaryDirectory(prefix="diloco-") as scratch:
                     self._upload(version, model, Path(scratch) / "model", final, wait_s is None)
-                if self._fails:
-                    logger.warning(
-                        "checkpoint.push: %s takes models again, from outer step %d on",
-                        self._url,
-                        version,
-                    )
-                self._fails = False
-                return
             except Exception as error:  # of the store, or of this machine's disk
                 if wait_s is not None:
                     time.sleep(wait_s)
                     continue
                 if not self._fails:
-                    where = f"outer step {version} is not at {self._url} ({one_line(error)})"
-                    logger.warning(
-                        "checkpoint.push: %s; training goes on, and later ones are tried", where
-                    )
+                    what = f"outer step {version} is not at {self._url} ({one_line(error)})"
+                    rest = "training goes on, and later ones are tried"
+                    logger.warning("checkpoint.push: %s; %s", what, rest)
                 self._fails = True
+                return
+            if self._fails:
+                again = f"{self._url} takes models again, from outer step {version} on"
+                logger.warning("checkpoint.push: %s", again)
+            self._fails = False
+            return
 
     def _upload(self, version: int, model: Any, place: Path, final: bool, last_try: bool) -> None:
         files, name, digest = self._files, f"step-{version:08d}", str(self._digest(model))
         target, anew = f"{self._root}/{name}", final or name in self._old
-        complete, claim, mine = (
-            f"{target}/{COMPLETE}",
-            f"{target}/claim",
-            f"{digest} {self._me}".encode(),
-        )
+        complete, claim = f"{target}/{COMPLETE}", f"{target}/claim"
+        mine = f"{digest} {self._me}".encode()
         whole = json.dumps({"version": version, "values": digest}).encode()
         files.invalidate_cache()
         there, claimed = (
@@ -147,12 +129,10 @@ class Pusher:
         if there:
             files.rm_file(complete)
         self._write(model, place)
-        for name in (
-            one.relative_to(place).as_posix() for one in place.rglob("*") if one.is_file()
-        ):
-            # in a store it appears as a whole
-            part = f"{target}/{name}" + f".{self._me}" * self._is_local
-            files.put_file(str(place / name), part)
+        for file in filter(Path.is_file, place.rglob("*")):
+            name = f"{target}/{file.relative_to(place).as_posix()}"
+            part = f"{name}.{self._me}" if self._is_local else name  # a store shows it when whole
+            files.put_file(str(file), part)
             if self._is_local:
-                files.mv(part, f"{target}/{name}")
+                files.mv(part, name)
         files.pipe_file(complete, whole)

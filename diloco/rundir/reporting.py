@@ -1,8 +1,6 @@
-"""What one peer reports while it trains: the messages, and their listeners: a supervisor's pipe,
-lines, the log.
+"""What a peer reports while it trains, and who listens.
 
-training loop -> Report -> json_lines -> one JSON object per line -> read_report -> Report ->
-live table
+training loop -> Report -> json_lines -> a JSON object per line -> read_report -> Report -> table
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from diloco.text import human_bytes, human_count, plain
 logger = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0  # between lines of a peer whose outer step does not change
-_FROM = {
+_REACH = {
     "loopback": "on this machine only; swarm=network lets others in",
     "LAN": (
         "in this network; for elsewhere forward the port and set"
@@ -39,8 +37,7 @@ _FROM = {
 
 
 class Report(Struct, frozen=True, tag_field="t"):
-    """Base of all messages. `peer` is the name of the peer that reports, `time` unix seconds
-    (virtual if simulated)."""
+    """`peer` is the name of the peer that reports, `time` unix seconds (virtual if simulated)."""
 
     peer: str = "?"
     time: float = 0.0
@@ -51,8 +48,10 @@ class Report(Struct, frozen=True, tag_field="t"):
 
 
 class Stage(Report, frozen=True, tag="stage"):
-    """A peer prepares to train. `stage` is "data", with bytes of text that are tokenised of how
-    many (0: none is now), or "state", with bytes that came in.
+    """A peer prepares to train.
+
+    `stage` is "data", with bytes of text that are tokenised of how many (0: none is now), or
+    "state", with bytes that came in.
     """
 
     stage: str = ""
@@ -75,29 +74,20 @@ class Ready(Report, frozen=True, tag="ready"):
     advice: str = ""
 
     def invitation(self) -> list[str]:
-        """Lines for who has started a swarm: the best address as a whole command, then the others
-        by interface.
+        """Lines for who has started a swarm: the best address as a whole command, then others.
 
         `command` is `diloco invite ...` for a closed run: its owner makes a link for each
         volunteer.
         """
-        addresses, command = (
-            self.addresses or ((self.address,) if self.address else ()),
-            self.command,
-        )
-        if not addresses:
+        best, *others = self.addresses or (self.address,)
+        if not best:
             return ["nobody can join through this peer, which listens nowhere"]
-        best, *others = addresses
-        what = (
-            "others join with this"
-            if command == "diloco join"
-            else "this makes a link by which one volunteer joins"
-        )
-        lines = [
-            f"{what} ({reachability(best)}: {_FROM[reachability(best)]}):",
-            f"{command} {best}",
-        ]
-        return lines + [f"or, {reachability(other)}: {command} {other}" for other in others[:4]]
+        what = "this makes a link by which one volunteer joins"
+        if self.command == "diloco join":
+            what = "others join with this"
+        lines = [f"{what} ({reachability(best)}: {_REACH[reachability(best)]}):"]
+        lines.append(f"{self.command} {best}")
+        return lines + [f"or, {reachability(one)}: {self.command} {one}" for one in others[:4]]
 
 
 class Notice(Report, frozen=True, tag="notice"):
@@ -107,10 +97,10 @@ class Notice(Report, frozen=True, tag="notice"):
 
 
 class PeerStatus(Report, frozen=True, tag="status"):
-    """The state of a peer twice a second: losses in nats per token, `outer_steps` of the budget,
-    counts of this peer.
+    """The state of a peer twice a second: losses in nats per token, counts of this peer.
 
-    A value that is None is not known, and a display keeps the one before.
+    `outer_steps` is the budget's. A value that is None is not known, and a display keeps the one
+    before.
     """
 
     state: str = ""
@@ -140,24 +130,18 @@ _READER = msgspec.json.Decoder(Stage | Ready | Notice | PeerStatus | Finished)
 
 
 def read_report(line: str) -> Report | None:
-    """A message from a line of `json_lines`; None for any other, for a library may write there,
-    too."""
+    """A report from a line of `json_lines`; None for any other, such as a library's output."""
     try:
-        message: Report = _READER.decode(line)
+        report: Report = _READER.decode(line)
     except msgspec.MsgspecError:
         return None
-    return message
+    return report
 
 
-def json_lines(message: Report) -> None:
-    """Writes a message to stdout at once, one JSON object per line: `diloco local` reads its peers
-    this way.
-
-    Numbers that JSON lacks become null.
-    """
-    # the supervisor is gone, and this peer is about to leave
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(msgspec.json.encode(message).decode() + "\n")
+def json_lines(report: Report) -> None:
+    """Writes a report to stdout at once, as a line of JSON; non-finite numbers become null."""
+    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this peer leaves soon
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         sys.stdout.flush()
 
 
@@ -173,13 +157,12 @@ class WarningLines(logging.Handler):
 
 
 class Lines:
-    """Writes messages as lines: at most one per peer and outer step, and one every 10 s where a
-    step takes longer.
+    """Writes reports as lines: one per peer and outer step, and every 10 s in a longer one.
 
         [ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training
 
     `known` is the newest state of each peer, and `total` the outer steps of the budget. A value
-    that a message lacks keeps its last one: a display must never end a run.
+    that a report lacks keeps its last one: a display must never end a run.
     """
 
     def __init__(
@@ -191,20 +174,19 @@ class Lines:
         self.known: dict[str, PeerStatus] = {}
         self.total, self.clock, self.began = total, clock, clock()
         self._write = write
-        # outer step and time of each peer's last line
-        self._shown: dict[str, tuple[int | None, float]] = {}
+        self._shown: dict[str, tuple[int | None, float]] = {}  # step and time of the last line
         self._told = set[str]()
 
-    def __call__(self, message: Report) -> None:
-        peer = plain(message.peer)
-        if isinstance(message, Ready):
-            self._ready(peer, message)
-        elif isinstance(message, Notice):
-            if message.text not in self._told:  # peers with the same files say the same of them
-                self.note(f"{peer}: {message.text}")
-            self._told.add(message.text)
-        elif isinstance(message, PeerStatus):
-            self.learn(message)
+    def __call__(self, report: Report) -> None:
+        peer = plain(report.peer)
+        if isinstance(report, Ready):
+            self._ready(peer, report)
+        elif isinstance(report, Notice):
+            if report.text not in self._told:  # peers with the same files say the same of them
+                self.note(f"{peer}: {report.text}")
+            self._told.add(report.text)
+        elif isinstance(report, PeerStatus):
+            self.learn(report)
             self._status(peer, self.known[peer])
 
     def note(self, text: str) -> None:
@@ -219,85 +201,67 @@ class Lines:
         self.known[peer] = replace(before, **told | {"state": plain(status.state) or before.state})
         self.total = status.outer_steps or self.total
 
-    def _ready(self, peer: str, message: Ready) -> None:
-        self.note(f"{peer} ready" + (f" at {message.address}" if message.address else ""))
-        if message.advice:
-            self.note(f"{peer}: {message.advice}")
-        if message.first:
-            first, *others = map(plain, message.invitation())
+    def step_of(self, status: PeerStatus) -> str:
+        """The outer step, and of how many."""
+        version = "-" if status.version is None else str(status.version)
+        return version if self.total is None else f"{version}/{self.total}"
+
+    def _ready(self, peer: str, report: Ready) -> None:
+        self.note(f"{peer} ready" + (f" at {report.address}" if report.address else ""))
+        if report.advice:
+            self.note(f"{peer}: {report.advice}")
+        if report.first:
+            first, *others = map(plain, report.invitation())
             self.note(first)
             for line in others:  # for copying: nothing stands before it
                 self._write(line)
 
     def _status(self, peer: str, status: PeerStatus) -> None:
         now, (version, at) = self.clock(), self._shown.get(peer, (None, self.began))
-        # the evaluation of the step is over
-        settled = status.state in ("training", "waiting", "leaving", "done")
-        is_due = now - at >= LINE_EVERY_S or (status.version != version and settled)
+        evaluated = status.state in ("training", "waiting", "leaving", "done")
+        is_due = now - at >= LINE_EVERY_S or (status.version != version and evaluated)
         if not is_due and status.state not in ("done", "left"):
             return
         self._shown[peer] = status.version, now
-        loss, eval_loss = (
-            "-" if one is None else f"{one:.2f}" for one in (status.loss, status.eval_loss)
-        )
-        self.note(
-            f"{peer} v{self.step_of(status)} loss {loss} held-out {eval_loss}"
-            f" {human_count(status.tokens_per_s)} tok/s {human_bytes(status.bytes_sent)} sent"
-            f" {status.state}"
-        )
-
-    def step_of(self, status: PeerStatus) -> str:
-        """The outer step, and of how many."""
-        version = "-" if status.version is None else str(status.version)
-        return version if self.total is None else f"{version}/{self.total}"
+        losses = (status.loss, status.eval_loss)
+        loss, eval_loss = ("-" if one is None else f"{one:.2f}" for one in losses)
+        pace, sent = human_count(status.tokens_per_s), human_bytes(status.bytes_sent)
+        figures = f"loss {loss} held-out {eval_loss} {pace} tok/s {sent} sent"
+        self.note(f"{peer} v{self.step_of(status)} {figures} {status.state}")
 
 
 def log_lines(config: Config, clock: Callable[[], float] = time.monotonic) -> Listener:
-    """Writes messages to the log, for a peer without a terminal; at the end one line says where the
-    model is."""
+    """Writes reports to the log, for a peer without a terminal, and at last where the model is."""
     lines, notice = Lines(lambda text: logger.info("%s", text), clock=clock), who_can_join(config)
 
-    def listen(message: Report) -> None:
-        if isinstance(message, Ready) and notice is not None:
+    def listen(report: Report) -> None:
+        if isinstance(report, Ready) and notice is not None:
             text, is_warning = notice
             logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
-        lines(message)
-        if isinstance(message, Finished):
+        lines(report)
+        if isinstance(report, Finished):
             place = config.run.dir / "model"
             where = f"; the model is in {place}" if place.is_dir() else ""
-            logger.info("%s: %s%s", config.run.dir, message.summary.result(), where)
+            logger.info("%s: %s%s", config.run.dir, report.summary.result(), where)
 
     return listen
 
 
 def who_can_join(config: Config) -> tuple[str, bool] | None:
-    """One line on whether strangers can join, and whether that line is a warning; None without a
-    swarm.
-
-    Commands show it first, because everybody who starts a peer should know it.
-    """
-    run_key = config.run.key
+    """One line on whether strangers can join, and whether it is a warning; None without a swarm."""
+    key = config.run.key
     if config.outer.method != "diloco":
         return None
-    if run_key is not None and config.swarm.admit == "anyone":
-        return (
-            (
-                "public run: anyone may contribute, invited peers make the versions, by key"
-                f" {run_key[:16]}"
-            ),
-            False,
-        )
-    if run_key is not None:
-        return f"closed run: invited peers only, by key {run_key[:16]}", False
+    if key is not None and config.swarm.admit == "anyone":
+        who = "anyone may contribute, invited peers make the versions"
+        return f"public run: {who}, by key {key[:16]}", False
+    if key is not None:
+        return f"closed run: invited peers only, by key {key[:16]}", False
     if config.only_here:
         return "open run, on this machine only", False
-    return (
-        (
-            "open run: anyone who can reach this peer can join, read the model and change it; to"
-            " close a run, start it with a key: diloco keygen run.key, then swarm.key_path=run.key"
-        ),
-        True,
-    )
+    risk = "anyone who can reach this peer can join, read the model and change it"
+    remedy = "start it with a key: diloco keygen run.key, then swarm.key_path=run.key"
+    return f"open run: {risk}; to close a run, {remedy}", True
 
 
 def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
@@ -312,10 +276,8 @@ def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
         "steps_per_s": sum(row.steps_per_s for row in peers),
         "payload_bytes": sum(row.bytes for row in ledger.contributions),
     }
-    figures |= {
-        f"tokens/{name}": getattr(ledger, name)
-        for name in ("processed", "applied", "discarded", "in_flight")
-    }
+    for name in ("processed", "applied", "discarded", "in_flight"):
+        figures[f"tokens/{name}"] = getattr(ledger, name)
     if snapshot.loss:
         figures["loss"] = snapshot.loss[-1].loss
     newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)

@@ -18,15 +18,10 @@ class SimEvent:
 
 
 def parse(texts: Sequence[str], peers: int) -> list[SimEvent]:
-    """Events in the order of their times; those of equal time as they were given.
+    """Events of `sim.events` by time, those of equal time as they were given.
 
-    Args:
-        texts: as in `sim.events`, whose pattern they fit.
-        peers: how many there are at second 0; a peer that joins before anything else happens to it
-            is not.
-
-    Raises:
-        ConfigError: a peer that is not there leaves or crashes, or one that is there joins.
+    `peers` are there at second 0, except those that join before anything else happens to them.
+    Raises ConfigError if a peer that is not there leaves or crashes, or one that is there joins.
     """
     events = []
     for text in texts:
@@ -37,12 +32,11 @@ def parse(texts: Sequence[str], peers: int) -> list[SimEvent]:
     present = set(starters(events, peers))
     for event in events:
         if (event.kind == "join") == (event.peer in present):
+            what, number = f"{event.kind}:{event.peer}@{event.at_s:g}", event.peer
             state = "is there already" if event.kind == "join" else "is not there"
-            raise ConfigError(
-                f"sim.events: {event.kind}:{event.peer}@{event.at_s:g}, but peer {event.peer}"
-                f" {state}; with local.peers={peers}, peers 0 to {peers - 1} are there from the"
-                " start, unless they join first"
-            )
+            start = f"peers 0 to {peers - 1} are there from the start, unless they join first"
+            why = f"but peer {number} {state}; with local.peers={peers}, {start}"
+            raise ConfigError(f"sim.events: {what}, {why}")
         present ^= {event.peer}
     return events
 

@@ -1,13 +1,8 @@
-"""A training loop that knows nothing of event loops, driven by one in virtual time.
+"""Runs the trainer of `diloco train`, which knows no event loop, in virtual time.
 
-1. The loop of a peer runs in a thread of its own. Until it asks for something, everything else
-   stands still, so it computes in no virtual time, and only one thread ever runs.
-2. It asks by `Lockstep.call`, with a coroutine: a sleep, an exchange. The thread stops, virtual
-   time goes on.
-3. The coroutine ends; the thread has its result, and step 1 begins anew.
-
-So the trainer of `diloco train` is the trainer of the simulator, and the order of everything is
-that of the loop.
+Each peer's training loop has a thread, and only one thread ever runs. Until the training loop calls
+`Lockstep.call` with a coroutine (a sleep, an exchange), the event loop stands still: computing
+takes no virtual time. Then the thread stops until the coroutine has a result.
 """
 
 from __future__ import annotations
@@ -15,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -22,8 +18,7 @@ R = TypeVar("R")
 
 
 class Killed(BaseException):
-    """Unwinds the thread of a peer that crashed; nothing may catch it, as nothing catches
-    SIGKILL."""
+    """Unwinds the thread of a peer that crashed; nothing may catch it."""
 
 
 class Lockstep(Generic[R]):
@@ -35,10 +30,8 @@ class Lockstep(Generic[R]):
 
     def __init__(self, work: Callable[[], R], name: str) -> None:
         self._work = work
-        context = contextvars.copy_context()  # the thread belongs to whom its maker belongs to
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), name=name, daemon=True
-        )
+        run = partial(contextvars.copy_context().run, self._run)  # the thread has its maker's owner
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._asked, self._answered = threading.Semaphore(0), threading.Semaphore(0)
         self._request: Coroutine[Any, Any, Any] | None = None
         self._answer: Any = None

@@ -1,8 +1,6 @@
-"""A network in memory and in virtual time: links with bandwidth and latency, streams that share
-them, and failures.
+"""A network in memory and in virtual time: links, streams that share them, and failures.
 
-    write -> uplink (pieces, round-robin over the streams) -> latency -> downlink (the same) ->
-    reader
+    write -> uplink (pieces, streams take turns) -> latency -> downlink (the same) -> reader
 
 A piece may enter the downlink while its end still leaves the uplink: n bytes alone on a link take
 n / min(up, down) + latency seconds, and equal streams get equal parts of a link. Opening a stream
@@ -17,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from diloco.errors import SwarmError
 from diloco.sim.virtual_time import VirtualLoop
@@ -55,8 +54,7 @@ class _Piece:
 
 
 class _Pipe:
-    """One direction of a stream. `fate` tells of each write, of both directions, whether the stream
-    breaks with it."""
+    """One direction of a stream. `fate` says of each write of both whether the stream breaks."""
 
     def __init__(self, network: Network, source: str, target: str, fate: Iterator[bool]) -> None:
         self.source, self.target = source, target
@@ -96,8 +94,7 @@ class _Pipe:
             raise ConnectionResetError(f"{self.target} has ended the stream")
 
     def close(self) -> None:
-        """End the stream in both directions: what was written still arrives, what comes back is
-        dropped."""
+        """End both directions: what was written still arrives, what comes back is dropped."""
         if not self.ended and not self.broken:
             self.ended = True
             self.waiting.append(_Piece(None))
@@ -112,8 +109,7 @@ class _Pipe:
         return piece
 
     def land(self) -> None:
-        """The first piece on the downlink has reached the reader. (Of timers with equal times any
-        may be first.)"""
+        """The first piece on the downlink has reached the reader."""
         piece = self.landing.popleft()
         if piece.data is None:
             self.end_reader()
@@ -140,13 +136,13 @@ class _Direction:
 
     def __init__(
         self,
-        loop: VirtualLoop,
+        network: Network,
         bytes_per_s: float | None,
         queue: Callable[[_Pipe], deque[_Piece]],
         take: Callable[[_Pipe], _Piece],
         served: Callable[[_Pipe, _Piece, float], None],
     ) -> None:
-        self._loop, self._bytes_per_s = loop, bytes_per_s
+        self._loop, self._bytes_per_s = network.loop, bytes_per_s
         self._queue, self._take, self._served = queue, take, served
         self._turns: dict[_Pipe, None] = {}
         self._busy = False
@@ -181,15 +177,14 @@ class _Direction:
         self._go_on()
 
 
+Ends = tuple[asyncio.StreamReader, _Pipe]  # of a stream: what comes in, and what goes out
+
+
 class Network:
     """Peers, their links, the streams between them, and the records of the DHT.
 
-    Args:
-        loop: where virtual time passes.
-        seed: of the losses; everything else has no randomness.
-        loss: probability that a stream is doomed: one of its messages or chunks, instead of
-            arriving, breaks it.
-        lossy: protocols whose streams that happens to.
+    loss: the probability, for streams of the protocols `lossy`, that one of its messages or chunks
+    breaks the stream instead of arriving. `seed` decides on these; nothing else is random.
 
     `crash` ends a peer and all its streams at once; `cut` is silence between two peers until
     `mend`. A handler that fails is a bug: the transport of its peer fails with it.
@@ -220,22 +215,18 @@ class Network:
     def join(
         self, peer: str, seeds: list[str], link: PeerLink | None = None, gate: Gate | None = None
     ) -> SimTransport:
-        """A peer's access to the network; a peer that crashed can join again. The gate decides who
-        may open streams."""
+        """A peer's access to the network; its gate decides who may open streams."""
         self._links[peer] = link = link or PeerLink()
-        self.uplinks[peer] = _Direction(
-            self.loop, link.up, lambda p: p.waiting, _Pipe.take, self._fly
-        )
+        self.uplinks[peer] = _Direction(self, link.up, lambda p: p.waiting, _Pipe.take, self._fly)
         self.uplinks[peer].held = lambda pipe: (pipe.source, pipe.target) in self._cuts
         self._downlinks[peer] = _Direction(
-            self.loop, link.down, lambda p: p.arrived, lambda p: p.arrived.popleft(), self._land
+            self, link.down, lambda p: p.arrived, lambda p: p.arrived.popleft(), self._land
         )
         self._transports[peer] = transport = SimTransport(self, peer, seeds, gate or Gate())
         return transport
 
     def crash(self, peer: str) -> None:
-        """The peer is gone: what it was sending is lost, and the others read the end of its
-        streams."""
+        """The peer is gone: what it was sending is lost, and others read the end of its streams."""
         self._transports.pop(peer, None)
         for pipe in [pipe for pipe in self._pipes if pipe.source == peer]:
             self.break_stream(pipe)
@@ -246,8 +237,7 @@ class Network:
             self.crash(transport.me)
 
     def cut(self, one: str, other: str, one_way: bool = False) -> None:
-        """From now on nothing passes between two peers, or nothing from one to the other; neither
-        is told."""
+        """From now on nothing passes between two peers, or from one to the other; none is told."""
         mended = asyncio.Event()
         for pair in [(one, other)] if one_way else [(one, other), (other, one)]:
             self._cuts.setdefault(pair, mended)
@@ -269,11 +259,8 @@ class Network:
         """Seconds that a byte is on the way from one peer to another."""
         return (self._links[one].latency_s + self._links[other].latency_s) / 2
 
-    async def open(
-        self, source: str, target: str, protocol: str
-    ) -> tuple[asyncio.StreamReader, _Pipe]:
-        """Open a stream; its writer is the outgoing pipe. A call into a cut, either way, is
-        answered if that ends."""
+    async def open(self, source: str, target: str, protocol: str) -> Ends:
+        """Open a stream. A call into a cut, either way, is answered if that ends in time."""
         if cut := self._cuts.get((source, target)) or self._cuts.get((target, source)):
             try:
                 async with asyncio.timeout(UNANSWERED_S):
@@ -302,7 +289,7 @@ class Network:
         return back.reader, there
 
     def signature(self, peer: str, content: bytes) -> bytes:
-        """Stands for a peer's signature; only its own transport asks for one to give it away."""
+        """Stands for a peer's signature; only its own transport asks for it."""
         return hashlib.sha256(b"\0".join((self._secret, peer.encode(), content))).digest()
 
     def break_stream(self, pipe: _Pipe) -> None:
@@ -342,7 +329,7 @@ class Network:
         self._land_at(max(self.loop.seconds + seconds, piece.whole_at), pipe, piece)
 
     def _land_at(self, second: float, pipe: _Pipe, piece: _Piece) -> None:
-        """What is said to everybody lands in many places at once, with one timer."""
+        """One timer for all that lands at that second, such as a broadcast."""
         pipe.landing.append(piece)
         if second in self._landings:
             self._landings[second].append(pipe)
@@ -378,11 +365,10 @@ class SimTransport:
 
         self.handlers[protocol] = handler if self._gate.admission is None else guarded
 
-    async def open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, _Pipe]:
+    async def open(self, peer: str, protocol: str) -> Ends:
         if self._gate.admission is not None:
-            await self._gate.greet(
-                peer, lambda: self._network.open(self.me, peer, GREETING), protocol == CONTROL
-            )
+            greeting = partial(self._network.open, self.me, peer, GREETING)
+            await self._gate.greet(peer, greeting, protocol == CONTROL)
         return await self._network.open(self.me, peer, protocol)
 
     def sign(self, content: bytes) -> bytes:
@@ -398,12 +384,8 @@ class SimTransport:
 
     async def announced(self) -> dict[str, list[str]]:
         await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
-        now = self._network.loop.seconds
-        return {
-            peer: addresses
-            for peer, (addresses, ends_at) in self._network.announced.items()
-            if ends_at > now
-        }
+        now, records = self._network.loop.seconds, self._network.announced
+        return {peer: addresses for peer, (addresses, ends) in records.items() if ends > now}
 
     async def observed(self, peer: str) -> str:
         return ""  # a simulated peer has no address: nobody is ever called anew
@@ -418,12 +400,8 @@ class SimTransport:
         self._network.leave(self)
 
     def served(self, task: asyncio.Future[None]) -> None:
-        """A handler has returned; one that raises is a bug, and must not pass for a peer that
-        vanished."""
-        if (
-            not task.cancelled()
-            and (error := task.exception()) is not None
-            and not self._failure.done()
-        ):
+        """A handler has returned; one that raises is a bug, not a peer that vanished."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._failure.done():
             self._failure.set_exception(SwarmError(f"a handler of {self.me} failed: {error!r}"))
             self._failure.exception()  # seen, should nobody wait for it

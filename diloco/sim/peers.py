@@ -1,8 +1,7 @@
 """A simulated peer: the production trainer and node over a simulated clock and network.
 
-Nothing of the algorithm is here. An inner step takes its virtual seconds when it fetches its batch,
-evaluation and the arithmetic of outer steps take none, and transfers take what the links make of
-them.
+An inner step takes its virtual seconds when it fetches its batch, evaluation and the arithmetic of
+outer steps take none, and transfers take what the links make of them.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ T = TypeVar("T")
 
 
 class SimRuntime:
-    """A node in virtual time, and a training loop in lockstep with it, as `Runtime`.
+    """As `Runtime`: a node in virtual time, and a training loop in lockstep with it.
 
-    The seed is the run's; every peer draws from one of its own. Without a gate everybody is let in.
+    Each peer draws from a seed of its own, made of the run's. Without a gate everybody is let in.
     """
 
     node_type = Node
@@ -48,8 +47,7 @@ class SimRuntime:
         self._seed, self._gate = seed, gate
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
-        seed = f"{self._seed}/{options.name}"
-        replica.rng = random.Random(seed)
+        replica.rng = random.Random(f"{self._seed}/{options.name}")
         options = replace(options, gate=self._gate or Gate(), wall=1e9 + self._loop.time())
         return self.call(self.node_type.open(options, replica, on_event, self._connect))
 
@@ -67,8 +65,7 @@ class SimRuntime:
 
 
 class PacedStream:
-    """A stream of batches, each of which takes an inner step's virtual seconds, spread by
-    `jitter`."""
+    """A stream of batches, each of which takes the virtual seconds of an inner step."""
 
     def __init__(
         self, stream: Stream, step_s: float, jitter: float, seed: str, lockstep: Lockstep[Any]
@@ -93,8 +90,7 @@ class PacedStream:
 class SimTrainer(Trainer):
     """The trainer of `diloco train`. Peers with one anchor are evaluated once."""
 
-    # by anchor digest; one for all peers
-    evaluated: dict[str | None, float | None] = field(default_factory=dict)
+    evaluated: dict[str | None, float | None] = field(default_factory=dict)  # by anchor digest
 
     def evaluate(self) -> None:
         digest = self.sync.anchor_digest()

@@ -1,10 +1,8 @@
 """`diloco simulate`: a whole run in virtual time, from configuration to summary.
 
-1. The peers of `local.peers` start, the first one before the others, as with `diloco local`.
-2. Each trains in a thread in lockstep with the virtual clock; `sim.events` happen when it is their
-   time.
-3. It ends when nobody trains any more. The run directory is that of a real run, with virtual
-   seconds in its logs.
+The peers of `local.peers` start, the first one before the others, as with `diloco local`. Each
+trains in a thread in lockstep with the virtual clock, and `sim.events` happen at their times. The
+run ends when nobody trains any more; its directory is a real run's, with virtual seconds in it.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import asyncio
 import copy
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,14 +47,12 @@ from diloco.train.checkpoint import RunCheckpoints
 from diloco.train.reporter import Reporter
 
 LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "contributions.csv", "loss.png")
-# virtual; with nothing learnt for that long (and some steps and transfers), it hangs
-PATIENCE_S = 3600.0
+PATIENCE_S = 3600.0  # virtual; a run without a step for so long, and some transfers, hangs
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The summary of the run, whose `wall_s` are real seconds and whose phases are virtual ones,
-    and its length."""
+    """Summary and length of a run; `wall_s` of the summary are real seconds, phases virtual."""
 
     summary: Summary
     virtual_s: float
@@ -78,31 +75,27 @@ class SimPeer:
 def simulate(config: Config, listen: Listener) -> Simulated:
     """Run the simulation in `run.dir`, whose earlier simulation is replaced.
 
-    Raises:
-        ConfigError: settings that cannot be simulated, or a run directory that holds a real run.
-        DilocoError: whatever would stop the run.
+    Raises ConfigError for settings that cannot be simulated and for the directory of a real run,
+    and any DilocoError that would stop a real run.
     """
     if config.outer.method == "data_parallel":
-        raise ConfigError(
-            "outer.method=data_parallel has no swarm to simulate; use diloco local, or another"
-            " outer"
-        )
-    if any((config.run.dir / "checkpoints").glob("*/step-*")):
-        raise ConfigError(
-            f"run.dir={config.run.dir} holds a run with checkpoints; choose another run.dir"
-        )
-    prepare_run_directory(config.run.dir)
-    with exclusive(config.run.dir):
+        remedy = "use diloco local, or another outer"
+        raise ConfigError(f"outer.method=data_parallel has no swarm to simulate; {remedy}")
+    place = config.run.dir
+    if any((place / "checkpoints").glob("*/step-*")):
+        raise ConfigError(f"run.dir={place} holds a run with checkpoints; choose another run.dir")
+    prepare_run_directory(place)
+    with exclusive(place):
         for name in LOGS:
-            (config.run.dir / name).unlink(missing_ok=True)
-        write_atomic(config.run.dir / "config.yaml", config.to_yaml())
-        write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
+            (place / name).unlink(missing_ok=True)
+        write_atomic(place / "config.yaml", config.to_yaml())
+        write_atomic(place / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         with virtual_time() as loop:
             outcome: Simulated = loop.run_until_complete(Simulation(loop, config, listen).run())
-        write_summary(config.run.dir / "summary.json", outcome.summary)
-        write_contributions(config.run.dir / "contributions.csv", outcome.summary.contributions)
+        write_summary(place / "summary.json", outcome.summary)
+        write_contributions(place / "contributions.csv", outcome.summary.contributions)
         title = f"{config.run.id}: {config.model.name}, simulated"
-        plot_losses(config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", title)
+        plot_losses(place / "metrics.jsonl", place / "loss.png", title)
     return outcome
 
 
@@ -114,10 +107,8 @@ class Simulation:
         self.events = events.parse(sim.events, peers)
         self.num_shards = max([peers, *(event.peer + 1 for event in self.events)])
         if len(sim.step_s) not in (1, self.num_shards):
-            raise ConfigError(
-                f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per"
-                " peer, or one"
-            )
+            given = f"{len(sim.step_s)} values for {self.num_shards} peers"
+            raise ConfigError(f"sim.step_s has {given}; give one per peer, or one")
         if config.train.threads is not None:
             torch.set_num_threads(config.train.threads)
         self.began_at = time.monotonic()
@@ -156,12 +147,8 @@ class Simulation:
         # with the last peer the run is over
         while self.peers or not (timeline.done() or self.summaries):
             running = {peer.task for peer in self.peers.values()}
-            pending: set[asyncio.Task[Any]] = {
-                *running,
-                watch,
-                *([] if timeline.done() else [timeline]),
-            }
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            others: set[asyncio.Task[Any]] = {watch} if timeline.done() else {watch, timeline}
+            done, _ = await asyncio.wait(running | others, return_when=asyncio.FIRST_COMPLETED)
             for peer in [peer for peer in self.peers.values() if peer.task in done]:
                 if not peer.crashed:
                     self.summaries.append(peer.task.result())
@@ -174,18 +161,16 @@ class Simulation:
     async def _timeline(self) -> None:
         """The start, then the events of the configuration, each at its time."""
         starters = events.starters(self.events, self.config.local.peers)
-        for number, index in enumerate(starters):
+        for index in starters:
             self._join(index, len(starters))
-            # the others join this one
-            if number == 0 and not await self._is_ready(self.peers[index]):
+            if index == starters[0] and not await self._is_ready(self.peers[index]):
                 return
         for event in self.events:
             await asyncio.sleep(max(0.0, event.at_s - self.loop.time()))
             self._happen(event)
 
     async def _is_ready(self, peer: SimPeer) -> bool:
-        """Wait until others can join this peer; False when it ended before, and `_run` raises
-        why."""
+        """Wait until others can join this peer; False when it ended before, and `_run` says why."""
         ready = self.loop.create_task(peer.ready.wait())
         await asyncio.wait({ready, peer.task}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -203,13 +188,11 @@ class Simulation:
             peer.crashed = True
             self.network.crash(peer.name)
             self.loop.kill(peer.name)
-            self.listen(self._message(peer, PeerStatus(state="killed")))
+            self._tell(peer, PeerStatus(state="killed"))
 
     def _join(self, index: int, min_peers: int) -> None:
-        seeds = [
-            peer.name for peer in self.peers.values() if peer.ready.is_set() and not peer.crashed
-        ]
-        name = f"p{index}"
+        living = (peer for peer in self.peers.values() if not peer.crashed)
+        seeds, name = [peer.name for peer in living if peer.ready.is_set()], f"p{index}"
         lockstep: Lockstep[Summary] = Lockstep(lambda: self._live(peer, min_peers), name)
         with self.loop.owned_by(name):
             task = self.loop.create_task(lockstep.run(), name=name)
@@ -224,16 +207,11 @@ class Simulation:
         patience_s = PATIENCE_S + 1000 * max(sim.step_s) + 100 * transfer_s
         before: object = None
         while True:
-            now = [
-                (p.index, p.sync.steps, p.sync.version)
-                for p in self.peers.values()
-                if p.sync is not None
-            ]
+            begun = [(p.index, p.sync) for p in self.peers.values() if p.sync is not None]
+            now = [(index, sync.steps, sync.version) for index, sync in begun]
             if now == before:
-                raise SwarmError(
-                    f"nothing has moved for {patience_s:.0f} virtual seconds: {now} (peer, step,"
-                    " version)"
-                )
+                still = f"nothing has moved for {patience_s:.0f} virtual seconds"
+                raise SwarmError(f"{still}: {now} (peer, step, version)")
             before = now
             await asyncio.sleep(patience_s)
 
@@ -246,22 +224,15 @@ class Simulation:
             phases = PhaseTimer(clock=self.loop.time)
             model = copy.deepcopy(self.model)
             optimizer = inner_optimizer(model, config.inner)
-            step_s = config.sim.step_s[peer.index % len(config.sim.step_s)]
-            batches = self.dataset.batches(
-                config.inner.batch_size, shard=peer.index, shards=self.num_shards
-            )
+            index, size, sim = peer.index, config.inner.batch_size, config.sim
+            batches = self.dataset.batches(size, shard=index, shards=self.num_shards)
+            step_s = sim.step_s[index % len(sim.step_s)]
             seed = f"{config.run.seed}/{peer.name}"
-            paced = PacedStream(batches, step_s, config.sim.jitter, seed, peer.lockstep)
+            paced = PacedStream(batches, step_s, sim.jitter, seed, peer.lockstep)
             swarm = self._swarm(peer, config, log)
             peer.sync = sync = swarm.attach(model, optimizer, ranks=self.ranks, phases=phases)
-            report = Reporter(
-                config,
-                self.ranks,
-                sync,
-                phases,
-                log,
-                lambda message: self.listen(self._message(peer, message)),
-            )
+            tell = partial(self._tell, peer)
+            report = Reporter(config, self.ranks, sync, phases, log, tell)
             trainer = SimTrainer(
                 config,
                 self.ranks,
@@ -298,8 +269,8 @@ class Simulation:
             config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime
         )
 
-    def _message(self, peer: SimPeer, message: Report) -> Report:
-        return message.told_by(peer.name, self.loop.time())
+    def _tell(self, peer: SimPeer, report: Report) -> None:
+        self.listen(report.told_by(peer.name, self.loop.time()))
 
 
 def _config_of(config: Config, name: str, min_peers: int) -> Config:

@@ -1,46 +1,38 @@
 """An event loop whose clock is virtual: when nothing is ready, it jumps to the next timer.
 
-The node is asyncio code, so whoever owns the loop owns its time. Nothing sleeps, and no thread runs
-beside the loop. The same program therefore runs in the same order each time, on every version of
-Python.
+Nothing sleeps, and no thread runs beside the loop, so a program runs in the same order each time.
 
 A fuzz makes the loop as unkind as an operating system: work for threads takes time (`executor_s`),
-a peer's clock runs at a rate of its own (`set_clock`), and a peer stops in the middle of everything
-(`freeze`, `kill`).
+a peer's clock has a rate of its own (`set_clock`), and a peer stops anywhere (`freeze`, `kill`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import heapq
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# of timers; floats of 20 years of seconds are finer, else a timer would never be due
-RESOLUTION_S = 1e-7
+RESOLUTION_S = 1e-7  # of timers; coarser than floats of 20 years of seconds
 NAMED = 5  # tasks that the report of a deadlock names
 POLL_EVERY = 256  # turns of the loop between two looks for signals
 MANY_TURNS = 100_000  # in which no time passes: something is busy for ever
 MANY_CANCELLED = 100  # timers; as many of them, and half of all, are worth a new heap
 
-_owner: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "diloco_sim_owner", default=None
-)
-_NOBODY = contextvars.Context()
+_owner: ContextVar[str | None] = ContextVar("diloco_sim_owner", default=None)
+_NOBODY = Context()
 
 
 class DeadlockError(RuntimeError):
-    """Nothing is ready and no timer is left, or much happens and no time passes: a bug, here or in
-    the simulated."""
+    """Nothing is ready and no timer is left, or much happens and no time passes: a bug."""
 
 
 class _Task(asyncio.Task[T]):
-    """A task whose hash is a count and no address, so that a set of tasks has the same order in
-    every run."""
+    """A task whose hash is a count, so that a set of tasks has the same order in every run."""
 
     def __init__(self, work: Coroutine[Any, Any, T], *, loop: VirtualLoop, **options: Any) -> None:
         self.number = loop.count_task()  # asyncio asks for the hash while it makes the task
@@ -58,18 +50,18 @@ class _Clock:
     offset_s: float = 0.0
 
 
+_Work = tuple[asyncio.TimerHandle, asyncio.Future[Any]]  # what a thread does, and who waits for it
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Virtual seconds begin at 0 and pass only by timers.
 
-    Tasks, timers and callbacks belong to an owner (a simulated peer). They inherit it from their
+    Tasks, timers and callbacks belong to an owner (a simulated peer), which they inherit from their
     creator. `time` is the clock of the owner that asks; `seconds` is the clock of the simulation.
-
-    Attributes:
-        executor_s: draws the virtual seconds before and after work that a thread would do; None
-            does it at once.
-        on_turn: called after every turn of the loop. turns: how many there were.
-
     `run_until_complete` raises `DeadlockError`, which names the tasks that wait.
+
+    executor_s: draws the virtual seconds before and after a thread's work; None does it at once.
+    on_turn: called after every turn of the loop.
     """
 
     _timer_cancelled_count: int  # asyncio's own
@@ -83,10 +75,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._num_tasks = 0
         self._owned: dict[str, dict[asyncio.Task[Any], None]] = {}  # ordered, unlike a set
         self._num_works = 0
-        # of threads
-        self._working: dict[
-            str | None, dict[int, tuple[asyncio.TimerHandle, asyncio.Future[Any]]]
-        ] = {}
+        self._working: dict[str | None, dict[int, _Work]] = {}
         self._clocks: dict[str | None, _Clock] = {}
         self._frozen: dict[str, list[asyncio.Handle]] = {}
         super().__init__()
@@ -103,7 +92,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.seconds if clock is None else clock.offset_s + clock.rate * self.seconds
 
     def call_at(  # type: ignore[override]
-        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         if self._clocks:
             clock = self._clocks.get(_owner.get())
@@ -111,8 +100,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return super().call_at(when, callback, *args, context=context)
 
     def at(self, second: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """Call back at a second of the simulation, on behalf of nobody: no peer's freeze or death
-        prevents it."""
+        """Call back at a second of the simulation, whatever happens to any owner."""
         return super().call_at(second, callback, *args, context=_NOBODY)
 
     def set_clock(self, owner: str, rate: float, offset_s: float) -> None:
@@ -120,16 +108,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._clocks[owner] = _Clock(rate, offset_s)
 
     def set_back(self, owner: str, seconds: float) -> None:
-        """The owner's clock stood still for so many virtual seconds, as that of a suspended machine
-        does."""
+        """The owner's clock stood still for so many virtual seconds: its machine was suspended."""
         clock = self._clocks.get(owner, _Clock())
         self._clocks[owner] = _Clock(clock.rate, clock.offset_s - clock.rate * seconds)
 
     # -- turns -------------------------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        """One turn: everything that is ready runs once; asyncio's own turn would wait for files and
-        real timers."""
+        """All that is ready runs once. (asyncio's own turn would wait for files and real time.)"""
         ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
         self._drop_cancelled(timers)
         if self.turns % POLL_EVERY == 0:
@@ -185,26 +171,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         try:
             return super().run_until_complete(future)
         except DeadlockError:
-            names = sorted(
-                task.get_name() + ": " + _place(task) for task in asyncio.all_tasks(self)
-            )
-            shown = "; ".join(names[:NAMED]) + (
-                f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            )
+            names = sorted(f"{task.get_name()}: {_place(task)}" for task in asyncio.all_tasks(self))
+            more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+            waiting = "; ".join(names[:NAMED] + more)
             busy = "time does not pass" if self._ready else "nothing can happen"  # type: ignore[attr-defined]
-            raise DeadlockError(
-                f"at {self.seconds:.3f} s {busy} any more; these wait: {shown}"
-            ) from None
+            text = f"at {self.seconds:.3f} s {busy} any more; these wait: {waiting}"
+            raise DeadlockError(text) from None
 
     # -- threads -----------------------------------------------------------------------------------
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Do the work here: at once, or in the middle of the time that `executor_s` gives it.
-
-        As with real threads, work goes on when nobody waits for it any more.
-        """
+        """Do the work here: at once, or in the middle of the time that `executor_s` gives it."""
         future: asyncio.Future[T] = self.create_future()
         if self.executor_s is None:
             _settle(future, *_outcome(func, args))
@@ -219,17 +198,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def _later(
-        self,
-        owner: str | None,
-        future: asyncio.Future[Any],
-        delay_s: float,
-        callback: Callable[[], None],
+        self, owner: str | None, future: asyncio.Future[Any], delay_s: float, callback: Any
     ) -> None:
         self._num_works += 1
         number, working = self._num_works, self._working.setdefault(owner, {})
 
-        # knows its timer by number: in a cycle the work would live until garbage is collected
-        def run() -> None:
+        def run() -> None:  # knows its timer by number, for a cycle would wait for the collector
             del working[number]
             callback()
 
@@ -257,8 +231,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             _owner.reset(token)
 
     def kill(self, owner: str) -> None:
-        """End an owner as SIGKILL would: what its threads do is lost, and its tasks are cancelled
-        in their order."""
+        """End an owner as SIGKILL would: its threads' work is lost, its tasks are cancelled."""
         for timer, future in self._working.pop(owner, {}).values():
             timer.cancel()
             future.cancel()  # who waits for the thread whatever happens would wait for ever
@@ -267,12 +240,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             task.cancel()
 
     def tasks_of(self, owner: str) -> list[asyncio.Task[Any]]:
-        """The tasks of an owner that are not over, in the order in which they were made."""
+        """The tasks of an owner that are not over, the oldest first."""
         return list(self._owned.get(owner, ()))
 
     def freeze(self, owner: str) -> None:
-        """Stop an owner as SIGSTOP would: its timers pass and its callbacks wait. Its clock goes on
-        (`set_back`)."""
+        """Stop an owner as SIGSTOP would: its callbacks wait. Its clock goes on (`set_back`)."""
         self._frozen.setdefault(owner, [])
 
     def thaw(self, owner: str) -> None:
@@ -299,11 +271,9 @@ def _outcome(func: Callable[..., T], args: tuple[Any, ...]) -> tuple[T | None, E
 
 
 def _settle(future: asyncio.Future[Any], result: object, error: Exception | None) -> None:
-    if future.cancelled():
-        return
-    if error is None:
+    if error is None and not future.cancelled():
         future.set_result(result)
-    else:
+    elif error is not None and not future.cancelled():
         future.set_exception(error)
 
 
@@ -315,24 +285,19 @@ def _place(task: asyncio.Task[Any]) -> str:
 
 @contextmanager
 def virtual_time() -> Iterator[VirtualLoop]:
-    """A loop for the length of a `with` block; what is left of its tasks is cancelled at the
-    end."""
+    """A loop for the length of a `with` block; its tasks are cancelled at the end."""
     loop = VirtualLoop()
     try:
         yield loop
     finally:
         try:
             loop.on_turn = None
-            _cancel_all(loop)
+            for owner in list(loop._frozen):
+                loop.thaw(owner)
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
             loop.close()
-
-
-def _cancel_all(loop: VirtualLoop) -> None:
-    for owner in list(loop._frozen):
-        loop.thaw(owner)
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))

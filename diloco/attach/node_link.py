@@ -14,7 +14,6 @@ from torch import Tensor
 from diloco.attach.ranks import RankGroup
 from diloco.attach.sharded import ShardedParams
 from diloco.config import OuterConfig
-from diloco.core.units import first
 from diloco.errors import SwarmError
 from diloco.messages import fields
 from diloco.messages.control import Figures
@@ -23,6 +22,7 @@ from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import Fragment
 from diloco.outer.replica import Replica
 from diloco.outer.staging import train_on_current_stream
+from diloco.ranges import first
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.leases import LeasedData
 from diloco.swarm.node.node import ExchangeResult, Node, OnEvent

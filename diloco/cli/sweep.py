@@ -120,7 +120,7 @@ def _sweep(
 
 
 @dataclass(frozen=True)
-class Member:
+class SweepRun:
     """One run of a sweep."""
 
     place: Path
@@ -173,7 +173,7 @@ class Member:
 
 def _members(
     command: str, overrides: Sequence[str], start: ConfigSource, jobs: int, place: Path | None
-) -> tuple[Path, list[Member]]:
+) -> tuple[Path, list[SweepRun]]:
     """Their directory, and all members. Raises ConfigError if one has no valid settings."""
     from diloco.config import compose
     from diloco.config.compose import compose_tree, key_of, quoted
@@ -201,7 +201,7 @@ def _members(
             processes = jobs * (config.local.peers if command == "local" else 1)
             own.append(f"train.threads={max(1, (os.cpu_count() or 1) // processes)}")
         arguments = (command, *start.arguments(), *settings, *own)
-        members.append(Member(place / str(number), settings, " ".join(varied), arguments, config))
+        members.append(SweepRun(place / str(number), settings, " ".join(varied), arguments, config))
     if not members:
         raise ConfigError("there are no members; check the ends of each range")
     return place, members
@@ -236,12 +236,12 @@ def _values(argument: str, start: ConfigSource) -> list[str]:
     return [f"{key}={value}" for value in values]
 
 
-def _run(waiting: list[Member], jobs: int) -> bool:
+def _run(waiting: list[SweepRun], jobs: int) -> bool:
     """Runs members, `jobs` at a time, and returns whether it was stopped; none outlives the call.
 
     Ctrl+C lets those that run leave cleanly; a second one kills them.
     """
-    running: dict[subprocess.Popen[bytes], Member] = {}
+    running: dict[subprocess.Popen[bytes], SweepRun] = {}
     stops, began = list[int](), time.monotonic()
 
     def stop(number: int, _: object) -> None:
@@ -269,7 +269,7 @@ def _run(waiting: list[Member], jobs: int) -> bool:
     return bool(stops)
 
 
-def _tell(member: Member, after_s: float) -> None:
+def _tell(member: SweepRun, after_s: float) -> None:
     from diloco.rundir.compare import read_run
 
     run = read_run(member.place)

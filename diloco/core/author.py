@@ -5,200 +5,158 @@ contributions have been here for a while; it takes all to which the book does no
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from diloco.core.events import Apply, Merge, Merged, Share
-from diloco.core.facts import Facts, Fragment, Item, Moving
+from diloco.core.facts import Contribution, Facts, FragmentState, Moving
 from diloco.core.history import follow
 from diloco.core.members import PAUSE_LIMIT_S, Member
-from diloco.core.units import NONE, overlaps, union
 from diloco.messages.fields import MAX_LINES, MAX_TOKENS, at_most
 from diloco.messages.heads import Head, Line
+from diloco.ranges import NONE, overlaps, union
 
 HEAVIEST = 2.0  # times the median weight
 LOOK_S = 1.0  # between two looks whether a pause has ended
 WAITING_S = 5.0  # with a quorum: who has waited longer for another fragment may wait for ever
 
 
-def close(core: Facts, f: Fragment) -> None:
+def close(core: Facts, f: FragmentState) -> None:
     """Make the next version, if it is time."""
-    if (
-        f.merge
-        or f.moving
-        or f.behind()
-        or f.damaged
-        or not core.ready
-        or core.over(f.tip)
-        or core.hands_over()
-    ):
+    settings, patience, now = core.settings, f.patience, core.now
+    busy = f.merge or f.moving or f.behind() or f.damaged or core.over(f.tip) or core.hands_over()
+    if busy or not core.ready:
         return
-    if core.now < f.again:
-        return core.wake(f.again)
+    if now < f.merge_at:
+        return core.wake(f.merge_at)
     here = {peer: item for peer, item in sorted(f.pool.items()) if not f.tip.objection(item.line)}
     whole = _without_collisions(here, f.tip.head.id)
-    since = f.adopted_at.get(f.tip.head.id, core.now)
-    f.patience.forgive([one.peer for one in core.members.all() if one.resumed_at > since], core.now)
+    since = f.adopted_at.get(f.tip.head.id, now)
+    patience.forgive([one.peer for one in core.members.all() if one.resumed_at > since], now)
     missing = _missing(core, f, here)
-    total, settings = len(whole) + len(missing), core.settings
+    total = len(whole) + len(missing)
     need = -(-total // 2) if settings.quorum is None else min(settings.quorum, total)
     if not whole or len(whole) < need:
         return
-    f.quorum_at = core.now if f.quorum_at is None else f.quorum_at
-    myself = core.me in missing and core.pauses and core.now - core.moved < PAUSE_LIMIT_S
-    if settings.barrier and (
-        f.patience.pauses(missing, core.now - f.quorum_at, core.now) or myself
-    ):
-        f.quorum_at = core.now  # the wait begins when the pause has ended
-        return core.wake(core.now + LOOK_S)
-    rounds_s = {peer: _round_s(core, f, item) for peer, item in whole.items()}
-    wait_s = (
-        f.patience.wait_s(list(rounds_s.values())) if settings.barrier else _grace_s(core, whole)
-    )
-    ends_at = f.quorum_at + wait_s
-    if missing and core.now < ends_at:
-        return core.wake(ends_at)
-    since_base_s = {
-        peer: item.since - f.adopted_at.get(item.line.base, -inf) for peer, item in whole.items()
-    }
-    f.patience.closed(since_base_s, missing)
-    f.patience.slow |= {one.peer for one in _stalled(core) if one.peer not in here}
+    f.quorum_at = now if f.quorum_at is None else f.quorum_at
+    myself = core.me in missing and core.pauses and now - core.moved_at < PAUSE_LIMIT_S
+    if settings.barrier and (patience.pauses(missing, now - f.quorum_at, now) or myself):
+        f.quorum_at = now  # the wait begins when the pause has ended
+        return core.wake(now + LOOK_S)
+    if settings.barrier:
+        wait_s = patience.wait_s([_round_s(core, f, item) for item in whole.values()])
+    else:
+        wait_s = _grace_s(core, whole)
+    if missing and now < f.quorum_at + wait_s:
+        return core.wake(f.quorum_at + wait_s)
+    came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in whole.items()}
+    patience.closed({peer: item.arrived_at - came[peer] for peer, item in whole.items()}, missing)
+    patience.slow |= _stalled(core) - here.keys()
     if missing:
         core.note("missing", fragment=f.index, peers=sorted(missing))
     _merge(core, f, list(whole.values())[:MAX_LINES])
 
 
-def _without_collisions(here: Mapping[str, Item], tip: str) -> dict[str, Item]:
-    """Contributions no two of which have the same data; of two that have, a late one is left
-    out."""
-    whole, taken = dict[str, Item](), NONE
+def _without_collisions(here: Mapping[str, Contribution], tip: str) -> dict[str, Contribution]:
+    """Contributions of which no two have the same data; of two that have, a late one goes."""
+    whole, taken = dict[str, Contribution](), NONE
     for peer, item in sorted(here.items(), key=lambda one: (one[1].line.base != tip, one[0])):
-        if not item.line.units:
-            whole[peer] = item
-        elif not overlaps(taken, item.line.units):
+        if not overlaps(taken, item.line.units):
             whole[peer], taken = item, union(taken, item.line.units)
     return dict(sorted(whole.items()))
 
 
-def _missing(core: Facts, f: Fragment, here: Mapping[str, Item]) -> dict[str, Member | None]:
+def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Member | None]:
     """Peers for which the version may wait: they train, make progress, and have nothing here."""
-    settings, now = core.settings, core.now
-    passed = {*here, *core.shunned} | (f.patience.slow if settings.barrier else set())
+    passed = {*here, *core.shunned, *_stalled(core)}
+    if core.settings.barrier:
+        passed |= f.patience.slow
     missing: dict[str, Member | None] = {}
-    passed |= {member.peer for member in _stalled(core)}
-    for member in core.members.all():
-        if member.status.trains and member.peer not in passed:
-            if (
-                settings.quorum is not None
-                and member.status.waits
-                and now - member.moved > WAITING_S
-            ):
-                continue
-            missing[member.peer] = member
+    for one in core.members.all():
+        waits = one.status.waits and core.now - one.moved_at > WAITING_S
+        passed_over = one.peer in passed or (waits and core.settings.quorum is not None)
+        if one.status.trains and not passed_over:
+            missing[one.peer] = one
     if core.me not in passed and core.trains_now and not core.stalled():
         missing[core.me] = None
     return missing
 
 
-def _stalled(core: Facts) -> list[Member]:
-    """Members that train and make no progress. Who can never contribute stalls again and again, as
-    any version lets it make a few inner steps more; so it is slow like who was waited for in vain.
+def _stalled(core: Facts) -> set[str]:
+    """Members that train and make no progress.
+
+    Who can never contribute stalls again and again, as any version lets it make a few inner steps
+    more; so it is slow, like who was waited for in vain.
     """
-    stall_s, first_step_s = core.settings.stall_s, core.settings.first_step_s
-    trainers = [member for member in core.members.all() if member.status.trains]
-    return [member for member in trainers if member.stalled(core.now, stall_s, first_step_s)]
+    limits = core.now, core.settings.stall_s, core.settings.first_step_s
+    trainers = (member for member in core.members.all() if member.status.trains)
+    return {member.peer for member in trainers if member.stalled(*limits)}
 
 
-def _round_s(core: Facts, f: Fragment, item: Item) -> float:
-    """Seconds from the base, or from when the peer began its round, until its contribution was
-    here."""
+def _round_s(core: Facts, f: FragmentState, item: Contribution) -> float:
+    """Seconds from the base, or from when the peer began its round, until its contribution came."""
+    began = f.adopted_at.get(item.line.base, item.arrived_at)
     member = core.members.get(item.line.peer)
-    began = f.adopted_at.get(item.line.base, item.since)
-    return item.since - (
-        max(began, member.began_at) if member and member.began_at <= item.since else began
-    )
+    if member and member.began_at <= item.arrived_at:
+        began = max(began, member.began_at)
+    return item.arrived_at - began
 
 
-def _grace_s(core: Facts, whole: Mapping[str, Item]) -> float:
-    """With a quorum: a fixed time, or a part of what the overlap hides, so that no inner step
-    waits.
+def _grace_s(core: Facts, whole: Mapping[str, Contribution]) -> float:
+    """With a quorum: a fixed time, or a part of what the overlap hides, so no inner step waits.
 
     That is gamma (tau xi_step - xi_quorum) of Decoupled DiLoCo (arXiv 2604.21428), for the
-    contributor with the least
-    time: it needs the update tau inner steps of its own after it took its pseudo-gradient,
-        xi_quorum ago.
+    contributor with the least time: it needs the update tau inner steps of its own after it took
+    its pseudo-gradient, xi_quorum ago.
     """
     settings = core.settings
     if not settings.grace_slack:
         return settings.grace_s
-    paces = {peer: core.pace_of(peer) for peer in whole}
-    due_at = [
-        whole[peer].taken + settings.overlap / pace for peer, pace in paces.items() if pace > 0
-    ]
+    paces = ((item, core.pace_of(peer)) for peer, item in whole.items())
+    due_at = [item.captured_at + settings.overlap / pace for item, pace in paces if pace > 0]
     return max(0.0, settings.grace_slack * (min(due_at, default=core.now) - core.now))
 
 
-def _merge(core: Facts, f: Fragment, items: Sequence[Item]) -> None:
-    book = f.tip.book
-    recent = (*book.recent, f.tip.head.id)
-    by_line = weights(core.settings.weights, [item.line for item in items])
-    shares = []
+def _merge(core: Facts, f: FragmentState, items: Sequence[Contribution]) -> None:
+    settings, head, book = core.settings, f.tip.head, f.tip.book
+    recent, shares = (*book.recent, head.id), list[Share]()
+    by_line = weights(settings.weights, [item.line for item in items])
     for item, weight in zip(items, by_line, strict=True):
         late = len(recent) - 1 - recent.index(item.line.base)
-        shares.append(
-            Share(
-                item.line, item.payload, weight, (1.0 + late) ** -core.settings.staleness_exponent
-            )
-        )
-    delay = (core.settings.delay or core.num_trainers()) if core.settings.windowed else 1
-    f.merge = Merge(
-        f.index,
-        f.tip.head.id,
-        f.tip.head.number + 1,
-        tuple(shares),
-        book.pushes,
-        book.delay if book.pushes else delay,
-    )
+        discount = (1.0 + late) ** -settings.staleness_exponent
+        shares.append(Share(item.line, item.payload, weight, discount))
+    delay = (settings.delay or core.num_trainers()) if settings.windowed else 1
+    window = book.pushes, book.delay if book.pushes else delay
+    f.merge = Merge(f.index, head.id, head.number + 1, tuple(shares), *window)
     core.out.append(f.merge)
 
 
 def merged(core: Facts, event: Merged) -> None:
-    """The update of the next version is made, unless the tip has moved meanwhile, or another peer
-    is the author now."""
+    """The update is made; in vain if the tip has moved, or another peer is the author by now."""
     f = core.fragments[event.fragment]
-    merge, f.merge = f.merge, None
-    if merge is None or f.tip.head.id != event.base or f.moving or core.author_of(f) != core.me:
+    here, merge, f.merge = f.tip.head, f.merge, None
+    if merge is None or here.id != event.base or f.moving or core.author_of(f) != core.me:
         return
+    left_out = event.left_out
     lines = tuple(
-        (share.line, 0.0 if share.line.peer in event.left_out else share.weight * share.discount)
+        (share.line, 0.0 if share.line.peer in left_out else share.weight * share.discount)
         for share in merge.shares
     )
     tokens = sum(line.tokens for line, weight in lines if weight)
     if event.update is None or not tokens:
-        f.again = core.now + core.settings.refresh_s
+        f.merge_at = core.now + core.settings.refresh_s
         return
-    head = Head(
-        f.index,
-        f.tip.head.number + 1,
-        f.tip.head.id,
-        core.me,
-        core.heir(f),
-        lines,
-        merge.delay,
-        at_most(f.tip.head.work + tokens, MAX_TOKENS),
-        event.digest,
-        "0" * 64,
-    )
+    work, place = at_most(here.work + tokens, MAX_TOKENS), (f.index, merge.number, here.id)
+    update, state = event.digest, "0" * 64
+    head = Head(*place, core.me, core.heir(f), lines, merge.delay, work, update, state)
     book, _ = follow(f.tip, head, core.settings.late, core.arithmetic)
     f.moving = Moving(head, book, event.update, own=True)
-    core.out.append(
-        Apply(f.index, head, book, event.update, float("inf"), f.tip.book.pushes, own=True)
-    )
+    pushes = f.tip.book.pushes
+    core.out.append(Apply(f.index, head, book, event.update, inf, pushes, own=True))
 
 
 def weights(kind: str, lines: Sequence[Line]) -> list[float]:
-    """What contributions weigh (`outer.weights`), at most twice their median, over the weight of
-    the first one.
+    """What contributions weigh (`outer.weights`), at most twice their median; the first weighs 1.
 
     So equal contributions have weight 1, and sums of 4- and 8-bit payloads are exact in fp32.
     """

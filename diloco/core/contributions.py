@@ -1,8 +1,6 @@
 """Rule 4. What a peer has learned flows to the author of the next version until it is in one.
-Sans-IO.
 
 inner steps -> due -> captured, signed -> offered to the author, or to a member that hears it -> in
-a version
 """
 
 from __future__ import annotations
@@ -12,18 +10,15 @@ from typing import Literal
 from msgspec.structs import replace
 
 from diloco.core import lifecycle
-from diloco.core.events import Capture, Captured, Delivered, Loaded, Push, Stepped
-from diloco.core.facts import CONTROL, SHUNNED, Facts, Fragment, Item
-from diloco.core.history import is_signed, sign
-from diloco.core.units import difference, sound, union
+from diloco.core.events import Capture, Captured, Delivered, Loaded, SendPayload, Stepped
+from diloco.core.facts import CONTROL, SHUNNED, Contribution, Facts, FragmentState
 from diloco.messages.control import Answer, Offer
 from diloco.messages.fields import MAX_TOKENS, MAX_UNIT_RANGES, at_most
 from diloco.messages.heads import Line
+from diloco.ranges import difference, sound, union
 
-# in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
-MOST_CYCLES = 8
-# tokens, where the manifest names none: larger batches are not known, and a lie ends no run
-MOST_PER_STEP = 2**28
+MOST_CYCLES = 8  # in one contribution; a peer that is in step sends one, and after mishaps a few
+MOST_PER_STEP = 2**28  # tokens, where the manifest names none: a lie ends no run
 LATE_RETRY_S = 1.0  # before a contribution is offered again after a stream broke
 
 
@@ -32,46 +27,43 @@ LATE_RETRY_S = 1.0  # before a contribution is offered again after a stream brok
 
 def stepped(core: Facts, event: Stepped) -> None:
     """The training loop made an inner step."""
-    settings = core.settings
+    settings, control = core.settings, core.control
     core.processed, core.steps = at_most(core.processed + event.tokens, MAX_TOKENS), core.steps + 1
-    core.steps_per_s, core.pauses, core.moved, core.made_step = (
-        event.steps_per_s,
-        False,
-        core.now,
-        True,
-    )
-    core.queue, core.changed_data = difference(core.queue, event.units), True
+    core.moved_at, core.made_step, core.pauses = core.now, True, False
+    core.steps_per_s, core.changed_data = event.steps_per_s, True
+    core.queue = difference(core.queue, event.units)
     if not core.begun:
         return  # it warms up beside the swarm
     core.position += 1
+    if not (control.stale or control.loading):  # else what it learned is about to be overwritten
+        control.units = union(control.units, event.units)
     for f in core.fragments:
-        if not (f.stale or f.loading):  # else what it learned is about to be overwritten
+        if not (f.stale or f.loading):
             f.unsent, f.steps = f.unsent + event.tokens, f.steps + 1
-        f.waiting = None if f.waiting is None else f.waiting - 1
-    if not (core.control.stale or core.control.loading):
-        core.control.units = union(core.control.units, event.units)
+        f.steps_left = None if f.steps_left is None else f.steps_left - 1
+    hurry = [f for f in core.fragments if _hurries(core, f)]
     if settings.staggered:
-        turns = {
-            -(-(turn + 1) * core.cycle // settings.fragments) for turn in range(settings.fragments)
-        }
-        core.turn = core.turn or core.position in turns
-        core.due += [f for f in core.fragments if f not in core.due and _hurries(core, f)]
-    elif core.position >= core.cycle or any(_hurries(core, f) for f in core.fragments):
+        number = settings.fragments
+        turns = {-(-turn * core.cycle // number) for turn in range(1, number + 1)}
+        core.turn_due = core.turn_due or core.position in turns
+        core.due += [f for f in hurry if f not in core.due]
+    elif core.position >= core.cycle or hurry:
         core.due, core.position = list(core.fragments), core.cycle
     core.position %= core.cycle
 
 
-def _hurries(core: Facts, f: Fragment) -> bool:
-    """Whether what was learned is as much as one line may claim, or would soon be late: a peer that
-    is much slower than the rest sends after fewer steps.
+def _hurries(core: Facts, f: FragmentState) -> bool:
+    """Whether what was learned is as much as a line may claim, or would soon be late.
+
+    So a peer that is much slower than the rest sends after fewer steps.
     """
     if f.steps >= MOST_CYCLES * core.settings.sync_every:
         return True
     recent = f.tip.book.recent
-    if not f.unsent or f.waiting is not None or f.base not in recent or own(core, f) is not None:
+    if not f.unsent or f.steps_left is not None or f.base not in recent or own(core, f) is not None:
         return False
     behind = len(recent) - recent.index(f.base)
-    # when training needs a head
+    # versions until training needs a head
     after = behind * (f.steps + core.settings.overlap) / f.steps if behind > 1 else behind
     return 2 * after >= core.settings.late
 
@@ -79,38 +71,34 @@ def _hurries(core: Facts, f: Fragment) -> bool:
 def loaded(core: Facts, event: Loaded) -> None:
     """Training goes on from an anchor."""
     f = core.fragments[event.fragment]
-    behind = core.begun and core.settings.lockstep and f.waiting is None
-    if f.stale or f.waiting is None:  # what was learned since is overwritten
+    behind = core.begun and core.settings.lockstep and f.steps_left is None
+    if f.stale or f.steps_left is None:  # what was learned since is overwritten
         f.forget()
-    f.base, f.waiting, f.loading, core.changed_data = event.head, None, False, True
+    f.base, f.steps_left, f.loading, core.changed_data = event.head, None, False, True
     if behind:  # the others went on without it, and it would be late in every round
         core.position = lifecycle.first_position(core)
 
 
-def own(core: Facts, f: Fragment) -> Line | None:
+def own(core: Facts, f: FragmentState) -> Line | None:
     """The newest contribution of this peer, while its fate is open in the history here."""
     item = f.pool.get(core.me)
     return f.draft or (item.line if item and not f.tip.objection(item.line) else None)
 
 
 def take_turn(core: Facts) -> None:
-    """Staggered fragments are sent one after another, in step with the others: each head is one
-    turn."""
-    if not core.turn:
+    """Send staggered fragments in turn, in step with the others: each head is one turn."""
+    if not core.turn_due:
         return
-    free = [f for f in core.fragments if f.waiting is None and f.unsent and own(core, f) is None]
+    free = [f for f in core.fragments if f.steps_left is None and f.unsent and own(core, f) is None]
     if free:
-        turn = (
-            core.next
-            if core.settings.quorum == 1
-            else sum(f.tip.head.number for f in core.fragments)
-        )
+        heads = sum(f.tip.head.number for f in core.fragments)
+        turn = core.next_turn if core.settings.quorum == 1 else heads
         core.due.append(min(free, key=lambda f: (f.index - turn) % len(core.fragments)))
     # else another history took what was learned
-    core.turn = not free and any(f.unsent for f in core.fragments)
+    core.turn_due = not free and any(f.unsent for f in core.fragments)
 
 
-def contribute(core: Facts, f: Fragment) -> None:
+def contribute(core: Facts, f: FragmentState) -> None:
     """Send what was learned, when it is due and the contribution before is settled."""
     if f not in core.due or own(core, f) is not None or f.needs_load():
         return
@@ -121,62 +109,46 @@ def contribute(core: Facts, f: Fragment) -> None:
     core.stamp = at_most(max(clock_ms, core.stamp + 1, f.tip.book.of(core.me)[0] + 1), MAX_TOKENS)
     said = core.stamp, f.base, f.steps, f.unsent, f.units[:MAX_UNIT_RANGES]
     f.draft = Line(f.index, core.me, *said, 0.0, "0" * 64, core.identity.name)
-    # else a newer head is here already
-    f.waiting = core.settings.overlap if f.base == f.tip.head.id else 0
+    newer = f.base != f.tip.head.id  # a head that training can go on from at once
+    f.steps_left = 0 if newer else core.settings.overlap
     f.forget()
-    core.next = f.index + 1
+    core.next_turn = f.index + 1
     core.out.append(Capture(f.draft))
 
 
 def captured(core: Facts, event: Captured) -> None:
     """The payload of this peer's contribution is made."""
     f = core.fragments[event.line.fragment]
-    if f.draft is None or f.draft.stamp != event.line.stamp:
-        return
-    line = sign(
-        replace(f.draft, norm=event.norm, root=event.root),
-        core.identity.signer,
-        core.identity.run_id,
-    )
-    f.draft = None
-    f.pool[core.me] = Item(line, event.payload, core.now, core.now)
+    if f.draft is not None and f.draft.stamp == event.line.stamp:
+        line = core.sign(replace(f.draft, norm=event.norm, root=event.root))
+        f.pool[core.me], f.draft = Contribution(line, event.payload, core.now, core.now), None
 
 
 # -- to the author ---------------------------------------------------------------------------------
 
 
-def pass_on(core: Facts, f: Fragment, author: str) -> None:
-    """Contributions go to the author: this peer's at once, what others have left here after a
-    while."""
-    patience_s, via = core.patience_s(f), core.next_hop(author)
+def pass_on(core: Facts, f: FragmentState, author: str) -> None:
+    """Contributions go to the author: this peer's at once, those of others after a while."""
+    patience_s, via, now = core.patience_s(f), core.next_hop(author), core.now
     for item in f.pool.values():
-        if item.got is not None and core.settings.barrier and core.members.any_pauses(core.now):
-            item.got = core.now  # the author may wait for that peer
-        known = item.got if item.to == via else None
-        wait_s = 0.0 if item.line.peer == core.me or core.leaving else core.settings.refresh_s
-        if core.now < item.since + wait_s or f.tip.objection(item.line):
+        mine = item.line.peer == core.me
+        if item.held_since is not None and core.settings.barrier and core.members.any_pauses(now):
+            item.held_since = now  # the author may wait for that peer
+        known = item.held_since if item.sent_to == via else None
+        wait_s = 0.0 if mine or core.leaving else core.settings.refresh_s
+        if now < item.arrived_at + wait_s or f.tip.objection(item.line):
             continue
-        if known is not None and core.now - known > patience_s:
+        is_new = mine and not item.sent_to and item.held_since is None and not item.unanswered
+        if known is not None and now - known > patience_s:
             core.shun(author, SHUNNED * patience_s)
-            core.note("stuck", fragment=f.index, author=author, waited_s=round(core.now - known, 1))
-        elif (
-            via == author
-            and item.line.peer == core.me
-            and item.to == ""
-            and item.got is None
-            and not item.asked
-        ):
-            # it is wanted, as it is new
-            item.to, item.again = via, core.now + core.deadline_s(f.sizes.payload)
-            core.out.append(Push(via, item.line, item.payload, 0))
-        elif via and (item.to != via or core.now >= item.again):
-            item.to, item.again, item.got, item.asked = (
-                via,
-                core.now + core.settings.refresh_s,
-                known,
-                True,
-            )
-            core.send(via, Offer(item.line, min(core.now - item.taken, 1e8)))
+            core.note("stuck", fragment=f.index, author=author, waited_s=round(now - known, 1))
+        elif via == author and is_new:  # it is wanted
+            item.sent_to, item.offer_at = via, now + core.deadline_s(f.sizes.payload)
+            core.out.append(SendPayload(via, item.line, item.payload, 0))
+        elif via and (item.sent_to != via or now >= item.offer_at):
+            item.sent_to, item.offer_at = via, now + core.settings.refresh_s
+            item.held_since, item.unanswered = known, True
+            core.send(via, Offer(item.line, min(now - item.captured_at, 1e8)))
 
 
 def offered(core: Facts, peer: str, offer: Offer) -> None:
@@ -190,28 +162,24 @@ def judged(core: Facts, line: Line) -> Literal["want", "got", "no"]:
     if line.fragment >= len(core.fragments) or impossible(core, line):
         return "no"
     f = core.fragments[line.fragment]
-    known = f.pool.get(line.peer)
+    known, objection = f.pool.get(line.peer), f.tip.objection(line)
     if known and known.line == line:
         return "got"
-    if f.tip.objection(line) == "in" or (known and known.line.stamp > line.stamp):
+    if objection == "in" or (known and known.line.stamp > line.stamp):
         return "no"
-    if not known and _is_full(core, f) and (f.tip.objection(line) or not _misfit(core, f)):
+    if not known and _is_full(core, f) and (objection or not _misfit(core, f)):
         return "no"
-    return (
-        "want" if is_signed(line, line.peer, core.identity.signer, core.identity.run_id) else "no"
-    )
+    return "want" if core.signed_by(line, line.peer) else "no"
 
 
-def _is_full(core: Facts, f: Fragment) -> bool:
+def _is_full(core: Facts, f: FragmentState) -> bool:
     return len(f.pool.keys() - {core.me}) >= core.settings.pool
 
 
-def _misfit(core: Facts, f: Fragment) -> str:
+def _misfit(core: Facts, f: FragmentState) -> str:
     """Whose contribution is for another tip, and makes room for one that fits this tip."""
-    return next(
-        (peer for peer, item in f.pool.items() if peer != core.me and f.tip.objection(item.line)),
-        "",
-    )
+    others = ((peer, item.line) for peer, item in f.pool.items() if peer != core.me)
+    return next((peer for peer, line in others if f.tip.objection(line)), "")
 
 
 def impossible(core: Facts, line: Line) -> bool:
@@ -227,13 +195,13 @@ def answered(core: Facts, peer: str, answer: Answer) -> None:
         return
     f = core.fragments[answer.fragment]
     item = f.pool.get(answer.peer)
-    if item and item.line.stamp == answer.stamp and item.to == peer:
-        wants, item.asked = answer.says == "want" and item.asked, False
+    if item and item.line.stamp == answer.stamp and item.sent_to == peer:
+        wants, item.unanswered = answer.says == "want" and item.unanswered, False
         if wants:
-            item.again, item.got = core.now + core.deadline_s(f.sizes.payload), None
-            core.out.append(Push(peer, item.line, item.payload, answer.at))
-        elif answer.says == "got" and item.got is None:
-            item.got = core.now
+            item.offer_at, item.held_since = core.now + core.deadline_s(f.sizes.payload), None
+            core.out.append(SendPayload(peer, item.line, item.payload, answer.at))
+        elif answer.says == "got" and item.held_since is None:
+            item.held_since = core.now
 
 
 def delivered(core: Facts, event: Delivered) -> None:
@@ -243,7 +211,7 @@ def delivered(core: Facts, event: Delivered) -> None:
         f = core.fragments[line.fragment]
         if line.peer not in f.pool and _is_full(core, f):
             f.pool.pop(_misfit(core, f), None)
-        f.pool[line.peer] = Item(line, event.payload, core.now, core.now)
+        f.pool[line.peer] = Contribution(line, event.payload, core.now, core.now)
         core.changed_data = core.changed_data or f is core.control
     offered(core, event.peer, Offer(line))
 
@@ -251,26 +219,25 @@ def delivered(core: Facts, event: Delivered) -> None:
 def not_sent(core: Facts, peer: str, line: Line) -> None:
     """The stream of a payload broke."""
     item = core.fragments[line.fragment].pool.get(line.peer)
-    if item and item.line == line and item.to == peer:
-        item.again, item.got = core.now + LATE_RETRY_S, None
+    if item and item.line == line and item.sent_to == peer:
+        item.offer_at, item.held_since = core.now + LATE_RETRY_S, None
 
 
 # -- accounts --------------------------------------------------------------------------------------
 
 
-def discarded(core: Facts, f: Fragment) -> int:
-    """Tokens that this peer has processed, and that are neither in the history here nor on their
-    way there."""
-    open_ = own(core, f)
-    return core.processed - f.tip.book.of(core.me)[1] - f.unsent - (open_.tokens if open_ else 0)
+def discarded(core: Facts, f: FragmentState) -> int:
+    """Tokens of this peer that are neither in the history here nor on their way there."""
+    line = own(core, f)
+    return core.processed - f.tip.book.of(core.me)[1] - f.unsent - (line.tokens if line else 0)
 
 
-def account(core: Facts, f: Fragment) -> None:
-    """Say it when that changes; by less than nothing when they are in the history after all."""
+def account(core: Facts, f: FragmentState) -> None:
+    """Note how `discarded` changes; it becomes less when they are in the history after all."""
     lost = discarded(core, f)
     if lost < 0:  # the history knows of more than the checkpoint did
         core.processed, lost = core.processed - lost, 0
-    # a round that is left out is said at its end
+    # a round that is left out is noted at its end
     if lost != f.discarded and (core.begun or core.leaving):
         core.note("discarded", fragment=f.index, tokens=lost - f.discarded)
         f.discarded = lost

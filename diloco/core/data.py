@@ -1,10 +1,10 @@
-"""Which sequences who trains on. Sans-IO.
+"""Which peer trains on which sequences. Sans-IO.
 
 The run has one endless list of sequences 0, 1, 2, ... `merged` in the book of the control fragment
 says which of them are in the anchor, so none is merged twice in one history, whoever dealt it.
 Leases only avoid collisions: the author of that fragment deals the lowest sequences that are not
-merged, that no status names, and that were not granted since. So those of the dead, and of
-discarded contributions, are free without being given back.
+merged, that no status names, and that were not dealt since. So those of the dead, and of discarded
+contributions, are free without being given back.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from __future__ import annotations
 from math import inf
 
 from diloco.core.facts import Facts
-from diloco.core.limits import MAX_PEERS
-from diloco.core.units import NONE, count, difference, first, gaps, union
-from diloco.messages.control import MAX_WANTED, Grant, Lease
+from diloco.core.members import MAX_PEERS
+from diloco.messages.control import MAX_WANTED, Dealt, Lease
 from diloco.messages.fields import MAX_RANGES, MAX_UNIT_RANGES, Units, forget_oldest
+from diloco.ranges import NONE, count, difference, first, gaps, union
 
 # No honest peer has sequences this far past the merged ones, so one message cannot use up the list.
 LEAP = 2**24
 
 
 def has(core: Facts) -> Units:
-    """Data that is here, and that nobody else should learn from: this peer's, and that of
-    contributions in its pool."""
+    """Data that nobody else should learn from: this peer's, and that of its pool."""
     f = core.control
     here = [item.line.units for item in f.pool.values() if not f.tip.objection(item.line)]
     return union(core.queue, f.units, f.draft.units if f.draft else NONE, *here)
@@ -33,18 +32,18 @@ def lease(core: Facts) -> None:
     """Ask for data when it runs short."""
     dealer = core.author_of(core.control)
     if dealer != core.me:
-        core.granted.clear()
+        core.dealt.clear()
     if not core.trains_now or not core.wanted or count(core.queue) >= core.wanted // 2:
         return
     if dealer == core.me:
-        core.queue, core.changed_data = (
-            union(core.queue, deal(core, core.me, core.wanted, has(core))),
-            True,
-        )
+        _queue(core, deal(core, core.me, core.wanted, has(core)))
     elif (via := core.next_hop(dealer)) and core.now >= core.lease_again:
-        core.lease_again = core.now + core.settings.refresh_s
-        core.lease_from = via
+        core.lease_from, core.lease_again = via, core.now + core.settings.refresh_s
         core.send(via, Lease(core.me, min(core.wanted, MAX_WANTED), has(core)[:MAX_RANGES]))
+
+
+def _queue(core: Facts, new: Units) -> None:
+    core.queue, core.changed_data = union(core.queue, new), True
 
 
 def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
@@ -55,19 +54,15 @@ def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
     merged = f.tip.book.merged
     possible = ((0, (merged[-1][1] if merged else 0) + LEAP),)
     said = [member.units for member in core.members.all() if member.peer != peer]
-    dealt = [
-        units
-        for other, (units, until) in core.granted.items()
-        if other != peer and core.now < until
-    ]
-    taken = union(
-        merged, has(core), *(difference(one, gaps(possible)) for one in (its, *said, *dealt))
-    )
+    granted = ((units, until) for other, (units, until) in core.dealt.items() if other != peer)
+    dealt = [units for units, until in granted if core.now < until]
+    named = (difference(one, gaps(possible)) for one in (its, *said, *dealt))
+    taken = union(merged, has(core), *named)
     new = first(gaps(taken), want)[:MAX_UNIT_RANGES]
     if peer != core.me:
         until = inf if peer in core.members else core.now + core.patience_s(f)
-        core.granted[peer] = (union(its, new), until)
-        forget_oldest(core.granted, MAX_PEERS)
+        core.dealt[peer] = (union(its, new), until)
+        forget_oldest(core.dealt, MAX_PEERS)
     return new
 
 
@@ -77,24 +72,21 @@ def leased(core: Facts, peer: str, message: Lease) -> None:
     if message.peer == peer and dealer in core.members:
         core.send(dealer, message)
     else:
-        core.send(peer, Grant(message.peer, deal(core, message.peer, message.want, message.has)))
+        core.send(peer, Dealt(message.peer, deal(core, message.peer, message.want, message.has)))
 
 
-def granted(core: Facts, peer: str, message: Grant) -> None:
+def granted(core: Facts, peer: str, message: Dealt) -> None:
     """Data for this peer, which has asked for it once, or for one that asked by way of it."""
     if message.peer == core.me and peer == core.lease_from:
-        new = difference(difference(union(message.units), core.control.tip.book.merged), has(core))
-        core.queue, core.lease_from, core.changed_data = (
-            union(core.queue, first(new, core.wanted)),
-            "",
-            True,
-        )
+        new = difference(union(message.units), union(core.control.tip.book.merged, has(core)))
+        core.lease_from = ""
+        _queue(core, first(new, core.wanted))
     elif message.peer in core.members:
         core.send(message.peer, message)
 
 
 def lost(core: Facts, peer: str) -> None:
     """A peer is gone from here; others may hear it, so what it was granted is kept for a while."""
-    if peer in core.granted:
-        core.granted[peer] = core.granted[peer][0], core.now + core.patience_s(core.control)
+    if peer in core.dealt:
+        core.dealt[peer] = core.dealt[peer][0], core.now + core.patience_s(core.control)
     core.lease_again = core.now

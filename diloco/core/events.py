@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from diloco.core.history import Record
 from diloco.messages.base import Message
@@ -22,9 +22,8 @@ class Records(Struct, frozen=True):
     records: tuple[Record, ...]
 
 
-class Part(Struct, frozen=True):
-    """A part of the anchor of a head. The owner adds `values` when it sends one, and has checked
-    its digest."""
+class AnchorPart(Struct, frozen=True):
+    """A part of the anchor of a head. The owner adds `values`, or has checked their digest."""
 
     head: Head
     book: Book
@@ -89,7 +88,7 @@ class Gave(Event, frozen=True):
 
     peer: str
     get: Get
-    answer: Records | Part | None
+    answer: Records | AnchorPart | None
 
 
 class Broke(Event, frozen=True):
@@ -101,8 +100,7 @@ class Broke(Event, frozen=True):
 
 
 class Stepped(Event, frozen=True):
-    """The training loop made an inner step of so many tokens, from these sequences of the run's
-    list."""
+    """The training loop made an inner step of so many tokens, from these sequences of the run."""
 
     tokens: int
     units: Units = ()
@@ -110,16 +108,14 @@ class Stepped(Event, frozen=True):
 
 
 class Wanted(Event, frozen=True):
-    """The training loop takes so many sequences of the run's list in a cycle, which has so many
-    inner steps."""
+    """The training loop takes so many sequences of the run in a cycle of so many inner steps."""
 
     sequences: int
-    cycle: int = 0
+    cycle: int = 0  # as before
 
 
 class Begun(Event, frozen=True):
-    """The training loop is about to make inner steps in step with the others; or it is not, any
-    more."""
+    """The training loop is about to make inner steps in step with the others; or it stops that."""
 
     trains: bool = True
 
@@ -151,8 +147,7 @@ class Loaded(Event, frozen=True):
 
 
 class Merged(Event, frozen=True):
-    """The update that `Merge` asked for; without the contributions of peers that are `left_out`.
-    None: it failed."""
+    """The update that `Merge` asked for, without the peers that are `left_out`; None: it failed."""
 
     fragment: int
     base: str
@@ -162,14 +157,13 @@ class Merged(Event, frozen=True):
 
 
 class Applied(Event, frozen=True):
-    """The anchor is moved, and has these digests; or it is not (`why`). `damaged`: it was not what
-    its head says."""
+    """The anchor is moved, and has these digests; or it is not (`why`)."""
 
     fragment: int
     head: str
     parts: tuple[str, ...] = ()
     why: str = ""
-    damaged: bool = False
+    damaged: bool = False  # it was not what its head says
 
 
 class Leave(Event, frozen=True):
@@ -199,11 +193,11 @@ class Reply(Struct, frozen=True):
 
     peer: str
     get: Get
-    answer: Records | Part | None
+    answer: Records | AnchorPart | None
 
 
-class Push(Struct, frozen=True):
-    """Send a payload on a stream of its own, from that byte on; `Broke` if that fails."""
+class SendPayload(Struct, frozen=True):
+    """Send a payload on a stream of its own, from byte `at` on; `Broke` if that fails."""
 
     peer: str
     line: Line
@@ -211,7 +205,7 @@ class Push(Struct, frozen=True):
     at: int
 
 
-class Ask(Struct, frozen=True):
+class AskDonor(Struct, frozen=True):
     """Ask a donor; `Gave` or `Broke` tells what came of it."""
 
     peer: str
@@ -219,21 +213,19 @@ class Ask(Struct, frozen=True):
 
 
 class Capture(Struct, frozen=True):
-    """Take the pseudo-gradient of a fragment against the head `line.base`, and encode it:
-    `Captured`."""
+    """Take the pseudo-gradient of a fragment against `line.base`, and encode it: `Captured`."""
 
     line: Line
 
 
 class Load(Struct, frozen=True):
-    """Training must go on from the anchor that is here, before the next inner step: `Loaded`."""
+    """Have training go on from the anchor that is here, before the next inner step: `Loaded`."""
 
     fragment: int
 
 
 class Share(Struct, frozen=True):
-    """One contribution to a version, its weight, and the factor by which being late reduces
-    that."""
+    """One contribution to a version, its weight, and the factor by which being late reduces it."""
 
     line: Line
     payload: Any
@@ -242,20 +234,18 @@ class Share(Struct, frozen=True):
 
 
 class Merge(Struct, frozen=True):
-    """Judge and average contributions, take the outer step to version `number`, and encode the
-    update: `Merged`."""
+    """Judge and average contributions, take the outer step, and encode the update: `Merged`."""
 
     fragment: int
     base: str
-    number: int
+    number: int  # of the version
     shares: tuple[Share, ...]
     pushes: int  # contributions of the momentum window that came before
     delay: int  # contributions in one window
 
 
 class Apply(Struct, frozen=True):
-    """Move the anchor by an update, if that is no longer than `limit` and leads to what the head
-    says: `Applied`."""
+    """Move the anchor by an update no longer than `limit`, to what the head says: `Applied`."""
 
     fragment: int
     head: Head
@@ -263,8 +253,7 @@ class Apply(Struct, frozen=True):
     update: Any
     limit: float
     pushes: int
-    # this peer is the author, and signs the head when it knows what the update leads to
-    own: bool = False
+    own: bool = False  # this peer is the author, and signs the head when the update is applied
 
 
 class Replace(Struct, frozen=True):
@@ -276,8 +265,7 @@ class Replace(Struct, frozen=True):
 
 
 class Disconnect(Struct, frozen=True):
-    """End the streams to and from a peer, which is no member any more; if it lives, it has to say
-    hello again."""
+    """End the streams to and from a peer, which is no member any more until it says hello again."""
 
     peer: str
 
@@ -286,7 +274,7 @@ class Note(Struct, frozen=True):
     """One line for the log of events."""
 
     kind: str
-    fields: dict[str, object] = field(default_factory=dict)
+    fields: dict[str, object] = {}
 
 
 class Wake(Struct, frozen=True):
@@ -299,19 +287,5 @@ class Exit(Struct, frozen=True):
     """This peer may go: others have what it has, or it waited long enough."""
 
 
-Action = (
-    Send
-    | Broadcast
-    | Reply
-    | Push
-    | Ask
-    | Capture
-    | Load
-    | Merge
-    | Apply
-    | Replace
-    | Disconnect
-    | Note
-    | Wake
-    | Exit
-)
+Contact = Send | Broadcast | Reply | SendPayload | AskDonor | Disconnect
+Action = Contact | Capture | Load | Merge | Apply | Replace | Note | Wake | Exit

@@ -10,16 +10,16 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+from diloco.core import history
 from diloco.core.events import Action, Broadcast, Merge, Note, Send, Wake
 from diloco.core.history import Arithmetic, Record, Tip
-from diloco.core.members import Members
-from diloco.core.patience import Patience
-from diloco.core.settings import Identity, Settings, Sizes
-from diloco.core.units import NONE
+from diloco.core.members import Members, Patience
+from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
 from diloco.messages.base import Message
 from diloco.messages.control import Planned
 from diloco.messages.fields import MAX_TOKENS, Units, forget_oldest
 from diloco.messages.heads import Book, Head, Key, Line
+from diloco.ranges import NONE
 
 MOST_SHUNNED = 1024
 SHUNNED = 8  # times the patience for an author, or for what it gives: how long it is passed over
@@ -27,17 +27,17 @@ CONTROL = 0  # the fragment whose book has the swarm clock and the data
 
 
 @dataclass
-class Item:
+class Contribution:
     """A contribution that is here."""
 
     line: Line
     payload: Any
-    since: float  # when it was here, whole
-    taken: float  # when its pseudo-gradient was taken
-    to: str = ""  # whom it was offered
-    asked: bool = False  # they have not answered yet
-    again: float = 0.0  # when it is offered again
-    got: float | None = None  # since when they have it
+    arrived_at: float  # whole
+    captured_at: float  # its pseudo-gradient
+    sent_to: str = ""  # the peer that was offered it, or sent it
+    unanswered: bool = False  # that peer has not said what it does with the offer
+    offer_at: float = 0.0  # when it is offered again
+    held_since: float | None = None  # since when that peer says that it has it
 
 
 class Goal(NamedTuple):
@@ -50,15 +50,13 @@ class Goal(NamedTuple):
 
 @dataclass
 class Fetch:
-    """What is asked for: at first whatever is newer, from `donor`; then the parts of a goal from
-    several donors."""
+    """What is asked for: whatever is newer, from `donor`; then parts of a goal, from several."""
 
     donor: str  # "": it is a pause
     until: float
     goal: Goal | None = None
     parts: dict[int, Any] = field(default_factory=dict)
-    # donor and deadline of a part
-    asked: dict[int, tuple[str, float]] = field(default_factory=dict)
+    asked: dict[int, tuple[str, float]] = field(default_factory=dict)  # donor, deadline of a part
 
 
 class Moving(NamedTuple):
@@ -72,7 +70,7 @@ class Moving(NamedTuple):
 
 
 @dataclass(eq=False)
-class Fragment:
+class FragmentState:
     """One fragment, as one peer knows it."""
 
     index: int
@@ -88,56 +86,62 @@ class Fragment:
     moving: Moving | None = None
     mismatch: bool = False  # an update did not lead to what its head says
     damaged: bool = False  # and that was this peer's fault
-    # who says, since when, that it cannot give now
-    busy: dict[str, float] = field(default_factory=dict)
+    busy_since: dict[str, float] = field(default_factory=dict)  # donors that say: not now
     times_busy: int = 0  # how often that was said, since the last head
-    # donors that failed, and when to ask them again
-    retry_at: dict[str, float] = field(default_factory=dict)
+    retry_at: dict[str, float] = field(default_factory=dict)  # when to ask failed donors again
     refused: dict[str, None] = field(default_factory=dict)  # heads that no honest author makes
     # for others
-    # the newest, by the id of the head before
-    records: dict[str, Record] = field(default_factory=dict)
-    # a tip that is kept until then for those who fetch its parts
-    pinned: tuple[Tip, float] | None = None
+    records: dict[str, Record] = field(default_factory=dict)  # the newest, by the head before
+    pinned: tuple[Tip, float] | None = None  # a tip kept until then, for those who fetch its parts
     served: tuple[str, int, float] = ("", 0, 0.0)  # the tip, how often since when
     # the next version
-    pool: dict[str, Item] = field(default_factory=dict)  # contributions to it, by contributor
+    pool: dict[str, Contribution] = field(default_factory=dict)  # to it, by contributor
     quorum_at: float | None = None  # since when a quorum of them is here
     merge: Merge | None = None  # it is being made here
-    again: float = 0.0  # when that is tried again after it failed
+    merge_at: float = 0.0  # when that is tried again after it failed
     # what was learned here since the base
     unsent: int = 0  # tokens
     steps: int = 0
     units: Units = NONE
     draft: Line | None = None  # a contribution whose payload is being made
-    waiting: int | None = None  # it has sent; inner steps that it may make before it needs a head
+    steps_left: int | None = None  # inner steps until it needs a head; None: it has not sent
     loading: bool = False
     discarded: int = 0  # tokens that were counted as discarded
 
     @property
     def stale(self) -> bool:
-        """Whether training here started from a head of which nothing can be merged any more."""
+        """Whether training started from a head of which nothing can be merged any more."""
         return self.base not in self.tip.bases
 
+    @property
+    def needs_head(self) -> bool:
+        """Whether training has sent what it learned, and may not make another inner step."""
+        return self.steps_left is not None and self.steps_left <= 0
+
     def needs_load(self) -> bool:
-        """Whether training has to go on from the tip: it waits for that, has learned nothing, or
-        all of it is lost."""
+        """Whether training has to go on from the tip: it learned nothing, waits, or it is lost."""
         if self.base == self.tip.head.id or self.draft is not None:
             return False
-        waited = not self.unsent if self.waiting is None else self.waiting <= 0
-        return waited or self.stale
+        return self.stale or self.needs_head or (self.steps_left is None and not self.unsent)
 
     def forget(self) -> None:
         """What was learned here since the base is lost, or sent."""
         self.unsent, self.steps, self.units = 0, 0, NONE
+
+    def drop_donor(self, donor: str) -> None:
+        """Wait no more for what a donor was asked for; others are asked for it."""
+        if self.fetch and self.fetch.goal:
+            asked = self.fetch.asked
+            self.fetch.asked = {part: one for part, one in asked.items() if one[0] != donor}
+        elif self.fetch and self.fetch.donor == donor:
+            self.fetch = None
 
     def greater(self) -> dict[str, Key]:
         """Who tells a greater tip that is not refused."""
         return {peer: key for peer, key in self.ahead.items() if key[1] not in self.refused}
 
     def behind(self) -> bool:
-        """Whether a greater tip is to be had. Nobody counts who told one before and did not give
-        it."""
+        """Whether a greater tip is to be had, from others than those who did not give it before."""
         return bool(self.ahead) and any(peer not in self.retry_at for peer in self.greater())
 
 
@@ -154,12 +158,8 @@ def in_turn(fragments: int, peers: tuple[str, ...]) -> list[str]:
     held, chosen = dict.fromkeys(peers, 0), list[str]()
     for fragment in range(fragments):
         most = share + (sum(number > share for number in held.values()) < larger)
-        chosen.append(
-            min(
-                (peer for peer in peers if held[peer] < most),
-                key=lambda peer: score(fragment, peer),
-            )
-        )
+        free = (peer for peer in peers if held[peer] < most)
+        chosen.append(min(free, key=lambda peer: score(fragment, peer)))
         held[chosen[-1]] += 1
     return chosen
 
@@ -168,13 +168,13 @@ def in_turn(fragments: int, peers: tuple[str, ...]) -> list[str]:
 class Facts:
     """Everything that one peer knows; only the modules of this package change it."""
 
-    identity: Identity
-    settings: Settings
+    identity: LocalPeer
+    settings: ProtocolSettings
     arithmetic: Arithmetic
     now: float  # monotonic seconds
     wall_ms: int  # milliseconds of the clock at `now` = 0
     members: Members
-    fragments: list[Fragment]
+    fragments: list[FragmentState]
     processed: int = 0  # tokens, over all lives
     stamp: int = 0  # the newest
     planned: Planned = (0, 0, 0)
@@ -182,21 +182,21 @@ class Facts:
     # the training loop
     steps: int = 0  # inner steps of this life
     position: int = 0  # inner steps of this cycle
-    cycle: int = 0  # how many there are in one
+    cycle: int = field(init=False)  # how many there are in one
     steps_per_s: float = 0.0
-    moved: float = 0.0  # when it made an inner step, or got the first head after one
+    moved_at: float = field(init=False)  # when it made a step, or got the first head after one
     made_step: bool = True
     begun: bool = True  # it is in step with the others
     assembled: bool = False  # so were all who are here
-    min_peers: int = 1
+    min_peers: int = field(init=False)  # that have to be here before it begins
     pauses: bool = False
     # fragments to send
-    turn: bool = False  # one is due
-    next: int = 0  # from this one on
-    due: list[Fragment] = field(default_factory=list)
+    turn_due: bool = False
+    next_turn: int = 0  # from this fragment on
+    due: list[FragmentState] = field(default_factory=list)
     # coming and leaving
     ready: bool = False  # it has what the others had when it came
-    settled_at: float = 0.0  # until then it listens
+    settled_at: float = field(init=False)  # until then it listens
     goals: list[Key] = field(default_factory=list)  # what the others had when it had listened
     leaving: bool = False
     finished: bool = False
@@ -205,19 +205,22 @@ class Facts:
     # data
     queue: Units = NONE  # sequences to train on
     wanted: int = 0
-    lease_again: float = 0.0
+    lease_again: float = field(init=False)
     lease_from: str = ""  # who was asked for more
-    # what was dealt, and until when it is kept
-    granted: dict[str, tuple[Units, float]] = field(default_factory=dict)
+    dealt: dict[str, tuple[Units, float]] = field(default_factory=dict)  # by peer; until when
     # others
-    # authors that are passed over, until when
-    shunned: dict[str, float] = field(default_factory=dict)
-    # fragments whose tip changed since the last status
-    changed_tips: set[int] = field(default_factory=set)
+    shunned: dict[str, float] = field(default_factory=dict)  # authors passed over, until when
+    changed_tips: set[int] = field(default_factory=set)  # fragments, since the last status
     changed_data: bool = True  # what `data.has` says may have changed since then
     heals: int = 0  # anchors that were damaged, and fetched
     takeovers: int = 0  # versions of this peer for which another one was named
+    listened_at: float = field(init=False)  # when it last looked for silent members
     _wakes: set[float] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.cycle, self.min_peers = self.settings.sync_every, self.settings.min_peers
+        self.moved_at = self.lease_again = self.listened_at = self.now
+        self.settled_at = self.now + self.settings.settle_s
 
     @property
     def me(self) -> str:
@@ -225,13 +228,16 @@ class Facts:
         return self.identity.me
 
     @property
-    def control(self) -> Fragment:
+    def control(self) -> FragmentState:
         """The fragment whose book has the swarm clock and the data."""
         return self.fragments[CONTROL]
 
+    # -- the run and the training loop -------------------------------------------------------------
+
     def over(self, tip: Tip) -> bool:
-        """Whether the run ends with that head, as it is planned, or because nothing is greater. A
-        round in which the swarm clock passes the end is the last one of all fragments.
+        """Whether the run ends with that head, as it is planned, or because nothing is greater.
+
+        A round in which the swarm clock passes the end is the last one of all fragments.
         """
         steps, tokens, _ = self.planned
         tokens, head, clock = tokens or MAX_TOKENS, tip.head, self.control.tip.head
@@ -245,20 +251,12 @@ class Facts:
 
     @property
     def waits(self) -> bool:
-        """Whether the training loop waits, for a head or for what has to be sent or loaded before
-        it."""
+        """Whether training waits for a head, or has to send or load something first."""
         if all(self.over(f.tip) for f in self.fragments):  # no head comes any more
             return any(f.loading for f in self.fragments)
-        late = (
-            f.waiting is not None and f.waiting <= 0 and not self.over(f.tip)
-            for f in self.fragments
-        )
-        return (
-            self.turn
-            or bool(self.due)
-            or any(f.loading or f.stale for f in self.fragments)
-            or any(late)
-        )
+        lacks = any(f.needs_head and not self.over(f.tip) for f in self.fragments)
+        loads = any(f.loading or f.stale for f in self.fragments)
+        return self.turn_due or bool(self.due) or loads or lacks
 
     @property
     def says_waits(self) -> bool:
@@ -270,14 +268,13 @@ class Facts:
         return self.steps > 0 or any(member.status.steps for member in self.members.all())
 
     def lacks_peers(self) -> bool:
-        """Whether nobody has begun, and fewer are here than this peer's owner wants to begin
-        with."""
+        """Whether nobody has begun, and fewer are here than this peer is to begin with."""
         return len(self.members) + 1 < self.min_peers and not self.began()
 
     def stalled(self) -> bool:
         """Whether this peer makes no progress."""
         floor_s = self.settings.stall_s if self.steps else self.settings.first_step_s
-        return not self.pauses and self.now - self.moved > floor_s
+        return not self.pauses and self.now - self.moved_at > floor_s
 
     def pace_of(self, peer: str) -> float:
         """Inner steps per second of a peer, as it says; 0 if that is not known."""
@@ -287,6 +284,27 @@ class Facts:
     def num_trainers(self) -> int:
         """Peers that train now, at least 1."""
         return max(1, self.trains_now + sum(member.status.trains for member in self.members.all()))
+
+    def deadline_s(self, nbytes: int) -> float:
+        """Seconds in which an answer of so many bytes has to be there."""
+        return self.settings.deadline_s + nbytes / self.settings.min_bytes_per_s
+
+    def patience_s(self, f: FragmentState) -> float:
+        """How long an author may have a contribution without a version: four rounds at least."""
+        times = sorted(f.adopted_at.values())
+        round_s = (times[-1] - times[0]) / max(1, len(times) - 1)
+        return max(self.settings.stuck_s, 4 * round_s)
+
+    # -- saying ------------------------------------------------------------------------------------
+
+    def sign(self, one: Any) -> Any:
+        """A line or head with this peer's signature."""
+        return history.sign(one, self.identity.signer, self.identity.run_id)
+
+    def signed_by(self, one: Line | Head, peer: str) -> bool:
+        """Whether that peer has signed it, for this run."""
+        content = self.identity.run_id.encode() + one.content
+        return self.identity.signer.verify(peer, content, one.signature)
 
     def send(self, peer: str, message: Message) -> None:
         """Say something to one peer."""
@@ -308,63 +326,44 @@ class Facts:
             self._wakes.add(at)
             self.out.append(Wake(at))
 
-    def deadline_s(self, nbytes: int) -> float:
-        """Seconds in which an answer of so many bytes has to be there."""
-        return self.settings.deadline_s + nbytes / self.settings.min_bytes_per_s
-
-    def rounds_s(self, f: Fragment) -> float:
-        """How long the newest rounds of a fragment took, on average."""
-        times = sorted(f.adopted_at.values())
-        return (times[-1] - times[0]) / max(1, len(times) - 1)
-
-    def patience_s(self, f: Fragment) -> float:
-        """How long an author may have a contribution without a version."""
-        return max(self.settings.stuck_s, 4 * self.rounds_s(f))
-
     # -- rule 3 ------------------------------------------------------------------------------------
 
     def is_author(self) -> bool:
-        """Whether this peer may be an author: not before it has what others had, nor once it leaves
-        and is done."""
+        """Whether this peer may be an author: it has what others had, and does not hand over."""
         if not self.identity.may_author or (self.hands_over() and not self.making()):
             return False
         return self.ready or not any(f.ahead and f.greater() for f in self.fragments)
 
     def hands_over(self) -> bool:
-        """Whether this peer makes no further versions, because it leaves and others may make
-        them."""
+        """Whether this peer makes no further versions: it leaves, and others may make them."""
         return self.leaving and bool(self.members.authors())
 
     def making(self) -> bool:
         """Whether this peer is making a version, of which nobody has heard."""
         return any(f.merge or (f.moving and f.moving.own) for f in self.fragments)
 
-    def author(self, f: Fragment, named: str = "") -> str:
-        """Who makes the next version: whom the tip names, or who is in turn; of those whom somebody
-        hears."""
+    def author(self, f: FragmentState, named: str = "") -> str:
+        """Who makes the next version: the named peer, if somebody hears it; else who is in turn."""
         able: Collection[str] = self.members.able(self.is_author())
         if self.shunned:
             able = [peer for peer in able if self.shunned.get(peer, 0.0) <= self.now]
         return named if named in able else self._in_turn(f, able)
 
-    def author_of(self, f: Fragment) -> str:
+    def author_of(self, f: FragmentState) -> str:
         """The author of the next version of a fragment."""
         return self.author(f, f.tip.head.next)
 
-    def second(self, f: Fragment) -> str:
+    def second(self, f: FragmentState) -> str:
         """Who is the author if the one whom the tip names goes."""
-        author = self.author_of(f)
-        return self._in_turn(
-            f, [peer for peer in self.members.able(self.is_author()) if peer != author]
-        )
+        return self._in_turn(f, self.members.able(self.is_author()) - {self.author_of(f)})
 
-    def _in_turn(self, f: Fragment, able: Iterable[str]) -> str:
+    def _in_turn(self, f: FragmentState, able: Iterable[str]) -> str:
         peers = tuple(sorted(able))
         return in_turn(len(self.fragments), peers)[f.index] if peers else ""
 
-    def heir(self, f: Fragment) -> str:
-        """Whom a head of this peer names: itself, for its master is here, unless it leaves or has
-        too many."""
+    def heir(self, f: FragmentState) -> str:
+        """Whom a head of this peer names: itself, which has the master, if it stays and has its
+        share at most."""
         able = [peer for peer in self.members.authors() if self.shunned.get(peer, 0.0) <= self.now]
         able += [self.me] * self.is_author()
         if self.me not in able:

@@ -1,10 +1,69 @@
 """How a peer comes and goes: it listens, has what the others have, begins with them, and leaves
-nothing behind."""
+nothing behind; and how others are lost."""
 
 from __future__ import annotations
 
-from diloco.core import events
+from diloco.core import data, events
 from diloco.core.facts import Facts
+from diloco.ranges import NONE
+
+LOOK_S = 1.0  # between two looks for silent members
+
+
+def wake_up(core: Facts, asleep_s: float) -> None:
+    """Listen first, without data: the others gave this peer up (SIGSTOP, laptop lid)."""
+    core.ready, core.settled_at, core.queue = False, core.now + core.settings.settle_s, NONE
+    for member in core.members.all():
+        member.heard_at = core.now
+    core.changed_data = True
+    core.note("slept", seconds=round(asleep_s, 1))
+
+
+def drop_the_silent(core: Facts) -> None:
+    """Give up members that have said nothing for too long."""
+    settings = core.settings
+    if core.now - core.listened_at >= LOOK_S:
+        core.listened_at = core.now
+        for peer in core.members.silent(core.now, settings.silence_s, settings.silence_beats):
+            core.out.append(events.Disconnect(peer))
+            lost(core, events.Lost(peer, "silent"))
+
+
+def lost(core: Facts, event: events.Lost) -> None:
+    """A member is gone: nothing more is expected from it."""
+    peer = event.peer
+    member = core.members.remove(peer)
+    if member is None:
+        return
+    data.lost(core, peer)
+    for f in core.fragments:
+        f.ahead.pop(peer, None)
+        f.drop_donor(peer)
+        for item in f.pool.values():
+            if item.sent_to == peer:
+                item.sent_to, item.held_since = "", None
+    kind, live = "leave" if member.status.leaves else "lost", len(core.members) + 1
+    core.note(kind, peer=peer, name=member.hello.name, why=event.why, live=live)
+
+
+def hear_loop(core: Facts, event: events.Event) -> None:
+    """The training loop says something."""
+    match event:
+        case events.Wanted(sequences, cycle):
+            core.wanted, core.cycle = sequences, cycle or core.cycle
+        case events.Begun(trains):
+            core.begun, core.moved_at = trains, core.now
+            if trains and core.ready:
+                core.position = first_position(core)
+        case events.Paused(pauses):
+            core.pauses, core.moved_at = pauses, core.now
+        case events.Leave(finished):
+            core.leaving, core.finished = True, finished
+            core.leave_by = core.now + core.settings.stuck_s
+        case events.Alone():
+            core.min_peers = 1
+        case events.Discovered():
+            core.settled_at = min(core.settled_at, core.now)
 
 
 def get_ready(core: Facts) -> None:
@@ -18,23 +77,21 @@ def get_ready(core: Facts) -> None:
     )
     late = core.now > core.settled_at + core.settings.stuck_s
     if (there or late) and all(f.tip.head.prev for f in core.fragments):
-        core.ready, core.goals, core.moved, core.min_peers = True, [], core.now, 1
+        core.ready, core.goals, core.moved_at, core.min_peers = True, [], core.now, 1
         core.position = first_position(core)
 
 
 def assemble(core: Facts) -> None:
-    """All who are here have to be about to train before anybody does; who comes late waits for
-    nobody. Without that the first ones would be rounds ahead before the last ones have loaded their
-    anchors.
+    """All who are here are about to train before anybody does; who comes late waits for nobody.
+
+    Else the first ones would be rounds ahead before the last ones have loaded their anchors.
     """
     if core.assembled or not core.trains_now:
         return
-    stall_s, first_step_s = core.settings.stall_s, core.settings.first_step_s
-    waits = any(
-        one.status.waits or not one.stalled(core.now, stall_s, first_step_s)
-        for one in core.members.all()
-        if one.hello.trains and not (one.status.trains or one.status.leaves)
-    )
+    limits = core.now, core.settings.stall_s, core.settings.first_step_s
+    others = [one for one in core.members.all() if one.hello.trains]
+    idle = [one for one in others if not (one.status.trains or one.status.leaves)]
+    waits = any(one.status.waits or not one.stalled(*limits) for one in idle)
     core.assembled = core.began() or not (waits or core.lacks_peers())
 
 
@@ -44,7 +101,7 @@ def first_position(core: Facts) -> int:
     for member in core.members.all():
         status = member.status
         if status.trains:
-            made = 0 if status.waits else (core.now - member.heard) * status.steps_per_s
+            made = 0 if status.waits else (core.now - member.heard_at) * status.steps_per_s
             ahead.append(status.position + int(min(made, core.cycle)))
     return min(max(ahead), core.cycle - 1)
 
@@ -53,27 +110,17 @@ def leave(core: Facts) -> None:
     """Who leaves sends what it has learned, and goes when others have that, and its heads."""
     if not core.leaving:
         return
+    kept = lacks = making = False
     for f in core.fragments:
-        # nothing is loaded any more, so what came after is lost
-        if f.waiting is not None or f.stale:
-            f.forget()
+        if f.steps_left is not None or f.stale:
+            f.forget()  # nothing is loaded any more, so what came after is lost
+        without = [one.tips.get(f.index, (0, "")) < f.tip.key for one in core.members.all()]
+        # when the run is over, all others want its last heads; else one of them has to have them
+        lacks = lacks or (any(without) if core.finished else bool(without) and all(without))
+        making = making or bool(f.draft or f.merge or f.moving)
+        useful = [one for one in f.pool.values() if not f.tip.objection(one.line)]
+        kept = kept or (not core.over(f.tip) and any(one.held_since is None for one in useful))
     core.due = [f for f in core.fragments if f.unsent and not core.finished]
-    others = core.members.all()
-    kept = any(
-        item.got is None and not f.tip.objection(item.line) and not core.over(f.tip)
-        for f in core.fragments
-        for item in f.pool.values()
-    )
-    making = any(f.draft or f.merge or f.moving for f in core.fragments)
-    lacks = [
-        [one for one in others if tuple(one.tips.get(f.index, (0, ""))) < f.tip.key]
-        for f in core.fragments
-    ]
-    # When the run is over, all others want its last heads; else it is enough that somebody has
-    # them.
-    alone = bool(others) and any(
-        missing if core.finished else len(missing) == len(others) for missing in lacks
-    )
-    if not (core.due or kept or making or alone) or core.now > core.leave_by:
+    if not (core.due or kept or making or lacks) or core.now > core.leave_by:
         core.exited = True
         core.out.append(events.Exit())

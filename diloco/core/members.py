@@ -1,25 +1,30 @@
-"""Who is connected to this peer, what they say, and where they can be called. Sans-IO."""
+"""Who is connected to this peer, what they say, where they can be called, and how long a version
+waits for them. Sans-IO; seconds of a monotonic clock."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from diloco.config.address import address_error
-from diloco.core.limits import MAX_PEERS
-from diloco.core.units import NONE
 from diloco.messages.control import Figures, Hello, Status
 from diloco.messages.fields import Units, forget_oldest
 from diloco.messages.heads import Key
+from diloco.ranges import NONE
 
+T = TypeVar("T")
+
+MAX_PEERS = 4096  # remembered; identities cost nothing, so the others are forgotten
 STALL_STEPS = 10.0  # inner steps at the measured pace in whose time one must be done
-# Large swarms say their progress seldom; one message that is late must not look like a stall.
-STALL_BEATS = 3.0
+STALL_BEATS = 3.0  # in large swarms, where statuses are rare; one that is late is no stall
 PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
-# heartbeats heard from all others together; in smaller swarms each says one every `heartbeat_s`
-BEATS_PER_S = 64.0
+BEATS_PER_S = 64.0  # heard from all others together; in smaller swarms, one every `heartbeat_s`
 MAX_ADDRESSES = 4  # kept of one peer, the best first
+ROUNDS = 3.0  # median rounds of the contributors for which a version waits
+PAUSE_RATE = 0.05  # of all time: what one peer may make the others wait in the long run
 
 
 @dataclass
@@ -29,14 +34,14 @@ class Member:
     peer: str
     hello: Hello
     status: Status
-    heard: float
-    moved: float  # when it made an inner step, or got the first head after one
+    heard_at: float
+    moved_at: float  # when it made an inner step, or got the first head after one
     tips: dict[int, Key]
     hears: set[str]  # members that may be an author, and are connected to it
-    units: Units = NONE
+    units: Units
+    began_at: float  # its round
     stepped: bool = True
     interval_s: float = 0.0  # between its statuses, as a moving average
-    began_at: float = 0.0  # a round
     paused_at: float = math.inf  # when it began to evaluate or to save; inf while it does not
     resumed_at: float = -math.inf  # when it went on after that
     figures: Figures = field(default_factory=Figures)
@@ -45,29 +50,20 @@ class Member:
     def of(cls, peer: str, hello: Hello, now: float) -> Member:
         """A member that has said hello."""
         said = hello.status
-        return cls(
-            peer,
-            hello,
-            said,
-            now,
-            now,
-            dict(said.tips),
-            set(said.hears),
-            said.units or NONE,
-            began_at=now,
-        )
+        has = dict(said.tips), set(said.hears), said.units or NONE
+        return cls(peer, hello, said, now, now, *has, began_at=now)
 
     def hear(self, status: Status, now: float) -> None:
         """Take in a status; what it leaves out is as it was."""
-        gap_s = now - self.heard
+        before, gap_s = self.status, now - self.heard_at
         self.interval_s = gap_s if self.interval_s == 0.0 else 0.9 * self.interval_s + 0.1 * gap_s
-        steps = status.steps != self.status.steps
+        steps = status.steps != before.steps
         if steps or (status.tips and self.stepped):
-            self.moved, self.stepped = now, steps
-        if status.position < self.status.position or (self.status.waits and not status.waits):
-            self.began_at = now  # a round
-        if self.status.pauses and not status.pauses:
-            self.moved = self.resumed_at = now
+            self.moved_at, self.stepped = now, steps
+        if status.position < before.position or (before.waits and not status.waits):
+            self.began_at = now
+        if before.pauses and not status.pauses:
+            self.moved_at = self.resumed_at = now
         self.paused_at = min(self.paused_at, now) if status.pauses else math.inf
         if status.whole:
             self.tips, self.hears = dict(status.tips), set(status.hears)
@@ -78,29 +74,22 @@ class Member:
                 self.hears = set(status.hears)
         self.units = self.units if status.units is None else status.units
         self.figures = status.figures or self.figures
-        self.status, self.heard = status, now
+        self.status, self.heard_at = status, now
 
     def pauses(self, now: float) -> bool:
         """Whether it evaluates or saves, and not for too long."""
         return 0 <= now - self.paused_at < PAUSE_LIMIT_S
 
     def stalled(self, now: float, floor_s: float, first_step_s: float) -> bool:
-        """Whether it makes no progress, by its own measured pace. A first step may compile
-        kernels."""
-        if self.pauses(now):
-            return False
-        pace = self.status.steps_per_s
-        limit_s = (
-            max(floor_s, STALL_STEPS / pace, STALL_BEATS * self.interval_s)
-            if pace > 0
-            else first_step_s
-        )
-        return now - self.moved > limit_s
+        """Whether it makes no progress, by its own pace. A first step may compile kernels."""
+        pace, limit_s = self.status.steps_per_s, first_step_s
+        if pace > 0:
+            limit_s = max(floor_s, STALL_STEPS / pace, STALL_BEATS * self.interval_s)
+        return not self.pauses(now) and now - self.moved_at > limit_s
 
 
 class Members:
-    """The peers that this one is connected to. Losing one is an ordinary event; nothing here
-    raises."""
+    """The peers that this one is connected to. Losing one is an ordinary event; nothing raises."""
 
     def __init__(self, me: str, is_author: Callable[[str], bool] = lambda peer: True) -> None:
         self._me, self._is_author = me, is_author
@@ -126,8 +115,7 @@ class Members:
         return self._order
 
     def join(self, peer: str, hello: Hello, now: float) -> bool:
-        """Take in a hello; True when the peer was no member before. A known peer may be another
-        process by now."""
+        """Take in a hello, perhaps of a new process of a member; whether the peer was none yet."""
         new = peer not in self._members
         self._members[peer] = Member.of(peer, hello, now)
         self._order = self._able = self._authors = None
@@ -138,10 +126,9 @@ class Members:
         member = self._members[peer]
         before = member.status
         member.hear(status, now)
-        changed = (status.authors, status.trains) != (before.authors, before.trains)
         if status.authors != before.authors or status.hears or status.deaf or status.whole:
             self._able = self._authors = None
-        return changed
+        return (status.authors, status.trains) != (before.authors, before.trains)
 
     def remove(self, peer: str) -> Member | None:
         """Forget a member."""
@@ -150,21 +137,17 @@ class Members:
 
     def silent(self, now: float, floor_s: float, beats: float) -> list[str]:
         """Members that have said nothing for longer than their own heartbeat allows."""
-        return [
-            one.peer for one in self.all() if now - one.heard > max(floor_s, beats * one.interval_s)
-        ]
+        limits = ((one, max(floor_s, beats * one.interval_s)) for one in self.all())
+        return [one.peer for one, limit_s in limits if now - one.heard_at > limit_s]
 
     def any_pauses(self, now: float) -> bool:
         """Whether a member evaluates or saves, and not for too long."""
         return any(one.status.pauses and one.pauses(now) for one in self.all())
 
     def able(self, myself: bool) -> frozenset[str]:
-        """Peers that may be an author: members, those whom a member hears, and this peer if it says
-        so."""
+        """Who may be an author: members, whom a member hears, and this peer if it says so."""
         if self._able is None or self._able[0] != myself:
-            heard = set[str]().union(
-                *(one.hears for one in self.all() if self._is_author(one.peer))
-            )
+            heard = set().union(*(one.hears for one in self.all() if self._is_author(one.peer)))
             able = self.authors() | (heard - self._members.keys() - {self._me})
             self._able = (myself, able | {self._me} if myself else able)
         return self._able[1]
@@ -194,17 +177,12 @@ class AddressBook:
         self._hearsay: dict[str, tuple[str, ...]] = {}
 
     def hear(self, peer: str, said: Mapping[str, Sequence[str]]) -> None:
-        """Take in what a peer says of itself and of others, without malformed addresses and those
-        of another peer."""
+        """Take in what a peer says of itself and of others, if it is well-formed."""
         for other, addresses in said.items():
-            itself = other == peer
-            known = self._said if itself else self._hearsay
-            found = [
-                one
-                for one in addresses
-                if one.endswith(f"/p2p/{other}") and address_error(one) is None
-            ]
-            found = found if itself else [one for one in found if self.may_call(one)]
+            known = self._said if other == peer else self._hearsay
+            its = (one for one in addresses if one.endswith(f"/p2p/{other}"))
+            sound = (one for one in its if address_error(one) is None)
+            found = [one for one in sound if other == peer or self.may_call(one)]
             known[other] = tuple(found[:MAX_ADDRESSES])
             forget_oldest(known, MAX_PEERS)
 
@@ -215,3 +193,72 @@ class AddressBook:
     def all(self, peers: Iterable[str]) -> dict[str, list[str]]:
         """Known addresses of these peers."""
         return {peer: list(found) for peer in peers if (found := self.of(peer))}
+
+
+class Buckets(Generic[T]):
+    """A bucket by key, which holds `burst`, fills by `per_s` a second, and begins full.
+
+    Memory is bounded: full buckets are forgotten, and when none is full, the oldest ones.
+    """
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self.per_s, self.burst = per_s, burst
+        self._filled: dict[T, tuple[float, float]] = {}  # how much is in it, and when that was
+
+    def left(self, key: T, now: float) -> float:
+        """What is in it now; below 0 after `delay_s` has lent some."""
+        left, at = self._filled.get(key, (self.burst, now))
+        return min(self.burst, left + max(0.0, now - at) * self.per_s)
+
+    def take(self, key: T, now: float, amount: float = 1.0) -> bool:
+        """Take so much, if it is there; otherwise nothing changes."""
+        return self.left(key, now) >= amount and self.delay_s(key, now, amount) == 0.0
+
+    def delay_s(self, key: T, now: float, amount: float = 1.0) -> float:
+        """Take so much in any case; returns how many seconds the taker has to wait for it."""
+        if key not in self._filled and len(self._filled) >= MAX_PEERS:
+            kept = self._filled.items()
+            self._filled = {k: one for k, one in kept if self.left(k, now) < self.burst}
+            forget_oldest(self._filled, MAX_PEERS - 1)
+        left, (_, at) = self.left(key, now) - amount, self._filled.get(key, (0.0, now))
+        self._filled[key] = (left, max(now, at))
+        return max(0.0, -left / self.per_s)
+
+
+class Patience:
+    """For whom the versions of one fragment wait at a barrier, as its author sees it.
+
+    It begins with all. Who is missing from a version is slow, and not waited for until it is quick.
+    A slow peer's own word counts for nothing, but that it evaluates or saves a checkpoint. For how
+    long this makes the others wait is taken from its bucket, which fills slowly.
+    """
+
+    def __init__(self, floor_s: float) -> None:
+        self.slow: set[str] = set()
+        self._paused: set[str] = set()  # while they were waited for
+        self._floor_s = floor_s
+        self._pauses: Buckets[str] = Buckets(PAUSE_RATE, PAUSE_LIMIT_S)  # beyond patience
+
+    def wait_s(self, rounds_s: Collection[float]) -> float:
+        """How long the rest is waited for, by the rounds of those that came (cf. 1604.00981)."""
+        median_s = statistics.median_low(rounds_s) if rounds_s else 0.0
+        return max(self._floor_s, (ROUNDS - 1) * median_s)
+
+    def pauses(self, missing: Mapping[str, Member | None], seconds: float, now: float) -> bool:
+        """Whether any pauses, and may: the seconds since the last call come out of its bucket."""
+        pausing = [one.peer for one in missing.values() if one is not None and now >= one.paused_at]
+        self._paused.update(pausing)
+        return any([self._pauses.take(peer, now, seconds) for peer in pausing])
+
+    def forgive(self, resumed: Collection[str], now: float) -> None:
+        """These went on after a pause: they are waited for again, if their buckets allow."""
+        for peer in sorted(self.slow & self._paused & set(resumed)):
+            self._paused.remove(peer)
+            if self._pauses.take(peer, now, self._floor_s):
+                self.slow.remove(peer)
+
+    def closed(self, rounds_s: Mapping[str, float], missing: Collection[str]) -> None:
+        """A version is made; `rounds_s`: from its base until a contribution was here."""
+        longest_s = statistics.median_low(rounds_s.values()) + self.wait_s(rounds_s.values())
+        self.slow.update(missing)
+        self.slow -= {peer for peer, round_s in rounds_s.items() if round_s <= longest_s}

@@ -14,15 +14,13 @@ from typing import Any
 
 from diloco.config import WIRE_VERSION
 from diloco.core import author, contributions, data, events, lifecycle, tips
-from diloco.core.facts import Facts, Fragment, score
+from diloco.core.facts import Facts, FragmentState, score
 from diloco.core.history import Arithmetic, Tip
-from diloco.core.members import AddressBook, Members
-from diloco.core.patience import Patience
-from diloco.core.settings import Identity, Settings, Sizes
-from diloco.core.units import NONE
+from diloco.core.members import AddressBook, Members, Patience
+from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
 from diloco.messages.bulk import Get
 from diloco.messages.codec import objection_to_wire
-from diloco.messages.control import Answer, Figures, Grant, Hello, Lease, Offer, Planned, Status
+from diloco.messages.control import Answer, Dealt, Figures, Hello, Lease, Offer, Planned, Status
 from diloco.messages.fields import (
     MAX_NAMED,
     MAX_RANGES,
@@ -32,9 +30,9 @@ from diloco.messages.fields import (
     within_bounds,
 )
 from diloco.messages.heads import Line
+from diloco.ranges import NONE
 
 HEARS_S = 0.5  # between two statuses that say only which authors a peer hears
-LOOK_S = 1.0  # between two looks for silent members
 FASTEST = 4.0
 MAX_RAISE = 1000  # times what was typed here
 OTHER_DATA = (
@@ -43,6 +41,7 @@ OTHER_DATA = (
     " data.shard=0 data.shards=1 on each"
 )
 HANDLERS: dict[type[events.Event], Callable[[Facts, Any], None]] = {
+    events.Lost: lifecycle.lost,
     events.Gave: tips.gave,
     events.Applied: tips.applied,
     events.Asked: tips.answer,
@@ -52,12 +51,6 @@ HANDLERS: dict[type[events.Event], Callable[[Facts, Any], None]] = {
     events.Delivered: contributions.delivered,
     events.Loaded: contributions.loaded,
 }
-
-
-def _short(data: str) -> str:
-    digest, _, shape = data.partition("-")
-    count = int(shape.partition("x")[0])
-    return (f"{count:,} sequences, " if count else "") + digest[:8]
 
 
 class Peer:
@@ -74,8 +67,8 @@ class Peer:
 
     def __init__(
         self,
-        identity: Identity,
-        settings: Settings,
+        identity: LocalPeer,
+        settings: ProtocolSettings,
         arithmetic: Arithmetic,
         tips: Sequence[Tip],
         sizes: Sequence[Sizes],
@@ -86,30 +79,15 @@ class Peer:
         planned: Planned = (0, 0, 0),
     ) -> None:
         fragments = [
-            Fragment(i, tip, size, {tip.head.id: now}, Patience(settings.floor_s), tip.head.id)
+            FragmentState(i, tip, size, {tip.head.id: now}, Patience(settings.floor_s), tip.head.id)
             for i, (tip, size) in enumerate(zip(tips, sizes, strict=True))
         ]
-        self.addresses = AddressBook()
-        self.facts = Facts(
-            identity,
-            settings,
-            arithmetic,
-            now,
-            wall_ms - int(now * 1000),
-            Members(identity.me, identity.is_author),
-            fragments,
-            processed,
-            stamp,
-            cycle=settings.sync_every,
-            settled_at=now + settings.settle_s,
-            lease_again=now,
-            moved=now,
-            planned=planned,
-            min_peers=settings.min_peers,
-        )
-        self.figures = Figures()
+        members, wall_ms = Members(identity.me, identity.is_author), wall_ms - int(now * 1000)
+        state = members, fragments, processed, stamp, planned
+        self.facts = Facts(identity, settings, arithmetic, now, wall_ms, *state)
+        self.addresses, self.figures = AddressBook(), Figures()
         self._typed = planned
-        self._looked_at = self._told_at = self._listened_at = now
+        self._looked_at = self._told_at = now
         self._decided_at = -settings.tick_s
         self._event: events.Event = events.Tick()
         self._other_data: dict[str, None] = {}
@@ -119,67 +97,39 @@ class Peer:
 
     def receive(self, event: events.Event, now: float) -> list[events.Action]:
         """Take in what happened, and say what to do about it."""
-        core = self.facts
-        core.out, core.now = [], now
-        self._event = event
-        self._wake_up()
-        if self._take_in(event) or now >= self._decided_at + core.settings.tick_s:
+        core, settings = self.facts, self.facts.settings
+        core.out, core.now, self._event = [], now, event
+        if now - self._looked_at > settings.silence_s:
+            lifecycle.wake_up(core, now - self._looked_at)
+        self._looked_at = now
+        if self._take_in(event) or now >= self._decided_at + settings.tick_s:
             self._decided_at = now
             if not core.exited:
                 self._decide()
         else:
-            core.wake(self._decided_at + core.settings.tick_s)
+            core.wake(self._decided_at + settings.tick_s)
         return core.out
 
     def _take_in(self, event: events.Event) -> bool:
-        """Change facts; whether they are looked at at once, and not together with what comes
-        next."""
+        """Change facts; whether to decide at once, and not together with what comes next."""
         core = self.facts
         match event:
             case events.Heard(peer, message):
                 return self._heard(peer, message)
             case events.Connected(peer, hello):
                 self._connected(peer, hello)
-            case events.Lost(peer, why):
-                self._lost(peer, why)
             case events.Broke(peer, Get() as get, bad):
                 tips.broke(core, peer, get, bad)
             case events.Broke(peer, Line() as line):
                 contributions.not_sent(core, peer, line)
-            case _ if type(event) in HANDLERS:
-                HANDLERS[type(event)](core, event)
             case _:
-                self._hear_loop(event)
+                HANDLERS.get(type(event), lifecycle.hear_loop)(core, event)
         return not isinstance(event, events.Asked)
-
-    def _hear_loop(self, event: events.Event) -> None:
-        """The training loop says something."""
-        core = self.facts
-        match event:
-            case events.Wanted(sequences, cycle):
-                core.wanted, core.cycle = sequences, cycle or core.cycle
-            case events.Begun(trains):
-                core.begun, core.moved = trains, core.now
-                core.position = (
-                    lifecycle.first_position(core) if trains and core.ready else core.position
-                )
-            case events.Paused(pauses):
-                core.pauses, core.moved = pauses, core.now
-            case events.Leave(finished):
-                core.leaving, core.finished, core.leave_by = (
-                    True,
-                    finished,
-                    core.now + core.settings.stuck_s,
-                )
-            case events.Alone():
-                core.min_peers = 1
-            case events.Discovered():
-                core.settled_at = min(core.settled_at, core.now)
 
     def _decide(self) -> None:
         """Look at all facts, and act."""
         core = self.facts
-        self._look_for_the_silent()
+        lifecycle.drop_the_silent(core)
         for f in core.fragments:
             if f.ahead or f.fetch:
                 tips.fetch(core, f)
@@ -214,7 +164,7 @@ class Peer:
         """Whether the payload of a contribution is wanted here."""
         return contributions.judged(self.facts, line) == "want"
 
-    def is_open(self, f: Fragment) -> bool:
+    def is_open(self, f: FragmentState) -> bool:
         """Whether the fate of this peer's newest contribution is open."""
         return contributions.own(self.facts, f) is not None and not self.facts.over(f.tip)
 
@@ -227,25 +177,17 @@ class Peer:
         self.figures = figures
 
     def fastest_steps_per_s(self, mine: float) -> float:
-        """The pace of the fastest peer that trains, at most `FASTEST` times the median, as anybody
-        may claim any."""
-        paces = [
-            mine,
-            *(one.status.steps_per_s for one in self.facts.members.all() if one.status.trains),
-        ]
-        measured = [pace for pace in paces if pace > 0]
+        """The pace of the fastest peer that trains; at most `FASTEST` medians, as it may lie."""
+        trainers = (one.status for one in self.facts.members.all() if one.status.trains)
+        measured = [pace for pace in (mine, *(one.steps_per_s for one in trainers)) if pace > 0]
         return min(max(measured), FASTEST * median_low(measured)) if measured else 0.0
 
     def name(self, peer: str) -> str:
         """The display name of a peer that is here."""
+        if peer == self.facts.me:
+            return self.facts.identity.name
         member = self.facts.members.get(peer)
-        return (
-            self.facts.identity.name
-            if peer == self.facts.me
-            else member.hello.name
-            if member
-            else ""
-        )
+        return member.hello.name if member else ""
 
     def others_at(self) -> list[str]:
         """One address of each other peer that is here."""
@@ -253,17 +195,14 @@ class Peer:
         return [addresses[0] for addresses in named.values()]
 
     def objection(self, hello: Hello) -> str | None:
-        """Why the sender of this hello cannot be in this run, as one line for its user; None when
-        it can."""
+        """Why the sender cannot be in this run, as one line for its user; None when it can."""
         me, fragments = self.facts.identity, len(self.facts.fragments)
         if (objection := objection_to_wire(hello.wire_version)) is not None:
             return objection
         if hello.run_id != me.run_id:
             return f"run.id={hello.run_id} is not the run here, which is run.id={me.run_id}"
-        if hello.manifest_hash != me.manifest_hash:
-            return (
-                f"the manifest {hello.manifest_hash[:12]} differs from {me.manifest_hash[:12]} here"
-            )
+        if (there := hello.manifest_hash) != me.manifest_hash:
+            return f"the manifest {there[:12]} differs from {me.manifest_hash[:12]} here"
         if len(hello.status.tips) != fragments:
             return f"{len(hello.status.tips)} fragments there, {fragments} here"
         return None
@@ -276,41 +215,17 @@ class Peer:
                 said = max(tips, default=0)
             case Offer(line=Line(fragment=said) as line):
                 if said < fragments and contributions.impossible(self.facts, line):
-                    return (
-                        f"{line.tokens} tokens, {len(line.units)} ranges of data in {line.steps}"
-                        " steps are claimed"
-                    )
+                    claims = f"{line.tokens} tokens, {len(line.units)} ranges of data"
+                    return f"{claims} in {line.steps} steps are claimed"
             case Answer(fragment=said):
                 pass
             case _:
                 return None
-        return (
-            None
-            if said < fragments
-            else f"a message about fragment {said}, and the run has {fragments}"
-        )
+        if said < fragments:
+            return None
+        return f"a message about fragment {said}, and the run has {fragments}"
 
-    # -- members -----------------------------------------------------------------------------------
-
-    def _wake_up(self) -> None:
-        """Who was asleep (SIGSTOP, laptop lid) was given up by the others: it listens first, and
-        drops its data."""
-        core = self.facts
-        if core.now - self._looked_at > core.settings.silence_s:
-            core.ready, core.settled_at, core.queue = False, core.now + core.settings.settle_s, NONE
-            for member in core.members.all():
-                member.heard = core.now
-            core.changed_data = True
-            core.note("slept", seconds=round(core.now - self._looked_at, 1))
-        self._looked_at = core.now
-
-    def _look_for_the_silent(self) -> None:
-        core, settings = self.facts, self.facts.settings
-        if core.now - self._listened_at >= LOOK_S:
-            self._listened_at = core.now
-            for peer in core.members.silent(core.now, settings.silence_s, settings.silence_beats):
-                core.out.append(events.Disconnect(peer))
-                self._lost(peer, "silent")
+    # -- hearing -----------------------------------------------------------------------------------
 
     def _connected(self, peer: str, hello: Hello) -> None:
         core = self.facts
@@ -333,26 +248,6 @@ class Peer:
             sides = {"there": _short(there), "here": _short(here)}
             self.facts.note("other_data", peer=peer, name=hello.name, **sides, so=OTHER_DATA)
 
-    def _lost(self, peer: str, why: str) -> None:
-        core = self.facts
-        member = core.members.remove(peer)
-        if member is None:
-            return
-        data.lost(core, peer)
-        for f in core.fragments:
-            f.ahead.pop(peer, None)
-            for item in f.pool.values():
-                if item.to == peer:
-                    item.to, item.got = "", None
-            if f.fetch and f.fetch.goal:
-                f.fetch.asked = {part: one for part, one in f.fetch.asked.items() if one[0] != peer}
-            elif f.fetch and f.fetch.donor == peer:
-                f.fetch = None
-        kind = "leave" if member.status.leaves else "lost"
-        core.note(kind, peer=peer, name=member.hello.name, why=why, live=len(core.members) + 1)
-
-    # -- talking -----------------------------------------------------------------------------------
-
     def _heard(self, peer: str, message: object) -> bool:
         core = self.facts
         if peer not in core.members:
@@ -369,7 +264,7 @@ class Peer:
                 contributions.answered(core, peer, message)
             case Lease():
                 data.leased(core, peer, message)
-            case Grant():
+            case Dealt():
                 data.granted(core, peer, message)
         return True
 
@@ -385,22 +280,24 @@ class Peer:
         return news
 
     def _hear_plan(self, peer: str, status: Status) -> None:
-        """The run is as long as whoever may make its versions says, within reason: nobody makes it
-        endless for all."""
+        """The run is as long as who may make versions says, if nobody makes it endless for all."""
         core = self.facts
         pairs = zip(core.planned, status.planned, strict=True)
-        higher = tuple(max(here, there) if here else 0 for here, there in pairs)
+        steps, tokens, rounds = (max(here, there) if here else 0 for here, there in pairs)
+        higher = steps, tokens, rounds
         if higher == core.planned or not core.identity.is_author(peer):
             return
-        if any(there > MAX_RAISE * typed for there, typed in zip(higher, self._typed, strict=True)):
+        typed = zip(higher, self._typed, strict=True)
+        if any(there > MAX_RAISE * here for there, here in typed):
             core.note("plan_ignored", peer=peer, planned=list(higher))
             return
-        core.planned = (higher[0], higher[1], higher[2])
+        core.planned = higher
         core.note("planned", peer=peer, planned=list(higher))
 
+    # -- telling -----------------------------------------------------------------------------------
+
     def status(self, whole: bool = True, figures: Figures | None = None) -> Status:
-        """What this peer has and does: all of it, or what changed since the last status to
-        everybody."""
+        """What this peer has and does: all of it, or what changed since the last status to all."""
         core = self.facts
         told = range(len(core.fragments)) if whole else sorted(core.changed_tips)
         hears, said = core.members.authors(), self._said_authors
@@ -429,31 +326,20 @@ class Peer:
         if core.changed_data:
             has = data.has(core)[:MAX_RANGES]
             core.changed_data, self._said_units = has != self._said_units, has
-        flags = (
-            core.trains_now,
-            core.says_waits,
-            core.pauses,
-            core.leaving,
-            core.is_author(),
-            core.planned,
-        )
+        does = core.trains_now, core.says_waits, core.pauses, core.leaving
+        flags = (*does, core.is_author(), core.planned)
+        news = flags != self._said_flags or core.changed_tips or core.changed_data
         beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
         # few need it, and rarely
-        hears_other = hears != self._said_authors and core.now >= self._told_at + HEARS_S
-        if (
-            flags != self._said_flags
-            or core.changed_tips
-            or core.changed_data
-            or hears_other
-            or beats
-        ):
+        hears_other = hears != self._said_authors
+        if news or beats or (hears_other and core.now >= self._told_at + HEARS_S):
             core.broadcast(self.status(whole=False, figures=self.figures if beats else None))
-            if core.changed_tips and core.made_step:
-                core.moved, core.made_step = core.now, False  # it got the first head after a step
+            if core.changed_tips and core.made_step:  # the first head after a step
+                core.moved_at, core.made_step = core.now, False
             self._told_at, self._said_flags, self._said_authors = core.now, flags, hears
             core.changed_tips.clear()
             core.changed_data = False
-        elif hears != self._said_authors:
+        elif hears_other:
             core.wake(self._told_at + HEARS_S)
 
     def hello(self) -> Hello:
@@ -475,3 +361,9 @@ class Peer:
             status=self.status(),
             sequences=me.data,
         )
+
+
+def _short(data: str) -> str:
+    digest, _, shape = data.partition("-")
+    count = int(shape.partition("x")[0])
+    return (f"{count:,} sequences, " if count else "") + digest[:8]

@@ -11,44 +11,36 @@ from diloco.core.history import Signer
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProtocolSettings:
     """How histories grow: equal on all peers of a run."""
 
     fragments: int = 1
     sync_every: int = 4  # H, inner steps of a cycle
-    # fragments are sent one after another, evenly over the cycle; else all at its end
-    staggered: bool = False
-    # inner steps from sending a pseudo-gradient until training needs the next head
-    overlap: int = 0
-    # contributions for a version; None: it waits for half, then two rounds (a barrier)
-    quorum: int | None = None
+    staggered: bool = False  # send fragments one by one, evenly over the cycle; else all at its end
+    overlap: int = 0  # inner steps from sending until training needs the next head
+    quorum: int | None = None  # contributions; None: wait for half, then two rounds (a barrier)
     grace_s: float = 0.0  # for which a version waits for the rest once it has a quorum
     grace_slack: float = 0.0  # instead: this part of what the overlap leaves
     late: int = 8  # versions that a contribution's base may be behind
-    # a contribution that is s versions late weighs (1 + s) ** -staleness_exponent
-    staleness_exponent: float = 0.5
+    staleness_exponent: float = 0.5  # one that is s versions late weighs (1 + s) ** -that
     weights: str = "tokens"  # what a contribution weighs (`author.weights`)
-    # contributions to a momentum step; None: as many as there are peers that train
-    delay: int | None = 1
+    delay: int | None = 1  # contributions to a momentum step; None: as many as peers train
     windowed: bool = False  # there are such windows (Delayed Nesterov)
     leased: bool = True  # training takes sequences of the run's list only, and waits for them
     min_peers: int = 1  # nobody begins alone where so many are expected
     heartbeat_s: float = 1.25  # between two statuses
-    # who says nothing for so long, or for so many of its heartbeats, is gone
-    silence_s: float = 10.0
-    silence_beats: float = 8.0
+    silence_s: float = 10.0  # who says nothing for so long, or for `silence_beats`, is gone
+    silence_beats: float = 8.0  # of its own heartbeats
     settle_s: float = 5.0  # who starts, or was asleep, first listens for so long
     stall_s: float = 20.0  # nobody waits for a peer that makes no step for so long
     first_step_s: float = 180.0  # the same for its first one
     floor_s: float = 20.0  # a barrier waits for the rest at least so long
     refresh_s: float = 5.0  # after which a contribution is offered, a lease or a donor asked again
-    # an author that has a contribution for so long, or four rounds, is passed over
-    stuck_s: float = 60.0
-    deadline_s: float = 8.0  # of an answer, and by its size at this pace
+    stuck_s: float = 60.0  # an author that has one for so long, and 4 rounds, is passed over
+    deadline_s: float = 8.0  # of an answer, and by its size at `min_bytes_per_s`
     min_bytes_per_s: float = 2.0**16
     tick_s: float = 0.01  # statuses that come within that time are acted upon together
-    # peers that a record is given to within the time that this uplink takes, or `refresh_s`
-    fanout: int = 3
+    fanout: int = 3  # peers to which a record is given, in the time this takes or `refresh_s`
     uplink_bytes_per_s: float = 2.5e7
     records: int = 8  # kept of a fragment
     pool: int = 256  # contributions of others that are kept
@@ -67,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Identity:
+class LocalPeer:
     """Who this peer is, and in which run."""
 
     me: str
@@ -79,7 +71,5 @@ class Identity:
     may_author: bool = True  # others can call it, and its owner and the run allow it
     device: str = ""
     data: str = ""  # names the sequences that numbers stand for here (`Hello.sequences`)
-    # of the manifest; None where a training loop counts in its own way
-    tokens_per_step: int | None = None
-    # whether another peer may make versions, by its invitation
-    is_author: Callable[[str], bool] = lambda peer: True
+    tokens_per_step: int | None = None  # None where a training loop counts in its own way
+    is_author: Callable[[str], bool] = lambda peer: True  # whether a peer's invitation allows it

@@ -7,22 +7,30 @@ hears of a greater tip asks those who tell it, in turn. Sans-IO.
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec.structs import replace
 
 from diloco.core.contributions import impossible
-from diloco.core.events import Applied, Apply, Ask, Asked, Gave, Load, Part, Records, Replace, Reply
-from diloco.core.facts import SHUNNED, Facts, Fetch, Fragment, Goal, Moving, score
-from diloco.core.history import Record, Tip, follow, is_signed, sign, state_of, wrong, wrong_state
-from diloco.core.limits import MAX_PEERS
-from diloco.core.units import NONE, difference, overlaps
+from diloco.core.events import (
+    AnchorPart,
+    Applied,
+    Apply,
+    AskDonor,
+    Asked,
+    Gave,
+    Load,
+    Records,
+    Replace,
+    Reply,
+)
+from diloco.core.facts import SHUNNED, Facts, Fetch, FragmentState, Goal, Moving, score
+from diloco.core.history import Record, Tip, follow, state_of, wrong, wrong_state
+from diloco.core.members import MAX_PEERS
 from diloco.messages.bulk import Get
 from diloco.messages.fields import forget_oldest
 from diloco.messages.heads import Head
+from diloco.ranges import NONE, difference, overlaps
 
-# before somebody else is asked after a donor said: not now; twice that next time
-PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0
+PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0  # after a donor said: not now; twice that next time
 PARTS_EACH = 2  # that one donor is asked for at a time
 REFUSED = 1024  # heads that are remembered
 
@@ -30,14 +38,13 @@ REFUSED = 1024  # heads that are remembered
 # -- asking ----------------------------------------------------------------------------------------
 
 
-def fetch(core: Facts, f: Fragment) -> None:
+def fetch(core: Facts, f: FragmentState) -> None:
     """Ask for a greater tip, if there is one to be had."""
     now = core.now
     if f.fetch and f.fetch.goal is None and now >= f.fetch.until:
         _failed(core, f, f.fetch.donor)
-    for donor in (
-        {donor for donor, until in f.fetch.asked.values() if now > until} if f.fetch else ()
-    ):
+    late = {donor for donor, until in f.fetch.asked.values() if now > until} if f.fetch else set()
+    for donor in late:
         _failed(core, f, donor)
     told = f.greater()
     # who failed is asked only when nobody else tells one
@@ -52,45 +59,39 @@ def fetch(core: Facts, f: Fragment) -> None:
         _ask_parts(core, f, f.fetch, f.fetch.goal)
     elif told and f.fetch is None:
         highest = max(told.values())
-        best = [peer for peer, key in told.items() if key == highest]
-        donor = min(best, key=lambda peer: (peer in f.busy, score(int(now), core.me + peer)))
+        best = (peer for peer, key in told.items() if key == highest)
+        donor = min(best, key=lambda peer: (peer in f.busy_since, score(int(now), core.me + peer)))
         have = (f.tip.head.work, "") if f.mismatch else f.tip.key
         f.fetch = Fetch(donor, now + core.deadline_s(f.sizes.update))
-        core.out.append(Ask(donor, Get(f.index, have)))
+        core.out.append(AskDonor(donor, Get(f.index, have)))
 
 
-def _ask_parts(core: Facts, f: Fragment, asked: Fetch, goal: Goal) -> None:
+def _ask_parts(core: Facts, f: FragmentState, asked: Fetch, goal: Goal) -> None:
     """Ask those who have the goal for the parts that are missing."""
-    tell = [one.peer for one in core.members.all() if one.tips.get(f.index) == goal.head.key]
-    donors = sorted({*tell, *([asked.donor] if asked.donor in core.members else [])})
+    tell = {one.peer for one in core.members.all() if one.tips.get(f.index) == goal.head.key}
+    donors = sorted(tell | ({asked.donor} if asked.donor in core.members else set()))
     donors = [donor for donor in donors if f.retry_at.get(donor, 0.0) <= core.now]
-    missing = [
-        part for part in range(f.sizes.parts) if part not in asked.parts and part not in asked.asked
-    ]
+    known = asked.parts.keys() | asked.asked.keys()
+    missing = [part for part in range(f.sizes.parts) if part not in known]
     busy = [donor for donor, _ in asked.asked.values()]
     until = core.now + core.deadline_s(f.sizes.anchor // f.sizes.parts)
-    for _ in range(PARTS_EACH):
-        for donor in donors:
-            if missing and busy.count(donor) < PARTS_EACH:
-                part = missing.pop(0)
-                busy.append(donor)
-                asked.asked[part] = (donor, until)
-                core.out.append(Ask(donor, Get(f.index, f.tip.key, goal.head.id, part)))
+    for donor in donors * PARTS_EACH:
+        if missing and busy.count(donor) < PARTS_EACH:
+            part = missing.pop(0)
+            busy.append(donor)
+            asked.asked[part] = (donor, until)
+            core.out.append(AskDonor(donor, Get(f.index, f.tip.key, goal.head.id, part)))
+    # nobody has it any more; else those who have it are asked again for what is missing
     if not asked.asked and (f.behind() or not tell):
-        # nobody has it any more; else those who have it are asked again for what is missing
         f.fetch = None
 
 
-def _failed(core: Facts, f: Fragment, donor: str, seconds: float = 0.0) -> None:
+def _failed(core: Facts, f: FragmentState, donor: str, seconds: float = 0.0) -> None:
     """Nothing good came from a donor, which is asked again later."""
-    asked = f.fetch
     if donor:  # else it was a pause
         f.retry_at[donor] = core.now + (seconds or core.settings.refresh_s)
         forget_oldest(f.retry_at, MAX_PEERS)
-    if asked and asked.goal:  # others have the rest
-        asked.asked = {part: one for part, one in asked.asked.items() if one[0] != donor}
-    elif asked and asked.donor == donor:
-        f.fetch = None
+    f.drop_donor(donor)
 
 
 # -- what donors give ------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def gave(core: Facts, event: Gave) -> None:
     match event.answer:
         case Records(records):
             _gave_records(core, f, event.peer, records)
-        case Part() as part:
+        case AnchorPart() as part:
             _gave_part(core, f, event.peer, part)
         case None:
             broke(core, event.peer, event.get)
@@ -115,8 +116,8 @@ def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
         if f.fetch.asked.get(get.part, ("",))[0] == peer:
             _failed(core, f, peer)
     elif f.fetch and f.fetch.goal is None and f.fetch.donor == peer:
-        since = f.busy.setdefault(peer, core.now)
-        forget_oldest(f.busy, MAX_PEERS)
+        since = f.busy_since.setdefault(peer, core.now)
+        forget_oldest(f.busy_since, MAX_PEERS)
         if bad or core.now - since > core.settings.stuck_s / 2:
             return _failed(core, f, peer)
         pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(f.times_busy, 8))
@@ -124,73 +125,60 @@ def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
         core.wake(core.now + pause_s)
 
 
-def _gave_records(core: Facts, f: Fragment, peer: str, records: tuple[Record, ...]) -> None:
+def _gave_records(core: Facts, f: FragmentState, peer: str, records: tuple[Record, ...]) -> None:
     asked = f.fetch is not None and f.fetch.goal is None and f.fetch.donor == peer
     if asked:
         f.fetch = None
     if f.received or f.moving:
         return
-    start = next(
-        (at for at, record in enumerate(records) if record.head.prev == f.tip.head.id), None
-    )
-    if start is None:
-        if asked:
-            _failed(core, f, peer)
-        return
-    f.received = list(records[start:])
-    _move(core, f, peer)
+    prevs = [record.head.prev for record in records]
+    if f.tip.head.id in prevs:
+        f.received = list(records[prevs.index(f.tip.head.id) :])
+        _move(core, f, peer)
+    elif asked:
+        _failed(core, f, peer)
 
 
-def _move(core: Facts, f: Fragment, peer: str = "") -> None:
+def _move(core: Facts, f: FragmentState, peer: str = "") -> None:
     """Apply the next record that is here."""
     if not f.received or f.moving:
         return
-    record, tip = f.received.pop(0), f.tip
-    head = record.head
+    (head, update), tip = f.received.pop(0), f.tip
     if not _is_believed(core, peer, head):
         f.received = []
         return _failed(core, f, peer)
     if reason := "before" if head.id in f.refused else _wrong(core, tip, head):
         return _refuse(core, f, peer, reason, head)
     book, limit = follow(tip, head, core.settings.late, core.arithmetic)
-    f.moving = Moving(head, book, record.update, peer)
-    core.out.append(Apply(f.index, head, book, record.update, limit, tip.book.pushes))
+    f.moving = Moving(head, book, update, peer)
+    core.out.append(Apply(f.index, head, book, update, limit, tip.book.pushes))
 
 
 def _is_believed(core: Facts, donor: str, head: Head) -> bool:
-    """Whether its author, or who gave it, may make versions: an author may be gone before this peer
-    came."""
+    """Whether its author may make versions, or its donor, as an author may be gone by now."""
     return core.identity.is_author(head.author) or core.identity.is_author(donor)
 
 
 def _wrong(core: Facts, tip: Tip, head: Head) -> str:
     if any(impossible(core, line) for line, _ in head.lines):
         return "it has a contribution that no honest peer makes"
-    return wrong(tip, head, core.identity.signer, core.identity.run_id)
+    return wrong(tip, head, core.signed_by)
 
 
-def _refuse(core: Facts, f: Fragment, donor: str, why: str, head: Head) -> None:
-    """No honest author makes that head. Whoever gave it has made it, unless its author has signed
-    it."""
+def _refuse(core: Facts, f: FragmentState, donor: str, why: str, head: Head) -> None:
+    """No honest author makes that head. Its donor has made it, unless its author has signed it."""
     f.received = []
     f.refused[head.id] = None
     forget_oldest(f.refused, REFUSED)
-    signed = is_signed(head, head.author, core.identity.signer, core.identity.run_id)
+    signed, shunned_s = core.signed_by(head, head.author), SHUNNED * core.settings.stuck_s
     if signed:
-        core.shun(head.author, SHUNNED * core.settings.stuck_s)
-    core.note(
-        "refused_head",
-        fragment=f.index,
-        head=head.id,
-        author=head.author if signed else "",
-        why=why,
-    )
-    _failed(
-        core, f, donor, 0.0 if signed and donor != head.author else SHUNNED * core.settings.stuck_s
-    )
+        core.shun(head.author, shunned_s)
+    author = head.author if signed else ""
+    core.note("refused_head", fragment=f.index, head=head.id, author=author, why=why)
+    _failed(core, f, donor, 0.0 if signed and donor != head.author else shunned_s)
 
 
-def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
+def _gave_part(core: Facts, f: FragmentState, peer: str, part: AnchorPart) -> None:
     asked, head = f.fetch, part.head
     if asked is None or f.moving:
         return
@@ -200,8 +188,7 @@ def _gave_part(core: Facts, f: Fragment, peer: str, part: Part) -> None:
         foreign = f.refused.keys() & {head.id, *part.book.recent}
         good = head.fragment == f.index and head.key > f.tip.key and _is_believed(core, peer, head)
         good = good and len(part.digests) == f.sizes.parts > part.part
-        signer, run_id = core.identity.signer, core.identity.run_id
-        if not good or foreign or wrong_state(head, part.book, part.digests, signer, run_id):
+        if not good or foreign or wrong_state(head, part.book, part.digests, core.signed_by):
             return _failed(core, f, peer)
         asked.goal = Goal(head, part.book, part.digests)
         asked.asked[part.part] = (peer, core.now)
@@ -227,72 +214,57 @@ def applied(core: Facts, event: Applied) -> None:
     """The anchor was moved, or it could not be."""
     f = core.fragments[event.fragment]
     moving, f.moving = f.moving, None
-    assert moving is not None and moving.head.id == event.head, (
-        "the owner moved an anchor by itself"
-    )
+    assert moving and moving.head.id == event.head, "the owner moved an anchor by itself"
+    head, number = moving.head, moving.head.number
     if event.why:
         f.received = []
         if event.why == "far":
-            return _refuse(core, f, moving.donor, "it moves too far", moving.head)
+            return _refuse(core, f, moving.donor, "it moves too far", head)
         # the anchor here is damaged, or the author's was
         f.mismatch, f.damaged = True, event.damaged
-        core.note(
-            "digest_mismatch", fragment=f.index, number=moving.head.number, damaged=event.damaged
-        )
+        core.note("digest_mismatch", fragment=f.index, number=number, damaged=event.damaged)
         return
-    head = moving.head
     if moving.own:
         if f.tip.head.next not in ("", core.me):
             core.takeovers += 1
-            core.note("takeover", fragment=f.index, number=head.number, instead_of=f.tip.head.next)
-        state = state_of(moving.book, event.parts)
-        head = sign(replace(head, state=state), core.identity.signer, core.identity.run_id)
-    if f.mismatch:
-        core.heals += 1
+            core.note("takeover", fragment=f.index, number=number, instead_of=f.tip.head.next)
+        head = core.sign(replace(head, state=state_of(moving.book, event.parts)))
+    core.heals += f.mismatch
     record = None if moving.update is None else Record(head, moving.update)
     adopt(core, f, Tip(head, moving.book, event.parts), record)
     f.retry_at.pop(moving.donor, None)
     _move(core, f, moving.donor)
 
 
-def adopt(core: Facts, f: Fragment, tip: Tip, record: Record | None) -> None:
+def adopt(core: Facts, f: FragmentState, tip: Tip, record: Record | None) -> None:
     """The only place where a tip moves."""
     assert tip.key > f.tip.key, "a tip moves up only"
-    head = tip.head
+    head, sizes, records = tip.head, f.sizes, core.settings.records
     f.tip, f.mismatch, f.damaged, f.quorum_at, f.times_busy = tip, False, False, None, 0
     f.adopted_at[head.id] = core.now
-    f.busy.clear()
+    f.busy_since.clear()
     f.ahead = {peer: key for peer, key in f.ahead.items() if key > tip.key}
     if record:
         f.records[head.prev] = record
         if core.shunned.pop(head.author, None):  # who makes versions is not stuck
             core.note("not_shunned", author=head.author)
-    forget_oldest(f.adopted_at, core.settings.records)
-    forget_oldest(
-        f.records, max(1, min(core.settings.records, (f.sizes.anchor - 1) // f.sizes.update))
-    )
+    forget_oldest(f.adopted_at, records)
+    forget_oldest(f.records, max(1, min(records, (sizes.anchor - 1) // sizes.update)))
     if f.stale or overlaps(tip.book.merged, f.units):  # what was learned since the base is lost
         f.forget()
     if f is core.control:
         core.queue = NONE if f.stale else difference(core.queue, tip.book.merged)
+        core.changed_data = True
     if not f.behind():  # else what is here may be for a tip that is still to come
         f.pool = {peer: item for peer, item in f.pool.items() if not tip.objection(item.line)}
     core.changed_tips.add(f.index)
-    core.changed_data = core.changed_data or f is core.control
-    core.note(
-        "tip",
-        fragment=f.index,
-        number=head.number,
-        head=head.id,
-        work=head.work,
-        author=head.author,
-    )
+    said = {"fragment": f.index, "number": head.number, "head": head.id, "work": head.work}
+    core.note("tip", **said, author=head.author)
 
 
-def load(core: Facts, f: Fragment) -> None:
-    """Have training go on from the new anchor; an inner step that is under way is not thrown away
-    for it."""
-    in_step = f.waiting is None and not (f.stale or core.waits or core.pauses)
+def load(core: Facts, f: FragmentState) -> None:
+    """Have training go on from the new anchor, but throw no inner step under way away for it."""
+    in_step = f.steps_left is None and not (f.stale or core.waits or core.pauses)
     if f.needs_load() and not (in_step or f.loading) and core.identity.trains:
         f.loading = True
         core.out.append(Load(f.index))
@@ -303,39 +275,46 @@ def load(core: Facts, f: Fragment) -> None:
 
 def answer(core: Facts, event: Asked) -> None:
     """A donor serves a record to few peers at a time; the others find it elsewhere by then."""
-    core.out.append(Reply(event.peer, event.get, _answer(core, event.get)))
+    get = event.get
+    known = get.fragment < len(core.fragments)
+    give = _part if get.want else _newer
+    found = give(core, core.fragments[get.fragment], get) if known else None
+    core.out.append(Reply(event.peer, get, found))
 
 
-def _answer(core: Facts, get: Get) -> Records | Part | None:
-    if get.fragment >= len(core.fragments):
+def _part(core: Facts, f: FragmentState, get: Get) -> AnchorPart | None:
+    """A part of the anchor of the tip, or of the one that is pinned."""
+    tip, (pinned, _) = f.tip, f.pinned or (f.tip, 0.0)
+    kept = next((one for one in (tip, pinned) if one.head.id == get.want), None)
+    if kept is None or get.part >= len(kept.parts):
         return None
-    f, now = core.fragments[get.fragment], core.now
-    tip = f.tip
-    if get.want:
-        shown = [one for one in (tip, f.pinned[0] if f.pinned else tip) if one.head.id == get.want]
-        if not shown or get.part >= len(shown[0].parts):
-            return None
-        if f.pinned and shown[0] is f.pinned[0]:
-            f.pinned = (shown[0], now + 2 * core.settings.deadline_s)
-        return Part(shown[0].head, shown[0].book, shown[0].parts, get.part)
+    if f.pinned and kept is pinned:
+        _pin(core, f, kept)
+    return AnchorPart(kept.head, kept.book, kept.parts, get.part)
+
+
+def _pin(core: Facts, f: FragmentState, tip: Tip) -> None:
+    f.pinned = (tip, core.now + 2 * core.settings.deadline_s)
+
+
+def _newer(core: Facts, f: FragmentState, get: Get) -> Records | AnchorPart | None:
+    """The records after a head, or the first part of an anchor, to few peers at a time."""
+    tip, settings, have = f.tip, core.settings, get.have
     tip_id, number, since = f.served
-    window_s = min(
-        core.settings.refresh_s,
-        core.settings.fanout * f.sizes.update / core.settings.uplink_bytes_per_s,
-    )
-    if tip_id != tip.head.id or now - since >= window_s:
-        number, since = 0, now
-    if number >= core.settings.fanout or tuple(get.have) >= tip.key:
+    upload_s = settings.fanout * f.sizes.update / settings.uplink_bytes_per_s
+    if tip_id != tip.head.id or core.now - since >= min(settings.refresh_s, upload_s):
+        number, since = 0, core.now
+    if number >= core.settings.fanout or have >= tip.key:
         return None  # others have it, or it is no news
     f.served = (tip.head.id, number + 1, since)
-    chain: list[Record] = []
-    prev: Any = get.have[1]
+    chain, prev = list[Record](), get.have[1]
     while prev in f.records:
         chain.append(f.records[prev])
         prev = chain[-1].head.id
     if chain and prev == tip.head.id:
         return Records(tuple(chain))
-    if f.pinned is None or now > f.pinned[1] or f.pinned[0].key <= tuple(get.have):
-        f.pinned = (tip, now + 2 * core.settings.deadline_s)
+    if f.pinned is None or core.now > f.pinned[1] or f.pinned[0].key <= have:
+        _pin(core, f, tip)
+    assert f.pinned
     tip = f.pinned[0]
-    return Part(tip.head, tip.book, tip.parts, 0) if tip.parts else None
+    return AnchorPart(tip.head, tip.book, tip.parts, 0) if tip.parts else None

@@ -35,7 +35,6 @@ from blake3 import blake3
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.core.units import difference, union
 from diloco.data.formats import NoFieldError, num_rows, texts
 from diloco.data.numbered import Leases, no_position, permuted, warn_of_other_data
 from diloco.data.packing import Document, Packer, encode
@@ -43,6 +42,7 @@ from diloco.data.prefetch import AHEAD
 from diloco.data.sources import hub_files, reading
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import DataError, DilocoError
+from diloco.ranges import difference, union
 from diloco.text import one_line
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,4 @@
-"""What all messages are made of: the base class, which names their kind, their place and who may
-begin with them."""
+"""The base class of all messages: it names their kind, their place, and who may begin with them."""
 
 from __future__ import annotations
 
@@ -29,15 +28,14 @@ class Place(Enum):
 
     @property
     def begins(self) -> bool:
-        """Whether a stream begins with such a message; admission checks the role of its sender
-        then."""
+        """Whether it begins a stream; admission then checks the role of the sender."""
         return self in (Place.GREETING, Place.HELLO, Place.REQUEST)
 
 
 class Message(
     Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"
 ):
-    """Base of all messages: frozen, strict, and no field that the schema does not know."""
+    """Base of all messages: frozen, and without fields that the schema does not know."""
 
     place: ClassVar[Place] = Place.ANSWER
     roles: ClassVar[frozenset[Role]] = frozenset()  # that may begin a stream with it

@@ -1,5 +1,5 @@
-"""Questions about a fragment's history and anchor, and their answers. Payload follows whose length
-both sides know. Other questions have their schemas in `swarm/rpc`."""
+"""Questions about a fragment's history and anchor, and their answers, which payload follows. Other
+questions have their schemas in `swarm/rpc`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ MAX_RECORDS = 8  # kept by a peer, and sent in a row
 
 
 class Get(Message, frozen=True, tag="get"):
-    """What is newer than the head `have` of a fragment; or that part of the anchor of the head
-    `want`."""
+    """Asks for what is newer than the head `have`, or for a part of the anchor of `want`."""
 
     place, roles = Place.REQUEST, MEMBERS
     fragment: Index
@@ -35,7 +34,7 @@ class Values(Message, frozen=True, tag="values"):
 
 
 class RecordHeader(Message, frozen=True, tag="record"):
-    """A head whose encoded update follows. So many records come after it, each of the next head."""
+    """A head, whose encoded update follows; `more` records come after it, each of the next head."""
 
     head: Head
     more: Annotated[int, Meta(ge=0, lt=MAX_RECORDS)] = 0

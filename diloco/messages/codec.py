@@ -23,18 +23,17 @@ from diloco.text import plain
 
 M = TypeVar("M", bound=Message)
 REMEDY = "install the same diloco version on both sides"
+WRONG = "a message does not fit its schema: "
 
 _kinds: dict[str, type[Message]] = {}
 
 
 class OtherVersion(PayloadError):
-    """The sender speaks another wire version. Whatever else is wrong with the message is no fault
-    of its sender."""
+    """The sender speaks another wire version; what else is wrong is no fault of its own."""
 
 
 class UnknownKind(PayloadError):
-    """The kind of a message is well-formed and not known here: its sender may be newer. That is no
-    offence."""
+    """The kind of a message is not known here. Its sender may be newer, which is no offence."""
 
 
 class _Opening(msgspec.Struct):
@@ -54,8 +53,7 @@ def kinds() -> dict[str, type[Message]]:
 
 
 def encode(message: Message) -> bytes:
-    """A message as msgpack. The last one is remembered: a broadcast is encoded once and not once
-    per peer."""
+    """A message as msgpack. The last one is remembered, so a broadcast is encoded once."""
     global _last
     if _last[0] is not message:
         _last = (message, msgspec.msgpack.encode(message))
@@ -63,9 +61,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """Parse and validate one untrusted frame. `PayloadError` when it is too large, or does not fit
-    the schema of its kind; `UnknownKind` when there is none; `OtherVersion` when it begins a
-    conversation in another wire version.
+    """Parse and validate one untrusted frame.
+
+    Raises `PayloadError` when it is too large, or does not fit the schema of its kind; of these
+    `UnknownKind` for an unknown one, `OtherVersion` when another wire version begins to speak.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise PayloadError(f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -79,37 +78,30 @@ def decode(frame: bytes) -> Message:
                 _check_version(frame)
             return msgspec.msgpack.decode(frame, type=_kinds[kind])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise PayloadError(
-            f"a message does not fit its schema: {kind}: {plain(str(error)[:200])}"
-        ) from None
+        raise PayloadError(f"{WRONG}{kind}: {plain(str(error)[:200])}") from None
     if len(kind) <= 32 and kind.isascii() and kind.isidentifier():
         raise UnknownKind(f"messages of kind {kind} are not known here; {REMEDY}")
-    raise PayloadError(f"a message does not fit its schema: no kind is called {plain(kind[:100])}")
+    raise PayloadError(f"{WRONG}no kind is called {plain(kind[:100])}")
 
 
 def _check_version(frame: bytes) -> None:
     with suppress(msgspec.ValidationError):  # looked at first: the rest may follow another schema
-        if objection := objection_to_wire(
-            msgspec.msgpack.decode(frame, type=_Version).wire_version
-        ):
+        version = msgspec.msgpack.decode(frame, type=_Version).wire_version
+        if objection := objection_to_wire(version):
             raise OtherVersion(objection)
 
 
 def objection_to_wire(version: int) -> str | None:
-    """Why a peer of that wire version cannot be talked to, as one line for its user; None when it
-    can."""
-    here = WIRE_VERSION
-    return (
-        None
-        if version == here
-        else f"wire version {version} there does not fit {here} here; {REMEDY}"
-    )
+    """Why a peer of that wire version cannot be talked to, in one line; None when it can."""
+    if version == WIRE_VERSION:
+        return None
+    return f"wire version {version} there does not fit {WIRE_VERSION} here; {REMEDY}"
 
 
 def expect(message: Message, kind: type[M]) -> M:
-    """Narrow a message to the kind that may come here; `PayloadError` for others, for a `Refusal`
-    with its reason."""
+    """The message, if it is of that kind; else `PayloadError`, with the reason of a `Refusal`."""
     if isinstance(message, kind):
         return message
-    why = f"refused: {message.reason}" if isinstance(message, Refusal) else ""
-    raise PayloadError(why or f"expected {kind.__name__}, got {type(message).__name__}")
+    if isinstance(message, Refusal):
+        raise PayloadError(f"refused: {message.reason}")
+    raise PayloadError(f"expected {kind.__name__}, got {type(message).__name__}")

@@ -1,10 +1,7 @@
-"""The types of fields, each with a bound that no honest run reaches.
+"""The types of fields, each with a bound that no honest run reaches; no sum of them is infinite.
 
-    untrusted bytes -> type of the field (`PayloadError` outside of the bounds) -> arithmetic ->
-    `at_most` -> message
-
-Under these bounds no sum is infinite. What a peer computes from such numbers is cut to the bounds
-before it says it, so no honest peer makes a message that its own schema refuses.
+What a peer computes from such numbers it cuts to the bounds (`at_most`, `within_bounds`) before it
+says it, so no honest peer sends a message that its own schema refuses.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from msgspec.structs import force_setattr
 
 from diloco.text import plain
 
-MAX_COUNT = 2**40  # With a version in each millisecond a fragment gets there in 35 years.
+MAX_COUNT = 2**40  # with a version in each millisecond a fragment gets there in 35 years
 MAX_TOKENS = 2**50  # a thousand times the tokens of the largest known runs; exact in a float
 MAX_BYTES = 2**60
 MAX_RATE = 1e6  # per second
@@ -35,7 +32,7 @@ Names = Annotated[list[Name], Meta(max_length=4096)]
 ShortName = Annotated[str, Meta(max_length=24)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Raw = Annotated[bytes, Meta(max_length=1024)]  # a signature
-# empty in an open run, or where the peer has none
+# A signature with the run key, in hex; empty in an open run, or where the peer has none.
 Seal = Annotated[str, Meta(pattern=r"^([0-9a-f]{128})?\Z")]
 Instance = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 Index = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
@@ -44,6 +41,7 @@ SomeSteps = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 SomeTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Stamp = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]  # milliseconds since 1970, or a little more
+Delay = Annotated[int, Meta(ge=1, le=100_000)]  # contributions in a momentum window
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Rate = Annotated[float, Meta(ge=0, le=MAX_RATE)]  # 0 while there is no measurement
 Loss = Annotated[float, Meta(ge=0, le=MAX_LOSS)]
@@ -52,26 +50,23 @@ Length = Annotated[float, Meta(ge=0, le=MAX_LENGTH)]
 Weight = Annotated[float, Meta(ge=0, le=MAX_LENGTH)]
 Range = tuple[Tokens, Tokens]
 Units = tuple[Range, ...]
-"""Ranges [start, stop) of sequences: disjoint, ascending, none empty, no two touch
-(`core.units.sound`)."""
+"""Ranges [start, stop) of sequences: disjoint, ascending, none empty, no two touch."""
+Ranges = Annotated[Units, Meta(max_length=MAX_RANGES)]
 Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
 
 
 def at_most(number: int, limit: int = MAX_COUNT) -> int:
-    """A count within its bounds: what is over the limit counts as the limit, and what is below 0 as
-    0."""
+    """A count, cut to 0 and `limit`."""
     return min(max(number, 0), limit)
 
 
 def within_bounds(number: float, limit: float, least: float = 0.0) -> float:
-    """A measurement within its bounds. One that is negative, not finite or below the least is none,
-    which is 0."""
+    """A measurement of at most `limit`; 0 (none) for one that is not finite, or below `least`."""
     return min(number, limit) if isfinite(number) and number >= least and number > 0 else 0.0
 
 
 def printable(one: Struct, *fields: str) -> None:
-    """For `__post_init__`: of text that people read, control characters become spaces, which move
-    no cursor."""
+    """For `__post_init__`: in text that people read, control characters become spaces."""
     for field in fields:
         force_setattr(one, field, plain(getattr(one, field)))
 

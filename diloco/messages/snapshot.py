@@ -1,5 +1,4 @@
-"""What one peer knows of the swarm, for watchers: `diloco status --json`, the dashboard, Prometheus
-and wandb.
+"""What one peer knows of the swarm, for `diloco status`, the dashboard, Prometheus and wandb.
 
     Snapshot -> pack (JSON, deflated) -> pieces -> unpack (bounded, validated) -> Snapshot
 
@@ -15,7 +14,7 @@ from dataclasses import astuple, dataclass
 from typing import Annotated, Literal, get_args
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from diloco.errors import PayloadError
 from diloco.messages.fields import (
@@ -33,15 +32,13 @@ from diloco.messages.fields import (
 from diloco.text import plain
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
-# rows of fragments; rounds, events, and points of the loss
-MAX_PEERS, MAX_ROWS, MAX_HISTORY = 1024, 4096, 512
+MAX_PEERS, MAX_ROWS = 1024, 4096  # rows of peers, of fragments
+MAX_HISTORY = 512  # rounds, events, and points of the loss
 MAX_PIECE_BYTES = 2**19  # the longest manifest is one piece
 MAX_PACKED_BYTES = MAX_TEXT_BYTES = 16 * MAX_PIECE_BYTES
 
 Unix = Annotated[float, Meta(ge=0, le=1e12)]
 Text = Annotated[str, Meta(max_length=4096)]
-
-
 Phase = Literal["compute", "wait", "comm", "outer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
@@ -50,10 +47,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class PhaseSeconds:
     """Wall seconds in each phase of a training loop; the fields stand in the order of `PHASES`.
 
-    compute: inner steps and evaluation. wait: waiting for other peers. comm: encoding, sending,
-        receiving and adopting.
-    outer: outer steps of the fragments that this peer is author of, as far as they delay its
-        training.
+    compute: inner steps and evaluation. wait: for other peers. comm: encoding, sending, receiving
+        and adopting. outer: outer steps of this peer as author, as far as they delay its training.
     """
 
     compute: Seconds = 0.0
@@ -67,26 +62,25 @@ class PhaseSeconds:
 
     @property
     def utilization(self) -> float:
-        """The share of compute (T_inner / (T_inner + T_sync) of INTELLECT-1); 0 before anything was
-        timed."""
+        """The share of compute, T_inner / (T_inner + T_sync) of INTELLECT-1; 0 before any time."""
         return self.compute / self.total if self.total > 0 else 0.0
 
     def __sub__(self, earlier: PhaseSeconds) -> PhaseSeconds:
-        return PhaseSeconds(
-            *(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True))
-        )
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return PhaseSeconds(*(now - before for now, before in pairs))
 
 
 class _Row(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
-        printable(
-            self, *(name for name in self.__struct_fields__ if isinstance(getattr(self, name), str))
-        )
+        texts = (name for name in self.__struct_fields__ if isinstance(getattr(self, name), str))
+        printable(self, *texts)
 
 
 class RunInfo(_Row, frozen=True):
-    """The run, its budgets (None: no limit), outer steps that all fragments have seen, swarm clock,
-    and who answers."""
+    """The run, its budgets (None: no limit), and who answers.
+
+    version: outer steps that all fragments have seen. applied_tokens: the swarm clock.
+    """
 
     run_id: Name
     mode: Name
@@ -100,8 +94,7 @@ class RunInfo(_Row, frozen=True):
 
 
 class PeerRow(_Row, frozen=True):
-    """A peer's last status, `seconds` of its last round, where it may be called, and whether it may
-    make versions."""
+    """A peer's last status. authors: may make versions. seconds: of its last round."""
 
     peer_id: Name
     name: Name
@@ -124,12 +117,10 @@ class PeerRow(_Row, frozen=True):
 
 
 class FragmentRow(_Row, frozen=True):
-    """The tip that is here, whom it names as the next author, who is that now, and how many
-    contributions are here.
+    """The tip that is here. next: whom it names as author. author: who that is now.
 
-    following: `author` is another peer; collecting: this one; alone: nobody. fetching: others have
-        more than is here.
-    settling: this peer has just come, and listens first.
+    here: contributions. following: `author` is another peer; collecting: this one; alone: nobody.
+    fetching: others have more. settling: this peer has just come, and listens first.
     """
 
     fragment: Index
@@ -143,8 +134,10 @@ class FragmentRow(_Row, frozen=True):
 
 
 class Round(_Row, frozen=True):
-    """A version: connected, training and merged peers when it came, its oldest base, and how long
-    rounds took."""
+    """A version: how many peers were connected, trained and were merged when it came.
+
+    staleness: of its oldest base, in versions. seconds: of the peers' rounds, on average.
+    """
 
     fragment: Index
     version: Count
@@ -157,8 +150,10 @@ class Round(_Row, frozen=True):
 
 
 class Contributor(_Row, frozen=True):
-    """A line of the public record: a peer's part in the control fragment, and its payload in all;
-    "": many peers."""
+    """A line of the public record: a peer's part in the control fragment; "" is many peers.
+
+    bytes: of its payloads for all fragments.
+    """
 
     peer_id: Name
     name: Name
@@ -180,8 +175,7 @@ class LedgerTotals(_Row, frozen=True):
 
 
 class LossPoint(_Row, frozen=True):
-    """Mean training loss of the peers that train (nats per token), and the lowest and highest of
-    them."""
+    """Training loss of the peers that train, in nats per token: mean, lowest and highest."""
 
     at: Unix
     tokens: Tokens
@@ -190,7 +184,7 @@ class LossPoint(_Row, frozen=True):
     high: Loss
 
 
-class Event(_Row, frozen=True):
+class LoggedEvent(_Row, frozen=True):
     """A line of the answering peer's event log."""
 
     at: Unix
@@ -199,8 +193,9 @@ class Event(_Row, frozen=True):
 
 
 class Snapshot(_Row, frozen=True):
-    """The swarm as one peer sees it; `left_out`: peers that are missing. `samples`: version,
-    prompt, and what the model wrote after it at the last evaluation.
+    """The swarm as one peer sees it; `left_out`: peers that are missing.
+
+    samples: version, prompt, and what the model wrote after it at the last evaluation.
     """
 
     run: RunInfo
@@ -209,20 +204,15 @@ class Snapshot(_Row, frozen=True):
     rounds: Annotated[list[Round], Meta(max_length=MAX_HISTORY)]
     ledger: LedgerTotals
     loss: Annotated[list[LossPoint], Meta(max_length=MAX_HISTORY)]
-    events: Annotated[list[Event], Meta(max_length=MAX_HISTORY)]
+    events: Annotated[list[LoggedEvent], Meta(max_length=MAX_HISTORY)]
     left_out: Count = 0
-    samples: Annotated[list[tuple[Count, Text, Text]], Meta(max_length=16)] = field(
-        default_factory=list
-    )
+    samples: Annotated[list[tuple[Count, Text, Text]], Meta(max_length=16)] = []
 
     def __post_init__(self) -> None:
-        self.samples[:] = [
-            (version, _lines(prompt), _lines(text)) for version, prompt, text in self.samples
-        ]
+        self.samples[:] = [(version, _lines(a), _lines(b)) for version, a, b in self.samples]
 
     def names(self) -> dict[str, str]:
-        """A display name for each peer, also of those that are gone; equal names are followed by
-        the end of the id."""
+        """Display names, also of peers that are gone; equal ones end with part of the id."""
         named = {row.peer_id: row.name for row in self.ledger.contributions}
         named |= {row.peer_id: row.name for row in self.peers}
         often = Counter(named.values())
@@ -248,8 +238,7 @@ def pack(snapshot: Snapshot) -> list[bytes]:
 
 
 def unpack(packed: bytes) -> Snapshot:
-    """The snapshot that untrusted bytes hold; `PayloadError` when they hold none, or one that is
-    too large."""
+    """The snapshot in untrusted bytes; `PayloadError` when there is none, or it is too large."""
     inflating = zlib.decompressobj()
     try:
         text = inflating.decompress(packed, MAX_TEXT_BYTES)

@@ -42,7 +42,7 @@ from diloco.outer.robust import (
 )
 from diloco.outer.spectrum import flatten_, matrices
 
-__all__ = ["Aggregate", "Merged", "Weighted"]
+__all__ = ["Aggregate", "MergeResult", "Weighted"]
 
 
 class Weighted(NamedTuple):
@@ -59,7 +59,7 @@ class Weighted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """The update (uint8) that makes a version, its step, and the peers whose contributions it
     leaves out of that, or scales down. `alike` are pairs of peers whose contributions are nearly
     parallel, and the cosine.
@@ -115,7 +115,7 @@ class Aggregate:
 
     def merge(
         self, contributions: Sequence[Weighted], step: OuterStep, state: OuterState, me: str = ""
-    ) -> Merged:
+    ) -> MergeResult:
         """Make the update of the next version. It moves the master, not the anchor.
 
         The order of contributions, one at least, does not matter. The state is that before the
@@ -142,7 +142,7 @@ class Aggregate:
             tuple(peers[i] for i in those) for those in (judged.left_out, judged.clipped)
         )
         named = tuple((peers[one], peers[other], cosine) for one, other, cosine in pairs)
-        return Merged(update, step, left_out, clipped, named)
+        return MergeResult(update, step, left_out, clipped, named)
 
     def _judge(
         self,

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from diloco.core.events import Action, Event, Lost
-from diloco.core.limits import CAUSED_BY_OTHERS, EventLines, Penalties
 from diloco.core.peer import Peer
 from diloco.outer.replica import Replica
+from diloco.swarm.limits import CAUSED_BY_OTHERS, EventLines, Penalties
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import FragmentLock, Tasks

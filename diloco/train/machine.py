@@ -26,7 +26,7 @@ from diloco.attach import devices
 from diloco.attach.inner_optimizer import moment_numel
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config, ModelConfig, OuterConfig
-from diloco.core.settings import Settings
+from diloco.core.settings import ProtocolSettings
 from diloco.errors import ConfigError
 from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
 from diloco.outer.codecs import codec
@@ -48,7 +48,9 @@ INPUT_VECTORS = 1.5  # of a layer that is recomputed
 # of fp32 and CHUNK elements: two that are read from an accelerator, and two that are written to it
 STAGING_BUFFERS = 4
 COPIED = ("anchors", "what the codec lost", "master and momentum as author")  # for a checkpoint
-RECORDS = Settings.records  # updates that a peer keeps for others, if they are less than an anchor
+RECORDS = (
+    ProtocolSettings.records
+)  # updates that a peer keeps for others, if they are less than an anchor
 STREAM_BLOCKS = 2  # of fp32 and CHUNK elements, for each contribution and update that is under way
 WARMUP_STEPS, TIMED_STEPS = 2, 5
 

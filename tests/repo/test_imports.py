@@ -22,7 +22,7 @@ from tests.support.places import PACKAGE
 # From the bottom up; a part may import the parts of lower rows and itself. Parts of one row do not
 # know each other.
 LAYERS = [
-    {"text", "atomic"},
+    {"text", "atomic", "ranges"},
     {"errors"},
     {"admission", "hub"},
     {"config"},

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig, SwarmConfig
-from diloco.core.events import Part
+from diloco.core.events import AnchorPart
 from diloco.errors import SwarmError
 from diloco.messages.bulk import Get, No, PartHeader
 from diloco.messages.codec import Message, Refusal
@@ -90,7 +90,7 @@ class Village:
             if self.broken:
                 raise ConnectionResetError("broken")
             answer = await ask(stream, get, replica, *rest)
-            if isinstance(answer, Part):
+            if isinstance(answer, AnchorPart):
                 self.came.append((stream.peer, answer.part))
                 self.at.append(loop.time())
             return answer

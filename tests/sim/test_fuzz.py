@@ -101,7 +101,7 @@ def test_who_leaves_in_the_middle_of_an_overlap_goes_at_once() -> None:
         peer.receive(Stepped(8), now)
     captures(peer, 2.3)
     peer.receive(Stepped(8), 3.0)
-    assert f.unsent == 8 and f.waiting == 0
+    assert f.unsent == 8 and f.steps_left == 0
     f.pool.clear()  # it is in a version
     actions = [*peer.receive(Leave(), 3.5), *peer.receive(Tick(), 4.0)]
     assert any(isinstance(action, Exit) for action in actions) and f.unsent == 0

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from diloco.core.events import Connected
-from diloco.core.facts import Facts, Fragment
-from diloco.core.history import Tip, genesis
+from diloco.core.facts import Facts, FragmentState
+from diloco.core.history import Tip, genesis, sign
 from diloco.core.peer import Peer
-from diloco.core.settings import Identity, Settings, Sizes
+from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
 from diloco.messages.codec import WIRE_VERSION
 from diloco.messages.control import Figures, Hello, Status
 from diloco.messages.heads import Book, Entry, Head, Line
+from tests.support.fake_tensors import RUN, Signer
 
 ME, OTHER, D = "a" * 46, "b" * 46, "ab" * 32
 GENESIS = [genesis(index, "run", [D]) for index in range(2)]
@@ -29,40 +30,17 @@ class Nobody:
 
 def core(me: str = ME, fragments: int = 2, authors: bool = True, **settings: Any) -> Peer:
     """A core which listens."""
-    identity = Identity(me, "me", "run", D, Nobody(), may_author=authors, device="cpu")
-    sizes = [Sizes(10, 10, 40, 1)] * fragments
-    arithmetic: Any = None
-    settings = {"fragments": fragments, **settings}
-    return Peer(
-        identity,
-        Settings(**settings),
-        arithmetic,
-        GENESIS[:fragments],
-        sizes,
-        0.0,
-        0,
-        planned=(9, 0, 0),
-    )
+    identity = LocalPeer(me, "me", "run", D, Nobody(), may_author=authors, device="cpu")
+    sizes, arithmetic = [Sizes(10, 10, 40, 1)] * fragments, cast(Any, None)
+    run = identity, ProtocolSettings(**{"fragments": fragments, **settings}), arithmetic
+    return Peer(*run, GENESIS[:fragments], sizes, 0.0, 0, planned=(9, 0, 0))
 
 
 def hello_of(name: str = "other", figures: Figures | None = None, **status: Any) -> Hello:
     """That of another peer, which trains."""
-    said = {
-        "whole": True,
-        "tips": {tip.head.fragment: tip.key for tip in GENESIS},
-        "trains": True,
-        "authors": True,
-    }
-    return Hello(
-        WIRE_VERSION,
-        "run",
-        D,
-        name,
-        trains=True,
-        authors=True,
-        status=Status(**(said | status)),
-        device="gpu",
-    )
+    tips = {tip.head.fragment: tip.key for tip in GENESIS}
+    said = Status(**{"whole": True, "tips": tips, "trains": True, "authors": True, **status})
+    return Hello(WIRE_VERSION, "run", D, name, True, True, said, device="gpu")
 
 
 def join(peer: Peer, other: str = OTHER, figures: Figures | None = None, **hello: Any) -> None:
@@ -73,39 +51,25 @@ def join(peer: Peer, other: str = OTHER, figures: Figures | None = None, **hello
     member.figures = figures or Figures()
 
 
+def line_of(peer: str, base: str, **fields: Any) -> Line:
+    """A contribution that is signed, by default of one token."""
+    known = dict(fragment=0, stamp=10**9, steps=1, tokens=1, units=(), norm=1.0, root="0" * 64)
+    line: Line = sign(Line(peer=peer, base=base, **(known | fields)), Signer(peer), RUN)
+    return line
+
+
 def advance(
-    facts: Facts, f: Fragment, *contributors: str, base: str = "", tokens: int = 10
+    facts: Facts, f: FragmentState, *contributors: str, base: str = "", tokens: int = 10
 ) -> None:
     """The tip moves to a version with contributions of so many tokens each."""
-    here = f.tip
-    lines = [
-        Line(
-            f.index,
-            peer,
-            here.head.number + 1,
-            base or here.head.id,
-            1,
-            tokens,
-            (),
-            1.0,
-            D,
-            peer[:1],
-        )
-        for peer in contributors
-    ]
-    work, number = here.head.work + tokens * len(lines), here.head.number + 1
-    head = Head(
-        f.index, number, here.head.id, ME, ME, tuple((line, 1.0) for line in lines), 1, work, D, D
-    )
-    ledger = dict(here.book.ledger)
-    for line in lines:
-        known = ledger.get(line.peer, Entry(0, 0, 0, number))
-        ledger[line.peer] = Entry(
-            line.stamp,
-            known.tokens + tokens,
-            known.contributions + 1,
-            known.first,
-            number,
-            line.name,
-        )
-    f.tip = Tip(head, Book(ledger, (*here.book.recent, here.head.id)[-facts.settings.late :]))
+    here, book, number = f.tip.head, f.tip.book, f.tip.head.number + 1
+    ledger, lines = dict(book.ledger), []
+    for peer in contributors:
+        said = dict(fragment=f.index, stamp=number, tokens=tokens, root=D, name=peer[:1])
+        lines.append((line_of(peer, base or here.id, **said), 1.0))
+        known = ledger.get(peer, Entry(0, 0, 0, number))
+        times, total = known.contributions + 1, known.tokens + tokens
+        ledger[peer] = Entry(number, total, times, known.first, number, peer[:1])
+    work = here.work + tokens * len(lines)
+    head = Head(f.index, number, here.id, ME, ME, tuple(lines), 1, work, D, D)
+    f.tip = Tip(head, Book(ledger, (*book.recent, here.id)[-facts.settings.late :]))

@@ -11,44 +11,19 @@ from typing import Any
 from msgspec.structs import replace as altered
 
 from diloco.core import contributions, events
-from diloco.core.settings import Settings
+from diloco.core.settings import ProtocolSettings
 from diloco.messages.heads import Line
 from tests.support.core_promises import Promises, holds
 from tests.support.fake_tensors import Saved, gradient, hexed
 from tests.support.swarm_without_tensors import Peer
 
-MODES = ["barrier", "barrier", "quorum", "immediate", "staggered", "overlap", "dylu"]
-FAULTS = [
-    "kill",
-    "kill",
-    "kill",
-    "freeze",
-    "freeze",
-    "split",
-    "split",
-    "pair",
-    "break",
-    "leave",
-    "join",
-    "stuck",
-    "hang",
-    "damage",
-    "slow",
-]
+MODES = "barrier barrier quorum immediate staggered overlap dylu".split()
+FAULTS = ["kill"] * 3 + ["freeze"] * 2 + ["split"] * 2
+FAULTS += "pair break leave join stuck hang damage slow".split()
 LASTING, FOR_GOOD = sorted({*FAULTS} - {"break", "join", "damage"}), 10.0**9
-BASE = Settings(
-    heartbeat_s=2.0,
-    silence_s=8.0,
-    silence_beats=0.0,
-    settle_s=3.0,
-    stall_s=10.0,
-    first_step_s=10.0,
-    floor_s=6.0,
-    refresh_s=4.0,
-    stuck_s=40.0,
-    delay=1,
-    windowed=True,
-)
+DEADLINES = dict(heartbeat_s=2.0, silence_s=8.0, silence_beats=0.0, settle_s=3.0, stall_s=10.0)
+DEADLINES |= dict(first_step_s=10.0, floor_s=6.0, refresh_s=4.0, stuck_s=40.0)
+BASE = ProtocolSettings(delay=1, windowed=True, **DEADLINES)  # type: ignore[arg-type]
 
 
 class World(Promises):
@@ -65,9 +40,8 @@ class World(Promises):
         self.saves: defaultdict[str, list[Saved]] = defaultdict(list)
         self.damaged: set[str] = set()
         self.asked: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-        trainers, hosts = r.choice(
-            [(1, 1), (2, 0), (2, 1), (3, 0), (3, 0), (3, 1), (4, 0), (4, 1), (5, 0)]
-        )
+        crowds = (1, 1), (2, 0), (2, 1), (3, 0), (3, 0), (3, 1), (4, 0), (4, 1), (5, 0)
+        trainers, hosts = r.choice(crowds)
         self.liar = "a" if trainers >= 3 and r.random() < 0.06 else ""
         for i in range(trainers + hosts):
             self.joins(trains=i < trainers, authors=i in (0, trainers) or r.random() < 0.8)
@@ -83,7 +57,7 @@ class World(Promises):
         for _ in range(1 if self.lasting else r.choice([0, 1, 2, 2, 3, 4, 6])):
             self.at(r.uniform(1.0, self.horizon), self.fault, r.choice(kinds))
 
-    def _drawn(self) -> Settings:
+    def _drawn(self) -> ProtocolSettings:
         r, mode = self.random, self.mode
         settings = replace(
             BASE,
@@ -95,9 +69,8 @@ class World(Promises):
         )
         match mode:
             case "quorum":
-                return replace(
-                    settings, quorum=r.choice([1, 2, 2, 3]), grace_s=r.choice([0.0, 1.0, 3.0])
-                )
+                quorum, grace_s = r.choice([1, 2, 2, 3]), r.choice([0.0, 1.0, 3.0])
+                return replace(settings, quorum=quorum, grace_s=grace_s)
             case "immediate" | "dylu":
                 return replace(settings, quorum=1, late=16, delay=r.choice([1, 3]))
             case "staggered":
@@ -115,14 +88,8 @@ class World(Promises):
         r, name = self.random, "abcdefghijklm"[len(self.peers)]
         step_s = r.choice([0.4, 0.5, 0.5, 1.0])
         cycle = max(2, int(self.settings.sync_every * 0.8 / step_s)) if self.mode == "dylu" else 0
-        self.add(
-            name,
-            trains=trains,
-            authors=authors,
-            step_s=step_s,
-            batch=r.choice([1, 1, 2, 4]),
-            cycle=cycle,
-        )
+        batch = r.choice([1, 1, 2, 4])
+        self.add(name, trains=trains, authors=authors, step_s=step_s, batch=batch, cycle=cycle)
 
     def start(self, peer: Peer, saved: Saved | None = None, wall_ms: int = 0) -> None:
         jump_ms = self.random.choice([0, 0, -5000, 3000]) if peer.life else 0
@@ -142,13 +109,11 @@ class World(Promises):
 
     def lie(self, event: Any) -> Any:
         """Its versions move farther than their contributions allow."""
-        lie = (
-            tuple(part * 50 + 10**6 for part in event.update)
-            if isinstance(event, events.Merged)
-            else ()
-        )
+        if not isinstance(event, events.Merged):
+            return event
+        lie = tuple(part * 50 + 10**6 for part in event.update)
         self.lies.add(hexed(lie))
-        return altered(event, update=lie, digest=hexed(lie)) if lie else event
+        return altered(event, update=lie, digest=hexed(lie))
 
     def save(self, peer: Peer, life: int) -> None:
         if peer.life == life:
@@ -156,40 +121,33 @@ class World(Promises):
                 self.saves[peer.name] = [*self.saves[peer.name][-3:], peer.saved()]
             self.at(self.now + self.random.uniform(4, 10), self.save, peer, life)
 
+    def often(self, peer: Peer, what: str, seconds: float) -> int:
+        """How often a peer did that in the last seconds, this time included."""
+        times = self.asked[f"{peer.name} {peer.life}", what]
+        times[:] = [at for at in times if at > self.now - seconds] + [self.now]
+        return len(times)
+
     def do(self, peer: Peer, action: events.Action) -> None:
+        settings = self.settings
         match action:
-            case events.Ask(to, get) if not get.want:
-                times = self.asked[f"{peer.name} {peer.life}", to]
-                times[:] = [at for at in times if at > self.now - 1.0] + [self.now]
-                holds(
-                    len(times) <= 8 * self.settings.fragments,
-                    peer.name,
-                    "asks",
-                    to,
-                    "again and again",
-                )
+            case events.AskDonor(to, get) if not get.want:
+                few = self.often(peer, to, 1.0) <= 8 * settings.fragments
+                holds(few, peer.name, "asks", to, "again and again")
             case events.Reply(_, get, events.Records(records)):
-                times = self.asked[f"{peer.name} {peer.life}", records[-1].head.id]
-                times[:] = [at for at in times if at > self.now - self.settings.refresh_s] + [
-                    self.now
-                ]
-                holds(len(times) <= 2 * self.settings.fanout, peer.name, "serves a record to all")
+                times = self.often(peer, records[-1].head.id, settings.refresh_s)
+                holds(times <= 2 * settings.fanout, peer.name, "serves a record to all")
             case events.Exit():
+                core = peer.facts
                 self.saves[peer.name].append(peer.saved())
-                for f in (
-                    peer.facts.fragments if self.leaving and self.now <= peer.facts.leave_by else ()
-                ):
-                    kept = peer.facts.processed - contributions.discarded(peer.facts, f)
-                    self.left.append((peer.name, f.index, peer.facts.stamp, kept))
+                for f in core.fragments if self.leaving and self.now <= core.leave_by else ():
+                    kept = core.processed - contributions.discarded(core, f)
+                    self.left.append((peer.name, f.index, core.stamp, kept))
         super().do(peer, action)
 
     # -- faults ------------------------------------------------------------------------------------
 
     def fault(self, kind: str) -> None:
-        r, alive = (
-            self.random,
-            [peer for peer in self.peers.values() if peer.core and not peer.frozen],
-        )
+        r, alive = self.random, [one for one in self.peers.values() if one.core and not one.frozen]
         if not alive:
             return
         peer = r.choice(alive)
@@ -197,33 +155,23 @@ class World(Promises):
         # whoever collects is hit more often
         peer = author if author in alive and r.random() < 0.5 else peer
         seconds = FOR_GOOD if self.lasting else r.choice([1.0, 4.0, 7.0, 10.0, 15.0, 25.0])
-        pairs = sorted(
-            (frozenset((a, b)) for a in self.peers for b in self.peers if a < b), key=sorted
-        )
-        if kind in ("split", "pair", "break"):
-            return self.cut(kind, seconds, pairs)
         match kind:
+            case "split" | "pair" | "break":
+                self.cut(kind, seconds)
             case "kill":
                 self.die(peer)
-                self.at(
-                    self.now + (seconds if self.lasting else r.choice([0.2, 1, 3, 15, 40])),
-                    self.back,
-                    peer,
-                )
+                gone_s = seconds if self.lasting else r.choice([0.2, 1, 3, 15, 40])
+                self.at(self.now + gone_s, self.back, peer)
             case "freeze":
                 peer.frozen = True
                 self.at(self.now + seconds, self.wakes, peer, peer.life)
-            case "leave" if self.leaving and (
-                len(alive) < 3 or any(one.facts.leaving for one in alive)
-            ):
-                pass  # others have to be there for what it leaves behind
             case "leave":
-                self.tell(peer, events.Leave())
-                self.at(
-                    self.now + (FOR_GOOD if self.lasting or self.leaving else r.choice([10, 30])),
-                    self.back,
-                    peer,
-                )
+                lonely = len(alive) < 3 or any(one.facts.leaving for one in alive)
+                if not (self.leaving and lonely):  # others have to be there for what it leaves
+                    self.tell(peer, events.Leave())
+                    for_good = self.lasting or self.leaving
+                    gone_s = FOR_GOOD if for_good else r.choice([10, 30])
+                    self.at(self.now + gone_s, self.back, peer)
             case "join" if len(self.peers) < 7:
                 self.joins(trains=r.random() < 0.8)
             case "stuck" | "hang":
@@ -237,29 +185,24 @@ class World(Promises):
             case "slow":
                 peer.step_s *= r.choice([5, 20])
 
-    def cut(self, kind: str, seconds: float, pairs: list[frozenset[str]]) -> None:
-        side = set(
-            self.random.sample(
-                sorted(self.peers), self.random.randint(1, max(1, len(self.peers) - 1))
-            )
-        )
-        one = [self.random.choice(pairs)] if pairs else []
+    def cut(self, kind: str, seconds: float) -> None:
+        r, names = self.random, sorted(self.peers)
+        pairs = [frozenset(pair) for pair in itertools.combinations(names, 2)]
+        side = set(r.sample(names, r.randint(1, max(1, len(names) - 1))))
+        one = [r.choice(pairs)] if pairs else []
         if kind == "break":
-            for pair, name in itertools.product(one, sorted(self.peers)):
+            for pair, name in itertools.product(one, names):
                 self.drop(pair, name) if name in pair else None
         else:
-            self.block(
-                [pair for pair in pairs if len(pair & side) == 1] if kind == "split" else one,
-                seconds,
-            )
+            split = [pair for pair in pairs if len(pair & side) == 1]
+            self.block(split if kind == "split" else one, seconds)
 
     def back(self, peer: Peer) -> None:
         saves = self.saves[peer.name]
         if peer.core is None:
             old = saves and (self.leaving or self.random.random() < 0.9)
-            self.start(
-                peer, (saves[-1] if self.leaving else self.random.choice(saves)) if old else None
-            )
+            save = saves[-1] if old and self.leaving else None
+            self.start(peer, self.random.choice(saves) if old and not self.leaving else save)
 
     def wakes(self, peer: Peer, life: int) -> None:
         if peer.life == life and peer.frozen:
@@ -284,23 +227,16 @@ class World(Promises):
 
     def sides(self) -> list[list[Peer]]:
         """Sets of connected peers among which one trains and one can be an author."""
-        rest, found = (
-            [p for p in self.peers.values() if p.core and not p.frozen and p.name != self.liar],
-            [],
-        )
+        alive = (p for p in self.peers.values() if p.core and not p.frozen)
+        rest, found = [p for p in alive if p.name != self.liar], []
         while rest:
             side = [rest.pop(0)]
             for peer in side:
-                near = [
-                    other
-                    for other in rest
-                    if frozenset((peer.name, other.name)) not in self.blocked
-                ]
+                near = [p for p in rest if frozenset((peer.name, p.name)) not in self.blocked]
                 side += near
                 rest = [other for other in rest if other not in near]
-            if any(p.authors and not p.stuck for p in side) and any(
-                p.trains and not p.hangs and not p.stuck for p in side
-            ):
+            able = [p for p in side if not p.stuck]
+            if any(p.authors for p in able) and any(p.trains and not p.hangs for p in able):
                 found.append(side)
         return found
 
@@ -322,9 +258,8 @@ class World(Promises):
         holes = [self.holes(side) for side in self.sides()]
         self.until(self.now + (35.0 if not self.lasting else 170.0))
         before = self.works()
-        self.until(
-            self.now + {"barrier": 40.0, "overlap": 40.0, "staggered": 60.0}.get(self.mode, 25.0)
-        )
+        longest_s = {"barrier": 40.0, "overlap": 40.0, "staggered": 60.0}
+        self.until(self.now + longest_s.get(self.mode, 25.0))
         pairs = list(zip(before, self.works(), strict=True))
         holds(all(x < y for one in pairs for x, y in zip(*one, strict=True)), "no progress:", pairs)
         sides = self.sides()

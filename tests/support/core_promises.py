@@ -8,11 +8,11 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from diloco.core import contributions, data
-from diloco.core.facts import Fragment
-from diloco.core.settings import Settings
-from diloco.core.units import count, difference, union
+from diloco.core.facts import FragmentState
+from diloco.core.settings import ProtocolSettings
 from diloco.messages.fields import Units
 from diloco.messages.heads import Head
+from diloco.ranges import count, difference, union
 from diloco.testing.fuzz.versions import Made, Versions
 from tests.support.swarm_without_tensors import Peer, Swarm
 
@@ -30,7 +30,7 @@ def holds(promise: bool, *said: object) -> None:
 class Promises(Swarm):
     """A swarm that is watched."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
+    def __init__(self, settings: ProtocolSettings, seed: int) -> None:
         super().__init__(settings, seed=seed)
         self.lineage = Versions()
         self.anchors: dict[str, Any] = {}
@@ -51,51 +51,35 @@ class Promises(Swarm):
             self.again.add(peer.name)
         self.learned[peer.name].clear()
         for f in peer.facts.fragments:
-            self.lineage.made.setdefault(
-                f.tip.head.id, Made(f.tip.head, f.tip.parts, f.tip.book.digest)
-            )
+            made = Made(f.tip.head, f.tip.parts, f.tip.book.digest)
+            self.lineage.made.setdefault(f.tip.head.id, made)
             self.seen[peer.name, f.index] = f.tip.head
-            self.since[peer.name, f.index], self.bases[peer.name, f.index] = (
-                peer.facts.processed,
-                f.base,
-            )
+            self.since[peer.name, f.index] = peer.facts.processed
+            self.bases[peer.name, f.index] = f.base
 
     def check(self, peer: Peer) -> None:
+        name, stamps = peer.name, self.learned[peer.name]
         for f in peer.facts.fragments:
-            head, before = f.tip.head, self.seen[peer.name, f.index]
+            head, before = f.tip.head, self.seen[name, f.index]
             if head is not before:
-                self.seen[peer.name, f.index] = head
-                holds(head.key > before.key and head.work >= before.work, peer.name, "goes down")
+                self.seen[name, f.index] = head
+                holds(head.key > before.key and head.work >= before.work, name, "goes down")
                 if head.id not in self.lineage.made:
                     self.check_version(peer, f)
-                if self.bases[peer.name, f.index] not in [
-                    one.id for one in self.lineage.chain(head)
-                ]:
-                    self.since[peer.name, f.index] = peer.facts.processed
+                if self.bases[name, f.index] not in [one.id for one in self.lineage.chain(head)]:
+                    self.since[name, f.index] = peer.facts.processed
                 what = peer.anchors.now[f.index], f.tip.book.digest
                 holds(self.anchors.setdefault(head.id, what) == what, "two anchors of", head.id)
-                lied = (
-                    head.update in self.lies
-                    and peer.name != self.liar
-                    and any(peer.anchors.momenta[f.index])
-                )
-                holds(not lied, peer.name, "adopts what moves too far")
-            self.bases[peer.name, f.index] = f.base
-            item = f.pool.get(peer.name)
-            if (
-                item
-                and item.line.stamp in self.learned[peer.name]
-                and not f.tip.objection(item.line)
-            ):
-                self.learned[peer.name].discard(item.line.stamp)
-                learned = peer.facts.processed - self.since[peer.name, f.index]
-                holds(
-                    item.line.tokens <= learned,
-                    peer.name,
-                    "sends what it learned in another history",
-                )
+                lied = head.update in self.lies and any(peer.anchors.momenta[f.index])
+                holds(not lied or name == self.liar, name, "adopts what moves too far")
+            self.bases[name, f.index] = f.base
+            item = f.pool.get(name)
+            if item and item.line.stamp in stamps and not f.tip.objection(item.line):
+                stamps.discard(item.line.stamp)
+                learned = peer.facts.processed - self.since[name, f.index]
+                holds(item.line.tokens <= learned, name, "sends what another history taught")
 
-    def check_version(self, peer: Peer, f: Fragment) -> None:
+    def check_version(self, peer: Peer, f: FragmentState) -> None:
         """A head that nobody has seen before."""
         head = f.tip.head
         holds(head.author == peer.name, "nobody made", head.id)
@@ -118,44 +102,26 @@ class Promises(Swarm):
             holds(len(set(tips.values())) == 1, "different tips of", i, tips)
         for peer in side:
             for f in peer.facts.fragments:
-                own, applied = (
-                    contributions.own(peer.facts, f),
-                    self.lineage.tokens(f.tip.head, peer.name),
-                )
-                holds(
-                    own is None or not peer.facts.author_of(f),
-                    "a contribution of",
-                    peer.name,
-                    "stays in flight",
-                )
-                holds(
-                    applied == f.tip.book.of(peer.name)[1],
-                    "the book says other tokens than the heads",
-                )
-                lost = contributions.discarded(peer.facts, f)
-                notes = [
-                    said
-                    for _, kind, said in peer.notes
-                    if kind == "discarded" and said["fragment"] == f.index
-                ]
-                told = [said["tokens"] for said in notes]
+                core, name, own = peer.facts, peer.name, contributions.own(peer.facts, f)
+                applied = self.lineage.tokens(f.tip.head, name)
+                lost = contributions.discarded(core, f)
+                holds(own is None or not core.author_of(f), "a line of", name, "stays in flight")
+                holds(applied == f.tip.book.of(name)[1], "the book says other tokens than heads")
+                notes = [said for _, kind, said in peer.notes if kind == "discarded"]
+                told = [said["tokens"] for said in notes if said["fragment"] == f.index]
                 holds(0 <= lost == sum(told), lost, "tokens are discarded, and told are", told)
                 total = applied + lost + f.unsent + (own.tokens if own else 0)
-                fits = peer.name in self.again or peer.facts.steps * peer.batch == total
-                holds(fits, "tokens of", peer.name, "are missing")
+                fits = name in self.again or core.steps * peer.batch == total
+                holds(fits, "tokens of", name, "are missing")
         for name, index, stamp, tokens in self.left:
             lacks = tokens - self.lineage.tokens(side[0].tip(index).head, name, stamp)
             holds(lacks <= 0, lacks, "tokens of", name, "which left, are not in", index)
-        holders = [
-            *side,
-            *(peer for peer in self.peers.values() if peer.core and peer.name == self.liar),
-        ]
-        missing = difference(
-            missing, union(side[0].tip().book.merged, *(data.has(peer.facts) for peer in holders))
-        )
+        liars = [peer for peer in self.peers.values() if peer.core and peer.name == self.liar]
+        held = (data.has(peer.facts) for peer in [*side, *liars])
+        missing = difference(missing, union(side[0].tip().book.merged, *held))
         for peer in side:
             core, names = peer.facts, {other.name for other in side}
-            given = [units for name, (units, _) in core.granted.items() if name in names]
+            given = [units for name, (units, _) in core.dealt.items() if name in names]
             if missing and core.author_of(core.control) == peer.name:
                 core.now = math.inf
                 given.append(data.deal(core, "", missing[-1][1] + 1, ()))

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from diloco.errors import SwarmError
 from diloco.messages.snapshot import (
     Contributor,
-    Event,
     FragmentRow,
     LedgerTotals,
+    LoggedEvent,
     LossPoint,
     PeerRow,
     PhaseSeconds,
@@ -148,7 +148,7 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
             for when in (elapsed_s * step / 300 for step in range(1, 301))
         ],
         events=[
-            Event(
+            LoggedEvent(
                 at=at - 3.0 * index, kind="join", text=f"peer={peer_id(index % peers)} live={index}"
             )
             for index in range(40, 0, -1)

@@ -131,9 +131,9 @@ class Anchors:
         self.now[index], self.momenta[index] = anchor, momentum
         return events.Applied(index, head, tuple(map(hexed, anchor)))
 
-    def filled(self, index: int, part: events.Part) -> events.Part:
+    def filled(self, index: int, part: events.AnchorPart) -> events.AnchorPart:
         """With its values."""
         here = part.head.id == self.facts.fragments[index].tip.head.id
         anchor = self.now[index] if here else self.pinned[index][part.head.id]
         digests = tuple(map(hexed, anchor))
-        return events.Part(part.head, part.book, digests, part.part, anchor[part.part])
+        return events.AnchorPart(part.head, part.book, digests, part.part, anchor[part.part])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
-from diloco.outer.aggregate import Merged, Weighted
+from diloco.outer.aggregate import MergeResult, Weighted
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import chunks, partition
 from diloco.outer.optimizer import OuterStep
@@ -96,7 +96,7 @@ def make(
     step: OuterStep | None = None,
     me: str = "",
     delay: int = 1,
-) -> tuple[Merged, str]:
+) -> tuple[MergeResult, str]:
     """The next version, which this author has adopted, and the anchor's digest."""
     state, before = replica.states[fragment], [one.payload.clone() for one in those]
     with suppress(PayloadError):  # of which `merge` says the same

@@ -12,11 +12,11 @@ from typing import Any
 from diloco.core import events
 from diloco.core.history import Tip, genesis
 from diloco.core.peer import Peer as Core
-from diloco.core.settings import Identity, Settings, Sizes
-from diloco.core.units import count, first
+from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
 from diloco.messages.bulk import PartHeader, RecordHeader
 from diloco.messages.codec import decode, encode
 from diloco.messages.heads import Head
+from diloco.ranges import count, first
 from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Saved, Signer, hexed
 from tests.support.links import Links
 
@@ -27,7 +27,7 @@ class Peer:
     sequences each."""
 
     name: str
-    settings: Settings
+    settings: ProtocolSettings
     trains: bool = True
     authors: bool = True
     step_s: float = 1.0
@@ -61,7 +61,7 @@ class Swarm(Links):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ProtocolSettings,
         latency_s: float = 0.03,
         bulk_s: float = 0.5,
         work_s: float = 0.0,
@@ -91,7 +91,7 @@ class Swarm(Links):
         anchors = tuple(tuple(range(i, i + PARTS)) for i in range(settings.fragments))
         tips = tuple(genesis(i, RUN, tuple(map(hexed, anchor))) for i, anchor in enumerate(anchors))
         saved = saved or Saved(tips, anchors, 0, 0)
-        identity = Identity(
+        identity = LocalPeer(
             peer.name, peer.name, RUN, "0" * 64, Signer(peer.name), peer.trains, peer.authors
         )
         peer.life, peer.inbox, peer.notes = peer.life + 1, [], []
@@ -189,7 +189,7 @@ class Swarm(Links):
                 event = events.Heard(peer.name, decode(encode(message)))
                 for member in peer.facts.members.all():
                     self.carry(peer.name, member.peer, event)
-            case events.Push(to, line, payload):
+            case events.SendPayload(to, line, payload):
                 self.carry(
                     peer.name,
                     to,
@@ -197,7 +197,7 @@ class Swarm(Links):
                     events.Broke(to, line),
                     True,
                 )
-            case events.Ask(to, get):
+            case events.AskDonor(to, get):
                 self.carry(peer.name, to, events.Asked(peer.name, get), events.Broke(to, get))
             case events.Reply(to, get, answer):
                 gave = events.Gave(peer.name, get, self._written(peer, answer))
@@ -230,7 +230,7 @@ class Swarm(Links):
             case events.Records(records):
                 for record in records:
                     decode(encode(RecordHeader(record.head)))
-            case events.Part(head):
+            case events.AnchorPart(head):
                 answer = peer.anchors.filled(head.fragment, answer)
                 decode(encode(PartHeader(head, answer.book, answer.digests)))
         return answer
@@ -238,7 +238,7 @@ class Swarm(Links):
 
 def begun(**settings: Any) -> tuple[Swarm, Peer, Peer]:
     """Two peers in the middle of a round, the author first."""
-    swarm = Swarm(Settings(sync_every=10, **settings))
+    swarm = Swarm(ProtocolSettings(sync_every=10, **settings))
     peers = [swarm.add(name) for name in "ab"]
     swarm.until(60.0)
     swarm.until(100.0, lambda: swarm.now > swarm.made[-1][0] + 5.0)

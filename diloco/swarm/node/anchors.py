@@ -70,7 +70,7 @@ class Anchors:
     async def load(self, fragment: int) -> None:
         """Local parameters become the anchor, or are mixed with it where training went on."""
         f = self._core.facts.fragments[fragment]
-        mixing = 0.0 if f.waiting is None or f.stale else self._replica.settings.mixing
+        mixing = 0.0 if f.steps_left is None or f.stale else self._replica.settings.mixing
         async with self._context.locks[fragment].reading():
             await in_thread(self._replica.load_local_, [fragment], mixing)
             self.loaded[fragment] = (f.tip.head.number, f.tip.head.work)
@@ -108,7 +108,7 @@ class Anchors:
             if not (moving and moving.own):
                 await self._restart(fragment)
 
-    def _note_merged(self, action: events.Merge, made: merging.Merged) -> None:
+    def _note_merged(self, action: events.Merge, made: merging.MergeResult) -> None:
         note, said = self._context.note, {"fragment": action.fragment, "version": action.number}
         if clipped := [peer for peer in made.clipped if peer not in made.left_out]:
             note("clipped", **said, peers=clipped)
@@ -174,7 +174,7 @@ class Anchors:
             self._copies[fragment] = (kept, await in_thread(self._replica.anchors[fragment].clone))
         elif copy and copy[0] != kept:
             del self._copies[fragment]
-        if core.trains_now and f.waiting is None and f.base == f.tip.head.id:
+        if core.trains_now and f.steps_left is None and f.base == f.tip.head.id:
             await in_thread(self._replica.keep_base, fragment)
 
     async def read_part(self, fragment: int, head: str, part: int) -> Tensor | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from diloco.core.units import NONE, count, difference, first, union
 from diloco.messages.fields import Units
+from diloco.ranges import NONE, count, difference, first, union
 
 ROUNDS_AHEAD = 2  # the data must last until an heir answers when an author dies
 

@@ -14,15 +14,16 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from diloco.core import limits
 from diloco.core.events import Connected, Heard, Lost
-from diloco.core.limits import Offence, offences
+from diloco.core.members import MAX_PEERS
 from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.messages.base import Message, Place, Refusal
 from diloco.messages.codec import UnknownKind, expect
 from diloco.messages.control import Hello, Revocations, Welcome
 from diloco.messages.fields import forget_oldest
+from diloco.swarm import limits
 from diloco.swarm.context import Context
+from diloco.swarm.limits import Offence, offences
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.rpc.watch import request_manifest
 from diloco.swarm.wire.gate import IN_USE
@@ -150,7 +151,7 @@ class ControlMesh:
     def redial_later(self, peer: str) -> None:
         """A member is gone without a goodbye: it is called again."""
         self._lost[peer] = (self._context.now(), self._context.now())
-        forget_oldest(self._lost, limits.MAX_PEERS)
+        forget_oldest(self._lost, MAX_PEERS)
 
     def all_greeted(self) -> bool:
         """Whether no call is under way, and every peer that answered one has said hello in turn."""

@@ -18,7 +18,6 @@ from msgspec.structs import replace as with_fields
 
 from diloco.core import events
 from diloco.core.facts import CONTROL
-from diloco.core.units import NONE
 from diloco.errors import SwarmError
 from diloco.messages.control import Answer
 from diloco.messages.fields import Units
@@ -26,6 +25,7 @@ from diloco.messages.heads import Line
 from diloco.messages.snapshot import Snapshot
 from diloco.outer.digest import fragment_digest
 from diloco.outer.replica import Replica
+from diloco.ranges import NONE
 from diloco.swarm.context import Context, OnEvent
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.node.leases import LeasedData
@@ -159,8 +159,8 @@ class Node:
     def carry_out(self, actions: Sequence[events.Action]) -> None:
         """Do what the core asked for."""
         works: dict[type, Callable[[Any], Coroutine[Any, Any, None]]] = {
-            events.Push: lambda action: contribution.send(self.context, action),
-            events.Ask: lambda action: state.fetch(self.context, action.peer, action.get),
+            events.SendPayload: lambda action: contribution.send(self.context, action),
+            events.AskDonor: lambda action: state.fetch(self.context, action.peer, action.get),
             events.Merge: self.anchors.merge,
             events.Apply: self.anchors.apply,
             events.Replace: self.anchors.replace,
@@ -313,7 +313,7 @@ class Node:
         """
         facts = self.core.facts
         overlaps = facts.position <= facts.settings.overlap
-        overdue = facts.fragments[-1].waiting is not None and overlaps
+        overdue = facts.fragments[-1].steps_left is not None and overlaps
         return facts.position + (facts.cycle if overdue else 0), facts.cycle, facts.control.unsent
 
     def clock(self) -> tuple[int, int]:

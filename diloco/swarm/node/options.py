@@ -12,15 +12,15 @@ from pathlib import Path
 from diloco.config import OuterConfig, SwarmConfig, flatten
 from diloco.config.manifest import RISING
 from diloco.core.history import Bounds, Reach, Tip, blank, genesis
-from diloco.core.limits import MIN_BYTES_PER_S
 from diloco.core.peer import Peer
-from diloco.core.settings import Identity, Settings, Sizes
+from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
 from diloco.errors import PayloadError
 from diloco.messages.fields import MAX_LENGTH
 from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
 from diloco.swarm.context import Context, OnEvent
+from diloco.swarm.limits import MIN_BYTES_PER_S
 from diloco.swarm.node.recording import Recording
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc.inner_state import InnerState
@@ -98,10 +98,10 @@ class NodeOptions:
     record: Path | None = None  # where what happens is recorded (see `recording`)
 
 
-def core_settings(outer: OuterConfig, network: SwarmConfig) -> Settings:
+def core_settings(outer: OuterConfig, network: SwarmConfig) -> ProtocolSettings:
     """How histories grow in a run with these settings."""
     at_once = outer.quorum == 1 and not outer.grace_s and not outer.grace_slack
-    return Settings(
+    return ProtocolSettings(
         **{name: getattr(outer, name) for name in SAME_IN_CORE},
         late=LATE_AT_ONCE if at_once else LATE,
         staleness_exponent=0.5 if outer.barrier else outer.staleness_exponent,
@@ -139,7 +139,7 @@ async def make_context(
     run, gate, saved = options.run, options.gate, options.saved
     if saved is not None:
         await in_thread(saved.load_, replica)
-    identity = Identity(
+    identity = LocalPeer(
         transport.me,
         options.name[:SHORT_NAME],
         run.id,

@@ -37,7 +37,7 @@ class Recorder:
         self.on_failure: Callable[[str], None] = lambda why: None
         self._core, self._manifest = core, manifest_text
         self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
-        self._events: deque[schema.Event] = deque(maxlen=schema.MAX_HISTORY)
+        self._events: deque[schema.LoggedEvent] = deque(maxlen=schema.MAX_HISTORY)
         self._samples: list[tuple[int, str, str]] = []
         self._loss: list[schema.LossPoint] = []
         self._loss_every_s = LOOK_EVERY_S  # that history spans the whole run, ever more coarsely
@@ -53,7 +53,7 @@ class Recorder:
                 self._rounds.append(self._round(tip, now))
                 return
             text = " ".join(f"{key}={value}" for key, value in fields.items())
-            self._events.append(schema.Event(now, kind[:128], text[:512]))
+            self._events.append(schema.LoggedEvent(now, kind[:128], text[:512]))
 
     def add_samples(self, version: int, written: Sequence[tuple[str, str]]) -> None:
         """This peer has evaluated a version: prompts, and what the model writes after them."""

@@ -17,10 +17,10 @@ from msgspec.structs import astuple
 from msgspec.structs import replace as with_fields
 
 from diloco.core import events
-from diloco.core.events import Connected, Event, Part, Records
+from diloco.core.events import AnchorPart, Connected, Event, Records
 from diloco.core.facts import Facts
 from diloco.core.history import Bounds, Tip
-from diloco.core.settings import Settings, Sizes
+from diloco.core.settings import ProtocolSettings, Sizes
 from diloco.messages.codec import kinds
 from diloco.messages.control import Planned
 from diloco.messages.heads import Line
@@ -35,7 +35,7 @@ class Start:
     """From what a core begins; or where it was when its file began anew."""
 
     identity: dict[str, Any]
-    settings: Settings
+    settings: ProtocolSettings
     tips: tuple[Tip, ...]
     sizes: tuple[Sizes, ...]
     wall_ms: int
@@ -63,7 +63,7 @@ class Said(msgspec.Struct, frozen=True):
     bounds: Bounds | None = None
 
 
-KNOWN: tuple[Any, ...] = (*kinds().values(), Line, Records, Part, Settings, Bounds)
+KNOWN: tuple[Any, ...] = (*kinds().values(), Line, Records, AnchorPart, ProtocolSettings, Bounds)
 TYPES: dict[str, Any] = {one.__name__: one for one in KNOWN}
 EVENTS = {"Said": Said, **{n: one for n, one in vars(events).items() if isinstance(one, type)}}
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Literal
 
-from diloco.core.facts import Facts, Fragment
+from diloco.core.facts import Facts, FragmentState
 from diloco.core.members import Member
 from diloco.core.peer import Peer
 from diloco.messages import snapshot as schema
@@ -65,13 +65,13 @@ def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
         loss=figures.loss or None,
         bytes_sent=figures.bytes_sent,
         bytes_received=figures.bytes_received,
-        last_seen_s=within_bounds(now - member.heard, MAX_SECONDS),
+        last_seen_s=within_bounds(now - member.heard_at, MAX_SECONDS),
         seconds=phase_seconds(figures),
         addresses=list(core.addresses.of(member.peer)),
     )
 
 
-def _version(f: Fragment, member: Member) -> int:
+def _version(f: FragmentState, member: Member) -> int:
     """Number of the head that a member tells, at most that of the one here; of an unknown one, the
     number before all known ones."""
     key, recent, number = member.tips.get(f.index, (0, "")), f.tip.book.recent, f.tip.head.number
@@ -89,7 +89,7 @@ def _state(member: Member) -> State:
     return "evaluating" if status.pauses else "exchanging" if status.waits else "training"
 
 
-def fragment_row(facts: Facts, f: Fragment) -> schema.FragmentRow:
+def fragment_row(facts: Facts, f: FragmentState) -> schema.FragmentRow:
     """A fragment's tip here, and what this peer does about it."""
     head, author = f.tip.head, facts.author_of(f)
     state: Literal["following", "collecting", "fetching", "settling", "alone"]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from diloco.core import events
-from diloco.core.limits import offences
 from diloco.errors import PayloadError
 from diloco.messages.base import MEMBERS, Message, Place
 from diloco.messages.codec import expect
@@ -21,6 +20,7 @@ from diloco.messages.fields import Bytes, forget_oldest
 from diloco.messages.heads import Line
 from diloco.outer.payloads import empty_payload
 from diloco.swarm.context import Context
+from diloco.swarm.limits import offences
 from diloco.swarm.rpc.registry import answers
 from diloco.swarm.rpc.state import payload_digest
 from diloco.swarm.wire.streams import BROKEN, Stream
@@ -43,7 +43,7 @@ class Got(Message, frozen=True, tag="got"):
     """A payload is here, whole."""
 
 
-async def send(context: Context, action: events.Push) -> None:
+async def send(context: Context, action: events.SendPayload) -> None:
     """Send a payload; the core hears if it did not arrive, or is not wanted."""
     try:
         async with context.open(action.peer) as stream:

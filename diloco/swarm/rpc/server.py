@@ -6,10 +6,10 @@ import logging
 import traceback
 from contextlib import suppress
 
-from diloco.core.limits import REQUEST_BYTES, Offence, bulk_streams, offences
 from diloco.errors import PayloadError
 from diloco.messages.base import Place, Refusal
 from diloco.swarm.context import Context
+from diloco.swarm.limits import REQUEST_BYTES, Offence, bulk_streams, offences
 from diloco.swarm.rpc.registry import ANSWERS, load_questions
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.transport import ByteReader, ByteWriter

@@ -14,7 +14,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from diloco.core.events import Asked, Broke, Gave, Part, Records, Reply
+from diloco.core.events import AnchorPart, Asked, Broke, Gave, Records, Reply
 from diloco.core.facts import Goal
 from diloco.core.history import Record
 from diloco.errors import PayloadError
@@ -67,7 +67,7 @@ async def fetch(context: Context, peer: str, get: Get) -> None:
 
 async def ask(
     stream: Stream, get: Get, replica: Replica, goal: Goal | None
-) -> Records | Part | None:
+) -> Records | AnchorPart | None:
     """The answer of a donor, checked; `goal` is what is fetched in parts. Raises `PayloadError`."""
     await stream.send(get)
     answer, fragment = await stream.receive(), get.fragment
@@ -87,7 +87,7 @@ async def ask(
             kind = type(answer).__name__
             raise PayloadError(f"{kind} is no answer to a question for fragment {fragment}")
     values = await _values(stream, replica, fragment, get.part, goal)
-    return Part(goal.head, goal.book, goal.digests, get.part, values)
+    return AnchorPart(goal.head, goal.book, goal.digests, get.part, values)
 
 
 async def _records(

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec import Meta
 
 from diloco.config import WIRE_VERSION
-from diloco.core.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S, Allowance
 from diloco.errors import PayloadError
 from diloco.messages.base import EVERYBODY, Message, Place
 from diloco.messages.codec import expect
 from diloco.messages.fields import Count, Seal
 from diloco.messages.snapshot import MAX_PACKED_BYTES, MAX_PIECE_BYTES, Snapshot, unpack
+from diloco.swarm.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S, Allowance
 from diloco.swarm.rpc.registry import answers
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import in_thread

@@ -24,11 +24,11 @@ from pathlib import Path
 from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
 from diloco.admission.keys import is_sealed
 from diloco.config.run_settings import KEYLESS
-from diloco.core.limits import Newest
 from diloco.errors import ConfigError, PayloadError
 from diloco.messages.base import MEMBERS, Message, Refusal
 from diloco.messages.codec import expect
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
+from diloco.swarm.limits import Newest
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Handler, Refused, Untrusted
 

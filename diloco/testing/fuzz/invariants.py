@@ -37,12 +37,12 @@ import torch
 from diloco.core.contributions import discarded, own
 from diloco.core.data import deal, has
 from diloco.core.events import Asked, Captured, Event, Stepped
-from diloco.core.facts import CONTROL, Fragment
+from diloco.core.facts import CONTROL, FragmentState
 from diloco.core.history import Tip
-from diloco.core.units import NONE, difference, union
 from diloco.messages.fields import Units
 from diloco.outer.digest import part_digests
 from diloco.outer.fragments import gather_
+from diloco.ranges import NONE, difference, union
 from diloco.swarm.node.node import Node
 from diloco.testing.fuzz.crowd import Crowd
 from diloco.testing.fuzz.lives import Life, Violation
@@ -164,7 +164,7 @@ class Watch:
                 self._moved(seen, f, before)
                 seen.tips[f.index] = f.tip
 
-    def _moved(self, seen: _Seen, f: Fragment, before: Tip) -> None:
+    def _moved(self, seen: _Seen, f: FragmentState, before: Tip) -> None:
         name, tip = seen.life.name, f.tip
         if tip.key <= before.key:
             said = f"{name} goes from {before.key} back to {tip.key}"
@@ -182,7 +182,7 @@ class Watch:
         if f.base not in [head.id for head in self.versions.chain(tip.head)]:
             seen.since[f.index] = seen.trained
 
-    def _made(self, name: str, f: Fragment) -> None:
+    def _made(self, name: str, f: FragmentState) -> None:
         head = f.tip.head
         which = f"version {head.number} of fragment {f.index}"
         if head.author != name:
@@ -316,10 +316,10 @@ class Watch:
         cores = [life.node.core.facts for life in self._crowd.living() if life.node is not None]
         left = difference(self.holes, union(cores[0].control.tip.book.merged, *map(has, cores)))
         [dealer] = [core for core in cores if core.author_of(core.control) == core.me]
-        granted, dealer.granted = dealer.granted, {}  # who has not got its data asks again
+        granted, dealer.dealt = dealer.dealt, {}  # who has not got its data asks again
         if left:
             left = difference(left, deal(dealer, "", dealer.control.tip.head.work + 1, NONE))
-        dealer.granted = granted
+        dealer.dealt = granted
         if left:
             raise Violation(f"the sequences {left} are dealt to nobody")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.attach.swarm import Attachment
-from diloco.core.facts import Fragment
+from diloco.core.facts import FragmentState
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.saved import Saved
 
@@ -75,7 +75,7 @@ class Life:
         return f"{self.member.name}.{self.number}"
 
     @property
-    def fragments(self) -> list[Fragment]:
+    def fragments(self) -> list[FragmentState]:
         """Of its node; none while there is no node."""
         return [] if self.node is None else self.node.core.facts.fragments
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from diloco.core.history import Tip
-from diloco.core.units import count, union
 from diloco.messages.heads import Head
+from diloco.ranges import count, union
 
 
 class Made(NamedTuple):

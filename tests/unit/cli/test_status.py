@@ -17,7 +17,7 @@ from diloco.config import WIRE_VERSION
 from diloco.dashboard.tables import render
 from diloco.errors import SwarmError
 from diloco.messages.codec import Message, Refusal, encode
-from diloco.messages.snapshot import Event, Snapshot, pack
+from diloco.messages.snapshot import LoggedEvent, Snapshot, pack
 from diloco.rundir.files import exclusive
 from diloco.swarm.client.watch import SwarmWatcher
 from diloco.swarm.rpc.watch import Piece
@@ -154,7 +154,7 @@ def test_what_is_lost_cut_or_without_an_author_is_said() -> None:
 
 
 def test_an_event_names_peers_and_moves_no_cursor() -> None:
-    said = Event(1e9, "join\n", f"peer={peer_id(1)} name=\x1b]0;x\x07")
+    said = LoggedEvent(1e9, "join\n", f"peer={peer_id(1)} name=\x1b]0;x\x07")
     lines = shown(replace(snapshot(2), events=[said]))
     assert lines[-2].endswith("ago  join  peer=worker-01 name= ]0;x")
     assert not any("\x1b" in one for one in lines)

@@ -11,28 +11,15 @@ from msgspec.structs import replace as altered
 from diloco.core import data, events
 from diloco.core.history import sign, state_of
 from diloco.messages.bulk import Get
-from diloco.messages.control import Answer, Grant, Lease, Offer, Status
+from diloco.messages.control import Answer, Dealt, Lease, Offer, Status
 from diloco.messages.fields import MAX_COUNT, MAX_FRAGMENTS, MAX_TOKENS
-from diloco.messages.heads import Entry, Head, Line
+from diloco.messages.heads import Entry, Head
+from tests.support.core import line_of
 from tests.support.fake_tensors import RUN, Signer, gradient, hexed
 from tests.support.swarm_without_tensors import Peer, begun
 
 MANY = MAX_FRAGMENTS - 1
 DIGEST = "0" * 64
-
-
-def line_of(peer: str, base: str, **fields: Any) -> Line:
-    known = {
-        "stamp": 10**9,
-        "steps": 1,
-        "tokens": 1,
-        "units": (),
-        "norm": 1.0,
-        "root": DIGEST,
-        "fragment": 0,
-    }
-    line: Line = sign(Line(peer=peer, base=base, **(known | fields)), Signer(peer), RUN)
-    return line
 
 
 def said(actions: list[events.Action], kind: type) -> list[Any]:
@@ -57,9 +44,9 @@ ABSURD = [
     Answer(0, "", 0, "no"),
     Lease("nobody", 2**20, ((0, MAX_TOKENS),)),
     Lease("", 0, ((9, 3),)),
-    Grant("a", ((0, MAX_TOKENS),)),
-    Grant("b", ((9, 3),)),
-    Grant("nobody", ((0, 1),)),
+    Dealt("a", ((0, MAX_TOKENS),)),
+    Dealt("b", ((9, 3),)),
+    Dealt("nobody", ((0, 1),)),
 ]
 
 
@@ -76,28 +63,17 @@ def test_absurd_messages_are_survived(message: Any) -> None:
 def test_questions_about_what_is_not_there_are_answered_with_no() -> None:
     _, author, other = begun()
     key, head = (0, ""), author.tip().head.id
-    for get in (
-        Get(MANY, key),
-        Get(0, key, DIGEST),
-        Get(0, key, head, MAX_COUNT),
-        Get(0, (MAX_TOKENS, "")),
-    ):
-        assert author.core
+    assert author.core
+    for absent in ((MANY, key), (0, key, DIGEST), (0, key, head, MAX_COUNT), (0, (MAX_TOKENS, ""))):
+        get = Get(*absent)  # type: ignore[arg-type]
         actions = author.core.receive(events.Asked(other.name, get), 100.0)
         assert [action.answer for action in actions if isinstance(action, events.Reply)] == [None]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"fragment": MANY},
-        {"steps": MAX_COUNT},
-        {"units": ((9, 3),)},
-        {"units": ((0, 2), (1, 3))},
-        {"stamp": 0},
-        {},
-    ],
-)
+IMPOSSIBLE = [{"fragment": MANY}, {"steps": MAX_COUNT}, {"stamp": 0}, {}]
+
+
+@pytest.mark.parametrize("fields", [*IMPOSSIBLE, {"units": ((9, 3),)}, {"units": ((0, 2), (1, 3))}])
 def test_lines_that_no_honest_peer_makes_are_not_wanted(fields: dict[str, Any]) -> None:
     _, author, other = begun()
     line = line_of("x", author.tip().head.id, **fields)
@@ -130,9 +106,8 @@ def test_a_payload_is_sent_once_per_offer() -> None:
 
     def pushes() -> int:
         want = events.Heard(author.name, Answer(0, other.name, line.stamp, "want"))
-        return sum(
-            isinstance(one, events.Push) for _ in range(50) for one in core.receive(want, now)
-        )
+        done = [one for _ in range(50) for one in core.receive(want, now)]
+        return sum(isinstance(one, events.SendPayload) for one in done)
 
     assert pushes() == 0  # the first goes unasked
     core.receive(events.Broke(author.name, line), now)
@@ -144,10 +119,10 @@ def test_a_payload_is_sent_once_per_offer() -> None:
 def test_data_comes_only_from_whom_it_was_asked_for_and_not_more_than_that() -> None:
     swarm, author, other = begun()
     before = other.facts.queue
-    swarm.tell(other, events.Heard(author.name, Grant(other.name, ((0, 2**40),))))
+    swarm.tell(other, events.Heard(author.name, Dealt(other.name, ((0, 2**40),))))
     assert other.facts.queue == before
     other.facts.lease_from = author.name
-    swarm.tell(other, events.Heard(author.name, Grant(other.name, ((2**30, 2**40),))))
+    swarm.tell(other, events.Heard(author.name, Dealt(other.name, ((2**30, 2**40),))))
     assert sum(stop - start for start, stop in other.facts.queue) <= 2 * other.facts.wanted
 
 
@@ -161,14 +136,9 @@ def record(author: Peer, signer: str, **fields: Any) -> events.Gave:
     """The version after the author's, perhaps forged."""
     tip = author.tip()
     lines = ((line_of("x", tip.head.id, stamp=10**10), 1.0),)
-    known: dict[str, Any] = {
-        "fragment": 0,
-        "number": tip.head.number + 1,
-        "prev": tip.head.id,
-        "author": author.name,
-    }
-    known |= {"next": author.name, "lines": lines, "delay": 1, "work": tip.head.work + 1}
-    known |= {"update": hexed(0), "state": DIGEST}
+    known: dict[str, Any] = dict(fragment=0, number=tip.head.number + 1, prev=tip.head.id)
+    known |= dict(author=author.name, next=author.name, lines=lines, delay=1)
+    known |= dict(work=tip.head.work + 1, update=hexed(0), state=DIGEST)
     head = sign(Head(**(known | fields)), Signer(signer), RUN)
     return events.Gave(signer, Get(0, tip.key), events.Records((events.Record(head, (0, 0, 0)),)))
 
@@ -182,30 +152,21 @@ def test_who_forges_a_head_is_not_asked_again_and_its_alleged_author_stays() -> 
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"number": MAX_COUNT},
-        {"work": MAX_TOKENS},
-        {"lines": ()},
-        {"fragment": 7},
-        {"lines": "twice"},
-        {"lines": "impossible"},
-    ],
+    "what", ["number", "work", "no lines", "fragment", "two lines of a peer", "an impossible line"]
 )
-def test_an_author_that_signs_what_no_honest_one_makes_is_passed_over(
-    fields: dict[str, Any],
-) -> None:
+def test_an_author_that_signs_what_no_honest_one_makes_is_passed_over(what: str) -> None:
     swarm, author, other = begun()
-    base = author.tip().head.id
-    if fields.get("lines") == "twice":
-        work = author.tip().head.work + 256
-        fields = {
-            "lines": tuple((line_of("x", base, stamp=10**10 + i), 1.0) for i in range(256)),
-            "work": work,
-        }
-    elif fields.get("lines") == "impossible":
-        fields = {"lines": ((line_of("x", base, steps=MAX_COUNT), 1.0),)}
-    swarm.tell(other, record(author, author.name, **fields))
+    base, work = author.tip().head.id, author.tip().head.work
+    twice = tuple((line_of("x", base, stamp=10**10 + i), 1.0) for i in range(2))
+    forged: dict[str, dict[str, Any]] = {
+        "number": {"number": MAX_COUNT},
+        "work": {"work": MAX_TOKENS},
+        "no lines": {"lines": ()},
+        "fragment": {"fragment": 7},
+        "two lines of a peer": {"lines": twice, "work": work + 2},
+        "an impossible line": {"lines": ((line_of("x", base, steps=MAX_COUNT), 1.0),)},
+    }
+    swarm.tell(other, record(author, author.name, **forged[what]))
     assert other.tip().head.id == base and not other.facts.control.moving
     assert author.name in other.facts.shunned
 
@@ -217,7 +178,7 @@ def test_parts_that_do_not_exist_are_refused(part: int, digests: int) -> None:
     swarm.tell(other, events.Heard(author.name, Status(tips={0: (tip.head.work + 5, "f" * 64)})))
     assert f.fetch and f.fetch.donor == author.name
     head = altered(tip.head, work=tip.head.work + 5)
-    answer = events.Part(head, tip.book, (DIGEST,) * digests, part, 0)
+    answer = events.AnchorPart(head, tip.book, (DIGEST,) * digests, part, 0)
     swarm.tell(other, events.Gave(author.name, Get(0, f.tip.key), answer))
     assert author.name in f.retry_at and f.fetch is None
 
@@ -229,10 +190,8 @@ def test_a_history_without_a_beginning_is_no_state() -> None:
     swarm.tell(other, events.Heard(author.name, Status(tips={0: (10**9, "f" * 64)})))
     book = altered(tip.book, ledger={"": Entry(0, 10**9)})
     head = Head(0, 0, RUN, "", "", (), 1, 10**9, "", state_of(book, [DIGEST] * 3))
-    swarm.tell(
-        other,
-        events.Gave(author.name, Get(0, f.tip.key), events.Part(head, book, (DIGEST,) * 3, 0, 0)),
-    )
+    part = events.AnchorPart(head, book, (DIGEST,) * 3, 0, 0)
+    swarm.tell(other, events.Gave(author.name, Get(0, f.tip.key), part))
     assert author.name in f.retry_at and f.tip.head.work < 10**9
 
 

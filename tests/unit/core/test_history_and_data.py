@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from msgspec.structs import replace as altered
 
 from diloco.core import data, events
 from diloco.core.contributions import discarded
-from diloco.core.history import follow, genesis, sign
-from diloco.core.units import overlaps
+from diloco.core.history import follow, genesis
 from diloco.messages.control import Lease, Status
 from diloco.messages.heads import MAX_LEDGER, Entry, Head, Line
+from diloco.ranges import overlaps
 from tests.support.core import ME, advance, core
-from tests.support.fake_tensors import RUN, Arithmetic, Signer, gradient
+from tests.support.core import line_of as signed_line
+from tests.support.fake_tensors import RUN, Arithmetic, gradient
 from tests.support.swarm_without_tensors import begun
 
 DIGEST = "0" * 64
 TIP = genesis(0, RUN, [DIGEST])
 
 
-def line_of(peer: str, **fields: Any) -> Line:
-    known = {
-        "fragment": 0,
-        "stamp": 10,
-        "base": TIP.head.id,
-        "steps": 1,
-        "tokens": 4,
-        "units": (),
-        "norm": 1.0,
-    }
-    line: Line = sign(Line(peer=peer, root=DIGEST, **(known | fields)), Signer(peer), RUN)
-    return line
+line_of = partial(signed_line, base=TIP.head.id, stamp=10, tokens=4)
 
 
 def head_of(*lines: tuple[Line, float]) -> Head:
-    return Head(
-        0, 1, TIP.head.id, "a", "a", lines, 1, sum(line.tokens for line, _ in lines), "", DIGEST
-    )
+    work = sum(line.tokens for line, _ in lines)
+    return Head(0, 1, TIP.head.id, "a", "a", lines, 1, work, "", DIGEST)
 
 
 def test_a_contribution_counts_once_from_a_recent_head_and_with_new_data() -> None:
@@ -51,19 +40,15 @@ def test_a_contribution_counts_once_from_a_recent_head_and_with_new_data() -> No
 
 
 def test_what_was_left_out_does_not_come_again_and_its_data_is_free() -> None:
-    head = head_of(
-        (line_of("a", units=((0, 4),)), 1.0), (line_of("b", stamp=12, units=((4, 8),)), 0.0)
-    )
-    book, _ = follow(TIP, head, 8, Arithmetic())
+    used, left_out = line_of("a", units=((0, 4),)), line_of("b", stamp=12, units=((4, 8),))
+    book, _ = follow(TIP, head_of((used, 1.0), (left_out, 0.0)), 8, Arithmetic())
     assert book.of("a") == (10, 4) and book.of("b") == (12, 0)
     assert book.merged == ((0, 4),) and book.recent == (TIP.head.id,)
 
 
 def test_a_book_names_so_many_peers_and_sums_up_the_rest() -> None:
-    ledger = {"": Entry(0, 0)} | {
-        f"x{number}": Entry(number + 1, 2) for number in range(MAX_LEDGER)
-    }
-    tip = replace(TIP, book=altered(TIP.book, ledger=ledger))
+    named = {f"x{number}": Entry(number + 1, 2) for number in range(MAX_LEDGER)}
+    tip = replace(TIP, book=altered(TIP.book, ledger={"": Entry(0, 0), **named}))
     book, _ = follow(tip, head_of((line_of("new", stamp=10**6), 1.0)), 8, Arithmetic())
     assert len(book.ledger) == MAX_LEDGER
     assert book.tokens == tip.book.tokens + 4
@@ -102,17 +87,16 @@ def test_the_lowest_sequences_are_dealt_first() -> None:
 
 def test_a_lease_is_passed_on_to_a_dealer_that_the_other_does_not_hear() -> None:
     swarm, author, other = begun()
-    assert other.core
-    lease = Lease("x", 5)
-    asked = other.core.receive(events.Heard(author.name, lease), swarm.now)
-    assert not [one for one in asked if isinstance(one, events.Send) and one.message == lease]
     swarm.add("c")
     swarm.until(swarm.now + 15.0)
-    own = Lease("c", 5)
-    sent = other.core.receive(events.Heard("c", own), swarm.now)
-    assert [one.peer for one in sent if isinstance(one, events.Send) and one.message == own] == [
-        author.name
-    ]
+    assert other.core
+    for sender, lease, to in (
+        (author.name, Lease("x", 5), []),
+        ("c", Lease("c", 5), [author.name]),
+    ):
+        actions = other.core.receive(events.Heard(sender, lease), swarm.now)
+        sent = [one for one in actions if isinstance(one, events.Send)]
+        assert [one.peer for one in sent if one.message == lease] == to
 
 
 def test_a_sleeper_drops_its_data_and_listens_first() -> None:
@@ -126,10 +110,8 @@ def test_a_hello_is_answered_by_all_that_changed_since() -> None:
     swarm, author, other = begun()
     assert author.core and other.core
     sent = author.core.receive(events.Connected(other.name, other.core.hello()), swarm.now)
-    assert any(
-        isinstance(one, events.Send) and isinstance(one.message, Status) and one.message.whole
-        for one in sent
-    )
+    said = [one.message for one in sent if isinstance(one, events.Send)]
+    assert any(isinstance(message, Status) and message.whole for message in said)
 
 
 def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
@@ -138,10 +120,8 @@ def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
     swarm.die(other)
     swarm.start(other, old)
     swarm.until(swarm.now + 30.0)
-    assert (
-        discarded(other.facts, other.facts.control) == 0
-        and other.facts.processed >= old.tips[0].book.of(other.name)[1]
-    )
+    assert discarded(other.facts, other.facts.control) == 0
+    assert other.facts.processed >= old.tips[0].book.of(other.name)[1]
 
 
 def test_when_the_run_is_over_no_head_is_waited_for() -> None:
@@ -149,7 +129,7 @@ def test_when_the_run_is_over_no_head_is_waited_for() -> None:
     of these."""
     peer = core()
     for f in peer.facts.fragments:
-        f.waiting = 0
+        f.steps_left = 0
         for _ in range(9):
             assert peer.facts.waits
             advance(peer.facts, f, ME)

@@ -20,10 +20,10 @@ from torch import Tensor
 from diloco import data
 from diloco.attach.ranks import RankGroup
 from diloco.config import compose
-from diloco.core.units import NONE, difference, union
 from diloco.data.numbered import NumberedStream
 from diloco.data.prefetch import AHEAD, Prefetched
 from diloco.errors import DataError
+from diloco.ranges import NONE, difference, union
 from diloco.swarm.node.leases import LeasedData
 from diloco.train.run import _stream
 from tests.support.data import config, hub_directory, numbered, rows_of

@@ -18,8 +18,8 @@ from diloco.messages.codec import OtherVersion, UnknownKind, decode, encode, exp
 from diloco.messages.control import (
     MAX_GREETING_BYTES,
     Answer,
+    Dealt,
     Figures,
-    Grant,
     Greeting,
     Hello,
     Lease,
@@ -165,7 +165,7 @@ EXAMPLES = [
     Answer(0, "a", 5, "want", 7),
     Welcome(),
     Lease("a", 3, ((1, 5),)),
-    Grant("a", ((1, 5),)),
+    Dealt("a", ((1, 5),)),
     Greeting("x", 3, "ab" * 8),
     Refusal("no"),
     No(),

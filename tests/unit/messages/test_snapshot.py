@@ -49,7 +49,7 @@ SEEN = schema.Snapshot(
     [schema.Round(0, 3, 2, 2, 1, 0, PhaseSeconds(1.0, 2.0), 1e9)],
     schema.LedgerTotals(100, 90, 4, 6, [schema.Contributor("12D4", "ann", 2, 90, 8, 1, 3)]),
     [schema.LossPoint(1e9, 90, 2.5, 2.0, 3.0)],
-    [schema.Event(1e9, "join", "peer=12D4")],
+    [schema.LoggedEvent(1e9, "join", "peer=12D4")],
     1,
     [(3, "Once", "upon\na")],
 )
@@ -123,7 +123,7 @@ def test_no_text_of_a_peer_moves_a_cursor() -> None:
         run=replace(SEEN.run, run_id=SAID, model=SAID),
         peers=[replace(PEER, name=SAID, device=SAID)],
         fragments=[replace(SEEN.fragments[0], next=SAID, author=SAID)],
-        events=[schema.Event(1e9, SAID, SAID)],
+        events=[schema.LoggedEvent(1e9, SAID, SAID)],
         ledger=replace(
             SEEN.ledger, contributions=[replace(SEEN.ledger.contributions[0], name=SAID)]
         ),

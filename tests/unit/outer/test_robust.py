@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.outer.aggregate import Merged
+from diloco.outer.aggregate import MergeResult
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK
 from diloco.outer.payloads import Layout
@@ -50,7 +50,7 @@ def author(**settings: object) -> Replica:
     return steps.author({"w": torch.zeros(NUMEL)}, outer(**{**fixed, **settings}))
 
 
-def step(replica: Replica, found: Mapping[str, Tensor], me: str = "") -> Merged:
+def step(replica: Replica, found: Mapping[str, Tensor], me: str = "") -> MergeResult:
     """One version of these contributions, of equal weight."""
     return make(replica, [weighted(peer, payload) for peer, payload in found.items()], me=me)[0]
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from diloco.core.limits import Penalties
 from diloco.messages.codec import Message, Refusal
 from diloco.messages.control import Answer, Offer, Revocations, Welcome
 from diloco.messages.heads import Line
 from diloco.sim.virtual_time import VirtualLoop
+from diloco.swarm.limits import Penalties
 from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.wire.streams import FLUSH_BYTES, Outgoing, Stream, Traffic

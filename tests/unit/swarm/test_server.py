@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.core.limits import FIRST_S
 from diloco.messages.codec import Refusal
 from diloco.messages.heads import Line
+from diloco.swarm.limits import FIRST_S
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.rpc.state import payload_digest
 from tests.support.alone import Alone, alone

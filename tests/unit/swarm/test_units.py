@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from diloco.attach.node_link import RankLeases
 from diloco.attach.ranks import RankGroup
-from diloco.core.units import NONE, count, difference, first, intersection, union
 from diloco.messages.fields import Units
+from diloco.ranges import NONE, count, difference, first, overlaps, union
 from diloco.swarm.node.leases import LeasedData
 
 STEPS = st.sampled_from(["lease", "take", "train", "lose"])
@@ -30,11 +30,7 @@ def test_every_sequence_is_taken_once(steps: list[tuple[str, int]]) -> None:
             case "take":
                 coming, units = data.ahead(number), data.take(number)
                 if units is not None:
-                    assert (
-                        coming == units
-                        and count(units) == number
-                        and not intersection(units, taken)
-                    )
+                    assert coming == units and count(units) == number and not overlaps(units, taken)
                     taken, open_ = union(taken, units), union(open_, units)
             case "train":
                 assert data.trained() == open_
@@ -43,7 +39,7 @@ def test_every_sequence_is_taken_once(steps: list[tuple[str, int]]) -> None:
             case "lose":
                 queue = difference(queue, first(queue, number))  # another peer has trained on it
                 data.set_queue(queue)
-                open_ = intersection(open_, queue)
+                open_ = difference(open_, difference(open_, queue))
         assert difference(open_, queue) == NONE
 
 

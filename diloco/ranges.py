@@ -1,4 +1,7 @@
-"""Ranges of sequences, as sets. Sans-IO."""
+"""Sets of numbers, such as those of sequences, as ranges [start, stop).
+
+A set has disjoint ranges in ascending order, of which none is empty and no two touch.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,18 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import chain
 
-from diloco.messages.fields import Units
+Ranges = tuple[tuple[int, int], ...]
 
-NONE: Units = ()
-
-
-def sound(units: Units) -> bool:
-    """Whether these ranges are disjoint, ascending, not empty, and no two touch."""
-    return union(units) == units
+NONE: Ranges = ()
 
 
-def union(*parts: Iterable[tuple[int, int]]) -> Units:
-    """All sequences in any of the parts."""
+def sound(ranges: Ranges) -> bool:
+    """Whether these ranges are a set."""
+    return union(ranges) == ranges
+
+
+def union(*parts: Iterable[tuple[int, int]]) -> Ranges:
+    """All numbers in any of the parts, whose ranges may overlap and have any order."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(chain(*parts)):
         if merged and start <= merged[-1][1]:
@@ -27,10 +30,10 @@ def union(*parts: Iterable[tuple[int, int]]) -> Units:
     return tuple(merged)
 
 
-def difference(units: Units, without: Units) -> Units:
-    """Sequences of the first that are not in the second."""
+def difference(ranges: Ranges, without: Ranges) -> Ranges:
+    """Numbers of the first set that are not in the second."""
     left = []
-    for start, stop in units:
+    for start, stop in ranges:
         at = max(0, bisect_right(without, (start, start)) - 1)
         while at < len(without) and without[at][0] < stop:
             if without[at][1] > start:
@@ -43,31 +46,26 @@ def difference(units: Units, without: Units) -> Units:
     return tuple(left)
 
 
-def intersection(one: Units, other: Units) -> Units:
-    """Sequences in both."""
-    return difference(one, difference(one, other))
-
-
-def overlaps(one: Units, other: Units) -> bool:
-    """Whether any sequence is in both."""
+def overlaps(one: Ranges, other: Ranges) -> bool:
+    """Whether any number is in both."""
     return bool(one and other) and difference(one, other) != one
 
 
-def count(units: Units) -> int:
-    """How many sequences these are."""
-    return sum(stop - start for start, stop in units)
+def count(ranges: Ranges) -> int:
+    """How many numbers these are."""
+    return sum(stop - start for start, stop in ranges)
 
 
-def first(units: Units, number: int) -> Units:
-    """So many of these sequences, from the lowest on."""
+def first(ranges: Ranges, number: int) -> Ranges:
+    """So many of these, from the lowest on."""
     kept = []
-    for start, stop in units:
+    for start, stop in ranges:
         if number > 0:
             kept.append((start, min(stop, start + number)))
             number -= stop - start
     return tuple(kept)
 
 
-def gaps(units: Units) -> Units:
+def gaps(ranges: Ranges) -> Ranges:
     """The endless rest, up to the largest number there may be."""
-    return difference(((0, 2**50),), units)
+    return difference(((0, 2**50),), ranges)

@@ -7,9 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from diloco.core import limits
 from diloco.core.events import Connected
-from diloco.core.limits import (
+from diloco.messages.base import MAX_FRAME_BYTES
+from diloco.messages.codec import encode
+from diloco.messages.control import Status
+from diloco.messages.fields import MAX_COUNT, MAX_NAMED, MAX_RANGES, MAX_TOKENS
+from diloco.swarm import limits
+from diloco.swarm.limits import (
     FIRST_S,
     FORGET_S,
     LONGEST_S,
@@ -19,10 +23,6 @@ from diloco.core.limits import (
     Newest,
     Penalties,
 )
-from diloco.messages.base import MAX_FRAME_BYTES
-from diloco.messages.codec import encode
-from diloco.messages.control import Status
-from diloco.messages.fields import MAX_COUNT, MAX_NAMED, MAX_RANGES, MAX_TOKENS
 from tests.support.core import D, core, hello_of
 
 NOW = 1000.0

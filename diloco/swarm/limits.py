@@ -13,10 +13,11 @@ those who return under another identity is `diloco/admission`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+from diloco.core.members import MAX_PEERS, Buckets
 from diloco.errors import PayloadError
 from diloco.messages.base import MAX_FRAME_BYTES
 from diloco.messages.codec import OtherVersion, UnknownKind
@@ -24,11 +25,9 @@ from diloco.messages.fields import forget_oldest
 
 T = TypeVar("T")
 
-MAX_PEERS = 4096  # remembered; identities cost nothing, so the others are forgotten
 BURST_S = 10.0
 
-# Bytes of a frame, looked at before it is decoded; `MAX_GREETING_BYTES` and `MAX_FRAME_BYTES` are
-# the other two.
+# Bytes of a frame, looked at before it is decoded, as `MAX_GREETING_BYTES` and `MAX_FRAME_BYTES`.
 REQUEST_BYTES = 2**16
 CONTROL_BYTES, CONTROL_BYTES_PER_FRAGMENT = 2**17, 32
 HELLO_BYTES, HELLO_BYTES_PER_FRAGMENT = 2**19, 256
@@ -36,8 +35,7 @@ REVOCATIONS_BYTES = 2**19
 # Streams at a time, and how many are begun.
 STREAMS, STREAMS_PER_FRAGMENT = 16, 2
 REQUESTS_PER_S = 20.0  # beyond one per fragment
-# one is needed, a few more while the ends of those before are on their way
-CONTROL_STREAMS = (8, 1.0, 30.0)
+CONTROL_STREAMS = (8, 1.0, 30.0)  # one is needed, and a few while those before come to their ends
 MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE = 128, 4
 # How slowly bytes of a fragment may come.
@@ -45,8 +43,7 @@ MIN_BYTES_PER_S, PATIENCE_S = 2.0**14, 600.0
 # What a peer does because others ask for it.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
 PROBE_BYTES, PROBE_BYTES_IN_ALL = 2**25, 2**26  # in a minute
-# at once, and as many again in an hour
-FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0
+FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0  # at once, and in an hour
 CALLS_PER_MINUTE, CALL_EVERY_S = 20, 10.0
 # Lines of the event log: at once, and per second after that.
 LINES, LINES_PER_S = 40.0, 0.1
@@ -54,80 +51,27 @@ LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 # For how long a peer is refused, and when its offences are forgotten.
 FIRST_S, LONGEST_S, FORGET_S = 10.0, 3600.0, 86400.0
 
-CAUSED_BY_OTHERS: Mapping[str, str] = {
-    "clipped": "",
-    "contribution_broke": "author",
-    "digest_mismatch": "",
-    "fetch_failed": "donor",
-    "inner_state_failed": "donor",
-    "join": "peer",
-    "leave": "peer",
-    "left_out": "",
-    "lost": "peer",
-    "missing": "",
-    "not_shunned": "author",
-    "other_data": "peer",
-    "penalty": "peer",
-    "plan_ignored": "peer",
-    "planned": "peer",
-    "refused": "peer",
-    "refused_head": "author",
-    "refused_us": "peer",
-    "same_data": "",
-    "stuck": "author",
-    "takeover": "",
+_CAUSED_BY = {
+    "author": "contribution_broke not_shunned refused_head stuck",
+    "donor": "fetch_failed inner_state_failed",
+    "peer": "join leave lost other_data penalty plan_ignored planned refused refused_us",
+    "": "clipped digest_mismatch left_out missing same_data takeover",
 }
-"""Kinds of events that a peer can cause as often as it likes, and the field that names this
-peer."""
+CAUSED_BY_OTHERS = {kind: field for field, kinds in _CAUSED_BY.items() for kind in kinds.split()}
+"""Kinds of events that a peer can cause as often as it likes, and the field that names it."""
 
 
 def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:
-    """The longest hello, and the longest message after it on a control stream, in a run with that
-    many fragments."""
-    control = (
-        max(CONTROL_BYTES, REVOCATIONS_BYTES if closed else 0)
-        + CONTROL_BYTES_PER_FRAGMENT * fragments
-    )
-    return min(MAX_FRAME_BYTES, HELLO_BYTES + HELLO_BYTES_PER_FRAGMENT * fragments), min(
-        MAX_FRAME_BYTES, control
-    )
-
-
-class Buckets(Generic[T]):
-    """A bucket by key, which holds `burst`, fills by `per_s` a second, and begins full.
-
-    Memory is bounded: full buckets are forgotten, and when none is full, the oldest ones.
-    """
-
-    def __init__(self, per_s: float, burst: float) -> None:
-        self.per_s, self.burst = per_s, burst
-        self._filled: dict[T, tuple[float, float]] = {}  # how much is in it, and when that was
-
-    def left(self, key: T, now: float) -> float:
-        """What is in it now; below 0 after `delay_s` has lent some."""
-        left, at = self._filled.get(key, (self.burst, now))
-        return min(self.burst, left + max(0.0, now - at) * self.per_s)
-
-    def take(self, key: T, now: float, amount: float = 1.0) -> bool:
-        """Take so much, if it is there; otherwise nothing changes."""
-        return self.left(key, now) >= amount and self.delay_s(key, now, amount) == 0.0
-
-    def delay_s(self, key: T, now: float, amount: float = 1.0) -> float:
-        """Take so much in any case, and return for how many seconds the taker has to wait until it
-        is there."""
-        if key not in self._filled and len(self._filled) >= MAX_PEERS:
-            self._filled = {
-                k: one for k, one in self._filled.items() if self.left(k, now) < self.burst
-            }
-            forget_oldest(self._filled, MAX_PEERS - 1)
-        left = self.left(key, now) - amount
-        self._filled[key] = (left, max(now, self._filled.get(key, (0.0, now))[1]))
-        return max(0.0, -left / self.per_s)
+    """The longest hello of a run, and the longest message after it on a control stream."""
+    hello = HELLO_BYTES + HELLO_BYTES_PER_FRAGMENT * fragments
+    control = max(CONTROL_BYTES, REVOCATIONS_BYTES if closed else 0)
+    control += CONTROL_BYTES_PER_FRAGMENT * fragments
+    return min(MAX_FRAME_BYTES, hello), min(MAX_FRAME_BYTES, control)
 
 
 class Allowance:
-    """How much strangers may ask for in `seconds`: each so much, and all together, because
-    identities cost nothing."""
+    """How much strangers may ask for in `seconds`: each of them, and all together, as identities
+    cost nothing."""
 
     def __init__(self, each: float, together: float, seconds: float) -> None:
         self._each: Buckets[str] = Buckets(each / seconds, each)
@@ -136,14 +80,12 @@ class Allowance:
     def take(self, peer: str, amount: int, now: float) -> bool:
         """Whether that peer may have so much; if not, nothing changes."""
         left = self._together.left(None, now) >= amount
-        return (
-            left and self._each.take(peer, now, amount) and self._together.take(None, now, amount)
-        )
+        both = left and self._each.take(peer, now, amount)
+        return both and self._together.take(None, now, amount)
 
 
 class Limiter:
-    """Counts the streams that each peer has open, and those that it begins; each has at most a
-    fragment's bytes."""
+    """Counts the streams that each peer has open, and those that it begins."""
 
     def __init__(self, most: int, per_s: float, burst: float) -> None:
         self.most, self.per_s = most, per_s
@@ -180,21 +122,18 @@ def control_messages(fragments: int) -> Buckets[str]:
 
 
 class Newest(Generic[T]):
-    """The newest streams of strangers. An older one makes room: those who mean well need theirs for
-    a moment only."""
+    """The newest streams of strangers. Older ones make room: honest ones are short."""
 
     def __init__(self) -> None:
         self._peers: dict[T, str] = {}  # by stream, the oldest first
 
     def add(self, peer: str, stream: T) -> list[T]:
         """A stranger opens a stream; returns the streams that end for it. `remove` follows."""
-        over = [one for one, other in self._peers.items() if other == peer][
-            : -(STRANGERS_OF_ONE - 1)
-        ]
+        its = [one for one, other in self._peers.items() if other == peer]
+        over = its[: -(STRANGERS_OF_ONE - 1)]
         self._peers[stream] = peer
-        over += [one for one in self._peers if one not in over][
-            : max(0, len(self._peers) - len(over) - STRANGERS)
-        ]
+        rest = [one for one in self._peers if one not in over]
+        over += rest[: max(0, len(rest) - STRANGERS)]
         for one in over:
             del self._peers[one]
         return over
@@ -205,8 +144,7 @@ class Newest(Generic[T]):
 
 
 class Dials:
-    """Peers that others have named, and that are to be called: so many at a time, the others
-    later."""
+    """Peers that others have named, and that are to be called: so many at a time."""
 
     def __init__(self) -> None:
         self._bucket: Buckets[None] = Buckets(DIALS_PER_S, DIALS_AT_ONCE)
@@ -216,8 +154,7 @@ class Dials:
         return len(self._waiting)
 
     def hear(self, peers: Iterable[str]) -> None:
-        """Somebody names these peers. Those for which there is no room are forgotten: they call by
-        themselves."""
+        """Somebody names these peers. If there is no room for one, it has to call by itself."""
         for peer in peers:
             if len(self._waiting) >= MAX_WAITING_DIALS:
                 return
@@ -233,8 +170,7 @@ class Dials:
 
 
 class EventLines:
-    """Which events are written into the log: of those that others cause, so many of each peer and
-    kind.
+    """Which events that others cause are written into the log: so many of each peer and kind.
 
     The next line of the kind that is written says how many were not (`suppressed`).
     """
@@ -245,8 +181,7 @@ class EventLines:
         self._suppressed: dict[str, int] = {}  # by kind
 
     def suppressed(self, kind: str, peer: str, now: float) -> int | None:
-        """How many lines of this kind were left out since the last one; None when this one is left
-        out, too."""
+        """How many lines of this kind were left out since the last one; None: this one is, too."""
         if not self._of_peer.take((kind, peer), now) or not self._of_kind.take(kind, now):
             self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
             return None
@@ -259,8 +194,7 @@ class Offence(PayloadError):
 
 @contextmanager
 def offences() -> Iterator[None]:
-    """A `PayloadError` that is raised inside becomes an offence, unless the sender may be honest
-    and newer."""
+    """A `PayloadError` raised inside becomes an offence, unless its sender may be newer."""
     try:
         yield
     except (OtherVersion, UnknownKind):
@@ -277,8 +211,7 @@ class Penalties:
         self._records: dict[str, tuple[int, float, str]] = {}
 
     def offence(self, peer: str, reason: str, now: float) -> float:
-        """Count an offence; returns for how many seconds the peer is refused. Those meanwhile count
-        as the same."""
+        """Count an offence, once while the peer is refused; returns for how many seconds it is."""
         before, until, _ = self._records.pop(peer, (0, 0.0, ""))
         if now >= until:
             before = 1 if now >= until + FORGET_S else before + 1
@@ -288,7 +221,6 @@ class Penalties:
         return until - now
 
     def refusal(self, peer: str, now: float) -> str | None:
-        """One line for a peer that is refused now, with the reason and the seconds left; None for
-        all others."""
+        """One line for a peer that is refused now: how long, and why; None for all others."""
         _, until, reason = self._records.get(peer, (0, now, ""))
         return f"refused for {until - now:.0f} s more: {reason}"[:400] if now < until else None

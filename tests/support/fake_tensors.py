@@ -52,9 +52,8 @@ class Arithmetic:
         longest: float,
         reach: tuple[float, ...],
     ) -> Bounds:
-        return Bounds(
-            longest + reach[0] // 2 + 4, ((3 * reach[0] + 2 * longest) // 4 + 4, 0.0, 0.0)
-        )
+        momentum = (3 * reach[0] + 2 * longest) // 4 + 4
+        return Bounds(longest + reach[0] // 2 + 4, (momentum, 0.0, 0.0))
 
 
 class Saved(NamedTuple):
@@ -96,15 +95,10 @@ class Anchors:
         weights = [int(1000 * s.weight * s.discount) * (s.line.norm <= long) for s in merge.shares]
         weights = weights if any(weights) else [1] * len(weights)
         pairs = list(zip(weights, merge.shares, strict=True))
-        mean = [
-            sum(w * share.payload[part] for w, share in pairs) // sum(weights)
-            for part in range(PARTS)
-        ]
+        sums = [sum(w * share.payload[part] for w, share in pairs) for part in range(PARTS)]
         steps = merge.pushes + sum(map(bool, weights)) >= merge.delay  # a window is full
-        update = tuple(
-            m // 2 * steps - part
-            for m, part in zip(self.momenta[merge.fragment], mean, strict=True)
-        )
+        both = zip(self.momenta[merge.fragment], sums, strict=True)
+        update = tuple(m // 2 * steps - part // sum(weights) for m, part in both)
         left_out = frozenset(share.line.peer for w, share in pairs if not w)
         return events.Merged(merge.fragment, merge.base, update, hexed(update), left_out)
 
@@ -116,18 +110,16 @@ class Anchors:
         if not apply.own and state_of(apply.book, tuple(map(hexed, anchor))) != apply.head.state:
             damaged = tuple(map(hexed, before)) != self.facts.fragments[index].tip.parts
             return events.Applied(index, apply.head.id, why="digest", damaged=damaged)
-        momentum = tuple(
-            (m + u) // 2 for m, u in zip(self.momenta[index], apply.update, strict=True)
-        )
+        pairs = zip(self.momenta[index], apply.update, strict=True)
+        momentum = tuple((m + u) // 2 for m, u in pairs)
         return self.moved(index, apply.head.id, anchor, momentum)
 
     def moved(self, index: int, head: str, anchor: Tensor, momentum: Tensor) -> events.Applied:
         """Move an anchor. The one before is kept while others fetch its parts."""
         f = self.facts.fragments[index]
         kept = {**self.pinned[index], f.tip.head.id: self.now[index]}
-        self.pinned[index] = {
-            id_: one for id_, one in kept.items() if f.pinned and id_ == f.pinned[0].head.id
-        }
+        pinned = f.pinned[0].head.id if f.pinned else ""
+        self.pinned[index] = {id_: one for id_, one in kept.items() if id_ == pinned}
         self.now[index], self.momenta[index] = anchor, momentum
         return events.Applied(index, head, tuple(map(hexed, anchor)))
 

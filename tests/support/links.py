@@ -19,13 +19,8 @@ class Links:
     `lost` sometimes."""
 
     def __init__(self, latency_s: float, bulk_s: float, seed: int) -> None:
-        self.latency_s, self.bulk_s, self.random, self.now, self.lost = (
-            latency_s,
-            bulk_s,
-            Random(seed),
-            0.0,
-            0.0,
-        )
+        self.latency_s, self.bulk_s, self.random = latency_s, bulk_s, Random(seed)
+        self.now = self.lost = 0.0
         self.epochs: dict[Pair, int] = {}  # of the connections that are up
         self.blocked: set[Pair] = set()
         self.held: list[tuple[Pair, int, str, events.Event]] = []
@@ -104,14 +99,8 @@ class Links:
                 epoch = self.epochs[pair] = next(self._order)
                 for peer, there, hello in zip((one, other), (other, one), hellos, strict=True):
                     self.arrives(peer, events.Lost(there))
-                    self.at(
-                        self.now + self.latency_s,
-                        self._arrive,
-                        pair,
-                        epoch,
-                        peer,
-                        events.Connected(there, hello),
-                    )
+                    connected, at = events.Connected(there, hello), self.now + self.latency_s
+                    self.at(at, self._arrive, pair, epoch, peer, connected)
         self.at(self.now + self.random.uniform(0.3, 2.0), self.reconnect, one, other)
 
     def block(self, pairs: Iterable[Pair], seconds: float) -> None:

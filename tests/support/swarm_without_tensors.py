@@ -91,28 +91,18 @@ class Swarm(Links):
         anchors = tuple(tuple(range(i, i + PARTS)) for i in range(settings.fragments))
         tips = tuple(genesis(i, RUN, tuple(map(hexed, anchor))) for i, anchor in enumerate(anchors))
         saved = saved or Saved(tips, anchors, 0, 0)
-        identity = LocalPeer(
-            peer.name, peer.name, RUN, "0" * 64, Signer(peer.name), peer.trains, peer.authors
-        )
+        name, wall_ms = peer.name, wall_ms or 10**6 + int(self.now * 1000)
+        identity = LocalPeer(name, name, RUN, "0" * 64, Signer(name), peer.trains, peer.authors)
         peer.life, peer.inbox, peer.notes = peer.life + 1, [], []
         peer.frozen = peer.stuck = peer.stepping = False
-        peer.core = Core(
-            identity,
-            settings,
-            Arithmetic(),
-            saved.tips,
-            [Sizes(1, 1, 1000, PARTS)] * settings.fragments,
-            self.now,
-            wall_ms or 10**6 + int(self.now * 1000),
-            saved.processed,
-            saved.stamp,
-        )
+        sizes, clock = [Sizes(1, 1, 1000, PARTS)] * settings.fragments, (self.now, wall_ms)
+        start = saved.tips, sizes, *clock, saved.processed, saved.stamp
+        peer.core = Core(identity, settings, Arithmetic(), *start)
         peer.anchors = Anchors(peer.core.facts, saved.anchors)
         self.heads |= {tip.head.id: tip.head for tip in saved.tips}
         cycle = peer.cycle or settings.sync_every
-        self.at(
-            self.now, self._later, peer, peer.life, events.Wanted(2 * cycle * peer.batch, cycle)
-        )
+        wanted = events.Wanted(2 * cycle * peer.batch, cycle)
+        self.at(self.now, self._later, peer, peer.life, wanted)
         self.at(self.now + self.random.random(), self._tick, peer, peer.life)
 
     def _tick(self, peer: Peer, life: int) -> None:
@@ -163,12 +153,8 @@ class Swarm(Links):
             self.do(peer, action)
         if peer.core and peer.core.runs and not peer.stepping and not peer.hangs:
             peer.stepping = True
-            self.at(
-                self.now + peer.step_s * self.random.uniform(0.95, 1.05),
-                self._step,
-                peer,
-                peer.life,
-            )
+            done_at = self.now + peer.step_s * self.random.uniform(0.95, 1.05)
+            self.at(done_at, self._step, peer, peer.life)
 
     def check(self, peer: Peer) -> None:
         """What the fuzz looks at after each event."""
@@ -190,13 +176,8 @@ class Swarm(Links):
                 for member in peer.facts.members.all():
                     self.carry(peer.name, member.peer, event)
             case events.SendPayload(to, line, payload):
-                self.carry(
-                    peer.name,
-                    to,
-                    events.Delivered(peer.name, line, payload),
-                    events.Broke(to, line),
-                    True,
-                )
+                event = events.Delivered(peer.name, line, payload)
+                self.carry(peer.name, to, event, events.Broke(to, line), True)
             case events.AskDonor(to, get):
                 self.carry(peer.name, to, events.Asked(peer.name, get), events.Broke(to, get))
             case events.Reply(to, get, answer):
@@ -213,13 +194,8 @@ class Swarm(Links):
             case events.Merge() if peer.stuck:
                 pass
             case _:
-                self.at(
-                    self.now + self.work_s * self.random.uniform(0.5, 2.0),
-                    self._work,
-                    peer,
-                    peer.life,
-                    action,
-                )
+                done_at = self.now + self.work_s * self.random.uniform(0.5, 2.0)
+                self.at(done_at, self._work, peer, peer.life, action)
 
     def _work(self, peer: Peer, life: int, action: events.Action) -> None:
         if peer.life == life:

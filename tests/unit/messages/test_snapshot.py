@@ -4,6 +4,7 @@ a cursor."""
 from __future__ import annotations
 
 import json
+import random
 import zlib
 from typing import Any
 
@@ -22,37 +23,24 @@ from diloco.messages.snapshot import (
 )
 
 SAID = "a\x1b[2J\nb"
-PEER = schema.PeerRow(
-    "12D3",
-    "ann",
-    "training",
-    True,
-    True,
-    "cpu",
-    3,
-    0,
-    1,
-    4,
-    0.5,
-    100,
-    2.5,
-    4,
-    5,
-    0.1,
-    PhaseSeconds(1.0),
-    ["/ip4/1.2.3.4"],
-)
+WHO = "12D3", "ann", "training", True, True, "cpu"
+FIGURES = 3, 0, 1, 4, 0.5, 100, 2.5, 4, 5, 0.1, PhaseSeconds(1.0)
+PEER = schema.PeerRow(*WHO, *FIGURES, ["/ip4/1.2.3.4"])  # type: ignore[arg-type]
+CONTRIBUTOR = schema.Contributor("12D4", "ann", 2, 90, 8, 1, 3)
 SEEN = schema.Snapshot(
     schema.RunInfo("run", "synchronous", "tiny", None, 1000, 3, 90, 1e9, "12D3"),
     [PEER],
     [schema.FragmentRow(0, 3, 90, "ab" * 8, "12D3", None, 2, "alone")],
     [schema.Round(0, 3, 2, 2, 1, 0, PhaseSeconds(1.0, 2.0), 1e9)],
-    schema.LedgerTotals(100, 90, 4, 6, [schema.Contributor("12D4", "ann", 2, 90, 8, 1, 3)]),
+    schema.LedgerTotals(100, 90, 4, 6, [CONTRIBUTOR]),
     [schema.LossPoint(1e9, 90, 2.5, 2.0, 3.0)],
     [schema.LoggedEvent(1e9, "join", "peer=12D4")],
     1,
     [(3, "Once", "upon\na")],
 )
+
+
+POINT = {"at": 1, "tokens": 1, "loss": 1, "low": 1, "high": 1}
 
 
 def packed(**fields: Any) -> bytes:
@@ -67,20 +55,10 @@ def test_a_snapshot_comes_through_unchanged() -> None:
 
 
 def test_a_crowd_comes_in_pieces() -> None:
-    import random
-
     rng = random.Random(0)
-    crowd = [
-        replace(PEER, peer_id=rng.randbytes(23).hex(), addresses=[rng.randbytes(128).hex()] * 4)
-        for _ in range(9)
-    ]
-    large = replace(
-        SEEN,
-        peers=[
-            replace(one, addresses=[rng.randbytes(128).hex() for _ in range(16)]) for one in crowd
-        ],
-    )
-    pieces = pack(replace(large, peers=large.peers * (MAX_PEERS // 9)))
+    places = [[rng.randbytes(128).hex() for _ in range(16)] for _ in range(9)]
+    crowd = [replace(PEER, addresses=place) for place in places]
+    pieces = pack(replace(SEEN, peers=crowd * (MAX_PEERS // 9)))
     assert all(len(piece) <= MAX_PIECE_BYTES for piece in pieces)
     assert len(unpack(b"".join(pieces)).peers) == MAX_PEERS // 9 * 9
 
@@ -99,14 +77,8 @@ def test_a_crowd_comes_in_pieces() -> None:
         (packed(left_out=-1), "Expected `int` >= 0"),
         (packed(left_out=True), "Expected `int`, got `bool`"),
         (packed(peers=[1] * 1_000_000), "Expected `array` of length|Expected `object`"),
-        (
-            packed(loss=[{"at": float("nan"), "tokens": 1, "loss": 1, "low": 1, "high": 1}]),
-            "malformed|invalid",
-        ),
-        (
-            packed(loss=[{"at": 1, "tokens": 1, "loss": 1e9, "low": 1, "high": 1}]),
-            "Expected `float` <=",
-        ),
+        (packed(loss=[{**POINT, "at": float("nan")}]), "malformed|invalid"),
+        (packed(loss=[{**POINT, "loss": 1e9}]), "Expected `float` <="),
         (packed(fragments=[{"state": "asleep"}]), "Invalid enum value 'asleep'"),
         (packed(events=[{"at": 1, "kind": "x" * 129, "text": ""}]), "length <= 128"),
     ],
@@ -124,9 +96,7 @@ def test_no_text_of_a_peer_moves_a_cursor() -> None:
         peers=[replace(PEER, name=SAID, device=SAID)],
         fragments=[replace(SEEN.fragments[0], next=SAID, author=SAID)],
         events=[schema.LoggedEvent(1e9, SAID, SAID)],
-        ledger=replace(
-            SEEN.ledger, contributions=[replace(SEEN.ledger.contributions[0], name=SAID)]
-        ),
+        ledger=replace(SEEN.ledger, contributions=[replace(CONTRIBUTOR, name=SAID)]),
         samples=[(1, SAID, SAID)],
     )
     raw = json.loads(wild.json())

@@ -14,7 +14,7 @@ from diloco.core import history
 from diloco.core.events import Action, Broadcast, Merge, Note, Send, Wake
 from diloco.core.history import Arithmetic, Record, Tip
 from diloco.core.members import Members, Patience
-from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
+from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.messages.base import Message
 from diloco.messages.control import Planned
 from diloco.messages.fields import MAX_TOKENS, Units, forget_oldest
@@ -168,7 +168,7 @@ def in_turn(fragments: int, peers: tuple[str, ...]) -> list[str]:
 class Facts:
     """Everything that one peer knows; only the modules of this package change it."""
 
-    identity: LocalPeer
+    identity: Identity
     settings: ProtocolSettings
     arithmetic: Arithmetic
     now: float  # monotonic seconds

@@ -17,7 +17,7 @@ from diloco.core import author, contributions, data, events, lifecycle, tips
 from diloco.core.facts import Facts, FragmentState, score
 from diloco.core.history import Arithmetic, Tip
 from diloco.core.members import AddressBook, Members, Patience
-from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
+from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.messages.bulk import Get
 from diloco.messages.codec import objection_to_wire
 from diloco.messages.control import Answer, Dealt, Figures, Hello, Lease, Offer, Planned, Status
@@ -67,7 +67,7 @@ class Peer:
 
     def __init__(
         self,
-        identity: LocalPeer,
+        identity: Identity,
         settings: ProtocolSettings,
         arithmetic: Arithmetic,
         tips: Sequence[Tip],

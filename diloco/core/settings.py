@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LocalPeer:
+class Identity:
     """Who this peer is, and in which run."""
 
     me: str

@@ -17,8 +17,7 @@ CEILINGS = {
     "modules of the largest room": 21,
     "comments that switch the formatter off": 0,
 }
-# In two modules, which is one too many; the aim is no name.
-TWICE = {"Stream"}
+TWICE = {"Stream"}  # which is one too many; the aim is no name
 
 TREES = {
     file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(PACKAGE.rglob("*.py"))
@@ -60,4 +59,4 @@ def test_no_class_has_the_name_of_another() -> None:
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(file)
-    assert {name for name, files in places.items() if len(files) > 1} - TWICE == set()
+    assert {name for name, files in places.items() if len(files) > 1} <= TWICE

@@ -8,7 +8,7 @@ from diloco.core.events import Connected
 from diloco.core.facts import Facts, FragmentState
 from diloco.core.history import Tip, genesis, sign
 from diloco.core.peer import Peer
-from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
+from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.messages.codec import WIRE_VERSION
 from diloco.messages.control import Figures, Hello, Status
 from diloco.messages.heads import Book, Entry, Head, Line
@@ -30,7 +30,7 @@ class Nobody:
 
 def core(me: str = ME, fragments: int = 2, authors: bool = True, **settings: Any) -> Peer:
     """A core which listens."""
-    identity = LocalPeer(me, "me", "run", D, Nobody(), may_author=authors, device="cpu")
+    identity = Identity(me, "me", "run", D, Nobody(), may_author=authors, device="cpu")
     sizes, arithmetic = [Sizes(10, 10, 40, 1)] * fragments, cast(Any, None)
     run = identity, ProtocolSettings(**{"fragments": fragments, **settings}), arithmetic
     return Peer(*run, GENESIS[:fragments], sizes, 0.0, 0, planned=(9, 0, 0))

@@ -12,7 +12,7 @@ from typing import Any
 from diloco.core import events
 from diloco.core.history import Tip, genesis
 from diloco.core.peer import Peer as Core
-from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
+from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.messages.bulk import PartHeader, RecordHeader
 from diloco.messages.codec import decode, encode
 from diloco.messages.heads import Head
@@ -92,7 +92,7 @@ class Swarm(Links):
         tips = tuple(genesis(i, RUN, tuple(map(hexed, anchor))) for i, anchor in enumerate(anchors))
         saved = saved or Saved(tips, anchors, 0, 0)
         name, wall_ms = peer.name, wall_ms or 10**6 + int(self.now * 1000)
-        identity = LocalPeer(name, name, RUN, "0" * 64, Signer(name), peer.trains, peer.authors)
+        identity = Identity(name, name, RUN, "0" * 64, Signer(name), peer.trains, peer.authors)
         peer.life, peer.inbox, peer.notes = peer.life + 1, [], []
         peer.frozen = peer.stuck = peer.stepping = False
         sizes, clock = [Sizes(1, 1, 1000, PARTS)] * settings.fragments, (self.now, wall_ms)

@@ -13,7 +13,7 @@ from diloco.config import OuterConfig, SwarmConfig, flatten
 from diloco.config.manifest import RISING
 from diloco.core.history import Bounds, Reach, Tip, blank, genesis
 from diloco.core.peer import Peer
-from diloco.core.settings import LocalPeer, ProtocolSettings, Sizes
+from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.errors import PayloadError
 from diloco.messages.fields import MAX_LENGTH
 from diloco.outer.digest import part_digests, part_ranges
@@ -139,7 +139,7 @@ async def make_context(
     run, gate, saved = options.run, options.gate, options.saved
     if saved is not None:
         await in_thread(saved.load_, replica)
-    identity = LocalPeer(
+    identity = Identity(
         transport.me,
         options.name[:SHORT_NAME],
         run.id,

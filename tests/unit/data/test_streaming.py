@@ -101,13 +101,11 @@ def test_peers_read_each_row_of_an_epoch_once(
         opened: Any = data.load(config("hub", name=place), seed=5)
         readers, number, read = [Reader(opened) for _ in range(4)], 0, list[bytes]()
         for peer, size in deal:
-            read += [
-                text for unit in range(number, number + size) for text in readers[peer].unit(unit)
-            ]
+            for unit in range(number, number + size):
+                read += readers[peer].unit(unit)
             number += size
-        everything = Counter(
-            f"{file}/{row}".encode() for file, length in enumerate(lengths) for row in range(length)
-        )
+        rows = [f"{file}/{row}" for file, length in enumerate(lengths) for row in range(length)]
+        everything = Counter(row.encode() for row in rows)
         for epoch in range(number // sum(lengths)):
             assert Counter(read[epoch * sum(lengths) : (epoch + 1) * sum(lengths)]) == everything
 
@@ -270,30 +268,23 @@ def test_a_connection_that_stays_broken_is_one_line(tmp_path: Path) -> None:
     table(tmp_path / "a.jsonl", ["some text"] * 9, "json")
     opened: Any = data.load(config("hub", name=str(tmp_path)), seed=3)
     opened.open = Mock(side_effect=ConnectionError("no route to host"))
-    message = (
-        f"data.name: {tmp_path}/a.jsonl: no route to host; check it, data.subset, data.split and"
-        " the network"
-    )
-    assert error_text(DataError, next, opened.batches(1)) == message
+    remedy = "check it, data.subset, data.split and the network"
+    text = error_text(DataError, next, opened.batches(1))
+    assert text == f"data.name: {tmp_path}/a.jsonl: no route to host; {remedy}"
     assert opened.open.call_count == 7
 
 
 def test_a_stream_of_held_out_documents_only_says_so(tmp_path: Path) -> None:
-    written(
-        tmp_path,
-        {"train.jsonl": "".join(json.dumps({"text": f"{row}"}) + "\n" for row in (18, 29))},
-    )
+    written(tmp_path, {"train.jsonl": '{"text": "18"}\n{"text": "29"}\n'})
     opened: Any = data.load(config("hub", name=str(tmp_path), holdout=0.1), seed=0)
-    with pytest.raises(
-        DataError, match=r"data\.name: all documents of .* that this peer reads are held out; "
-    ):
+    text = r"data\.name: all documents of .* that this peer reads are held out; "
+    with pytest.raises(DataError, match=text):
         next(opened.batches(1))
     assert not len(data.load(config("hub", name=str(tmp_path), holdout=0.0), seed=0).holdout(3))
     one = data.load(config("hub", name=str(tmp_path), holdout=1e-9), seed=0)
     assert next(one.batches(1, shard=4, shards=5)).shape == (1, T)  # it is read again and again
-    with pytest.raises(
-        DataError, match=r"data\.holdout: 1e-09 of the documents of .* leaves no held-out sequence"
-    ):
+    text = r"data\.holdout: 1e-09 of the documents of .* leaves no held-out sequence"
+    with pytest.raises(DataError, match=text):
         one.holdout(3)
 
 
@@ -314,9 +305,8 @@ def texts_in(opened: Any) -> set[str]:
 @settings(max_examples=8, deadline=None)
 def test_every_name_in_a_local_directory_is_a_name(names: list[str], folder: str) -> None:
     with TemporaryDirectory() as place:
-        written(
-            Path(place, folder), {f"{name}.jsonl": json.dumps({"text": name}) for name in names}
-        )
+        files = {f"{name}.jsonl": json.dumps({"text": name}) for name in names}
+        written(Path(place, folder), dict(files))
         written(Path(place, "a1"), {"a1.jsonl": json.dumps({"text": "other"})})
         assert texts_in(data.load(config("hub", name=f"{place}/{folder}"), seed=0)) == {*names}
 
@@ -324,15 +314,10 @@ def test_every_name_in_a_local_directory_is_a_name(names: list[str], folder: str
 def test_suffixes_in_a_local_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Compressed, in capital letters; what is of another kind is counted in a line."""
     row = json.dumps({"text": "a"}).encode()
-    files = {
-        "a.jsonl": row,
-        "A.JSONL": row,
-        "b.jsonl.gz": gzip.compress(row),
-        "c.jsonl.xz": lzma.compress(row),
-    }
-    written(
-        tmp_path, {**files, "README.md": "about", "picture.png": "", "rows.csv": "text,n\na,1\n"}
-    )
+    files: dict[str, str | bytes] = {"a.jsonl": row, "A.JSONL": row}
+    files |= {"b.jsonl.gz": gzip.compress(row), "c.jsonl.xz": lzma.compress(row)}
+    others = {"README.md": "about", "picture.png": "", "rows.csv": "text,n\na,1\n"}
+    written(tmp_path, {**files, **others})
     opened: Any = data.load(config("hub", name=str(tmp_path)), seed=0)
     assert list(opened._all_rows()) == [b"a"] * 4
     assert "2 files left out, which cannot be read as json, such as " in caplog.text
@@ -344,20 +329,17 @@ def test_columns_that_differ_do_not_end_a_stream(
 ) -> None:
     """Nor does a later file without the one that counts: a line names it, and peers agree on the
     numbers behind it."""
-    for file in range(3):
-        rows = [
-            {"body" if file == 1 else "text": f"{file} {row}", "id": [row, "x", [1]][file]}
-            for row in range(5)
-        ]
+    for file, field in enumerate(("text", "body", "text")):
+        ids = [*range(5)], ["x"] * 5, [[1]] * 5
+        rows = [{field: f"{file} {row}", "id": ids[file][row]} for row in range(5)]
         place = tmp_path / f"{file}.{'parquet' if kind == 'parquet' else 'jsonl'}"
         place.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if kind == "parquet":
             parquet.write_table(Table.from_pylist(rows), place, row_group_size=2)
     opened: Any = data.load(config("hub", name=str(tmp_path)), seed=0)
     whole = [text for unit in range(30) for text in Reader(opened).unit(unit)]
-    assert sorted(filter(None, whole[:15])) == [
-        f"{file} {row}".encode() for file in (0, 2) for row in range(5)
-    ]
+    found = [f"{file} {row}".encode() for file in (0, 2) for row in range(5)]
+    assert sorted(filter(None, whole[:15])) == found
     reader = Reader(opened)
     assert [text for unit in range(30) for text in reader.unit(unit)] == whole
     assert "1.json" in caplog.text or "1.parquet" in caplog.text
@@ -365,27 +347,17 @@ def test_columns_that_differ_do_not_end_a_stream(
 
 
 def test_splits_of_a_local_directory(tmp_path: Path) -> None:
-    row = {name: json.dumps({"text": name}) for name in ("train", "test")}
-    written(
-        tmp_path,
-        {"data/train-1.jsonl": row["train"], "data/test-1.jsonl": row["test"], "README.md": "text"},
-    )
+    rows = {f"data/{name}-1.jsonl": json.dumps({"text": name}) for name in ("train", "test")}
+    written(tmp_path, {**rows, "README.md": "text"})
     (tmp_path / "empty").mkdir()
     assert texts_in(data.load(config("hub", name=str(tmp_path), split="test"), seed=0)) == {"test"}
-    for values, message in (
-        ({"split": "dev"}, f"data.split: {tmp_path} has no dev; its splits are train, test"),
-        (
-            {"name": f"{tmp_path}/README.md"},
-            f"data.name: {tmp_path}/README.md is a file; give its folder, or use ",
-        ),
-        (
-            {"name": f"{tmp_path}/empty"},
-            f"data.name: {tmp_path}/empty: Couldn't find any data file at {tmp_path}/e",
-        ),
+    for name, split, message in (
+        ("", "dev", f"data.split: {tmp_path} has no dev; its splits are train, test"),
+        ("/README.md", "train", "/README.md is a file; give its folder, or use "),
+        ("/empty", "train", f"/empty: Couldn't find any data file at {tmp_path}/e"),
     ):
-        assert message in error_text(
-            DataError, data.load, config("hub", **{"name": str(tmp_path), **values}), seed=0
-        )
+        settings = config("hub", name=f"{tmp_path}{name}", split=split)
+        assert message in error_text(DataError, data.load, settings, seed=0)
 
 
 COMMIT = "a1" * 20
@@ -419,9 +391,8 @@ def test_a_dataset_at_a_commit_is_asked_of_the_hub_only(
     kind, files, opened = pinned(monkeypatch, f"{OWN}/train.jsonl")
     assert (kind, files) == ("json", [f"{OWN}/train.jsonl"])
     assert opened is not open
-    with pytest.raises(
-        DataError, match="is of the format webdataset; expected one of arrow, csv, json"
-    ):
+    text = "is of the format webdataset; expected one of arrow, csv, json"
+    with pytest.raises(DataError, match=text):
         pinned(monkeypatch, f"{OWN}/train.jsonl", kind="webdataset")
     monkeypatch.undo()
     local = datasets.load_dataset_builder(str(hub))
@@ -432,12 +403,11 @@ def test_a_dataset_at_a_commit_is_asked_of_the_hub_only(
 @pytest.mark.parametrize(
     "file",
     [
-        *(
-            "/home/alice/notes.txt",
-            "https://example.org/rows.jsonl",
-            "hf://datasets/org/other@main/rows.jsonl",
-        ),
-        *(f"{OWN}/../../../etc/passwd", f"{OWN}/a.jsonl::/etc/passwd"),
+        "/home/alice/notes.txt",
+        "https://example.org/rows.jsonl",
+        "hf://datasets/org/other@main/rows.jsonl",
+        f"{OWN}/../../../etc/passwd",
+        f"{OWN}/a.jsonl::/etc/passwd",
     ],
 )
 def test_a_dataset_that_reads_files_of_others_is_refused(

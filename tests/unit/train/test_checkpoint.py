@@ -33,14 +33,8 @@ async def after_two_versions(node: Alone) -> Saved:
 def save(session: RunCheckpoints, model: nn.Module, saved: Saved, **made: int) -> Any:
     """Write what a node has at a boundary, as the training loop does; `made` is what it has
     trained."""
-    made = {
-        "version": 2,
-        "steps": 2,
-        "tokens": 20,
-        "discarded_tokens": 0,
-        "unsent_tokens": 0,
-        **made,
-    }
+    made = {"version": 2, "steps": 2, "tokens": 20, "discarded_tokens": 0} | made
+    made = {"unsent_tokens": 0, **made}
     sync: Any = SimpleNamespace(checkpointing=lambda: nullcontext(saved), **made)
     stream: Any = SimpleNamespace(state=dict)
     session.save(sync, model, torch.optim.SGD(model.parameters()), stream, PhaseSeconds(), (0, 0))
@@ -63,11 +57,8 @@ def test_a_node_goes_on_where_it_stopped(config: Config) -> None:
     """And nothing is merged again that is in its anchors."""
     saved = alone(after_two_versions, error_feedback=0.5)
     loaded = through_the_disk(saved, config)
-    assert loaded.tips == saved.tips and (
-        loaded.steps,
-        loaded.applied_tokens,
-        loaded.processed,
-    ) == (2, 20, 20)
+    assert loaded.tips == saved.tips
+    assert (loaded.steps, loaded.applied_tokens, loaded.processed) == (2, 20, 20)
     assert loaded.stamp == saved.stamp > 0 and loaded.addresses == saved.addresses
     assert all(map(torch.equal, loaded.anchors, saved.anchors))
     assert loaded.residuals.keys() == saved.residuals.keys() == {0}
@@ -104,10 +95,8 @@ def test_a_window_that_is_not_full_survives_a_restart(config: Config) -> None:
 def test_an_anchor_that_is_not_what_its_head_says_is_refused(config: Config) -> None:
     saved = alone(after_two_versions)
     saved.anchors[0][0] += 1.0
-    with pytest.raises(
-        CheckpointError,
-        match=r"^a checkpoint holds an anchor that is not what its head says; choose",
-    ):
+    text = r"^a checkpoint holds an anchor that is not what its head says; choose"
+    with pytest.raises(CheckpointError, match=text):
         through_the_disk(saved, config)
 
 
@@ -118,10 +107,8 @@ def test_a_run_directory_of_an_older_wire_version_is_used(config: Config) -> Non
     with pytest.raises(CheckpointError, match=r"run\.seed: 0 here, 99 there"):
         check_same_run(config, json.dumps(manifest))
     manifest["outer"] = {**manifest["outer"], "audit": 0.02}
-    with pytest.raises(
-        CheckpointError,
-        match=r"holds a run of another diloco \(.*outer\.audit is not a setting.*; use that",
-    ):
+    text = r"holds a run of another diloco \(.*outer\.audit is not a setting.*; use that"
+    with pytest.raises(CheckpointError, match=text):
         check_same_run(config, json.dumps(manifest))
 
 
@@ -134,10 +121,8 @@ def restored(session: RunCheckpoints, model: nn.Module) -> Any:
 def test_what_was_not_sent_is_discarded_by_who_resumes(config: Config) -> None:
     """It is neither in the anchors, from which a resumed peer goes on, nor on its way to
     anybody."""
-    model, counts = (
-        nn.Linear(2, 2),
-        {"steps": 7, "tokens": 110, "discarded_tokens": 5, "unsent_tokens": 10},
-    )
+    model = nn.Linear(2, 2)
+    counts = {"steps": 7, "tokens": 110, "discarded_tokens": 5, "unsent_tokens": 10}
     sync = save(RunCheckpoints(config), model, alone(after_two_versions), **counts)
     assert sync.discarded_tokens == 5, "this peer may still send them"
     resumed = restored(RunCheckpoints(config), model)
@@ -157,10 +142,8 @@ def test_a_checkpoint_that_was_resumed_from_is_let_go(config: Config) -> None:
 def test_a_peer_does_not_join_by_its_own_address_file(config: Config) -> None:
     file, other = config.run.dir / "address", config.run.dir / "other"
     for named, written in ((file, False), (other, True)):
-        write_address(
-            compose([f"run.dir={config.run.dir}", f"swarm.initial_peers=['@{named}']"]),
-            "/ip4/1.2.3.4",
-        )
+        typed = [f"run.dir={config.run.dir}", f"swarm.initial_peers=['@{named}']"]
+        write_address(compose(typed), "/ip4/1.2.3.4")
         assert file.exists() is written
     write_address(config, "")
     assert file.read_text() == "/ip4/1.2.3.4\n", "a peer that nobody reaches has none"

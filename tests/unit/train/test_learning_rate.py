@@ -47,20 +47,20 @@ def test_a_run_ends_with_the_first_limit_that_is_reached(
     assert limits.is_used_up(time.version, time.applied_tokens) is over
 
 
-COSINE = [
-    2.0,
-    0.2 + 1.8 * 0.5 * (1 + math.sqrt(0.5)),
-    1.1,
-    0.2 + 1.8 * 0.5 * (1 - math.sqrt(0.5)),
-    0.2,
-    0.2,
-]
+HIGH, LOW = (0.2 + 1.8 * 0.5 * (1 + half) for half in (math.sqrt(0.5), -math.sqrt(0.5)))
+COSINE = [2.0, HIGH, 1.1, LOW, 0.2, 0.2]
+
+
+def at(sync_every: int, *steps: int) -> list[Time]:
+    return [Time(step // sync_every, step % sync_every) for step in steps]
+
+
 RATES: dict[str, tuple[InnerConfig, BudgetConfig, int, list[Time], list[float]]] = {
     "a warm-up is linear, and its last step has the peak": (
         inner(warmup_steps=4),
         budget(10),
         3,
-        [Time(step // 3, step % 3) for step in range(5)],
+        at(3, *range(5)),
         [0.5, 1, 1.5, 2, 2],
     ),
     "a part of a budget of tokens follows those applied, and between exchanges the own ones": (
@@ -81,28 +81,28 @@ RATES: dict[str, tuple[InnerConfig, BudgetConfig, int, list[Time], list[float]]]
         inner(warmup_steps=10),
         budget(11),
         10,
-        [Time(step // 10, step % 10) for step in (10, 35, 60, 85, 110, 150)],
+        at(10, 10, 35, 60, 85, 110, 150),
         COSINE,
     ),
     "a line goes from the peak to its last part, and stays there": (
         inner(schedule="linear", warmup_steps=10),
         budget(11),
         10,
-        [Time(step // 10, step % 10) for step in (10, 35, 60, 110, 150)],
+        at(10, 10, 35, 60, 110, 150),
         [2.0, 1.55, 1.1, 0.2, 0.2],
     ),
     "wsd is constant until its decay, a line over the last part of the run": (
         inner(schedule="wsd", warmup_steps=2, decay_ratio=0.4),
         budget(10),
         10,
-        [Time(step // 10, step % 10) for step in (0, 2, 59, 60, 80, 100, 120)],
+        at(10, 0, 2, 59, 60, 80, 100, 120),
         [1.0, 2.0, 2.0, 2.0, 1.1, 0.2, 0.2],
     ),
     "a decay longer than what the warm-up leaves begins after it": (
         inner(schedule="wsd", warmup_steps=0.5, decay_ratio=1.0),
         budget(10),
         10,
-        [Time(step // 10, step % 10) for step in (24, 50, 75, 100)],
+        at(10, 24, 50, 75, 100),
         [1.0, 2.0, 1.1, 0.2],
     ),
     "a constant schedule is constant after its warm-up": (
@@ -125,6 +125,5 @@ RATES: dict[str, tuple[InnerConfig, BudgetConfig, int, list[Time], list[float]]]
 @pytest.mark.parametrize("rule", RATES)
 def test_the_rate_is_that_of_the_swarm_clock(rule: str) -> None:
     settings, limits, sync_every, times, rates = RATES[rule]
-    assert [learning_rate(time, settings, limits, sync_every) for time in times] == pytest.approx(
-        rates
-    )
+    found = [learning_rate(time, settings, limits, sync_every) for time in times]
+    assert found == pytest.approx(rates)

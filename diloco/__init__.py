@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco.attach.ranks import RankGroup
     from diloco.attach.swarm import Swarm
+    from diloco.data.sources import DataSource
     from diloco.extensions import register
     from diloco.integrations.lightning import DilocoLightningCallback
     from diloco.integrations.trainer import DilocoCallback
+    from diloco.outer.merging import MergeRule
     from diloco.outer.optimizer import OuterOptimizer
     from diloco.outer.payloads import Codec
     from diloco.rundir.compare import compare
 
 __all__ = [
     "Codec",
+    "DataSource",
     "DilocoCallback",
     "DilocoLightningCallback",
+    "MergeRule",
     "OuterOptimizer",
     "RankGroup",
     "Swarm",
@@ -39,9 +43,11 @@ __version__ = "0.1.0"
 # library and the extra.
 _PLACES = {
     "Codec": ("diloco.outer.payloads", "", ""),
+    "DataSource": ("diloco.data.sources", "", ""),
     "DilocoCallback": ("diloco.integrations.trainer", "accelerate", "hf"),
     "DilocoLightningCallback": ("diloco.integrations.lightning", "lightning", "lightning"),
     "RankGroup": ("diloco.attach.ranks", "", ""),
+    "MergeRule": ("diloco.outer.merging", "", ""),
     "OuterOptimizer": ("diloco.outer.optimizer", "", ""),
     "Swarm": ("diloco.attach.swarm", "", ""),
     "compare": ("diloco.rundir.compare", "", ""),

@@ -40,21 +40,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def registers() -> Iterator[None]:
-    """Outer optimizers and codecs that the test registers are forgotten after it."""
-    from diloco.config import registry
-    from diloco.outer.codecs import CODECS
-    from diloco.outer.lossy import LOSSY
-    from diloco.outer.optimizer import OPTIMIZERS
+    """What the test registers is forgotten after it."""
+    from tests.support.extensions import registering
 
-    tables: list[dict[str, object]] = [
-        OPTIMIZERS,
-        CODECS,
-        LOSSY,
-        registry.OPTIMIZERS,
-        registry.CODECS,
-    ]  # type: ignore[list-item]
-    kept = [dict(table) for table in tables]
-    yield
-    for table, before in zip(tables, kept, strict=True):
-        table.clear()
-        table.update(before)
+    with registering():
+        yield

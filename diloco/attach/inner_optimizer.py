@@ -20,6 +20,7 @@ from diloco.attach.ranks import RankGroup
 from diloco.attach.sharded import is_sharded, load_rows_
 from diloco.attach.unwrap import CombinedOptimizer, kind_of, parts_of
 from diloco.config import InnerConfig
+from diloco.config.registry import INNER_OPTIMIZERS
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.rpc.inner_state import InnerLayout, InnerState
@@ -30,9 +31,12 @@ EPS = 1e-7
 
 
 def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
-    """AdamW over what requires a gradient, or Muon on the matrices inside the model; weight decay
-    on matrices only."""
+    """AdamW over what requires a gradient, or Muon on the matrices inside the model, or what a user
+    registered; weight decay on matrices only."""
     hidden, others = _hidden_and_others(model, inner)
+    if inner.optimizer not in INNER_OPTIMIZERS.own:
+        kind: type[torch.optim.Optimizer] = INNER_OPTIMIZERS[inner.optimizer]
+        return kind(_groups(others, inner), inner)  # type: ignore[arg-type]
     if not hidden:
         return _adamw(others, inner)
     muon = Muon(hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay)
@@ -53,18 +57,25 @@ def _hidden_and_others(
 
 
 def moment_numel(model: nn.Module, inner: InnerConfig) -> int:
-    """Elements of the optimizer's state: two for each parameter with AdamW, one with Muon."""
+    """Elements of the optimizer's state: two for each parameter with AdamW, one with Muon; as many
+    as AdamW's where a class does not say its `moments`."""
     hidden, others = _hidden_and_others(model, inner)
-    return sum(p.numel() for p in hidden) + 2 * sum(p.numel() for p in others)
+    moments = moments_of(INNER_OPTIMIZERS.found.get(inner.optimizer, torch.optim.AdamW))
+    each = 2 if moments is None else len(moments)
+    return sum(p.numel() for p in hidden) + each * sum(p.numel() for p in others)
 
 
-def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.AdamW:
-    groups = [
+def _groups(parameters: list[nn.Parameter], inner: InnerConfig) -> list[dict[str, Any]]:
+    return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": inner.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.AdamW:
     # one kernel for all of a step; the default has one for each of its operations
     fused = all(p.device.type == "cuda" for p in parameters) or None
+    groups = _groups(parameters, inner)
     return torch.optim.AdamW(groups, lr=inner.peak_lr, betas=inner.betas, fused=fused)
 
 
@@ -149,6 +160,11 @@ MOMENTS: dict[type, tuple[str, ...]] = {
 }
 
 
+def moments_of(kind: type) -> tuple[str, ...] | None:
+    """The tensors of an optimizer's state; a registered class says them itself."""
+    return MOMENTS.get(kind, getattr(kind, "moments", None))
+
+
 class InnerStateTransfer:
     """The inner optimizer's state on its way in; `source` is `own` if a checkpoint has it."""
 
@@ -213,15 +229,15 @@ def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
         both = [(group, p) for group in part.param_groups for p in group["params"]]
         trained = [(group, p) for group, p in both if p.requires_grad]
         for index, (group, parameter) in enumerate(trained):
-            keys = () if group.get("momentum") == 0 else MOMENTS.get(type(part), ())
+            keys = () if group.get("momentum") == 0 else moments_of(type(part)) or ()
             if group.get("amsgrad"):
                 keys = (*keys, "max_exp_avg_sq")
-            yield _Slot(f"{number}.{index}", part, group, parameter, keys, "exp_avg" in keys)
+            yield _Slot(f"{number}.{index}", part, group, parameter, keys, "exp_avg_sq" in keys)
 
 
 def layout_of(optimizer: torch.optim.Optimizer) -> InnerLayout | None:
     """The shape of its state once every parameter has had a gradient; None for unknown classes."""
-    if not all(type(part) in MOMENTS for part in parts_of(optimizer)):
+    if any(moments_of(type(part)) is None for part in parts_of(optimizer)):
         return None
     slots = list(_slots(optimizer))
     names = tuple(f"{slot.name}.{key}" for slot in slots for key in slot.keys)

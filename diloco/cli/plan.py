@@ -162,15 +162,15 @@ class ExchangeSize:
     @classmethod
     def of(cls, outer: OuterConfig, numel: int, peers: int) -> ExchangeSize:
         """The exchange of a run; data parallel is an fp32 ring in every inner step."""
-        from diloco.outer.codecs import codec
+        from diloco.outer.codecs import CODECS
 
-        full = codec("fp32").nbytes(numel)
+        full = CODECS["fp32"].nbytes(numel)
         # a ring moves as many bytes as one author of gradients per peer would
         if outer.method == "data_parallel":
             return cls(full, full, peers, sync_every=1, fragments=peers)
-        down = codec(outer.codec_down).nbytes(numel)
+        down = CODECS[outer.codec_down].nbytes(numel)
         return cls(
-            codec(outer.codec_up).nbytes(numel),
+            CODECS[outer.codec_up].nbytes(numel),
             down,
             peers,
             outer.sync_every,
@@ -178,7 +178,7 @@ class ExchangeSize:
             outer.overlap,
             outer.staggered,
             versions=1 if outer.quorum is None else -(-peers // outer.quorum),
-            state_bytes=down if codec(outer.codec_down).carries_values else full,
+            state_bytes=down if CODECS[outer.codec_down].carries_values else full,
         )
 
     @property

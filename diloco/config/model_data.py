@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from diloco.config.explain import TypeHint, show
+from diloco.config.registry import DATA_SOURCES, MixedSourceName, SourceName
 from diloco.config.types import (
     Commit,
     Digest,
@@ -52,7 +53,7 @@ MIXTURE_HINT = (
     "a list, each {name: NAME, source: stdlib, text, json or parquet, weight: A NUMBER,"
     " field: COLUMN}"
 )
-LocalSource = Literal["stdlib", "text", "json", "parquet"]
+FILE_SOURCES = ("text", "json", "parquet")
 
 
 class ModelRecipe(RunOwned):
@@ -119,14 +120,14 @@ class MixedSource(RunOwned):
     """One source of a mixture. Where its files are each peer says itself, in `data.paths`."""
 
     name: Name
-    source: LocalSource
+    source: MixedSourceName
     weight: float = Field(gt=0, le=1e9)
     field: Text = "text"
 
 
 class DataRecipe(RunOwned):
     later = ("mixture", "tokenizer_files")
-    source: Literal[LocalSource, "hub", "mixture"]
+    source: SourceName
     """stdlib: Python's standard library; hub: a streaming dataset; mixture: several; else files."""
     sequence_length: int = Field(128, ge=2, le=1 << 20)
     """Tokens of one packed sequence."""
@@ -221,18 +222,18 @@ class DataConfig(PeerDataConfig, DataRecipe):
 
     @model_validator(mode="after")
     def _path_fits_source(self) -> DataConfig:
-        is_files = self.source in ("text", "json", "parquet")
+        is_files = self.source in FILE_SOURCES
         if is_files and not self.path:
             raise ValueError(
                 f"data.source={self.source} needs files; set data.path=FILE_OR_DIRECTORY"
             )
-        if not is_files and self.path is not None:
+        if not is_files and self.path is not None and self.source in DATA_SOURCES.own:
             unused = f"data.path={self.path[0]} has no effect with data.source={self.source}"
             remedy = "drop it, or add data=text, data=json or data=parquet"
             if self.source == "mixture":
                 remedy = "set data.paths.NAME"
             raise ValueError(f"{unused}; {remedy}")
-        for name in (one.name for one in self.mixture if one.source != "stdlib"):
+        for name in (one.name for one in self.mixture if one.source in FILE_SOURCES):
             if not self.paths.get(name):
                 need = f"set data.paths.{name}=FILE_OR_DIRECTORY"
                 raise ValueError(f"data.mixture: {name} needs files; {need}")

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_serializer, model_validator
 
 from diloco.config.explain import TypeHint
+from diloco.config.registry import import_code
 from diloco.config.types import (
     Directory,
     Multiaddr,
@@ -54,6 +55,8 @@ class PeerRunConfig(PeerLocal):
     dir: Directory = Field(description="Run directory; a run found there is resumed.")
     name: Name | None = None
     """Display name of this peer; null derives one from its identity."""
+    code: Annotated[tuple[str, ...], Tuple, AfterValidator(import_code)] = ()
+    """Python files of your own, imported first: they register names for other settings."""
     lead: bool = True
     """Evaluate, and write model/ and the summary; one peer of a run directory does."""
     report: bool = False

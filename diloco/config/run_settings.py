@@ -15,11 +15,15 @@ from pydantic_core import PydanticCustomError
 
 from diloco.config.explain import TypeHint
 from diloco.config.peer_settings import PeerRunConfig, PeerSwarmConfig
-from diloco.config.registry import OPTIMIZERS, CodecDown, CodecUp, OptimizerName
+from diloco.config.registry import (
+    OUTER_OPTIMIZERS,
+    CodecDown,
+    CodecUp,
+    InnerName,
+    MergeName,
+    OptimizerName,
+)
 from diloco.config.types import Name, RunOwned, Tuple
-
-# A new merge rule of `diloco/outer` is a name here; codecs and outer optimizers: `registry.py`.
-Average = Literal["mean", "rda"]
 
 
 def _steps_or_part(value: float) -> float:
@@ -95,7 +99,7 @@ class InnerConfig(RunOwned):
     """The optimizer that every peer runs on its own batches."""
 
     later = ("decay_ratio",)
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: InnerName = "adamw"
     """The inner optimizer; its state is never averaged. muon: on matrices inside the model."""
     lr: float = Field(gt=0, le=10, description="Peak learning rate of AdamW.")
     muon_lr_ratio: float = Field(1.0, gt=0, le=100)
@@ -147,7 +151,7 @@ class OuterConfig(RunOwned):
     """With a quorum, a contribution s versions late counts (1 + s) ** -staleness_exponent."""
     weights: Literal["tokens", "uniform", "tokens2_per_step"] = "tokens"
     """What a contribution weighs in the mean."""
-    merge: Average = "mean"
+    merge: MergeName = "mean"
     """mean: weighted mean; rda: mean direction with the mean norm, piece by piece."""
     flatten: float = Field(0.0, ge=0, le=1)
     """How far singular values of each merged matrix are evened out: 0 not at all, 1 all equal."""
@@ -190,7 +194,7 @@ class OuterConfig(RunOwned):
     @property
     def windowed(self) -> bool:
         """Whether a momentum step belongs to `delay` contributions, rather than to a version."""
-        return OPTIMIZERS[self.optimizer]
+        return OUTER_OPTIMIZERS.traits[self.optimizer]
 
     @field_validator("lr_by_peers", mode="before")
     @classmethod

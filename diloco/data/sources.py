@@ -8,14 +8,16 @@ import logging
 import os
 import re
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 from diloco.config import DataConfig
 from diloco.config.explain import show
+from diloco.config.registry import DATA_SOURCES
 from diloco.data.formats import SUFFIXES, format_of, is_hidden, omit, texts
 from diloco.errors import DataError, DilocoError
 from diloco.hub import check_reachable, commit_of, opened
@@ -34,6 +36,16 @@ _LOOKED_AT = 1 << 14
 logger = logging.getLogger(__name__)
 
 
+class DataSource(ABC):
+    """A source of the user's own, which `diloco.register` makes known as `data.source`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def documents(self, settings: DataConfig) -> Iterator[str]:
+        """Yield the documents, in an order that depends on the data alone; `data.path` is free."""
+
+
 def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
     """The rows of a local source that are not empty; `files` is what `files_of` has found.
 
@@ -41,6 +53,11 @@ def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
     """
     if settings.source == "stdlib":
         yield from _stdlib()
+        return
+    if settings.source in DATA_SOURCES.found:
+        with reading(f"data.source={settings.source}", "mend it"):
+            found = DATA_SOURCES[settings.source].documents(settings)
+            yield from (text.encode() for text in found if text)
         return
     rows = empty = 0
     remedy = f"make it readable as {settings.source}, or leave it out"
@@ -63,6 +80,8 @@ def files_of(settings: DataConfig) -> list[Path]:
     not hidden. A line of the log says how many others there are.
     """
     found, odd = list[Path](), list[Path]()
+    if settings.source in DATA_SOURCES.found:
+        return found
     for given in settings.path or ():
         with reading(f"data.path: {given}", "make it readable"):
             path = Path(os.path.expanduser(given))

@@ -6,9 +6,8 @@
     replica     every peer's half of a fragment: anchor, pseudo-gradient, updates
     aggregate   the author's half: contributions in, outer step, update out
     robust      what each contribution counts, by comparison
-    merging     merge rules; the math of one is in `rda`
-    spectrum    what evens out a merged matrix before the outer step
+    merging     merge rules, and what evens out a merged matrix before the outer step
     optimizer   outer optimizers, and how large their steps are
 
-How to add to them: `diloco/README.md` (How to add things).
+How to add to them: `docs/extend.md`.
 """

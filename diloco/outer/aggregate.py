@@ -1,7 +1,7 @@
 """The author's half of a fragment: contributions in, the next update out, once for each version.
 
     contributions, encoded   -> judged   by norms and directions of all of them (`robust`)
-                             -> averaged (`merging`, `spectrum`)
+                             -> averaged (`merging`)
                              -> an outer step of the master (`optimizer`)
     master - anchor          -> encoded: the update
 
@@ -25,22 +25,12 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.outer.codecs import codec
+from diloco.outer import robust
+from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import Fragment
-from diloco.outer.merging import AVERAGES, Part, directional_pieces
-from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
+from diloco.outer.merging import MERGE_RULES, Part, directional_pieces, flatten_, matrices
+from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import Layout, buffer, empty_payload
-from diloco.outer.robust import (
-    MEMORY,
-    MIN_JUDGED,
-    Comparison,
-    Judgement,
-    alike,
-    clip,
-    clip_few,
-    usual,
-)
-from diloco.outer.spectrum import flatten_, matrices
 
 __all__ = ["Aggregate", "MergeResult", "Weighted"]
 
@@ -48,8 +38,7 @@ __all__ = ["Aggregate", "MergeResult", "Weighted"]
 class Weighted(NamedTuple):
     """A whole contribution, encoded (uint8), the L2 norm of its values, and its weight, which is
     positive: 1 for equal ones (`core.author`), so that sums of 4- and 8-bit payloads are exact. A
-        late one counts at a discount.
-    """
+    late one is multiplied with `discount`."""
 
     peer: str
     payload: Tensor
@@ -62,8 +51,7 @@ class Weighted(NamedTuple):
 class MergeResult:
     """The update (uint8) that makes a version, its step, and the peers whose contributions it
     leaves out of that, or scales down. `alike` are pairs of peers whose contributions are nearly
-    parallel, and the cosine.
-    """
+    parallel, and the cosine."""
 
     update: Tensor
     step: OuterStep
@@ -72,20 +60,14 @@ class MergeResult:
     alike: tuple[tuple[str, str, float], ...] = ()
 
 
-# the chunks of a payload, weight and scale
-_Counted = tuple[Sequence[tuple[Tensor, object]], float, float]
-
-
 class Aggregate:
     """What the author of a fragment keeps between two versions.
 
     Args:
         anchor: (numel,) fp32, this peer's anchor of the fragment; read only.
-        settings: codecs, merge rule and outer optimizer.
         rng: decides what of contributions is compared; nobody else may be able to foresee it.
         shapes: of the parameters, by name; only `outer.flatten` needs them.
-        master: (numel,) fp32, what the anchor would be without the codec's loss; starts at the
-            anchor.
+        master: (numel,) fp32, what the anchor would be without the codec's loss; starts there.
     """
 
     def __init__(
@@ -98,19 +80,15 @@ class Aggregate:
         master: Tensor | None = None,
     ) -> None:
         self.fragment, self.anchor, self.settings = fragment, anchor, settings
-        self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
-        self.optimizer = OPTIMIZERS[settings.optimizer](settings)
+        self.up, self.down = CODECS[settings.codec_up], CODECS[settings.codec_down]
+        self.optimizer = OUTER_OPTIMIZERS[settings.optimizer](settings)
         self.master = anchor.clone() if master is None else master
-        # of recent contributions, as they were merged
-        self.norms: deque[float] = deque(maxlen=MEMORY)
-        self._payloads, self._updates = (
-            Layout(self.up, fragment.numel),
-            Layout(self.down, fragment.numel),
-        )
-        self._pieces = [
-            directional_pieces(fragment, start, stop) for start, stop in self._payloads.ranges
-        ]
+        self.norms: deque[float] = deque(maxlen=robust.MEMORY)  # recent ones, as merged
+        self._payloads = Layout(self.up, fragment.numel)
+        self._updates = Layout(self.down, fragment.numel)
+        self._pieces = [directional_pieces(fragment, *chunk) for chunk in self._payloads.ranges]
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
+        self._rule = MERGE_RULES[settings.merge]
         self._rng = rng
 
     def merge(
@@ -124,60 +102,58 @@ class Aggregate:
         """
         contributions = sorted(contributions, key=lambda one: one.peer)
         peers = [one.peer for one in contributions]
-        found = Comparison(
-            [one.payload for one in contributions], self.up, self._payloads, self._rng
-        )
+        payloads = [one.payload for one in contributions]
+        found = robust.Comparison(payloads, self.up, self._payloads, self._rng)
         state.join_(step)
-        judged = self._judge(found, contributions, state, peers.index(me) if me in peers else None)
-        counted = [
-            (self._payloads.split(one.payload), weight, scale * one.discount)
-            for one, weight, scale in zip(contributions, judged.weights, judged.scales, strict=True)
-            if weight
-        ]
+        own = peers.index(me) if me in peers else None
+        judged = self._judge(found, contributions, state, own)
+        counted = []  # the chunks of each contribution that counts, as parts
+        for one, weight, scale in zip(contributions, judged.weights, judged.scales, strict=True):
+            if weight:
+                chunks = self._payloads.split(one.payload)
+                scale *= one.discount
+                counted.append([Part(self.up, chunk, weight, scale) for chunk, _ in chunks])
         step = replace(step, contributions=len(counted))
-        update = empty_payload(self._updates.nbytes)
-        self._step_(counted, step, state, update)
-        pairs = alike(found.cosines, found.numel)
-        left_out, clipped = (
-            tuple(peers[i] for i in those) for those in (judged.left_out, judged.clipped)
+        return MergeResult(
+            self._step_(counted, step, state),
+            step,
+            tuple(peers[i] for i in judged.left_out),
+            tuple(peers[i] for i in judged.clipped),
+            tuple((peers[i], peers[j], cosine) for i, j, cosine in found.alike()),
         )
-        named = tuple((peers[one], peers[other], cosine) for one, other, cosine in pairs)
-        return MergeResult(update, step, left_out, clipped, named)
 
     def _judge(
         self,
-        found: Comparison,
+        found: robust.Comparison,
         contributions: Sequence[Weighted],
         state: OuterState,
         own: int | None,
-    ) -> Judgement:
+    ) -> robust.Judgement:
         """What each contribution counts; remembers the norms of those that count."""
         factor, momentum = self.settings.clip_factor, state.momentum
         norms, weights = [one.norm for one in contributions], [one.weight for one in contributions]
         if self.settings.robust == "none":
-            return Judgement(tuple(weights), (1.0,) * len(weights))
-        if len(weights) >= MIN_JUDGED:
-            judged = clip(norms, found.cosines, weights, factor, found.numel)
+            return robust.Judgement(tuple(weights), (1.0,) * len(weights))
+        if len(weights) >= robust.MIN_JUDGED:
+            judged = robust.clip(norms, found.cosines, weights, factor, found.numel)
         else:
             references = [] if own is None else [found.cosines[own]]
             if momentum.any():
                 references.append(found.cosines_with(momentum))
             # The momentum of another optimizer may be far shorter than what it is made of.
-            expected = usual(self.norms, momentum if self.optimizer.can_follow else None)
-            judged = clip_few(norms, weights, expected, references, found.numel, factor, own)
+            expected = robust.usual(self.norms, momentum if self.optimizer.can_follow else None)
+            judged = robust.clip_few(norms, weights, expected, references, found.numel, factor, own)
         scaled = zip(norms, judged.scales, judged.weights, strict=True)
         self.norms.extend(norm * scale for norm, scale, weight in scaled if weight)
         return judged
 
     def _step_(
-        self, counted: Sequence[_Counted], step: OuterStep, state: OuterState, update: Tensor
-    ) -> None:
+        self, counted: Sequence[Sequence[Part]], step: OuterStep, state: OuterState
+    ) -> Tensor:
         """Move the master by the average of what counts, and encode what it is ahead of the anchor,
         chunk by chunk."""
-        transition, flattened = (
-            self.optimizer.transition(step),
-            self._flattened(counted) if self._matrices else None,
-        )
+        transition, update = self.optimizer.transition(step), empty_payload(self._updates.nbytes)
+        flattened = self._flattened(counted) if self._matrices else None
         for chunk, (payload, (start, stop)) in enumerate(self._updates.split(update)):
             if flattened is None:
                 mean = buffer("merged", torch.float32, stop - start)
@@ -187,14 +163,13 @@ class Aggregate:
             master = self.master[start:stop]
             transition.move_(master, mean, state.part(start, stop))
             self.down.encode_update(master, self.anchor[start:stop], payload)
+        return update
 
-    def _average(self, out: Tensor, chunk: int, counted: Sequence[_Counted]) -> None:
-        parts = [Part(chunks[chunk][0], weight, scale) for chunks, weight, scale in counted]
-        AVERAGES[self.settings.merge](out, self.up, parts, self._pieces[chunk])
+    def _average(self, out: Tensor, chunk: int, counted: Sequence[Sequence[Part]]) -> None:
+        self._rule.merge(out, [parts[chunk] for parts in counted], self._pieces[chunk])
 
-    def _flattened(self, counted: Sequence[_Counted]) -> Tensor:
-        """The average of the whole fragment, because a matrix may lie in several chunks, after
-        `flatten_`."""
+    def _flattened(self, counted: Sequence[Sequence[Part]]) -> Tensor:
+        """The average of the whole fragment, because a matrix may lie in several chunks."""
         whole = torch.empty(self.fragment.numel, dtype=torch.float32)
         for chunk, (start, stop) in enumerate(self._payloads.ranges):
             self._average(whole[start:stop], chunk, counted)

@@ -1,12 +1,12 @@
 """Codecs: how a chunk of fp32 values becomes bytes on the wire, and back.
 
-    name   bytes for n elements            layout of a payload (little-endian)
-    fp32   4 n                             values
-    fp16   2 n                             values, IEEE half
-    int8   ceil(n/BLOCK) + n               int8 exponent e per block, then int8 code c:      value =
-           c * 2**e
-    e3m0   ceil(n/BLOCK) + ceil(n/2)       int8 exponent e per block, then two codes a byte: value =
-           s * 2**(e + k - 7)
+    name   bytes for n elements        layout of a payload (little-endian)
+    fp32   4 n                         values
+    fp16   2 n                         values, IEEE half
+    int8   ceil(n/BLOCK) + n           int8 exponent e per block, then int8 code c:
+                                       value = c * 2**e
+    e3m0   ceil(n/BLOCK) + ceil(n/2)   int8 exponent e per block, then two codes a byte:
+                                       value = s * 2**(e + k - 7)
 
 An e3m0 code is a sign bit and three bits k, where k = 0 is the value zero (E3M0 of Streaming
 DiLoCo, arXiv 2501.18512). The first half of a block lies in the low nibbles, the second half in the
@@ -39,9 +39,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.config import registry
 from diloco.errors import PayloadError
 from diloco.outer.fragments import BLOCK
-from diloco.outer.lossy import LOSSY
+from diloco.outer.lossy import Stat2, TopK
 from diloco.outer.payloads import (
     LIMIT,
     Codec,
@@ -58,7 +59,7 @@ from diloco.outer.payloads import (
     refuse_diverged,
 )
 
-__all__ = ["CODECS", "LIMIT", "Codec", "codec"]
+__all__ = ["CODECS", "LIMIT", "Codec"]
 
 _MIN_EXPONENT = -126  # of the smallest normal fp32
 _HALF_SIGN_AND_LEVEL = 0b1_00111_0000000000 - 0x10000  # as int16
@@ -106,10 +107,8 @@ class _FloatCodec(Codec):
             values = buffer("values", torch.float32, numel).copy_(values)
         norm = norm_of(values)
         if not is_within(values, self.largest, norm):
-            found, largest = f"{magnitude_of(values):g}", f"{self.largest:g}"
-            raise PayloadError(
-                f"{self.name} payload holds {found}; values must be at most {largest}"
-            )
+            found = f"{self.name} payload holds {magnitude_of(values):g}"
+            raise PayloadError(f"{found}; values must be at most {self.largest:g}")
         return values, norm
 
 
@@ -140,8 +139,7 @@ class _BlockCodec(Codec):
 
     @abstractmethod
     def _dequantise(self, codes: Tensor, numel: int) -> Tensor:
-        """The values (r, numel) fp32 of codes in blocks of exponent -unit_exponent, in the thread's
-        buffer."""
+        """Their values (r, numel) fp32, for exponents of -unit_exponent, in the thread's buffer."""
 
     def widths(self, numel: int) -> list[int]:
         return [1, -(-numel // self.codes_per_byte)]
@@ -159,8 +157,7 @@ class _BlockCodec(Codec):
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         self._check(payload, acc.numel())
-        # With weight 1 products are exact, so sums round alike whether or not the hardware fuses
-        # the two.
+        # With weight 1 products are exact, so sums round alike with or without fused multiply-add.
         for rows, exponents, codes in self._blocks(acc, payload):
             scales = power_of_two(exponents, self.unit_exponent) * weight
             rows.addcmul_(self._dequantise(codes, rows.shape[1]), scales)
@@ -168,15 +165,13 @@ class _BlockCodec(Codec):
     def _check(self, payload: Tensor, numel: int) -> None:
         self._check_length(payload, numel)
         exponents = payload.numpy()[: -(-numel // BLOCK)].view(np.int8)
-        if exponents.min() < self.min_exponent or exponents.max() > self.max_exponent:
-            raise PayloadError(
-                f"{self.name} payload holds a block exponent outside"
-                f" {self.min_exponent}..{self.max_exponent}"
-            )
+        lowest, highest = self.min_exponent, self.max_exponent
+        if exponents.min() < lowest or exponents.max() > highest:
+            outside = f"a block exponent outside {lowest}..{highest}"
+            raise PayloadError(f"{self.name} payload holds {outside}")
 
     def _blocks(self, x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Integers, Tensor]]:
-        """Yield (values (r, n) fp32, exponents (r,) int8, codes (r, bytes) int8): the full blocks,
-        then the rest."""
+        """Values (r, n) fp32, exponents (r,) int8 and codes (r, bytes) int8; full blocks first."""
         blocks = -(-x.numel() // BLOCK)
         parts = [payload[:blocks].view(torch.int8), payload[blocks:].view(torch.int8)]
         for rows, exponents, codes in blockwise(x, parts, [1, BLOCK // self.codes_per_byte]):
@@ -184,8 +179,7 @@ class _BlockCodec(Codec):
 
 
 class _Int8(_BlockCodec):
-    """Integers -127..127 times a power of two: the smallest that fits the block's largest
-    magnitude."""
+    """Integers -127..127 times the smallest power of two that fits the largest magnitude."""
 
     name = "int8"
     codes_per_byte = 1
@@ -195,9 +189,8 @@ class _Int8(_BlockCodec):
 
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
         # 127.5 would round to 128: mantissas from 127.5/64 on take the next exponent.
-        exponents = np.maximum(
-            exponents_of(rows, self.name, round_up_from=127.5 / 64) - 6, self.min_exponent
-        )
+        largest = exponents_of(rows, self.name, round_up_from=127.5 / 64)
+        exponents = np.maximum(largest - 6, self.min_exponent)
         # fp32 numbers at 1.5 * 2**(23 + e) are 2**e apart, so one addition scales, rounds (to even)
         # and leaves the code in the low byte: three operations in one pass.
         magic = power_of_two(exponents, 0) * (1.5 * 2**23)
@@ -225,10 +218,9 @@ class _E3m0(_BlockCodec):
 
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
         # 1.5 is the middle of two levels. Half rounds magnitudes within 2**-11 of it up to 1.5, and
-        #     so must the scale.
-        exponents = np.maximum(
-            exponents_of(rows, self.name, round_up_from=1.5 - 2**-11), self.min_exponent
-        )
+        # so must the scale.
+        largest = exponents_of(rows, self.name, round_up_from=1.5 - 2**-11)
+        exponents = np.maximum(largest, self.min_exponent)
         scales = power_of_two(-exponents, -self.unit_exponent)
         scaled = torch.mul(rows, scales, out=buffer("values", torch.float32, *rows.shape))
         half = buffer("half", torch.float16, *rows.shape).copy_(scaled)
@@ -250,16 +242,12 @@ class _E3m0(_BlockCodec):
         bits = half.view(torch.int16)
         bits[:, :split].copy_(torch.mul(codes, 16, out=buffer("code", torch.int8, blocks, split)))
         bits[:, split:].copy_(codes[:, : numel - split])
-        # Widening copied the sign (bit 7) to bits 8 to 15; a shift by 6 brings it to bit 15 and k
-        # to bits 10 to 12.
+        # Widening copied the sign (bit 7) to bits 8 to 15; a shift by 6 brings it to bit 15, k to
+        # bits 10 to 12.
         bits.mul_(1 << 6).bitwise_and_(_HALF_SIGN_AND_LEVEL)
         return buffer("values", torch.float32, blocks, numel).copy_(half)
 
 
-CODECS: dict[str, Codec] = {one.name: one for one in (_Fp32(), _Fp16(), _Int8(), _E3m0())}
-"""The codecs for contributions and updates by name, from most to fewest bytes."""
-
-
-def codec(name: str) -> Codec:
-    """The codec of that name, one of `CODECS` or `LOSSY`."""
-    return CODECS.get(name) or LOSSY[name]
+CODECS: registry.Registry[Codec] = registry.CODECS
+for _codec in (_Fp32(), _Fp16(), _Int8(), _E3m0(), Stat2(), TopK()):
+    CODECS.add(_codec.name, _codec, _codec.publishes)

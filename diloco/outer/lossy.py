@@ -1,11 +1,9 @@
 """Codecs for contributions that lose so much that the peer keeps what they lost
 (`Replica.capture`).
 
-    name    bytes of a full block of 4096    layout of a payload (little-endian), each part for all
-            blocks in order
-    stat2   8 + 1024                         four bfloat16 levels, then a 2-bit code per element
-    topk    4 + 96 + 16                      two bfloat16 levels, then k 12-bit indices, then k
-            2-bit codes
+    name    bytes of a block of 4096   parts of a payload (little-endian), each with all blocks
+    stat2   8 + 1024                   four bfloat16 levels; a 2-bit code per element
+    topk    4 + 96 + 16                two bfloat16 levels; k 12-bit indices; k 2-bit codes
 
 stat2 (MuLoCo, arXiv 2505.23725): the elements of a block fall into four bins of 1.5 sigma around
 the mean, the outer two open; a level is the mean of its bin. topk (SparseLoCo, arXiv 2508.15706):
@@ -42,7 +40,7 @@ from diloco.outer.payloads import (
     refuse_diverged,
 )
 
-__all__ = ["LOSSY"]
+__all__ = ["Stat2", "TopK"]
 
 _ELEMENTS_PER_KEPT = 64
 
@@ -57,8 +55,7 @@ class _LossyCodec(Codec):
 
     @abstractmethod
     def _encode_rows(self, rows: Tensor, levels: Tensor, *packed: Tensor) -> None:
-        """Write the levels (r, num_levels) fp32 and the packed parts (r, .) uint8 of blocks (r, n)
-        fp32."""
+        """Write levels (r, num_levels) fp32 and packed parts (r, .) uint8 of rows (r, n) fp32."""
 
     def widths(self, numel: int) -> list[int]:
         return [2 * self.num_levels, *self._widths(numel)]
@@ -74,25 +71,22 @@ class _LossyCodec(Codec):
     def _blocks(
         self, x: Tensor, levels: Tensor, packed: Sequence[Tensor]
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield (elements (r, n), levels (r, num_levels), packed parts (r, .)): the full blocks,
-        then the rest."""
+        """Elements (r, n), levels (r, num_levels) and packed parts (r, .); full blocks first."""
         return blockwise(x, [levels, *packed], [self.num_levels, *self._widths(BLOCK)])
 
     def _read(self, payload: Tensor, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """`_blocks` of a payload, of which `x` has the shape. PayloadError if its length or a level
-        is invalid."""
+        """`_blocks` of a payload, of which `x` has the shape; raises PayloadError."""
         head, *packed = self.pieces(payload, x.numel())
         # a copy, because bfloat16 needs an even address
         levels = head.clone().view(torch.bfloat16).float()
         low, high = torch.aminmax(levels)
         if not (low >= self.lowest_level and high <= LIMIT):  # NaN fails both
-            raise PayloadError(
-                f"{self.name} payload holds a level outside {self.lowest_level:g}..{LIMIT:g}"
-            )
+            outside = f"a level outside {self.lowest_level:g}..{LIMIT:g}"
+            raise PayloadError(f"{self.name} payload holds {outside}")
         return self._blocks(x, levels, packed)
 
 
-class _Stat2(_LossyCodec):
+class Stat2(_LossyCodec):
     name = "stat2"
     num_levels = 4
     lowest_level = -LIMIT
@@ -104,9 +98,8 @@ class _Stat2(_LossyCodec):
         # A power of two as scale rounds nothing, and squares then neither overflow nor vanish.
         exponents = np.maximum(exponents_of(rows, self.name, round_up_from=2.0), -126)
         down, up = power_of_two(-exponents, 0), power_of_two(exponents, 0)
-        means, codes = _statistical(
-            torch.mul(rows, down, out=buffer("values", torch.float32, *rows.shape))
-        )
+        scaled = torch.mul(rows, down, out=buffer("values", torch.float32, *rows.shape))
+        means, codes = _statistical(scaled)
         torch.mul(means, up, out=levels)
         _pack(codes, *packed)
 
@@ -115,7 +108,7 @@ class _Stat2(_LossyCodec):
             torch.gather(levels, 1, _unpack(packed, rows.shape[1]).long(), out=rows)
 
 
-class _TopK(_LossyCodec):
+class TopK(_LossyCodec):
     name = "topk"
     num_levels = 2
     lowest_level = 0.0
@@ -126,14 +119,12 @@ class _TopK(_LossyCodec):
     def _encode_rows(self, rows: Tensor, levels: Tensor, *packed: Tensor) -> None:
         refuse_diverged(rows, self.name, LIMIT)
         magnitudes = torch.abs(rows, out=buffer("values", torch.float32, *rows.shape))
-        indices = (
-            magnitudes.topk(_kept(rows.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
-        )
+        largest = magnitudes.topk(_kept(rows.shape[1]), dim=1, sorted=False).indices
+        indices = largest.sort(dim=1).values
         pair, codes = _two_levels(rows.gather(1, indices))
         levels.copy_(pair)
-        packed_indices, packed_codes = packed
-        _pack_indices(indices, packed_indices)
-        _pack(codes, packed_codes)
+        _pack_indices(indices, packed[0])
+        _pack(codes, packed[1])
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         parts = self._parts(payload, out)
@@ -146,25 +137,18 @@ class _TopK(_LossyCodec):
             rows.scatter_add_(1, indices, values * weight)
 
     def _parts(self, payload: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Validated (rows (r, n), indices (r, k) int64, values (r, k) fp32) of the full blocks and
-        of the rest."""
+        """Validated rows (r, n), indices (r, k) int64 and values (r, k) fp32; full blocks first."""
         parts = []
         for rows, levels, packed_indices, packed_codes in self._read(payload, x):
-            kept = _kept(rows.shape[1])
+            numel, kept = rows.shape[1], _kept(rows.shape[1])
             indices = _unpack_indices(packed_indices, kept)
-            if bool((indices[:, -1] >= rows.shape[1]).any()) or bool(
-                (indices.diff(dim=1) <= 0).any()
-            ):
-                raise PayloadError(
-                    f"topk payload holds indices that do not ascend from 0 to {rows.shape[1] - 1}"
-                )
+            if bool((indices[:, -1] >= numel).any()) or bool((indices.diff(dim=1) <= 0).any()):
+                wrong = f"indices that do not ascend from 0 to {numel - 1}"
+                raise PayloadError(f"topk payload holds {wrong}")
             codes = _unpack(packed_codes, kept)
             values = levels.gather(1, (codes & 1).long())
             parts.append((rows, indices, torch.where(codes >= 2, -values, values)))
         return parts
-
-
-LOSSY: dict[str, Codec] = {one.name: one for one in (_Stat2(), _TopK())}
 
 
 def _statistical(scaled: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,12 +158,8 @@ def _statistical(scaled: Tensor) -> tuple[Tensor, Tensor]:
     reaches. An empty bin has level 0.
     """
     count, total = scaled.shape[1], scaled.sum(1)
-    mean = total / count
-    sigma = (
-        (torch.linalg.vector_norm(scaled, dim=1).square_() / count - mean.square())
-        .clamp_(min=0)
-        .sqrt_()
-    )
+    mean, squares = total / count, torch.linalg.vector_norm(scaled, dim=1).square_()
+    sigma = (squares / count - mean.square()).clamp_(min=0).sqrt_()
     codes = torch.zeros(scaled.shape, dtype=torch.uint8)
     sums, counts = [total], [torch.full_like(total, count)]
     for bound in (mean - 1.5 * sigma, mean, mean + 1.5 * sigma):
@@ -199,11 +179,10 @@ def _two_levels(kept: Tensor) -> tuple[Tensor, Tensor]:
     """Levels (r, 2) fp32, lower first, and codes (r, k) uint8 of the kept values (r, k) fp32."""
     magnitudes = kept.abs()
     upper = magnitudes > magnitudes.mean(1, keepdim=True)
-    means = [
-        (magnitudes * members).sum(1) / members.sum(1).clamp(min=1) for members in (~upper, upper)
-    ]
+    sums = [(magnitudes * members).sum(1) for members in (~upper, upper)]
+    counts = [members.sum(1).clamp(min=1) for members in (~upper, upper)]
     codes = upper.to(torch.uint8) + 2 * (kept < 0).to(torch.uint8)
-    return torch.stack(means, dim=1), codes
+    return torch.stack(sums, dim=1) / torch.stack(counts, dim=1), codes
 
 
 def _kept(numel: int) -> int:
@@ -217,8 +196,7 @@ def _packed(bits: int, count: int) -> int:
 
 
 def _pack(codes: Tensor, packed: Tensor) -> None:
-    """Pack 2-bit codes (r, n) uint8 into (r, ceil(n/4)) uint8; a byte takes one code from each
-    quarter."""
+    """Pack 2-bit codes (r, n) uint8 into (r, ceil(n/4)) uint8: one from each quarter in a byte."""
     width = packed.shape[1]
     packed.zero_()
     for quarter in range(4):
@@ -233,8 +211,7 @@ def _unpack(packed: Tensor, numel: int) -> Tensor:
 
 
 def _pack_indices(indices: Tensor, packed: Tensor) -> None:
-    """Pack 12-bit indices (r, k) into (r, ceil(3k/2)) uint8: the first's low byte, four bits of
-    each, high byte."""
+    """Pack 12-bit indices (r, k) into (r, ceil(3k/2)) uint8, little-endian, two in three bytes."""
     pairs = torch.nn.functional.pad(indices, (0, indices.shape[1] % 2)).view(len(indices), -1, 2)
     first, second = pairs.unbind(2)
     triples = torch.stack([first & 255, (first >> 8) | ((second & 15) << 4), second >> 4], dim=2)
@@ -243,10 +220,8 @@ def _pack_indices(indices: Tensor, packed: Tensor) -> None:
 
 def _unpack_indices(packed: Tensor, kept: int) -> Tensor:
     """The inverse of `_pack_indices`: (r, kept) int64."""
-    padded = torch.nn.functional.pad(packed.long(), (0, -packed.shape[1] % 3)).view(
-        len(packed), -1, 3
-    )
-    low, middle, high = padded.unbind(2)
-    return torch.stack([low | ((middle & 15) << 8), (middle >> 4) | (high << 4)], dim=2).view(
-        len(packed), -1
-    )[:, :kept]
+    rows, width = packed.shape
+    triples = torch.nn.functional.pad(packed.long(), (0, -width % 3)).view(rows, -1, 3)
+    low, middle, high = triples.unbind(2)
+    pairs = torch.stack([low | ((middle & 15) << 8), (middle >> 4) | (high << 4)], dim=2)
+    return pairs.view(rows, -1)[:, :kept]

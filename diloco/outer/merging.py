@@ -1,54 +1,78 @@
-"""How the contributions to a version become one pseudo-gradient (`outer.merge`), chunk by chunk.
+"""How the contributions to a version become one pseudo-gradient: merge rules (`outer.merge`), chunk
+by chunk, and what evens out the merged matrices (`outer.flatten`).
 
 What each contribution counts is decided in `robust`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from diloco.config import registry
 from diloco.outer.fragments import Fragment
 from diloco.outer.payloads import Codec, buffer
 
 SMALLEST_NORM = 2.0**-126
 """Smaller norms are subnormal in fp32; hardware that flushes them to zero would divide by zero."""
-# A sum of directions that is shorter than this part of its weight consists of rounding errors.
-CANCELLED = 2.0**-20
+CANCELLED = 2.0**-20  # a sum of directions shorter than this part of its weight is rounding errors
+SMALLEST_SINGULAR = 1e-6  # of the largest; singular values below it are rounding errors
 
 Piece = tuple[int, int]
 """A half-open range of a chunk: the part of a tensor that lies in it."""
 
 
 class Part(NamedTuple):
-    """A chunk of a contribution, encoded (uint8). Its values times `scale` have this weight, which
-    is positive."""
+    """A chunk of one contribution: its values are the decoded payload (uint8) times `scale`, and
+    have this weight, which is positive."""
 
+    codec: Codec
     payload: Tensor
     weight: float
     scale: float = 1.0
 
+    def values(self, numel: int) -> Tensor:
+        """Its (numel,) fp32 values, in memory that the next call may overwrite: clone to keep."""
+        values = self.codec.values(self.payload, numel)
+        if self.scale == 1.0:
+            return values
+        return torch.mul(values, self.scale, out=buffer("chunk", torch.float32, numel))
 
-Average = Callable[[Tensor, Codec, Sequence[Part], Sequence[Piece]], None]
-"""Fills its first argument, (n,) fp32, with the average of a chunk of all contributions. The pieces
-are those of `directional_pieces`. It keeps no state, so threads may share it."""
+    def add_to_(self, out: Tensor) -> None:
+        """out += weight * values."""
+        self.codec.accumulate_(out, self.payload, self.weight * self.scale)
 
 
-def mean(out: Tensor, up: Codec, parts: Sequence[Part], pieces: Sequence[Piece]) -> None:
+class MergeRule(ABC):
+    """A merge rule. It keeps no state, so threads share it."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def merge(self, out: Tensor, parts: Sequence[Part], pieces: Sequence[Piece]) -> None:
+        """Fill `out`, (n,) fp32, a chunk, with the average of its parts, at least one.
+
+        Their order is the same on every peer. The pieces are those of `directional_pieces`.
+        """
+
+
+class Mean(MergeRule):
     """The weighted mean: sum(weight scale x) / sum(weight)."""
-    out.zero_()
-    for payload, weight, scale in parts:
-        up.accumulate_(out, payload, weight * scale)
-    out.div_(sum(part.weight for part in parts))
+
+    name = "mean"
+
+    def merge(self, out: Tensor, parts: Sequence[Part], pieces: Sequence[Piece]) -> None:
+        out.zero_()
+        for part in parts:
+            part.add_to_(out)
+        out.div_(sum(part.weight for part in parts))
 
 
-@torch.no_grad()
-def radial_directional(
-    out: Tensor, up: Codec, parts: Sequence[Part], pieces: Sequence[Piece]
-) -> None:
+class RadialDirectional(MergeRule):
     """The mean direction with the mean norm, piece by piece (Decoupled DiLoCo, arXiv 2604.21428):
 
         (sum w |v| / sum w) * unit(sum w unit(v))
@@ -56,56 +80,51 @@ def radial_directional(
     So the step does not shrink as 1 / sqrt(peers) when peers disagree, and one outer learning rate
     fits any number of peers. The paper averages tensor by tensor; pieces need no more than a chunk
     at a time. Elements outside all pieces get the plain mean, as embeddings do in the paper.
-    Directions that cancel each other give zeros, because their unit vector would be rounding errors
-    at full length.
+    Directions that cancel each other give zeros: their unit vector would be rounding errors.
     """
-    out.zero_()
-    outside, norms, total = (
-        list(_between(pieces, out.numel())),
-        [0.0] * len(pieces),
-        sum(part.weight for part in parts),
-    )
-    for payload, weight, scale in parts:
-        values = up.values(payload, out.numel())
-        if scale != 1.0:
-            values = torch.mul(values, scale, out=buffer("chunk", torch.float32, out.numel()))
+
+    name = "rda"
+
+    @torch.no_grad()
+    def merge(self, out: Tensor, parts: Sequence[Part], pieces: Sequence[Piece]) -> None:
+        outside, norms = list(_between(pieces, out.numel())), [0.0] * len(pieces)
+        total = sum(part.weight for part in parts)
+        out.zero_()
+        for part in parts:
+            values = part.values(out.numel())
+            for start, stop in outside:
+                out[start:stop].add_(values[start:stop], alpha=part.weight)
+            for index, (start, stop) in enumerate(pieces):
+                norm = _norm(values[start:stop])
+                if norm >= SMALLEST_NORM:  # weight / norm may exceed fp32, unit vectors do not
+                    unit = buffer("displacement", torch.float32, stop - start)
+                    torch.div(values[start:stop], norm, out=unit)
+                    out[start:stop].add_(unit, alpha=part.weight)
+                    norms[index] += part.weight * norm
         for start, stop in outside:
-            out[start:stop].add_(values[start:stop], alpha=weight)
-        for index, (start, stop) in enumerate(pieces):
-            norm = _norm(values[start:stop])
-            if norm >= SMALLEST_NORM:  # weight / norm may exceed fp32, unit vectors do not
-                unit = torch.div(
-                    values[start:stop],
-                    norm,
-                    out=buffer("displacement", torch.float32, stop - start),
-                )
-                out[start:stop].add_(unit, alpha=weight)
-                norms[index] += weight * norm
-    for start, stop in outside:
-        out[start:stop].div_(total)
-    for (start, stop), norm_sum in zip(pieces, norms, strict=True):
-        norm = _norm(out[start:stop])
-        if norm < CANCELLED * total:
-            out[start:stop].zero_()
-        else:
-            out[start:stop].mul_(norm_sum / total / norm)
+            out[start:stop].div_(total)
+        for (start, stop), norm_sum in zip(pieces, norms, strict=True):
+            norm = _norm(out[start:stop])
+            if norm < CANCELLED * total:
+                out[start:stop].zero_()
+            else:
+                out[start:stop].mul_(norm_sum / total / norm)
 
 
-AVERAGES: dict[str, Average] = {"mean": mean, "rda": radial_directional}
+MERGE_RULES: registry.Registry[MergeRule] = registry.MERGE_RULES
+for _rule in (Mean(), RadialDirectional()):
+    MERGE_RULES.add(_rule.name, _rule)
 
 
 def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]:
     """The pieces of [start, stop) of a fragment, relative to start: one for each tensor that is not
-    an embedding, as Hugging Face models call these (embed_tokens, embeddings, wte, wpe).
-    """
-    return [
-        (at, at + part.numel)
-        for at, part in fragment.locate(start, stop)
-        if not any(
-            "embed" in component or component in ("wte", "wpe")
-            for component in part.name.split(".")
-        )
-    ]
+    an embedding, as Hugging Face models call these (embed_tokens, embeddings, wte, wpe)."""
+
+    def is_embedding(name: str) -> bool:
+        return any("embed" in part or part in ("wte", "wpe") for part in name.split("."))
+
+    found = fragment.locate(start, stop)
+    return [(at, at + part.numel) for at, part in found if not is_embedding(part.name)]
 
 
 def _norm(x: Tensor) -> float:
@@ -119,3 +138,60 @@ def _between(pieces: Sequence[Piece], numel: int) -> Iterator[Piece]:
         if end < start:
             yield end, start
         end = stop
+
+
+# -- outer.flatten ---------------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """Whole rows of a matrix, in the flat vector of a fragment."""
+
+    start: int
+    rows: int
+    columns: int
+
+
+def matrices(fragment: Fragment, shapes: Mapping[str, Sequence[int]]) -> list[Matrix]:
+    """The matrices inside the model, by Muon's rule: two dimensions, and neither embedding nor
+    head.
+
+    Where a fragment ends inside a matrix, the whole rows on each side count as a matrix; a row that
+    is cut, or alone, belongs to none.
+    """
+    found = []
+    for at, piece in fragment.locate(0, fragment.numel):
+        shape = shapes[piece.name]
+        if len(shape) != 2 or "embed" in piece.name or "head" in piece.name:
+            continue
+        columns = shape[1]
+        first, last = -(-piece.start // columns), piece.stop // columns
+        if last - first > 1 and columns > 1:
+            found.append(Matrix(at + first * columns - piece.start, last - first, columns))
+    return found
+
+
+@torch.no_grad()
+def flatten_(values: Tensor, where: Sequence[Matrix], part: float) -> None:
+    """Even out the singular values of each matrix of a merged pseudo-gradient, (numel,) fp32:
+
+        U S V^T   ->   c U S^(1 - part) V^T         c keeps the Frobenius norm; 0 <= part <= 1
+
+    Peers agree on the few directions with large singular values, which an average of AdamW's steps
+    therefore favours; in the many others most of what they learn cancels as noise does. With part=1
+    all singular values become equal (IsoLoCo, arXiv 2607.03011; Iso-C, arXiv 2502.04959).
+
+    It is (M M^T)^(-part / 2) M, one eigenvalue decomposition of the matrix's shorter side. A matrix
+    of zeros stays as it is.
+    """
+    for start, rows, columns in where:
+        matrix = values[start : start + rows * columns].view(rows, columns)
+        wide = (matrix if rows <= columns else matrix.T).double()
+        norm = torch.linalg.vector_norm(wide)
+        if not norm:
+            continue
+        wide /= norm  # squares of what a codec carries may exceed even float64
+        squares, vectors = torch.linalg.eigh(wide @ wide.T)
+        squares.clamp_(min=float(squares[-1]) * SMALLEST_SINGULAR**2)
+        flat = (vectors * squares ** (-part / 2)) @ (vectors.T @ wide)
+        flat *= norm / torch.linalg.vector_norm(flat)
+        matrix.copy_(flat if rows <= columns else flat.T)

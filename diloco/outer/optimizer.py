@@ -2,7 +2,7 @@
 fragment.
 
     delta      = anchor - local                  on each peer              Replica.capture
-    mean       = sum w_m delta_m / sum w_m       on the author             merging.mean
+    mean       = sum w_m delta_m / sum w_m       on the author             merging.Mean
     m          = beta m + mean                   on author and heir        Linear.follow_
     master     = master - lr (mean + beta m)     on the author, fp32       Linear.move_
 
@@ -11,10 +11,10 @@ work element by element, so a fragment may be processed chunk by chunk with the 
 that hold state between steps are zeros before the first one. FedAvg is Nesterov with lr=1 and
 beta=0, and SGD (SparseLoCo) Nesterov with beta=0.
 
-A class in `OPTIMIZERS` says what one push does, in numbers. A step merges several contributions,
-which may complete a window of `delay` and begin the next. It is linear in the mean, the momentum
-and the window, so its coefficients (`Linear`) follow from the pushes, one after another, of the
-numbers 0 and 1. An heir computes the same ones as the author, from what every peer knows.
+An optimizer says what one push does, in numbers. A step merges several contributions, which may
+complete a window of `delay` and begin the next. It is linear in the mean, the momentum and the
+window, so its coefficients (`Linear`) follow from the pushes, one after another, of the numbers 0
+and 1. An heir computes the same ones as the author, from what every peer knows.
 """
 
 from __future__ import annotations
@@ -29,20 +29,16 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
+from diloco.config import OuterConfig, registry
 from diloco.outer.payloads import Codec, buffer
 
 Value = TypeVar("Value", float, Tensor)
-# versions after which the momentum of a run without a plan has half of its rise behind it
-YOUTH = 16
-
+YOUTH = 16  # versions after which the momentum of a run without a plan has risen by half
 LOST = 0.5
 """Part of a step that its encoding may lose, by the norm: small values beside a large one in their
 block; e3m0 also loses a third of each value at most."""
-
 Reach = tuple[float, float, float]
-"""How long momentum, window, and what encodings have lost so far may be, by L2 norms of the whole
-fragment."""
+"""The most that momentum, window, and what encodings lost may be, by L2 norms of the fragment."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +58,8 @@ class OuterStep:
 
 
 class Transition(ABC):
-    """What one outer step does to a chunk of the vectors: the master first, and the rest once the
-    update is known.
-
-    `vectors` are the momentum and the further vectors of the optimizer.
-    """
+    """What one outer step does to a chunk of the vectors: the momentum and the further ones of the
+    optimizer. The master moves first, and the rest once the update is known."""
 
     @abstractmethod
     def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
@@ -125,8 +118,7 @@ class OuterState:
 
     Attributes:
         version: the version that they belong to.
-        vectors: the momentum and the optimizer's further vectors, such as the window; each (numel,)
-            fp32.
+        vectors: the momentum and the optimizer's further vectors, each (numel,) fp32.
         pushes: contributions in the window. delay: contributions that make it full.
     """
 
@@ -170,11 +162,10 @@ class OuterState:
         it moved."""
         self.join_(step)
         for update, (start, stop) in parts:
-            moved = buffer("moved", torch.float32, stop - start).copy_(anchor[start:stop])
-            codec.apply_update_(anchor[start:stop], update)
-            transition.follow_(
-                self.part(start, stop), torch.sub(anchor[start:stop], moved, out=moved)
-            )
+            chunk = anchor[start:stop]
+            moved = buffer("moved", torch.float32, stop - start).copy_(chunk)
+            codec.apply_update_(chunk, update)
+            transition.follow_(self.part(start, stop), torch.sub(chunk, moved, out=moved))
         self.version, self.pushes = (
             step.version + 1,
             (step.pushes + step.contributions) % step.delay,
@@ -207,9 +198,9 @@ def lr_at(peers: int, lr: float, lr_by_peers: Mapping[int, float]) -> float:
     """Outer learning rate of a step merged from `peers` contributors; a decay of it gained nothing
     (DiLoCo).
 
-    `lr_by_peers` gives it for some numbers of peers (scaling laws of DiLoCo, arXiv 2503.09799: 1:
-    .4, 2: .6, 4: .6,
-    8: .8). In between it is linear in log2(peers), and beyond the ends constant. Empty means `lr`.
+    `lr_by_peers` gives it for some numbers of peers (scaling laws of DiLoCo, arXiv 2503.09799:
+    {1: .4, 2: .6, 4: .6, 8: .8}). In between it is linear in log2(peers), and beyond the ends
+    constant. Empty means `lr`.
     """
     if not lr_by_peers:
         return lr
@@ -226,8 +217,7 @@ class OuterOptimizer(ABC):
 
     It keeps no vectors: those are in an `OuterState`, the momentum and `num_buffers` further ones.
     A linear optimizer defines `push`, and everything else follows from that. Another one defines
-    `transition`; then `can_follow` is False unless it says otherwise. `diloco.register` makes a
-    class of yours known.
+    `transition`; then `can_follow` is False unless it says otherwise.
     """
 
     name: ClassVar[str]
@@ -247,9 +237,8 @@ class OuterOptimizer(ABC):
 
     def zeros(self, numel: int) -> OuterState:
         """The state of a fragment before the first step."""
-        return OuterState(
-            0, tuple(torch.zeros(numel, dtype=torch.float32) for _ in range(1 + self.num_buffers))
-        )
+        vectors = (torch.zeros(numel, dtype=torch.float32) for _ in range(1 + self.num_buffers))
+        return OuterState(0, tuple(vectors))
 
     def rates(self, step: OuterStep) -> tuple[float, float]:
         """Learning rate and momentum of a step."""
@@ -264,21 +253,15 @@ class OuterOptimizer(ABC):
     def transition(self, step: OuterStep) -> Transition:
         """What a step does, whose contributions are pushed one after another."""
         lr, beta = self.rates(step)
-        pushes = (
-            range(step.pushes, step.pushes + step.contributions)
-            if self.settings.windowed
-            else range(1)
-        )
-        delay = step.delay if self.settings.windowed else 1
+        pushes, delay = range(1), 1
+        if self.settings.windowed:
+            pushes, delay = range(step.pushes, step.pushes + step.contributions), step.delay
         columns = []
         for delta, momentum, window in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
-            moved = 0.0
+            values = (0.0, momentum, window)
             for push in pushes:
-                last = (push + 1) % delay == 0
-                moved, momentum, window = self.push(
-                    moved, momentum, window, delta, lr, beta, delay, last
-                )
-            columns.append((moved, momentum, window))
+                values = self.push(*values, delta, lr, beta, delay, (push + 1) % delay == 0)
+            columns.append(values)
         return Linear(*zip(*columns, strict=True))
 
     def reach(
@@ -311,9 +294,7 @@ class OuterOptimizer(ABC):
         last: bool,
     ) -> tuple[Value, Value, Value]:
         """The new theta, momentum and window after one contribution, the `last` of a window of
-        `delay` or not.
-
-        All are linear in the four values, and the window does not depend on the momentum.
+        `delay` or not. All are linear in the four values; the window is not made of the momentum.
         """
         raise NotImplementedError(
             f"outer.optimizer={self.name} defines neither push nor transition"
@@ -355,8 +336,8 @@ class DelayedNesterov(OuterOptimizer):
 
         window += delta
         if last: momentum = beta momentum + window / delay;  window = 0
-        theta -= lr (delta / delay + share beta momentum)       share = c,  or 1 - c delay + c for
-                                                                the last
+        theta -= lr (delta / delay + share beta momentum)
+                                    share = c,  or 1 - c delay + c for the last
 
     With delay=1 it is Nesterov momentum, for every c. With c=0, contributions that do not depend on
     each other move the parameters as far as Nesterov on their mean.
@@ -380,12 +361,11 @@ class DelayedNesterov(OuterOptimizer):
         # more peers may be active than 1 / c
         window, share = window + delta, min(self.settings.delay_c, 1 / delay)
         if last:
-            momentum, window, share = (
-                beta * momentum + window / delay,
-                0 * window,
-                1 - share * delay + share,
-            )
+            momentum, window = beta * momentum + window / delay, 0 * window
+            share = 1 - share * delay + share
         return theta - lr * (delta / delay + share * beta * momentum), momentum, window
 
 
-OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov)}
+OUTER_OPTIMIZERS: registry.Registry[type[OuterOptimizer]] = registry.OUTER_OPTIMIZERS
+for _optimizer in (Nesterov, DelayedNesterov):
+    OUTER_OPTIMIZERS.add(_optimizer.name, _optimizer, _optimizer.windowed)

@@ -1,5 +1,4 @@
-"""The base of all codecs: their interface, the values that they refuse, and the working memory of a
-thread."""
+"""The base of all codecs: their interface, what they refuse, and the working memory of a thread."""
 
 from __future__ import annotations
 
@@ -19,9 +18,7 @@ from torch import Tensor
 from diloco.errors import DivergedError, PayloadError
 from diloco.outer.fragments import BLOCK, CHUNK, chunks
 
-assert sys.byteorder == "little", (
-    "payloads are views of tensors, so the machine must be little-endian"
-)
+assert sys.byteorder == "little", "payloads are views of tensors"
 
 LIMIT = 2.0**64
 """The largest magnitude that is sent or accepted. Sums of such values with weights up to 2**50
@@ -35,7 +32,7 @@ Integers = NDArray[np.signedinteger]
 
 
 class Codec(ABC):
-    """One encoding of chunks. Stateless; `codec(name)` gives the instance.
+    """One encoding of chunks. Stateless: `CODECS[name]` is the instance.
 
     Shapes: `x`, `out` of decode, `acc`, `master` and `anchor` are (n,) fp32; payloads are
     (nbytes(n),) uint8. A value to be sent that is not finite or too large raises DivergedError. An
@@ -51,8 +48,7 @@ class Codec(ABC):
 
     @abstractmethod
     def widths(self, numel: int) -> list[int]:
-        """Bytes of each part of the payload of one block of `numel` elements, which are 1 to
-        BLOCK."""
+        """Bytes of each part of the payload of one block, of 1 to BLOCK elements."""
 
     def _sizes(self, numel: int) -> list[int]:
         full, rest = divmod(numel, BLOCK)
@@ -65,8 +61,7 @@ class Codec(ABC):
         return sum(self._sizes(numel))
 
     def pieces(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
-        """The parts of a payload, each with all blocks in order, as views. PayloadError if the
-        length is wrong."""
+        """Views of a payload's parts, each with all blocks. PayloadError if the length is wrong."""
         self._check_length(payload, numel)
         return payload.split_with_sizes(self._sizes(numel))
 
@@ -79,8 +74,7 @@ class Codec(ABC):
         """Write the decoded values to `out`."""
 
     def values(self, payload: Tensor, numel: int) -> Tensor:
-        """The decoded values (numel,) fp32, in the payload or this thread's buffer: read them
-        before its next use."""
+        """The decoded values (numel,) fp32, in the payload or in this thread's buffer "chunk"."""
         values = buffer("chunk", torch.float32, numel)
         self.decode(payload, values)
         return values
@@ -90,19 +84,16 @@ class Codec(ABC):
         return norm_of(self.values(payload, numel))
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
-        """acc += weight * decoded, for a finite weight. With weight 1 the sum is the only
-        rounding."""
+        """acc += weight * decoded. With weight 1 the sum is the only rounding."""
         values = buffer("values", torch.float32, acc.numel())
         self.decode(payload, values)
         acc.add_(values, alpha=weight)
 
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        """Write to `out` the update that moves `anchor` to `master`, as far as the codec can
-        express it."""
+        """Write the update that moves `anchor` to `master`, as far as the codec can express it."""
         if not self.carries_values:
-            master = torch.sub(
-                master, anchor, out=buffer("displacement", torch.float32, master.numel())
-            )
+            displacement = buffer("displacement", torch.float32, master.numel())
+            master = torch.sub(master, anchor, out=displacement)
         self.encode(master, out)
 
     def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
@@ -113,8 +104,7 @@ class Codec(ABC):
             self.accumulate_(anchor, payload, 1.0)
 
     def updated(self, anchor: Tensor, payload: Tensor) -> Tensor:
-        """What `apply_update_` makes of the anchor: (n,) fp32, in the payload or this thread's
-        buffer."""
+        """What `apply_update_` makes of the anchor: (n,) fp32, in the payload or a buffer."""
         if self.carries_values:
             return self.values(payload, anchor.numel())
         after = buffer("after", torch.float32, anchor.numel()).copy_(anchor)
@@ -123,28 +113,22 @@ class Codec(ABC):
 
     def _check_length(self, payload: Tensor, numel: int) -> None:
         if payload.numel() != self.nbytes(numel):
-            raise PayloadError(
-                f"{self.name} payload of {numel} elements has {payload.numel()} bytes, not"
-                f" {self.nbytes(numel)}"
-            )
+            what = f"{self.name} payload of {numel} elements"
+            raise PayloadError(f"{what} has {payload.numel()} bytes, not {self.nbytes(numel)}")
 
 
 class Layout:
-    """Where the chunks of a whole fragment lie in its values (`ranges`, half-open) and in its
-    payload of `nbytes`."""
+    """Where the chunks of a fragment lie in its values (`ranges`) and in its payload (`nbytes`)."""
 
-    def __init__(self, one: Codec, numel: int) -> None:
+    def __init__(self, codec: Codec, numel: int) -> None:
         self.ranges = tuple(chunks(numel))
-        self._sizes = [one.nbytes(stop - start) for start, stop in self.ranges]
+        self._sizes = [codec.nbytes(stop - start) for start, stop in self.ranges]
         self.nbytes = sum(self._sizes)
 
     def split(self, payload: Tensor) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Views of the chunks of a whole payload, each with its range. PayloadError if the length
-        is wrong."""
-        if payload.numel() != self.nbytes:
-            raise PayloadError(
-                f"{self.nbytes} bytes of a fragment are expected, these are {payload.numel()}"
-            )
+        """Views of the chunks of a whole payload, each with its range; raises PayloadError."""
+        if (found := payload.numel()) != self.nbytes:
+            raise PayloadError(f"{self.nbytes} bytes of a fragment are expected, these are {found}")
         return list(zip(payload.split_with_sizes(self._sizes), self.ranges, strict=True))
 
 
@@ -178,9 +162,9 @@ def is_within(x: Tensor, largest: float, norm: float) -> bool:
 def norm_of(x: Tensor) -> float:
     """L2 norm of (n,) fp32 values; finite for all values that a codec carries."""
     norm = float(torch.linalg.vector_norm(x))
-    return (
-        norm if 1 / SAFE < norm < SAFE else float(torch.linalg.vector_norm(x, dtype=torch.float64))
-    )
+    if 1 / SAFE < norm < SAFE:
+        return norm
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def refuse_diverged(x: Tensor, name: str, largest: float) -> None:
@@ -210,10 +194,9 @@ def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
 def blockwise(
     x: Tensor, parts: Sequence[Tensor], widths: Sequence[int]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield `x` and vectors that belong to it as rows, one per block: all full blocks, then the
-    rest.
+    """Yield `x` and its parts as rows, one per block: all full blocks, then the rest.
 
-    `widths` are the elements of each vector that belong to a full block.
+    `widths` are the elements of each part that belong to a full block.
     """
     full, rest = divmod(x.numel(), BLOCK)
     columns = list(zip([x, *parts], [BLOCK, *widths], strict=True))
@@ -224,34 +207,27 @@ def blockwise(
 
 
 def power_of_two(exponents: Integers, shift: int) -> Tensor:
-    """2**(exponent + shift), exactly, for sums in -126..127: (r,) -> (r, 1) fp32, to multiply rows
-    with."""
-    return torch.from_numpy(
-        ((exponents.astype(np.int32) + (127 + shift)) << 23).view(np.float32)
-    ).unsqueeze(1)
+    """2**(exponent + shift), exactly, for sums in -126..127: (r,) -> (r, 1) fp32."""
+    bits = (exponents.astype(np.int32) + (127 + shift)) << 23
+    return torch.from_numpy(bits.view(np.float32)).unsqueeze(1)
 
 
 def is_aligned(payload: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch can view the bytes as `dtype`. A slice of a larger message may lie at any
     offset."""
-    return (
-        payload.storage_offset() % dtype.itemsize == 0 and payload.data_ptr() % dtype.itemsize == 0
-    )
+    return not (payload.storage_offset() % dtype.itemsize or payload.data_ptr() % dtype.itemsize)
 
 
 def assert_chunk(x: Tensor, out: Tensor, nbytes: int) -> None:
     """Assert that `x` is one chunk, and that `out` has the size of its payload."""
-    assert x.dtype == torch.float32 and x.dim() == 1 and 0 < x.numel() <= CHUNK, (
-        "values must be one fp32 chunk"
-    )
+    one_chunk = x.dtype == torch.float32 and x.dim() == 1 and 0 < x.numel() <= CHUNK
+    assert one_chunk, "values must be one fp32 chunk"
     assert out.dtype == torch.uint8 and out.numel() == nbytes, f"out must be {nbytes} bytes"
 
 
 class _Buffers(threading.local):
-    """Working memory of one thread, allocated at first use and kept; and the views made of it.
-
-    Views are kept because making one takes as long as an operation on 10,000 elements.
-    """
+    """Working memory of one thread, and views of it: to make one takes as long as an operation on
+    10,000 elements."""
 
     def __init__(self) -> None:
         self.memory: dict[tuple[str, torch.dtype], Tensor] = {}

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.aggregate import Aggregate
-from diloco.outer.codecs import codec
+from diloco.outer.codecs import CODECS
 from diloco.outer.digest import digest_of, part_ranges
 from diloco.outer.fragments import Fragment, as_loaded
 from diloco.outer.local import Local, Source
-from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
+from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import Layout, buffer, empty_payload, norm_of
 
 __all__ = ["Replica"]
@@ -67,8 +67,8 @@ class Replica:
         self.local = parameters if isinstance(parameters, Local) else Local(parameters)
         self.fragments = tuple(fragments)
         self.settings = settings
-        self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
-        self.optimizer = OPTIMIZERS[settings.optimizer](settings)
+        self.up, self.down = CODECS[settings.codec_up], CODECS[settings.codec_down]
+        self.optimizer = OUTER_OPTIMIZERS[settings.optimizer](settings)
         self.rng: random.Random = random.SystemRandom()
         self.anchors = [
             torch.empty(fragment.numel, dtype=torch.float32) for fragment in self.fragments

@@ -1,15 +1,13 @@
-"""The math of judging: how much each contribution counts, so that one bad contribution cannot spoil
-a version.
+"""How much each contribution counts, so that one bad contribution cannot spoil a version.
 
 `clip` scales norms above factor x the median down to that, and leaves out what points against the
-others.
+others. Clipping alone bounds the *length* of a lie; the angle is what takes a reversed contribution
+out. A lie within the norm and the angle allowed here moves the model, as a back door may. There is
+no defence against a majority that colludes, nor against one person with many identities.
 
-Limits. There is no defence against a majority that colludes, nor against one person with many
-identities. A lie that stays within the norm and the angle allowed here moves the model, as a back
-door may. Clipping alone bounds the *length* of a lie; the angle is what takes a reversed
-contribution out. Fewer than `MIN_JUDGED` contributions have no majority to compare with. They are
-compared with earlier ones, with the momentum, and with the author's own. That bounds their length,
-and takes out what opposes all of these.
+Fewer than `MIN_JUDGED` contributions have no majority to compare with. `clip_few` compares them
+with earlier ones, with the momentum, and with the author's own. That bounds their length, and takes
+out what opposes all of these.
 """
 
 from __future__ import annotations
@@ -25,16 +23,12 @@ from torch import Tensor
 
 from diloco.outer.payloads import Codec, Layout, norm_of
 
-__all__ = ["MEMORY", "MIN_JUDGED", "Comparison", "Judgement", "alike", "clip", "clip_few", "usual"]
-
 MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, have no majority.
 OPPOSED_COSINE = -0.1
 """Least cosine with the mean of the others that is tolerated. Honest pseudo-gradients of one round
-agree: all cosines measured over the presets are positive, and a reversed contribution has the
-    negative of an honest one's."""
+agree: all cosines measured over the presets are positive."""
 OPPOSED_DEVIATIONS = 4.0
-"""Cosines of pure noise have a standard deviation of numel ** -0.5, so cosines of few values prove
-nothing."""
+"""Cosines of pure noise deviate by numel ** -0.5, so cosines of few values prove nothing."""
 ALIKE_COSINE = 0.9995
 """Contributions with a larger cosine come from the same data. Measured: equal batches 1.0000 with
 every codec, .99999 where sums are taken in another order; different data at most .93 in the quick
@@ -42,19 +36,16 @@ start, .96 in the experiments, each in a first version, and .9988 with batches o
 SGD. (Over 300 steps the order of sums comes to .988.)"""
 ALIKE_VALUES = 1024  # Fewer are a toy, whose different data may well say the same.
 RISE = 4 / 3
-"""Extra tolerance for norms of earlier rounds, which say less than norms of the same round: while
-the learning rate warms up, norms rise up to threefold from one round to the next."""
+"""Extra tolerance for norms of earlier rounds: while the learning rate warms up, norms rise up to
+threefold from one round to the next."""
 SKETCH = 8192  # values of a chunk that are compared
 MEMORY = 8  # norms remembered; few, because norms follow the learning rate
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What each contribution to a version counts, in the order in which they were given.
-
-    It is multiplied with its scale, and then averaged with its weight; with weight 0 it is left
-    out.
-    """
+    """What each contribution to a version counts, in the order in which they were given: it is
+    multiplied with its scale, and averaged with its weight; with weight 0 it is left out."""
 
     weights: tuple[float, ...]
     scales: tuple[float, ...]
@@ -65,21 +56,16 @@ class Judgement:
 def clip(
     norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor: float, numel: int
 ) -> Judgement:
-    """Clip norms at `factor` times their median, and leave out the contributions that oppose the
-    others.
+    """Clip norms at `factor` times their median, and leave out what opposes the others.
 
     Honest contributions come out with scale 1, so that the mean is the plain one, bit for bit.
 
     Args:
-        norms: L2 norms of n contributions, at least `MIN_JUDGED`. weights: what they count in the
-            mean; positive.
+        norms: L2 norms of n contributions, at least `MIN_JUDGED`. weights: positive.
         gram: (n, n) float64, cosines of the contributions with each other, of `numel` values each.
     """
     limit = factor * statistics.median_low(norms)
-    clipped = tuple(i for i, norm in enumerate(norms) if norm > limit)
-    left_out = opposed(gram, numel)
-    scales = tuple(limit / norm if norm > limit else 1.0 for norm in norms)
-    return Judgement(_without(left_out, weights), scales, clipped, left_out)
+    return _judgement(norms, [limit] * len(norms), weights, opposed(gram, numel))
 
 
 def clip_few(
@@ -91,8 +77,7 @@ def clip_few(
     factor: float,
     own: int | None,
 ) -> Judgement:
-    """As `clip`, for fewer than `MIN_JUDGED` contributions: they are compared with what came
-    before, and with the own.
+    """As `clip`, for fewer than `MIN_JUDGED` contributions.
 
     A contribution is left out if it opposes every reference. Without an own contribution those are
     a minority at most, because the momentum may have to turn; the others that oppose it may be as
@@ -100,30 +85,39 @@ def clip_few(
 
     Args:
         expected: norm that contributions usually have; 0 if none is known.
-        references: directions that are known, the (n,) cosines of the contributions with each.
-            numel: as in `clip`.
+        references: (n,) cosines of the contributions with each direction that is known.
         own: index of the author's own contribution, which is neither scaled down nor left out.
     """
-    limit = _least_cosine(numel)
-    out = [
-        i
-        for i in range(len(norms))
-        if references and all(float(cosines[i]) < limit for cosines in references)
+    limit, count = _least_cosine(numel), len(norms)
+    opposing = [
+        i for i in range(count) if references and all(float(one[i]) < limit for one in references)
     ]
-    left_out = tuple(i for i in out if i != own and (own is not None or 2 * len(out) < len(norms)))
-    longest = [
-        (1.0 if i in out else RISE * factor) * expected if expected else math.inf
-        for i in range(len(norms))
-    ]
-    clipped = tuple(
-        i for i, norm in enumerate(norms) if norm > longest[i] and i != own and i not in left_out
+    minority = own is not None or 2 * len(opposing) < count
+    left_out = tuple(i for i in opposing if i != own and minority)
+    usual_limit = RISE * factor * expected if expected else math.inf
+    limits = [expected or math.inf if i in opposing else usual_limit for i in range(count)]
+    if own is not None:
+        limits[own] = math.inf
+    for i in left_out:
+        limits[i] = math.inf
+    return _judgement(norms, limits, weights, left_out)
+
+
+def _judgement(
+    norms: Sequence[float],
+    limits: Sequence[float],
+    weights: Sequence[float],
+    left_out: tuple[int, ...],
+) -> Judgement:
+    return Judgement(
+        tuple(0.0 if i in left_out else weight for i, weight in enumerate(weights)),
+        tuple(
+            min(1.0, limit / norm) if norm else 1.0
+            for norm, limit in zip(norms, limits, strict=True)
+        ),
+        tuple(i for i, norm in enumerate(norms) if norm > limits[i]),
+        left_out,
     )
-    scales = tuple(longest[i] / norms[i] if i in clipped else 1.0 for i in range(len(norms)))
-    return Judgement(_without(left_out, weights), scales, clipped, left_out)
-
-
-def _without(left_out: Sequence[int], weights: Sequence[float]) -> tuple[float, ...]:
-    return tuple(0.0 if i in left_out else weight for i, weight in enumerate(weights))
 
 
 def _least_cosine(numel: int) -> float:
@@ -142,22 +136,13 @@ def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
     while len(left) > 2:
         among = gram[left][:, left]
         with_others = among.sum(1) - among.diagonal()  # <u_i, sum of the others>
-        # |sum of the others|
-        others = (among.sum() - 2 * with_others - among.diagonal()).clamp_min(1e-12).sqrt()
-        cosines = with_others / others
+        squares = among.sum() - 2 * with_others - among.diagonal()  # |sum of the others| ** 2
+        cosines = with_others / squares.clamp_min(1e-12).sqrt()
         worst = int(cosines.argmin())
         if not float(cosines[worst]) < limit:
             break
         out.append(left.pop(worst))
     return tuple(sorted(out)) if 2 * len(out) < gram.shape[0] else ()
-
-
-def alike(gram: Tensor, numel: int) -> list[tuple[int, int, float]]:
-    """Indices of two contributions that are nearly parallel, and their cosine."""
-    if numel < ALIKE_VALUES:
-        return []
-    pairs = (gram.triu(1) > ALIKE_COSINE).nonzero().tolist()
-    return [(one, other, float(gram[one, other])) for one, other in pairs]
 
 
 def usual(norms: Sequence[float], momentum: Tensor | None) -> float:
@@ -193,15 +178,15 @@ class Comparison:
     def __init__(
         self, payloads: Sequence[Tensor], up: Codec, layout: Layout, rng: random.Random
     ) -> None:
-        self._taken: list[slice] = []  # of each chunk, in the whole fragment
+        self._taken: list[range] = []  # of each chunk, in the whole fragment
         for start, stop in layout.ranges:
             distance = max(1, (stop - start) // SKETCH - 1 | 1)
-            self._taken.append(slice(start + rng.randrange(distance), stop, distance))
+            self._taken.append(range(start + rng.randrange(distance), stop, distance))
         parts = [layout.split(payload) for payload in payloads]
-        self.numel = sum(len(range(taken.start, taken.stop, taken.step)) for taken in self._taken)
+        self.numel = sum(map(len, self._taken))
         self._sketches, end = torch.empty(len(parts), self.numel, dtype=torch.float32), 0
         for chunk, taken in enumerate(self._taken):
-            begin, end = end, end + len(range(taken.start, taken.stop, taken.step))
+            begin, end = end, end + len(taken)
             for one, whole in enumerate(parts):
                 payload, (start, stop) = whole[chunk]
                 sketch = up.values(payload, stop - start)[taken.start - start :: taken.step]
@@ -214,10 +199,19 @@ class Comparison:
         self.cosines = gram / lengths.outer(lengths)
 
     def cosines_with(self, vector: Tensor) -> Tensor:
-        """(n,) float64 cosines of the contributions with a vector (numel,) fp32, by their
-        sketches."""
-        parts = [vector[taken] * math.sqrt(taken.step) for taken in self._taken]
+        """(n,) float64 cosines of the contributions with a vector (numel,) fp32."""
+        parts = [
+            vector[taken.start : taken.stop : taken.step] * math.sqrt(taken.step)
+            for taken in self._taken
+        ]
         sketch, sketches = torch.cat(parts).double(), self._sketches.double()
         lengths = torch.linalg.vector_norm(sketches, dim=1) * torch.linalg.vector_norm(sketch)
         cosines: Tensor = torch.mv(sketches, sketch) / lengths.clamp_min(1e-300)
         return cosines
+
+    def alike(self) -> list[tuple[int, int, float]]:
+        """Indices of two contributions that are nearly parallel, and their cosine."""
+        if self.numel < ALIKE_VALUES:
+            return []
+        pairs = (self.cosines.triu(1) > ALIKE_COSINE).nonzero().tolist()
+        return [(one, other, float(self.cosines[one, other])) for one, other in pairs]

@@ -29,9 +29,9 @@ from diloco.config import Config, ModelConfig, OuterConfig
 from diloco.core.settings import ProtocolSettings
 from diloco.errors import ConfigError
 from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
-from diloco.outer.codecs import codec
+from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK
-from diloco.outer.optimizer import OPTIMIZERS
+from diloco.outer.optimizer import OUTER_OPTIMIZERS
 from diloco.train.gradients import autocast
 
 GIB = 2**30
@@ -148,9 +148,9 @@ def _rows(
 
 def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
     """Bytes per parameter of the whole model that the outer step takes of a peer's main memory."""
-    fragments, vectors = outer.fragments, 1 + OPTIMIZERS[outer.optimizer].num_buffers
+    fragments, vectors = outer.fragments, 1 + OUTER_OPTIMIZERS[outer.optimizer].num_buffers
     held = -(-fragments // peers) / fragments
-    up, down = (codec(name).nbytes(CHUNK) / CHUNK for name in (outer.codec_up, outer.codec_down))
+    up, down = (CODECS[name].nbytes(CHUNK) / CHUNK for name in (outer.codec_up, outer.codec_down))
     yield "anchors", FP32
     if not outer.lockstep:  # the anchor moves while this peer trains on from an older one
         yield "anchors of the round under way", FP32

@@ -178,12 +178,13 @@ def test_the_reference_names_everything_that_a_user_imports_and_what_a_swarm_has
     assert members - inside <= named | {"open", "close"}, members - inside - named
 
 
-def test_the_optimizer_of_a_page_can_be_registered_and_chosen() -> None:
-    said = "\nprint(swarm.outer.optimizer)"
+def test_the_merge_rule_of_a_page_can_be_registered_and_chosen() -> None:
+    chosen = "compose(['outer.merge=weighted_median']).outer.merge"
+    said = f"\nfrom diloco.config import compose\nprint({chosen})"
     done = subprocess.run(
         [sys.executable, "-c", code("extend.md") + said],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.stdout == "heavy_ball\n", done.stderr
+    assert done.stdout == "weighted_median\n", done.stderr

@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.aggregate import MergeResult, Weighted
-from diloco.outer.codecs import codec
+from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import chunks, partition
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.payloads import Codec
@@ -40,7 +40,7 @@ def relative_error(x: Tensor, y: Tensor) -> float:
 
 def encoded(one: str | Codec, x: Tensor) -> Tensor:
     """The payload of a chunk, which is left as it is."""
-    one, before = codec(one) if isinstance(one, str) else one, x.clone()
+    one, before = CODECS[one] if isinstance(one, str) else one, x.clone()
     payload = torch.full((one.nbytes(x.numel()),), 0xA5, dtype=torch.uint8)
     one.encode(x, payload)
     assert torch.equal(x, before)
@@ -49,7 +49,7 @@ def encoded(one: str | Codec, x: Tensor) -> Tensor:
 
 def decoded(name: str, payload: Tensor, numel: int) -> Tensor:
     out = torch.full((numel,), torch.nan)
-    codec(name).decode(payload, out)
+    CODECS[name].decode(payload, out)
     return out
 
 

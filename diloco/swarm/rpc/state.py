@@ -19,7 +19,7 @@ from diloco.core.facts import Goal
 from diloco.core.history import Record
 from diloco.errors import PayloadError
 from diloco.messages.bulk import Get, No, PartHeader, RecordHeader, Values
-from diloco.outer.codecs import Codec, codec
+from diloco.outer.codecs import CODECS, Codec
 from diloco.outer.digest import part_digest, part_ranges
 from diloco.outer.payloads import empty_payload
 from diloco.outer.replica import Replica
@@ -41,7 +41,7 @@ def payload_digest(payload: Tensor) -> str:
 
 def _anchor_codec(replica: Replica, number: int) -> Codec:
     """That of its last update if it carried the values themselves, so that nothing is lost."""
-    return replica.down if replica.down.carries_values and number > 0 else codec("fp32")
+    return replica.down if replica.down.carries_values and number > 0 else CODECS["fp32"]
 
 
 # -- asking ----------------------------------------------------------------------------------------

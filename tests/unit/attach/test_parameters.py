@@ -16,7 +16,7 @@ from diloco.attach.swarm import Swarm
 from diloco.attach.unwrap import class_name, named, unwrap_model
 from diloco.config import OuterConfig
 from diloco.errors import ConfigError
-from diloco.outer.codecs import codec
+from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.swarm.node.options import RunSpec
@@ -246,7 +246,7 @@ def test_storage_that_is_bound_anew_is_followed(change: Callable[[nn.Linear], No
         for parameter in model.parameters():
             parameter.sub_(1.0)
     delta = torch.empty(20)
-    codec("fp32").decode(replica.capture(0), delta)
+    CODECS["fp32"].decode(replica.capture(0), delta)
     torch.testing.assert_close(delta, torch.ones(20))
     replica.load_local_()
     assert torch.equal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
@@ -11,22 +12,29 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor
 
-from diloco.config import OuterConfig, registry
 from diloco.errors import DivergedError, PayloadError
 from diloco.outer import payloads
-from diloco.outer.codecs import CODECS, LIMIT, codec
+from diloco.outer.codecs import CODECS, LIMIT
 from diloco.outer.fragments import BLOCK, partition
-from diloco.outer.lossy import LOSSY
 from diloco.outer.replica import Replica
+from tests.support.extensions import INT6, registering
 from tests.support.outer import decoded, encoded, gaussian, outer, relative_error, round_trip
 
 # those that publish, and those that lose most
-ALL, LESS = ("fp32", "fp16", "int8", "e3m0"), ("stat2", "topk")
+ALL, LESS = CODECS.names(True), CODECS.names(False)
 SIZES = (1, 2, 3, 5, 63, 65, 129, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 131)
-each_codec = pytest.mark.parametrize("name", [*ALL, *LESS])
+each_codec = pytest.mark.parametrize("name", [*CODECS, "int6"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_codec() -> Iterator[None]:
+    """A codec of a user's keeps the contract, too."""
+    with registering(INT6):
+        yield
+
+
 in_blocks = pytest.mark.parametrize("name", ["int8", "e3m0"])
 
 
@@ -37,19 +45,19 @@ def blocks(x: Tensor) -> list[np.ndarray]:
 def published(name: str, master: Tensor, anchor: Tensor) -> Tensor:
     """The update that moves the anchor towards the master; it is made and applied here, and changes
     nothing else."""
-    update = torch.empty(codec(name).nbytes(master.numel()), dtype=torch.uint8)
+    update = torch.empty(CODECS[name].nbytes(master.numel()), dtype=torch.uint8)
     before = master.clone(), anchor.clone()
-    codec(name).encode_update(master, anchor, update)
+    CODECS[name].encode_update(master, anchor, update)
     assert torch.equal(anchor, before[1])
     sent = update.clone()
-    codec(name).apply_update_(anchor, update)
+    CODECS[name].apply_update_(anchor, update)
     assert torch.equal(master, before[0]) and torch.equal(update, sent)
     return update
 
 
 def assert_refused(name: str, payload: Tensor, numel: int, message: str) -> None:
     """Whatever is done with the payload says so, before anything changes."""
-    target, one = gaussian(numel, seed=3), codec(name)
+    target, one = gaussian(numel, seed=3), CODECS[name]
     before = target.clone()
     for operation in (
         lambda: one.decode(payload, target),
@@ -190,9 +198,9 @@ def test_accumulate_adds_weight_times_the_decoded_values(name: str, numel: int) 
         payload.clone(),
         acc.double() + 12345.5 * decoded(name, payload, numel).double(),
     )
-    codec(name).accumulate_(acc, payload, 12345.5)
+    CODECS[name].accumulate_(acc, payload, 12345.5)
     torch.testing.assert_close(
-        acc.double(), expected, rtol=1e-6, atol=1e-4 if name in LESS else 1e-5
+        acc.double(), expected, rtol=1e-6, atol=1e-5 if name in ALL else 1e-4
     )
     assert torch.equal(payload, before)
 
@@ -204,7 +212,7 @@ def test_a_payload_may_lie_anywhere_in_a_larger_message(name: str, offset: int) 
     expected = encoded(name, x)
     message = torch.zeros(offset + expected.numel() + 1, dtype=torch.uint8)
     inner = message[offset : offset + expected.numel()]
-    codec(name).encode(x, inner)
+    CODECS[name].encode(x, inner)
     assert torch.equal(inner, expected) and not message[:offset].any() and message[-1] == 0
     assert torch.equal(decoded(name, inner, x.numel()), decoded(name, expected, x.numel()))
     # torch wants the address aligned, and the offset from where its storage starts
@@ -238,7 +246,7 @@ def test_hardware_that_flushes_subnormals_gives_the_same(name: str) -> None:
 
     def work(flush: bool) -> Tensor | None:
         supported, result = torch.set_flush_denormal(flush), anchor.clone()
-        codec(name).apply_update_(result, payload)
+        CODECS[name].apply_update_(result, payload)
         return result if supported or not flush else None
 
     plain, flushed = (ThreadPoolExecutor(1).submit(work, flush).result() for flush in (False, True))
@@ -251,7 +259,7 @@ def test_float_updates_carry_the_new_values(name: str, rounded: torch.dtype) -> 
     master, anchor = gaussian(100), gaussian(100, seed=1)
     published(name, master, anchor)
     assert torch.equal(anchor, master.to(rounded).float())
-    assert codec(name).carries_values
+    assert CODECS[name].carries_values
 
 
 # -- extremes --------------------------------------------------------------------------------------
@@ -263,14 +271,14 @@ def test_float_updates_carry_the_new_values(name: str, rounded: torch.dtype) -> 
 def test_a_diverged_model_is_not_sent(name: str, bad: float, position: int) -> None:
     x = gaussian(BLOCK + 3)
     x[position] = bad
-    payload = torch.empty(codec(name).nbytes(x.numel()), dtype=torch.uint8)
+    payload = torch.empty(CODECS[name].nbytes(x.numel()), dtype=torch.uint8)
     with pytest.raises(
         DivergedError, match=rf"diverged: a value of .* cannot be sent \({name} carries"
     ):
-        codec(name).encode(x, payload)
+        CODECS[name].encode(x, payload)
     if name in ALL:
         with pytest.raises(DivergedError):
-            codec(name).encode_update(x, torch.zeros_like(x), payload)
+            CODECS[name].encode_update(x, torch.zeros_like(x), payload)
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8", "e3m0"])
@@ -278,7 +286,7 @@ def test_magnitudes_up_to_the_limit_are_sent(name: str) -> None:
     x = torch.tensor([LIMIT, -LIMIT, 0.0, float(np.nextafter(np.float32(LIMIT), np.float32(0)))])
     assert relative_error(x, round_trip(name, x)) < 0.01
     acc = torch.zeros(4)
-    codec(name).accumulate_(acc, encoded(name, x), 2.0**50)
+    CODECS[name].accumulate_(acc, encoded(name, x), 2.0**50)
     assert acc.isfinite().all()
 
 
@@ -330,23 +338,21 @@ def test_indices_that_repeat_go_back_or_leave_are_refused(
 
 
 @settings(max_examples=200)
-@given(st.sampled_from([*ALL, *LESS]), st.integers(1, 200), st.data())
+@given(st.sampled_from([*CODECS, "int6"]), st.integers(1, 200), st.data())
 def test_any_bytes_decode_to_finite_values_or_are_refused(
     name: str, numel: int, data: st.DataObject
 ) -> None:
-    nbytes = codec(name).nbytes(numel)
+    nbytes = CODECS[name].nbytes(numel)
     payload = torch.tensor(
         list(data.draw(st.binary(min_size=nbytes, max_size=nbytes))), dtype=torch.uint8
     )
     target = torch.ones(numel)
     try:
-        codec(name).decode(payload, target)
+        CODECS[name].decode(payload, target)
     except PayloadError:
         assert torch.equal(target, torch.ones(numel))
     else:
-        assert target.isfinite().all() and float(target.abs().max()) <= LIMIT * (
-            2 if name == "int8" else 1
-        )
+        assert target.isfinite().all() and float(target.abs().max()) <= 2 * LIMIT
 
 
 # -- use -------------------------------------------------------------------------------------------
@@ -379,18 +385,6 @@ def test_buffers_made_in_inference_mode_serve_afterwards() -> None:
             round_trip(name, gaussian(7))
 
     ThreadPoolExecutor(1).submit(work).result()
-
-
-def test_the_configuration_and_the_registry_have_the_same_names() -> None:
-    assert tuple(CODECS) == ALL, "from most to fewest bytes"
-    assert tuple(LOSSY) == LESS and set(registry.CODECS) == {*ALL, *LESS}
-    for name, one in (CODECS | LOSSY).items():
-        assert registry.CODECS[name] == (name in CODECS)
-        assert one.publishes == (name in CODECS) and codec(name).name == name
-    for name in LESS:
-        assert not codec(name).carries_values
-        with pytest.raises(ValidationError, match="codec_down"):
-            OuterConfig(method="diloco", sync_every=1, codec_down=name)
 
 
 # -- what loses most -------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Outer optimizers and codecs from users' code: what is registered, what is refused, and what a
-name may import."""
+"""What users' code adds: one file of code and one of settings; what is refused, and what a name may
+import."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco import Codec, OuterOptimizer, register
-from diloco.config import compose
+from diloco.attach.inner_optimizer import (
+    inner_optimizer,
+    layout_of,
+    load_moments_,
+    moment_numel,
+    snapshot,
+)
+from diloco.config import InnerConfig, compose
+from diloco.config.registry import INNER_OPTIMIZERS, REGISTRIES
 from diloco.errors import ConfigError
-from diloco.outer.codecs import codec
+from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK
-from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
+from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterStep, Transition
 from diloco.outer.payloads import LIMIT, refuse_diverged
-from tests.support.extensions import MISSING, installed
+from tests.support.extensions import LION, MISSING, OWN, installed
 from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of
+from tests.support.simulated import digests, simulated
 
 pytestmark = pytest.mark.usefixtures("registers")
 
@@ -87,37 +96,97 @@ def refused(text: str) -> Iterator[None]:
     assert str(error.value) == text
 
 
-def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
+def simulated_with(
+    folder: Path, name: str, settings: str, monkeypatch: pytest.MonkeyPatch
+) -> set[str | None]:
+    """Anchors after two rounds of two peers, with one file of code and one of settings."""
+    place = folder / "configs" / "experiment"
+    place.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(OWN[name])
+    (place / "mine.yaml").write_text(f"# @package _global_\nrun: {{code: {name}.py}}\n{settings}\n")
+    monkeypatch.chdir(folder)
+    return digests(simulated(folder / "run", "local.peers=2", "experiment=[smoke,mine]"))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("weighted_median", "outer: {merge: weighted_median}"),
+        ("lion", "inner: {optimizer: lion, lr: 3.0e-4, betas: [0.9, 0.99]}"),
+        ("int6", "outer: {codec_up: int6}"),
+        ("poems", "data: {source: poems}"),
+    ],
+)
+def test_a_file_of_code_and_one_of_settings_are_all_it_takes(
+    name: str, settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = simulated_with(tmp_path, name, settings, monkeypatch)
+    assert len(found) == 1 and None not in found
+    assert found != digests(simulated(tmp_path / "plain", "local.peers=2"))
+
+
+def test_a_file_of_code_that_does_not_run_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import nowhere_at_all")
+    with pytest.raises(ConfigError, match=r"^run\.code=.*mine\.py, which cannot be imported \(Mod"):
+        compose([f"run.code={file}"])
+    file.write_text("import diloco\n@diloco.register\nclass Mine: name = 'mine'")
+    with pytest.raises(ConfigError, match=r"mine\.py.*Mine is none of OuterOptimizer, MergeRule, "):
+        compose([f"run.code={file}"])
+
+
+def test_every_own_name_has_what_it_stands_for() -> None:
+    for registry in REGISTRIES[:3]:
+        assert set(registry.found) == registry.own
+    for registry in REGISTRIES:
+        with pytest.raises(KeyError, match=f"{registry.setting}=x is unknown; expected one of "):
+            registry["x"]
+        key = registry.setting
+        with pytest.raises(ConfigError, match=f"^{key}=x is not installed here; expected one of "):
+            compose([f"{key}=x"])
+
+
+@pytest.mark.parametrize("name", [*INNER_OPTIMIZERS, "lion"])
+def test_every_inner_optimizer_has_a_state_that_another_peer_can_take_over(name: str) -> None:
+    exec(LION, {})
+    settings = InnerConfig(optimizer=name, lr=1e-2, batch_size=1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    one, other = (inner_optimizer(model, settings) for _ in range(2))
+    for _ in range(2):
+        model(torch.ones(2, 3)).square().sum().backward()
+        one.step()
+    state = snapshot(one)
+    assert state is not None and state.values.any()
+    assert state.values.numel() == moment_numel(model, settings)
+    load_moments_(other, state)
+    taken = snapshot(other)
+    assert taken is not None and layout_of(other) == layout_of(one)
+    assert torch.equal(taken.values, state.values) and taken.steps == state.steps
+
+
+def test_a_step_that_is_not_linear_needs_a_transition_only() -> None:
     register(Sign)
-    replica, delta = (
-        author({"w": torch.zeros(CHUNK + 5)}, outer(optimizer="sign", lr=0.5, **EXACT)),
-        gaussian(CHUNK + 5),
-    )
+    delta = gaussian(CHUNK + 5)
+    replica = author({"w": torch.zeros(CHUNK + 5)}, outer(optimizer="sign", lr=0.5, **EXACT))
     assert not replica.can_follow, "as a momentum does not follow from its updates"
-    assert replica.optimizer.reach(OuterStep(0, 1), 1.0) == (
-        math.inf,
-        (math.inf,) * 3,
-    ), "it may be of any length"
+    reach = replica.optimizer.reach(OuterStep(0, 1), 1.0)
+    assert reach == (math.inf, (math.inf,) * 3), "it may be of any length"
     make(replica, named([payload_of(replica.up, delta)]))
     assert torch.equal(replica.anchors[0], -0.5 * delta.sign())
 
 
-def test_a_registered_class_is_all_that_a_new_codec_takes() -> None:
+def test_a_codec_publishes_if_it_says_so() -> None:
+    register(Thirds)
+    assert CODECS["thirds"].nbytes(10) == 30
+    only = "codec_down=thirds is for contributions only; expected one of fp32, fp16, int8, e3m0"
+    with refused(only):
+        outer(codec_down="thirds")
     register(type("Published", (Thirds,), {"publishes": True}))
     settings = outer(codec_up="thirds", codec_down="thirds", lr=1, momentum=0, robust="clip")
     replica = author({"w": torch.arange(CHUNK + 5.0) % 509}, settings)
     replica.local.tensors["w"].mul_(0.5)
     make(replica, named([replica.capture(0)]))
     assert torch.equal(replica.anchors[0], replica.local.tensors["w"])
-
-
-def test_a_codec_does_not_publish_unless_it_says_so() -> None:
-    register(Thirds)
-    assert codec("thirds").nbytes(10) == 30
-    with refused(
-        "codec_down=thirds is for contributions only; expected one of fp32, fp16, int8, e3m0"
-    ):
-        outer(codec_down="thirds")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +210,7 @@ def test_an_optimizer_that_cannot_work_is_not_registered(changed: Any, text: str
         changed, text = {"push": changed}, f"push {text}; mend it, or define transition instead"
     with refused(f"Mine.{text}"):
         register(type("Mine", (HeavyBall,), {"name": "mine", **changed}))
-    assert "mine" not in OPTIMIZERS
+    assert "mine" not in OUTER_OPTIMIZERS
 
 
 def _twice(self: Codec, acc: Tensor, payload: Tensor, weight: float) -> None:

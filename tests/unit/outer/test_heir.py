@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diloco.outer.fragments import partition
-from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
+from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.replica import Replica
 from tests.support.outer import make, named, outer, relative_error
 
@@ -69,7 +69,7 @@ def assert_same(one: OuterState, other: OuterState, bound: float = 1e-6) -> None
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OUTER_OPTIMIZERS)
 def test_a_backup_knows_the_state_whatever_the_codec_loses(optimizer: str, codec: str) -> None:
     rounds = Rounds(codec, optimizer=optimizer, momentum_warmup=5, lr_by_peers={1: 0.4, 4: 0.8})
     for _ in range(15):
@@ -80,7 +80,7 @@ def test_a_backup_knows_the_state_whatever_the_codec_loses(optimizer: str, codec
     assert torch.equal(rounds.heir.aggregates[0].master, rounds.author.anchors[0])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OUTER_OPTIMIZERS)
 def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str) -> None:
     """Eight contributions move the master as far, whoever was author of which."""
     undisturbed, rounds = (Rounds("fp32", optimizer=optimizer) for _ in range(2))
@@ -98,7 +98,7 @@ def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str) -> None:
     assert_same(rounds.author.states[0], undisturbed.author.states[0], 1e-4)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OUTER_OPTIMIZERS)
 def test_a_backup_that_begins_late_or_misses_an_update_is_soon_right(optimizer: str) -> None:
     rounds = Rounds("int8", optimizer=optimizer)
     for _ in range(3):

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
-from typing import get_args
 
 import pytest
 import torch
@@ -15,13 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.config import OuterConfig, run_settings
+from diloco.config import OuterConfig
 from diloco.errors import PayloadError
-from diloco.outer.codecs import LIMIT, codec
+from diloco.outer.codecs import CODECS, LIMIT
 from diloco.outer.fragments import CHUNK, Fragment, Slice, partition
-from diloco.outer.merging import AVERAGES, Part, directional_pieces, radial_directional
+from diloco.outer.merging import (
+    MERGE_RULES,
+    Matrix,
+    Part,
+    RadialDirectional,
+    directional_pieces,
+    flatten_,
+    matrices,
+)
 from diloco.outer.replica import Replica
-from diloco.outer.spectrum import Matrix, flatten_, matrices
+from tests.support.extensions import WEIGHTED_MEDIAN, registering
 from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of, weighted
 
 # two chunks, and elements in no piece
@@ -32,7 +39,7 @@ NUMEL = sum(NUMELS.values())
 def settings_of(rule: str, **settings: object) -> OuterConfig:
     """Settings that use the rule, a plain outer step, and codecs that are exact."""
     fixed = {"lr": 1, "momentum": 0, "merge": "mean", "robust": "none", **EXACT}
-    key = "merge" if rule in AVERAGES else "robust"
+    key = "merge" if rule in MERGE_RULES else "robust"
     return outer(**{**fixed, **settings}).model_copy(update={key: rule})
 
 
@@ -67,7 +74,14 @@ def contributions(count: int) -> dict[str, Tensor]:
     return {f"p{i}": common + 0.5 * torch.randn(NUMEL, generator=generator) for i in range(count)}
 
 
-every_rule = pytest.mark.parametrize("rule", [*AVERAGES, "clip"])
+@pytest.fixture(autouse=True, scope="module")
+def own_rule() -> Iterator[None]:
+    """A merge rule of a user's keeps the contract, too."""
+    with registering(WEIGHTED_MEDIAN):
+        yield
+
+
+every_rule = pytest.mark.parametrize("rule", [*MERGE_RULES, "weighted_median", "clip"])
 
 
 @every_rule
@@ -106,17 +120,12 @@ def test_an_invalid_payload_changes_nothing(rule: str, codec_up: str) -> None:
     assert torch.equal(version(replica, found), merged(settings, found))
 
 
-def test_the_configuration_and_the_registry_have_the_same_names() -> None:
-    assert set(AVERAGES) == set(get_args(run_settings.Average))
-
-
 def average(vectors: list[Tensor], weights: list[float], pieces: list[tuple[int, int]]) -> Tensor:
     out = torch.full_like(vectors[0], torch.nan)
-    parts = [
-        Part(vector.view(torch.uint8), weight)
-        for vector, weight in zip(vectors, weights, strict=True)
-    ]
-    radial_directional(out, codec("fp32"), parts, pieces)
+    fp32 = CODECS["fp32"]
+    those = zip(vectors, weights, strict=True)
+    parts = [Part(fp32, vector.view(torch.uint8), weight) for vector, weight in those]
+    RadialDirectional().merge(out, parts, pieces)
     return out
 
 

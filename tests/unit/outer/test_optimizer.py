@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from diloco.attach.node_link import dylu_steps
-from diloco.config import registry
-from diloco.outer.codecs import codec
-from diloco.outer.optimizer import OPTIMIZERS, YOUTH, DelayedNesterov, Linear, OuterStep, lr_at
+from diloco.outer.codecs import CODECS
+from diloco.outer.optimizer import (
+    OUTER_OPTIMIZERS,
+    YOUTH,
+    DelayedNesterov,
+    Linear,
+    OuterStep,
+    lr_at,
+)
 from tests.support.outer import EXACT, author, gaussian, make, named, outer, relative_error
 
 
@@ -70,21 +76,17 @@ def test_a_windows_length_changes_with_the_next_window_only() -> None:
     state, steps = author({"w": torch.zeros(4)}, outer(optimizer="delayed_nesterov")).states[0], []
     for version, delay in enumerate((3, 2, 2, 2, 2)):
         steps.append(state.step(version, 1, delay))
-        state.apply_(
-            steps[-1], Linear((1.0,) * 3, (0.0,) * 3, (0.0,) * 3), codec("fp32"), torch.zeros(4), []
-        )
+        linear = Linear((1.0,) * 3, (0.0,) * 3, (0.0,) * 3)
+        state.apply_(steps[-1], linear, CODECS["fp32"], torch.zeros(4), [])
     assert [(step.pushes, step.delay) for step in steps] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
-
-
-def test_the_configuration_and_the_registry_have_the_same_names() -> None:
-    assert registry.OPTIMIZERS == {name: one.windowed for name, one in OPTIMIZERS.items()}
 
 
 PAPER = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 
 
 def momentum_of(step: OuterStep, optimizer: str = "nesterov", **rates: object) -> float:
-    return OPTIMIZERS[optimizer](outer(sync_every=10, optimizer=optimizer, **rates)).rates(step)[1]
+    settings = outer(sync_every=10, optimizer=optimizer, **rates)
+    return OUTER_OPTIMIZERS[optimizer](settings).rates(step)[1]
 
 
 def test_by_default_the_momentum_rises_over_the_run() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.digest import fragment_digest
 from diloco.outer.fragments import BLOCK, CHUNK, partition
-from diloco.outer.optimizer import OPTIMIZERS, OuterState, OuterStep
+from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import empty_payload
 from diloco.outer.replica import Replica
 from tests.support.outer import EXACT, author, exchange, gaussian, make, named, outer, payload_of
@@ -206,13 +206,13 @@ FEW = 3 * BLOCK + 500
 
 @pytest.mark.parametrize("outlier", [1.0, 64.0])
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OUTER_OPTIMIZERS)
 def test_an_update_is_no_longer_than_its_contributions_allow(
     optimizer: str, codec: str, outlier: float
 ) -> None:
     """Of contributions that agree, then turn, then hardly move, while there is still something lost
     to publish."""
-    quorum = {"quorum": 1} if OPTIMIZERS[optimizer].windowed else {}
+    quorum = {"quorum": 1} if OUTER_OPTIMIZERS[optimizer].windowed else {}
     settings = outer(
         optimizer=optimizer,
         codec_up="fp32",

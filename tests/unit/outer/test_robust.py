@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.outer.aggregate import MergeResult
-from diloco.outer.codecs import codec
+from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK
 from diloco.outer.payloads import Layout
 from diloco.outer.replica import Replica
@@ -23,7 +23,7 @@ from tests.support import outer as steps
 from tests.support.outer import make, outer, payload_of, weighted
 
 NUMEL = 5000
-INT8 = codec("int8")
+INT8 = CODECS["int8"]
 
 
 def pseudo_gradients(count: int, seed: int, agreement: float = 0.6) -> list[Tensor]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from diloco.core.author import weights
 from diloco.messages.heads import Line
-from diloco.outer.codecs import codec
-from diloco.outer.merging import Part, mean
+from diloco.outer.codecs import CODECS
+from diloco.outer.merging import Mean, Part
 from diloco.outer.optimizer import (
     DelayedNesterov,
     Nesterov,
@@ -50,10 +50,10 @@ def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: 
 def merged(deltas: Sequence[float], weights: Sequence[float]) -> Tensor:
     out = full(0.0)
     parts = [
-        Part(full(delta).view(torch.uint8), weight)
+        Part(CODECS["fp32"], full(delta).view(torch.uint8), weight)
         for delta, weight in zip(deltas, weights, strict=True)
     ]
-    mean(out, codec("fp32"), parts, [])
+    Mean().merge(out, parts, [])
     return out
 
 

@@ -27,7 +27,7 @@ from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.leases import LeasedData
 from diloco.swarm.node.node import ExchangeResult, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.node.rows import ledger_totals
+from diloco.swarm.node.recorder import ledger_totals
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.malloc import trim_heap
 

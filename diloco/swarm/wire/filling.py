@@ -41,8 +41,9 @@ class Filling(asyncio.BufferedProtocol):
     async def _direct(self) -> None:
         transport = cast(asyncio.StreamWriter, self._writer).transport
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._own = cast(asyncio.StreamReaderProtocol, transport.get_protocol())
-        self._restore = lambda: transport.set_protocol(self._own)
+        own = self._own = cast(asyncio.StreamReaderProtocol, transport.get_protocol())
+        self.pause_writing, self.resume_writing = own.pause_writing, own.resume_writing  # type: ignore[method-assign]
+        self._restore = lambda: transport.set_protocol(own)
         transport.set_protocol(self)
         try:
             await self._ended
@@ -70,12 +71,6 @@ class Filling(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._end(error or self._too_short())
         self._own.connection_lost(error)
-
-    def pause_writing(self) -> None:
-        self._own.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._own.resume_writing()
 
     def _end(self, error: Exception | None) -> None:
         if self._ended.done():

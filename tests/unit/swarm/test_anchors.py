@@ -9,7 +9,7 @@ import torch
 
 from diloco.core.events import Apply, Merge
 from diloco.core.history import state_of
-from diloco.messages.heads import Book, Head
+from diloco.messages.heads import Head
 from diloco.outer.digest import part_digests
 from tests.support.alone import Alone, alone
 from tests.support.core import ME, OTHER, D
@@ -22,11 +22,9 @@ def applying(node: Alone, anchor: torch.Tensor, limit: float = 1e9, state: str =
     tip, replica = node.core.facts.control.tip, node.replica
     update = torch.empty(replica.updates[0].nbytes, dtype=torch.uint8)
     replica.down.encode_update(anchor, replica.anchors[0], update)
-    book: Book = tip.book
-    state = state or state_of(book, part_digests(anchor))
-    head = Head(
-        0, tip.head.number + 1, tip.head.id, OTHER, OTHER, (), 1, tip.head.work + 10, D, state
-    )
+    book, before = tip.book, tip.head
+    state, number = state or state_of(book, part_digests(anchor)), before.number + 1
+    head = Head(0, number, before.id, OTHER, OTHER, (), 1, before.work + 10, D, state)
     return Apply(0, head, book, update, limit, 0)
 
 

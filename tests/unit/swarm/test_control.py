@@ -85,10 +85,7 @@ async def test_a_peer_that_takes_nothing_is_dropped_in_time(loop: VirtualLoop) -
         (ENDLESS, "a frame of 4294967295 bytes is over the limit"),
         (framed(status(tips={2: (0, D)})), "a message about fragment 2, and the run has 2"),
         (framed(Offer(line(fragment=2))), "a message about fragment 2, and the run has 2"),
-        (
-            framed(Offer(replace(line(), steps=99))),
-            "100 tokens, 0 ranges of data in 99 steps are claimed",
-        ),
+        (framed(Offer(replace(line(), steps=99))), "100 tokens, 0 ranges of data in 99 steps are"),
         (framed(Answer(7, OTHER, 5, "got")), "a message about fragment 7, and the run has 2"),
         (framed(ContributionHeader(line())), "a control stream does not carry ContributionHeader"),
     ],
@@ -107,9 +104,8 @@ async def test_an_offence_puts_its_peer_out_for_a_while(
     assert OTHER not in listener.core.facts.members
     assert OTHER not in listener.mesh._outgoing and ours.over, "our stream to it ends"
     [refusal] = await listener.hear(framed(hello()))
-    assert isinstance(refusal, Refusal) and refusal.reason.startswith(
-        f"refused for 10 s more: {why}"
-    )
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.startswith(f"refused for 10 s more: {why}")
     assert not await listener.mesh.dial(OTHER) and listener.transport.called == []
     listener.context.penalties = Penalties()  # the time is over
     assert isinstance((await listener.hear(framed(hello())))[0], Welcome)
@@ -124,11 +120,7 @@ async def test_an_offence_puts_its_peer_out_for_a_while(
         (framed(Got()), "expected Hello, got Got", True),
         (framed(hello(status=status(tips={2: (0, D)}))), "1 fragments there, 2 here", False),
         (framed(hello(status=status(tips=TOO_MANY))), "3 fragments there, 2 here", False),
-        (
-            hello_with(wire_version=1, status=5, unknown=1),
-            "wire version 1 there does not fit",
-            False,
-        ),
+        (hello_with(wire_version=1, status=5, unknown=1), "wire version 1 there does not", False),
         (hello_with(run_id="another"), "run.id=another is not the run here", False),
         (hello_with(manifest_hash="f" * 64), "the manifest ffffffffffff differs", False),
     ],
@@ -142,10 +134,8 @@ async def test_who_does_not_begin_with_a_fitting_hello_is_refused(
     [refusal] = await listener.hear(sent)
     assert isinstance(refusal, Refusal) and refusal.reason.startswith(why)
     assert [event["peer"] for event in listener.said("penalty")] == [OTHER] * is_offence
-    assert (
-        listener.context.penalties.refusal(OTHER, listener.context.now()) is not None
-    ) == is_offence
-    assert OTHER not in listener.core.facts.members
+    refused = listener.context.penalties.refusal(OTHER, listener.context.now())
+    assert (refused is not None) == is_offence and OTHER not in listener.core.facts.members
 
 
 HONEST: list[Message] = [
@@ -167,15 +157,10 @@ async def test_what_an_honest_peer_says_late_or_wrong_is_no_offence(message: Mes
     assert [event["why"] for event in listener.said("lost") + listener.said("leave")] == [why]
 
 
-@pytest.mark.parametrize(
-    ("first", "refused", "waited_s"),
-    [
-        ("speaks", True, 1),
-        ("ends", False, 1),
-        ("is silent", False, ALIVE_S),
-        ("calls again", False, 0),
-    ],
-)
+FIRST = [("speaks", 1, 1), ("ends", 0, 1), ("is silent", 0, ALIVE_S), ("calls again", 0, 0)]
+
+
+@pytest.mark.parametrize(("first", "refused", "waited_s"), FIRST)
 async def test_of_two_processes_with_one_identity_the_first_goes_on(
     first: str, refused: bool, waited_s: float, loop: VirtualLoop
 ) -> None:
@@ -188,15 +173,12 @@ async def test_of_two_processes_with_one_identity_the_first_goes_on(
     current = listener.mesh._incoming[OTHER]
     listener.core.facts.members.join(OTHER, hello(), loop.seconds)
     listener.core.facts.members._members[OTHER].interval_s = 1.0
-    happens = {
-        "speaks": lambda: older.reader.feed_data(framed(status())),
-        "ends": older.reader.feed_eof,
-    }
-    asyncio.get_running_loop().call_later(0.9, happens.get(first, lambda: None))
-    begun_at = loop.seconds
-    [answer] = await listener.hear(
-        framed(hello(instance=("1" if first == "calls again" else "2") * 16))
-    )
+    if first == "speaks":
+        asyncio.get_running_loop().call_later(0.9, older.reader.feed_data, framed(status()))
+    elif first == "ends":
+        asyncio.get_running_loop().call_later(0.9, older.reader.feed_eof)
+    begun_at, instance = loop.seconds, ("1" if first == "calls again" else "2") * 16
+    [answer] = await listener.hear(framed(hello(instance=instance)))
     assert loop.seconds - begun_at == pytest.approx(waited_s, abs=0.2)
     assert isinstance(answer, Refusal if refused else Welcome)
     if isinstance(answer, Refusal):

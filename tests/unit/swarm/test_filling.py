@@ -81,9 +81,8 @@ async def test_both_directions_at_once() -> None:
     """More than the sockets hold: a writer that waits is told when it may go on."""
     async with two_ends() as (stream, other):
         back = torch.zeros(5_000_000, dtype=torch.uint8)
-        receiving = asyncio.create_task(
-            stream.receive_payload(torch.empty(2_000_000, dtype=torch.uint8))
-        )
+        out = torch.empty(2_000_000, dtype=torch.uint8)
+        receiving = asyncio.create_task(stream.receive_payload(out))
         sending = asyncio.create_task(stream.send_payload(back))
         other.write(bytes(1_000_000))
         reader = asyncio.create_task(_take(other, back.numel()))

@@ -25,10 +25,8 @@ from tests.support.gates import gate, meet
 NOW = int(time.time())
 SOON = NOW + 3600
 HASH = "5e" * 32
-ALICE, BOB = (
-    "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51",
-    "QmZXuaYC6UBKw1mwPzS7mVVDDqY1mWxzkRhxDjsVMRDfdj",
-)
+ALICE = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
+BOB = "QmZXuaYC6UBKw1mwPzS7mVVDDqY1mWxzkRhxDjsVMRDfdj"
 KEY = RunKey(new_key())
 
 
@@ -78,26 +76,15 @@ def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) ->
     owner = gate_for("run", None, None, str(tmp_path / "run.key"), manifest_hash=HASH)
     seal = owner.memory.seal
     assert is_sealed(key.public, "run", HASH, seal)
-    for wrong in (
-        (HASH[::-1], seal),
-        (HASH, seal[::-1]),
-        (HASH, ""),
-        (HASH, "no hex"),
-        (HASH, KEY.seal("run", HASH)),
-    ):
-        assert not owner.sealed(*wrong)
+    assert not owner.sealed(HASH[::-1], seal)
+    for wrong in (seal[::-1], "", "no hex", KEY.seal("run", HASH)):
+        assert not owner.sealed(HASH, wrong)
     assert not is_sealed(key.public, "other", HASH, seal)
     token = invitation(key=key).to_text()
 
     def guest(manifest_hash: str = HASH) -> Gate:
-        return gate_for(
-            "run",
-            None,
-            token,
-            None,
-            manifest_hash=manifest_hash,
-            memory_path=tmp_path / "guest.json",
-        )
+        memory = tmp_path / "guest.json"
+        return gate_for("run", None, token, None, True, manifest_hash, memory)
 
     one = guest()
     one.learn_seal(HASH, KEY.seal("run", HASH))
@@ -128,11 +115,8 @@ def test_a_key_or_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
         (token, 0o604, "swarm.token", (f"@{token}", None)),
     ):
         path.chmod(mode)
-        why = (
-            f"{setting}={path} holds a secret, and other users of this machine can read it; chmod"
-            f" 600 {path}$"
-        )
-        with pytest.raises(ConfigError, match=why):
+        why = f"{setting}={path} holds a secret, and other users of this machine can read it"
+        with pytest.raises(ConfigError, match=f"{why}; chmod 600 {path}$"):
             gate_for("run", None, *given)
 
 
@@ -156,6 +140,6 @@ def test_where_chmod_has_no_effect_a_secret_is_used_with_one_warning(
         gate_for("run", None, None, f"{tmp_path}/run.key")
         gate_for("run", None, f"@{tmp_path}/token", None)
         own_id(tmp_path / "identity.key")
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path} is on a file system without modes: others may read the secrets there"
-    ]
+    [record] = caplog.records
+    said = "is on a file system without modes: others may read the secrets there"
+    assert record.getMessage() == f"{tmp_path} {said}"

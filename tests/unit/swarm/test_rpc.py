@@ -67,9 +67,7 @@ async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_other
     assert await request_snapshot(there, "p") == SEEN
     assert await request_file(there, "p", DIGEST, len(CONTENT)) == CONTENT
     for digest in (sha256(b"secret").hexdigest(), GONE):
-        with pytest.raises(
-            PayloadError, match="refused: no file with that digest is here; ask another peer"
-        ):
+        with pytest.raises(PayloadError, match="refused: no file with that digest is here; ask"):
             await request_file(there, "p", digest, 9)
 
 
@@ -154,20 +152,12 @@ async def test_only_the_address_that_an_asker_comes_from_is_called() -> None:
         assert _callable(["/ip4/203.0.113.9/tcp/4100"], unknown) == []
     other = "/ip4/198.51.100.9/tcp/1"
     network = Network(other)
-    assert await ask_to_be_called(network) == (
-        False,
-        (
-            "others reach this peer at another address than it says; add"
-            f" 'swarm.announce=[{other[:-1]}22]'"
-        ),
-    )
+    reachable, advice = await ask_to_be_called(network)
+    assert not reachable and advice.endswith(f"; add 'swarm.announce=[{other[:-1]}22]'")
     network.addresses = ("/ip4/10.0.0.9/tcp/80/p2p/asker",)
     reachable, advice = await ask_to_be_called(network)
-    assert (
-        not reachable
-        and "timeout); open TCP port 80 of this machine" in advice
-        and "/ip4/198.51.100.9/tcp/80]" in advice
-    )
+    assert not reachable and "/ip4/198.51.100.9/tcp/80]" in advice
+    assert "timeout); open TCP port 80 of this machine" in advice
 
 
 async def test_calls_back_and_measurements_are_few_per_asker_and_in_all() -> None:
@@ -188,6 +178,7 @@ async def test_calls_back_and_measurements_are_few_per_asker_and_in_all() -> Non
 # -- the inner optimizer's state -------------------------------------------------------------------
 
 LAYOUT = InnerLayout(("0.w.exp_avg", "0.w.exp_avg_sq"), (2, 2), 1)
+LONGER = InnerLayout(LAYOUT.names, (2, 3), 1)
 STATE = InnerState(LAYOUT, (6,), torch.tensor([-1.0, 2.0, 3.0, 4.0]))
 
 
@@ -226,13 +217,8 @@ async def test_a_joiner_has_a_donor_s_moments() -> None:
 
 async def test_donors_are_drawn_among_those_that_train_and_resumed_ones_come_last() -> None:
     asker = Asker(lambda: None)
-    for name, pace in (
-        ("slow", 0.5),
-        ("fast", 3.0),
-        ("other", 1.0),
-        ("liar", 1e6),
-        ("resumed", 0.0),
-    ):
+    paces = {"slow": 0.5, "fast": 3.0, "other": 1.0, "liar": 1e6, "resumed": 0.0}
+    for name, pace in paces.items():
         join(asker.core, name, steps_per_s=pace)
     join(asker.core, "host", trains=False)
     join(asker.core, "gone", leaves=True, steps_per_s=9.0)
@@ -240,10 +226,8 @@ async def test_donors_are_drawn_among_those_that_train_and_resumed_ones_come_las
     for seed in range(8):
         assert await asker.fetch(seed=seed) is None
         assert len(asker.asked) == 3 and set(asker.asked) <= {"slow", "fast", "other", "liar"}
-        assert asker.notes[0] == (
-            "inner_state_failed",
-            {"donor": asker.asked[0], "why": "refused: no inner optimizer state is here"},
-        )
+        why = "refused: no inner optimizer state is here"
+        assert asker.notes[0] == ("inner_state_failed", {"donor": asker.asked[0], "why": why})
         first.add(asker.asked[0])
     assert len(first) > 2, "the draw decides"
 
@@ -260,10 +244,7 @@ def spoiled(at: int, value: float) -> InnerState:
         (spoiled(0, math.nan), "0.w.exp_avg holds nan to nan"),
         (spoiled(3, -1e-6), "0.w.exp_avg_sq holds -1e-06 to 3"),
         (replace(STATE, steps=(1, 2)), "in another order or number than here"),
-        (
-            InnerState(InnerLayout(LAYOUT.names, (2, 3), 1), (6,), torch.zeros(5)),
-            "the inner state there has 5 elements",
-        ),
+        (InnerState(LONGER, (6,), torch.zeros(5)), "the inner state there has 5 elements"),
     ],
 )
 async def test_a_state_that_cannot_be_is_refused_by_both_sides(given: InnerState, why: str) -> None:

@@ -38,17 +38,8 @@ def contribution(
     values = torch.full((NUMEL,), value)
     payload = values.view(torch.uint8)
     said = float(values.norm()) if norm is None else norm
-    line = Line(
-        0,
-        OTHER,
-        stamp,
-        node.core.facts.control.tip.head.id,
-        1,
-        10,
-        (),
-        said,
-        payload_digest(payload),
-    )
+    base, digest = node.core.facts.control.tip.head.id, payload_digest(payload)
+    line = Line(0, OTHER, stamp, base, 1, 10, (), said, digest)
     return framed(ContributionHeader(line)) + payload.numpy().tobytes()
 
 
@@ -57,10 +48,7 @@ WRONG: dict[str, tuple[Callable[[Alone], bytes], str]] = {
     "schema": (lambda node: b"\x00\x00\x00\x02hi", "does not fit its schema"),
     "kind": (lambda node: framed(Got()), "a bulk stream cannot begin with Got"),
     "nan": (lambda node: contribution(node, nan, norm=1.0), "payload holds nan"),
-    "norm": (
-        lambda node: contribution(node, 1.0, norm=99.0),
-        "has norm 2.44949, and its line says 99",
-    ),
+    "norm": (lambda node: contribution(node, 1.0, norm=99.0), "norm 2.44949, and its line says 99"),
 }
 
 
@@ -87,10 +75,8 @@ def test_streams_that_break_and_are_begun_again_are_no_offence(cuts: list[int]) 
         whole = contribution(node, 1.0)
         answers = [await serve(node, whole[:cut]) for cut in [*cuts, len(whole)]]
         assert any(isinstance(one, Got) for said in answers for one in said)
-        assert (
-            "penalty" not in node.said
-            and node.context.penalties.refusal(OTHER, node.context.now()) is None
-        )
+        penalties, now = node.context.penalties, node.context.now()
+        assert "penalty" not in node.said and penalties.refusal(OTHER, now) is None
 
     alone(scene)
 
@@ -102,10 +88,7 @@ def test_what_nobody_wants_is_refused_without_a_penalty() -> None:
         sent = contribution(node)
         assert isinstance((await serve(node, sent))[0], Got)
         [answer] = await serve(node, sent)
-        assert (
-            isinstance(answer, Refusal)
-            and "is wanted" in answer.reason
-            and "penalty" not in node.said
-        )
+        assert isinstance(answer, Refusal) and "is wanted" in answer.reason
+        assert "penalty" not in node.said
 
     alone(scene)

@@ -17,7 +17,7 @@ from diloco.core.peer import Peer
 from diloco.outer.replica import Replica
 from diloco.swarm.limits import CAUSED_BY_OTHERS, EventLines, Penalties
 from diloco.swarm.wire.gate import Gate
-from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
+from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import FragmentLock, Tasks
 from diloco.swarm.wire.transport import Transport
 from diloco.text import plain
@@ -98,6 +98,6 @@ class Context:
             self.note("penalty", peer=peer, why=reason, seconds=round(seconds))
         self.do(Lost(peer, reason))
 
-    def open(self, peer: str) -> AbstractAsyncContextManager[Stream]:
+    def open(self, peer: str) -> AbstractAsyncContextManager[PeerStream]:
         """A bulk stream to a peer, for the length of an `async with`."""
         return open_bulk(self.transport, peer, self.traffic)

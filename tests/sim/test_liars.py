@@ -24,7 +24,7 @@ from diloco.core.facts import Facts
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
 from diloco.swarm.rpc.inner_state import InnerState
-from diloco.swarm.wire.streams import Stream
+from diloco.swarm.wire.streams import PeerStream
 from diloco.testing.fuzz.crowd import Crowd, lying
 from diloco.testing.fuzz.lives import Life, PeerSpec
 from diloco.testing.fuzz.virtual import virtual_swarm
@@ -157,13 +157,13 @@ def another_shape(payload: Tensor) -> Tensor:
 def test_bytes_that_are_no_payload_are_refused(bent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calm()  # before streams are bent
     with swarm_of(outer={"codec_up": "fp32"}) as swarm:
-        send = Stream.send_payload
+        send = PeerStream.send_payload
 
-        async def sends(self: Stream, payload: Tensor) -> None:
+        async def sends(self: PeerStream, payload: Tensor) -> None:
             lies = (swarm.loop.owner or "").startswith(f"{swarm.liar}.")
             await send(self, bent(payload) if lies else payload)
 
-        monkeypatch.setattr(Stream, "send_payload", sends)
+        monkeypatch.setattr(PeerStream, "send_payload", sends)
         assert "refused" in swarm.unharmed()
 
 

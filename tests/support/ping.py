@@ -6,7 +6,7 @@ from diloco.messages.base import EVERYBODY, Message, Place
 from diloco.messages.codec import expect
 from diloco.swarm.context import Context
 from diloco.swarm.rpc.registry import answers, for_doctor
-from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
+from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
 
@@ -37,6 +37,6 @@ class PingServer:
     def __init__(self, context: Context) -> None:
         self._context, self._begun_at = context, context.now()
 
-    async def answer(self, stream: Stream, request: Ping) -> None:
+    async def answer(self, stream: PeerStream, request: Ping) -> None:
         """Send it."""
         await stream.send(Pong(self._context.now() - self._begun_at))

@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.errors import PayloadError
 from diloco.messages.codec import Refusal, decode, encode
-from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.swarm.wire.streams import PeerStream, Traffic
 
 
 class Pipe:
@@ -76,18 +76,18 @@ class Transport:
     addresses: tuple[str, ...] = ()
 
     def __init__(
-        self, answer: Callable[[Stream, Any], Awaitable[None]], asker: str = "asker"
+        self, answer: Callable[[PeerStream, Any], Awaitable[None]], asker: str = "asker"
     ) -> None:
         self._answer, self._asker = answer, asker
         self._serving: dict[asyncio.Task[None], None] = {}
 
     async def open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, Any]:
         here, there = connected()
-        stream: Any = Stream(self._asker, there.reader, there, Traffic())
+        stream: Any = PeerStream(self._asker, there.reader, there, Traffic())
         self._serving[asyncio.create_task(self._serve(stream))] = None
         return here.reader, here
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: PeerStream) -> None:
         try:
             await self._answer(stream, await stream.receive())
         except PayloadError as error:

@@ -25,7 +25,7 @@ from diloco.swarm.rpc.inner_state import InnerRequest
 from diloco.swarm.rpc.watch import InfoRequest
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
-from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
+from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, PeerStream, Traffic
 from tests.support.peers import Crowd, Trainee, begin_together, eventually, together
 
 SHAPES = {"embed": (60, 100), "norm": (5,)}
@@ -157,7 +157,7 @@ async def intruder(member: Trainee) -> Libp2p:
 async def ask(transport: Libp2p, peer: str, protocol: str, message: Message | None) -> object:
     """What is answered to a first message, or to none."""
     reader, writer = await transport.open(peer, protocol)
-    stream = Stream(peer, reader, writer, Traffic())
+    stream = PeerStream(peer, reader, writer, Traffic())
     try:
         if message is not None:
             await stream.send(message)

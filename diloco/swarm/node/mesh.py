@@ -27,7 +27,7 @@ from diloco.swarm.limits import Offence, offences
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.rpc.watch import request_manifest
 from diloco.swarm.wire.gate import IN_USE
-from diloco.swarm.wire.streams import BROKEN, CONTROL, Outgoing, Stream
+from diloco.swarm.wire.streams import BROKEN, CONTROL, Outgoing, PeerStream
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Refused
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class ControlMesh:
         self._gate.identity_in_use = self._identity_in_use
         self._gate.on_revoked = self._pass_on_revocations
         self._outgoing: dict[str, Outgoing] = {}
-        self._incoming: dict[str, Stream] = {}
+        self._incoming: dict[str, PeerStream] = {}
         self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._dials = limits.Dials()  # peers that others have named
@@ -202,7 +202,7 @@ class ControlMesh:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 reader, writer = await context.transport.open(peer, CONTROL)
-            stream = Stream(peer, reader, writer, context.traffic)
+            stream = PeerStream(peer, reader, writer, context.traffic)
             hello = replace(self._core.hello(), seal=gate.memory.seal, instance=gate.instance)
             await stream.send(hello)
             answer = await stream.receive(DIAL_TIMEOUT_S)
@@ -269,7 +269,7 @@ class ControlMesh:
 
     async def _serve(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
         """Their stream to us: hello, then whatever they say."""
-        stream = Stream(peer, reader, writer, self._context.traffic)
+        stream = PeerStream(peer, reader, writer, self._context.traffic)
         why = self._streams.opened(peer, self._context.now())
         if why is not None:
             logger.debug("a control stream of %s is over a limit: %s", peer, why)
@@ -288,7 +288,7 @@ class ControlMesh:
             del self._incoming[peer]
             await self._ended(peer)
 
-    async def _listen(self, peer: str, stream: Stream) -> None:
+    async def _listen(self, peer: str, stream: PeerStream) -> None:
         context = self._context
         penalty = self._penalty(peer)
         if penalty is not None:  # and nothing that it says is decoded
@@ -339,7 +339,7 @@ class ControlMesh:
         if (why := self._core.misfit(message)) is not None:
             raise Offence(why)
 
-    async def _give_up(self, peer: str, stream: Stream, error: PayloadError) -> None:
+    async def _give_up(self, peer: str, stream: PeerStream, error: PayloadError) -> None:
         """A peer said something invalid: it is lost, and hears why when it calls again."""
         context, new = self._context, self._incoming.get(peer) is not stream
         if isinstance(error, Offence):
@@ -391,7 +391,7 @@ class ControlMesh:
             await asyncio.sleep(RECORD_PERIOD_S)
 
 
-async def _end_of(stream: Stream) -> None:
+async def _end_of(stream: PeerStream) -> None:
     """Returns when the other side ends a stream on which it has nothing to say."""
     with contextlib.suppress(*BROKEN, PayloadError):
         await stream.receive(None)

@@ -23,7 +23,7 @@ from diloco.swarm.context import Context
 from diloco.swarm.limits import offences
 from diloco.swarm.rpc.registry import answers
 from diloco.swarm.rpc.state import payload_digest
-from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.streams import BROKEN, PeerStream
 from diloco.swarm.wire.tasks import in_thread
 
 PIECE = 1 << 20  # bytes sent at a time
@@ -69,7 +69,7 @@ class ContributionServer:
     def __init__(self, context: Context) -> None:
         self._context, self._replica = context, context.replica
 
-    async def answer(self, stream: Stream, push: ContributionHeader) -> None:
+    async def answer(self, stream: PeerStream, push: ContributionHeader) -> None:
         """Give the core a payload (uint8) that is what its line says."""
         line = push.line
         if not self._context.core.wants(line):
@@ -86,7 +86,7 @@ class ContributionServer:
         await stream.send(Got())
         self._context.do(events.Delivered(stream.peer, line, payload))
 
-    async def _payload(self, stream: Stream, line: Line, at: int) -> Tensor:
+    async def _payload(self, stream: PeerStream, line: Line, at: int) -> Tensor:
         partial, name = self._context.partial, (line.fragment, line.peer, line.stamp)
         nbytes = self._replica.payloads[line.fragment].nbytes
         payload, here = partial.pop(name) if name in partial else (empty_payload(nbytes), 0)

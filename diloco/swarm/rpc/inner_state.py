@@ -29,7 +29,7 @@ from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import CHUNK
 from diloco.swarm.context import Context
 from diloco.swarm.rpc.registry import answers
-from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.streams import BROKEN, PeerStream
 from diloco.swarm.wire.tasks import in_thread
 
 DONORS = 3  # asked at most; a joiner should train rather than ask everybody
@@ -103,7 +103,7 @@ def _donors(core: Peer, rng: random.Random) -> list[str]:
     return [member.peer for member in drawn[:DONORS]]
 
 
-async def receive_inner(stream: Stream, layout: InnerLayout) -> InnerState:
+async def receive_inner(stream: PeerStream, layout: InnerLayout) -> InnerState:
     """Read a snapshot; `PayloadError` for another layout, or values that no optimizer has."""
     header = expect(await stream.receive(), InnerHeader)
     there = InnerLayout(tuple(header.names), tuple(header.numels), len(header.steps))
@@ -133,7 +133,7 @@ class InnerStateServer:
         self._context, self._making = context, asyncio.Lock()
         self._kept: weakref.ref[InnerState] | None = None
 
-    async def answer(self, stream: Stream, request: InnerRequest) -> None:
+    async def answer(self, stream: PeerStream, request: InnerRequest) -> None:
         """Send it. `PayloadError` when no inner steps were taken here, or the moments diverged."""
         async with self._making:
             state = self._kept() if self._kept else None

@@ -25,7 +25,7 @@ from diloco.messages.fields import MAX_COUNT, Addresses, Count, Name, printable
 from diloco.swarm import limits
 from diloco.swarm.context import Context
 from diloco.swarm.rpc.registry import answers
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
+from diloco.swarm.wire.streams import BROKEN, PeerStream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class ProbeServer:
         self._called = limits.Allowance(calls, limits.CALLS_PER_MINUTE, 60.0)
         self._calling = asyncio.Lock()
 
-    async def answer(self, stream: Stream, request: Probe) -> None:
+    async def answer(self, stream: PeerStream, request: Probe) -> None:
         """Do what is asked for; `PayloadError` over a limit."""
         context, nbytes = self._context, request.sends + request.wants
         if nbytes and not self._measured.take(stream.peer, nbytes, context.now()):

@@ -14,7 +14,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from diloco.messages.base import Message, Place
-from diloco.swarm.wire.streams import Stream
+from diloco.swarm.wire.streams import PeerStream
 from diloco.swarm.wire.transport import Transport
 
 if TYPE_CHECKING:  # a process that only watches does not load torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a process that only watches does not load torch
 class Answering(Protocol):
     """The answering side of a question in one node."""
 
-    async def answer(self, stream: Stream, request: Any) -> None:
+    async def answer(self, stream: PeerStream, request: Any) -> None:
         """Send the answer; `PayloadError` refuses with its text."""
 
 

@@ -11,7 +11,7 @@ from diloco.messages.base import Place, Refusal
 from diloco.swarm.context import Context
 from diloco.swarm.limits import REQUEST_BYTES, Offence, bulk_streams, offences
 from diloco.swarm.rpc.registry import ANSWERS, load_questions
-from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.streams import BROKEN, PeerStream
 from diloco.swarm.wire.transport import ByteReader, ByteWriter
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Server:
 
     async def serve(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
         """Handle one incoming stream until it ends."""
-        context, stream = self._context, Stream(peer, reader, writer, self._context.traffic)
+        context, stream = self._context, PeerStream(peer, reader, writer, self._context.traffic)
         why = self._limiter.opened(peer, context.now())
         if why is not None:
             logger.debug("a bulk stream of %s is over a limit: %s", peer, why)
@@ -59,7 +59,7 @@ class Server:
             stream.close()
             context.tasks.notify()
 
-    async def _answer(self, stream: Stream) -> None:
+    async def _answer(self, stream: PeerStream) -> None:
         penalty = self._context.penalties.refusal(stream.peer, self._context.now())
         if penalty is not None:  # and nothing that it says is decoded
             await stream.refuse(penalty)

@@ -25,7 +25,7 @@ from diloco.outer.payloads import empty_payload
 from diloco.outer.replica import Replica
 from diloco.swarm.context import Context
 from diloco.swarm.rpc.registry import answers
-from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.streams import BROKEN, PeerStream
 from diloco.swarm.wire.tasks import in_thread
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ async def fetch(context: Context, peer: str, get: Get) -> None:
 
 
 async def ask(
-    stream: Stream, get: Get, replica: Replica, goal: Goal | None
+    stream: PeerStream, get: Get, replica: Replica, goal: Goal | None
 ) -> Records | AnchorPart | None:
     """The answer of a donor, checked; `goal` is what is fetched in parts. Raises `PayloadError`."""
     await stream.send(get)
@@ -91,7 +91,7 @@ async def ask(
 
 
 async def _records(
-    stream: Stream, fragment: int, header: RecordHeader, replica: Replica
+    stream: PeerStream, fragment: int, header: RecordHeader, replica: Replica
 ) -> list[Record]:
     found: list[Record] = []
     while True:
@@ -114,7 +114,9 @@ async def _records(
         header = following
 
 
-async def _values(stream: Stream, replica: Replica, fragment: int, part: int, goal: Goal) -> Tensor:
+async def _values(
+    stream: PeerStream, replica: Replica, fragment: int, part: int, goal: Goal
+) -> Tensor:
     start, stop = part_ranges(replica.fragments[fragment].numel)[part]
     values = torch.empty(stop - start, dtype=torch.float32)
     how = _anchor_codec(replica, goal.head.number)
@@ -137,7 +139,7 @@ class StateServer:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    async def answer(self, stream: Stream, get: Get) -> None:
+    async def answer(self, stream: PeerStream, get: Get) -> None:
         """Send what the core says."""
         context, replica = self._context, self._context.replica
         if get.fragment >= len(replica.fragments):

@@ -17,7 +17,7 @@ from diloco.messages.fields import Count, Seal
 from diloco.messages.snapshot import MAX_PACKED_BYTES, MAX_PIECE_BYTES, Snapshot, unpack
 from diloco.swarm.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S, Allowance
 from diloco.swarm.rpc.registry import answers
-from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
+from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import in_thread
 from diloco.swarm.wire.transport import Transport
 
@@ -90,7 +90,7 @@ class InfoServer:
         self._context = context
         self._allowance = Allowance(FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S)
 
-    async def answer(self, stream: Stream, request: InfoRequest) -> None:
+    async def answer(self, stream: PeerStream, request: InfoRequest) -> None:
         """Send what is asked for; `PayloadError` when it is not here, or enough was sent."""
         context = self._context
         if request.what == "manifest":
@@ -102,7 +102,7 @@ class InfoServer:
             await self._send_file(stream, request.what)
         await stream.send(Piece(WIRE_VERSION, b"", seal=context.gate.memory.seal))
 
-    async def _send_file(self, stream: Stream, digest: str) -> None:
+    async def _send_file(self, stream: PeerStream, digest: str) -> None:
         context = self._context
         try:
             file = context.files[digest].open("rb")

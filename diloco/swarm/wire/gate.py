@@ -29,7 +29,7 @@ from diloco.messages.base import MEMBERS, Message, Refusal
 from diloco.messages.codec import expect
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.limits import Newest
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.wire.streams import BROKEN, PeerStream, Traffic
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Handler, Refused, Untrusted
 
 GREETING = "diloco/1/greeting"
@@ -81,7 +81,7 @@ class Gate:
             return
         async with asyncio.timeout(GREETING_TIMEOUT_S):
             reader, writer = await opener()
-        stream, mine = Stream(peer, reader, writer, Traffic()), self._greeting()
+        stream, mine = PeerStream(peer, reader, writer, Traffic()), self._greeting()
         try:
             await stream.send(mine)
             answer = await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES)
@@ -108,7 +108,7 @@ class Gate:
 
     async def welcome(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
         """Answer a greeting."""
-        stream = Stream(peer, reader, writer, Traffic())
+        stream = PeerStream(peer, reader, writer, Traffic())
         try:
             if not self.trusts(peer):
                 self._end_older_strangers(peer, writer)
@@ -145,7 +145,9 @@ class Gate:
             return None
         return self.admission.admit(peer, greeting.credential, time.time())
 
-    async def _exchange_revocations(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
+    async def _exchange_revocations(
+        self, stream: PeerStream, mine: Greeting, theirs: Greeting
+    ) -> None:
         """The side with the newer list sends it, and waits until the other ends the stream."""
         if mine.revoked < theirs.revoked:
             self.hear(expect(await stream.receive(), Revocations))
@@ -165,7 +167,7 @@ class Gate:
         if self.admission is not None and self.role_of(peer) is None:
             self.on_refused(peer, self.admission.unknown)
             self._end_older_strangers(peer, writer)
-            stream = Stream(peer, reader, writer, Traffic())
+            stream = PeerStream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
                 await stream.refuse(self.admission.unknown, discard=MAX_GREETING_BYTES)
             self._strangers.remove(writer)

@@ -53,7 +53,7 @@ class Traffic:
         await asyncio.sleep(self._free_at - now)
 
 
-class Stream:
+class PeerStream:
     """A stream to or from one authenticated peer.
 
     Every read has a deadline: a fixed one for a frame, and one derived from the measured pace of
@@ -154,7 +154,7 @@ class Outgoing:
     with a deadline.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: PeerStream) -> None:
         self.stream, self.over = stream, False
         self.awake = asyncio.Event()
         self._nbytes = 0
@@ -176,11 +176,11 @@ class Outgoing:
 
 
 @asynccontextmanager
-async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> AsyncIterator[Stream]:
+async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> AsyncIterator[PeerStream]:
     """A bulk stream to a peer, which ends with the `async with` block."""
     async with asyncio.timeout(OPEN_TIMEOUT_S):
         reader, writer = await transport.open(peer, BULK)
-    stream = Stream(peer, reader, writer, traffic)
+    stream = PeerStream(peer, reader, writer, traffic)
     try:
         yield stream
     finally:

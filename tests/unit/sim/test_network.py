@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from diloco.sim.network import PIECE_BYTES, Network, PeerLink, SimTransport
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
-from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.swarm.wire.streams import PeerStream, Traffic
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Transport
 
 MB = 1_000_000
@@ -229,7 +229,7 @@ class Trickle:
 
 
 async def test_a_payload_may_take_long_but_not_stand_still(loop: VirtualLoop) -> None:
-    slow, stuck = (Stream("a", Trickle(nbytes), None, Traffic()) for nbytes in (1000, 500))  # type: ignore[arg-type]
+    slow, stuck = (PeerStream("a", Trickle(nbytes), None, Traffic()) for nbytes in (1000, 500))  # type: ignore[arg-type]
     payload = torch.empty(1000, dtype=torch.uint8)
     await slow.receive_payload(payload)
     assert loop.time() == pytest.approx(130.0)

@@ -17,7 +17,7 @@ from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.limits import Penalties
 from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
-from diloco.swarm.wire.streams import FLUSH_BYTES, Outgoing, Stream, Traffic
+from diloco.swarm.wire.streams import FLUSH_BYTES, Outgoing, PeerStream, Traffic
 from tests.support.core import D
 from tests.support.listener import OTHER, Listener, hello, status
 from tests.support.stub_wire import Pipe, framed
@@ -95,7 +95,7 @@ async def test_an_offence_puts_its_peer_out_for_a_while(
     sent: bytes, why: str, loop: VirtualLoop
 ) -> None:
     listener = Listener()
-    ours = listener.mesh._outgoing[OTHER] = Outgoing(Stream(OTHER, *[Pipe(b"")] * 2, Traffic()))  # type: ignore[arg-type]
+    ours = listener.mesh._outgoing[OTHER] = Outgoing(PeerStream(OTHER, *[Pipe(b"")] * 2, Traffic()))  # type: ignore[arg-type]
     [answer] = await listener.hear(framed(hello()), framed(status()), sent, framed(status()))
     assert isinstance(answer, Welcome)
     [penalty] = listener.said("penalty")

@@ -13,15 +13,15 @@ import torch
 
 from diloco.swarm.rpc.contribution import Got
 from diloco.swarm.wire.filling import Filling
-from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.swarm.wire.streams import PeerStream, Traffic
 
 
 @asynccontextmanager
-async def two_ends() -> AsyncIterator[tuple[Stream, asyncio.StreamWriter]]:
+async def two_ends() -> AsyncIterator[tuple[PeerStream, asyncio.StreamWriter]]:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
     _, other = await asyncio.open_connection(sock=theirs)
-    yield Stream("peer", reader, writer, Traffic()), other
+    yield PeerStream("peer", reader, writer, Traffic()), other
     for one in (writer, other):
         one.close()
 
@@ -32,7 +32,7 @@ async def test_payloads_and_messages_in_any_pieces(seed: int) -> None:
     sizes = [rng.choice([0, 1, 1000, 300_000, 3_000_000]) for _ in range(6)]
     payloads = [torch.randint(256, (size,), dtype=torch.uint8, generator=noise) for size in sizes]
     async with two_ends() as (stream, other):
-        sender = Stream("peer", asyncio.StreamReader(), other, Traffic())
+        sender = PeerStream("peer", asyncio.StreamReader(), other, Traffic())
 
         async def send() -> None:
             for payload in payloads:

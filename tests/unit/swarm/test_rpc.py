@@ -36,7 +36,7 @@ from diloco.swarm.rpc.watch import (
     request_manifest,
     request_snapshot,
 )
-from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
+from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk
 from tests.support.core import core, join
 from tests.support.coroutines import until
 from tests.support.stub_wire import Transport
@@ -83,7 +83,7 @@ async def test_an_asker_gets_only_so_many_bytes_of_files(
 
 
 def saying(*pieces: bytes, version: int = WIRE_VERSION) -> Any:
-    async def answer(stream: Stream, request: InfoRequest) -> None:
+    async def answer(stream: PeerStream, request: InfoRequest) -> None:
         for piece in pieces:
             await stream.send(Piece(version, piece, more=True))
         await stream.send(Piece(version, b""))

@@ -112,7 +112,9 @@ def _grace_s(core: Facts, whole: Mapping[str, Contribution]) -> float:
     settings = core.settings
     if not settings.grace_slack:
         return settings.grace_s
-    paces = ((item, core.pace_of(peer)) for peer, item in whole.items())
+    told = {one.peer: one.status.steps_per_s for one in core.members.all()}
+    told[core.me] = core.steps_per_s
+    paces = ((item, told.get(peer, 0.0)) for peer, item in whole.items())
     due_at = [item.captured_at + settings.overlap / pace for item, pace in paces if pace > 0]
     return max(0.0, settings.grace_slack * (min(due_at, default=core.now) - core.now))
 

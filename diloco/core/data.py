@@ -66,7 +66,7 @@ def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
     return new
 
 
-def leased(core: Facts, peer: str, message: Lease) -> None:
+def answer(core: Facts, peer: str, message: Lease) -> None:
     """A peer asks for data, for itself or for one that does not hear the dealer."""
     dealer = core.author_of(core.control)
     if message.peer == peer and dealer in core.members:
@@ -75,7 +75,7 @@ def leased(core: Facts, peer: str, message: Lease) -> None:
         core.send(peer, Dealt(message.peer, deal(core, message.peer, message.want, message.has)))
 
 
-def granted(core: Facts, peer: str, message: Dealt) -> None:
+def receive(core: Facts, peer: str, message: Dealt) -> None:
     """Data for this peer, which has asked for it once, or for one that asked by way of it."""
     if message.peer == core.me and peer == core.lease_from:
         new = difference(union(message.units), union(core.control.tip.book.merged, has(core)))

@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from diloco.core import history
-from diloco.core.events import Action, Broadcast, Merge, Note, Send, Wake
+from diloco.core.events import Action, Merge, Note, Send, Wake
 from diloco.core.history import Arithmetic, Record, Tip
 from diloco.core.members import Members, Patience
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
@@ -276,11 +276,6 @@ class Facts:
         floor_s = self.settings.stall_s if self.steps else self.settings.first_step_s
         return not self.pauses and self.now - self.moved_at > floor_s
 
-    def pace_of(self, peer: str) -> float:
-        """Inner steps per second of a peer, as it says; 0 if that is not known."""
-        member = self.members.get(peer)
-        return self.steps_per_s if peer == self.me else member.status.steps_per_s if member else 0.0
-
     def num_trainers(self) -> int:
         """Peers that train now, at least 1."""
         return max(1, self.trains_now + sum(member.status.trains for member in self.members.all()))
@@ -310,11 +305,6 @@ class Facts:
         """Say something to one peer."""
         self.out.append(Send(peer, message))
 
-    def broadcast(self, message: Message) -> None:
-        """Say something to all members."""
-        if len(self.members):
-            self.out.append(Broadcast(message))
-
     def note(self, kind: str, **fields: object) -> None:
         """One line for the log of events."""
         self.out.append(Note(kind, fields))
@@ -342,38 +332,34 @@ class Facts:
         """Whether this peer is making a version, of which nobody has heard."""
         return any(f.merge or (f.moving and f.moving.own) for f in self.fragments)
 
-    def author(self, f: FragmentState, named: str = "") -> str:
-        """Who makes the next version: the named peer, if somebody hears it; else who is in turn."""
-        able: Collection[str] = self.members.able(self.is_author())
-        if self.shunned:
-            able = [peer for peer in able if self.shunned.get(peer, 0.0) <= self.now]
+    def author_of(self, f: FragmentState) -> str:
+        """Who makes the next version: whom the tip names, or if that peer is gone, the next one."""
+        named, able = f.tip.head.next, self._trusted(self.members.able(self.is_author()))
         return named if named in able else self._in_turn(f, able)
 
-    def author_of(self, f: FragmentState) -> str:
-        """The author of the next version of a fragment."""
-        return self.author(f, f.tip.head.next)
-
     def second(self, f: FragmentState) -> str:
-        """Who is the author if the one whom the tip names goes."""
+        """Who is the author of a fragment if the present one goes."""
         return self._in_turn(f, self.members.able(self.is_author()) - {self.author_of(f)})
 
     def _in_turn(self, f: FragmentState, able: Iterable[str]) -> str:
         peers = tuple(sorted(able))
         return in_turn(len(self.fragments), peers)[f.index] if peers else ""
 
+    def _trusted(self, peers: Collection[str]) -> Collection[str]:
+        shunned = self.shunned
+        return [one for one in peers if shunned.get(one, 0.0) <= self.now] if shunned else peers
+
     def heir(self, f: FragmentState) -> str:
-        """Whom a head of this peer names: itself, which has the master, if it stays and has its
-        share at most."""
-        able = [peer for peer in self.members.authors() if self.shunned.get(peer, 0.0) <= self.now]
-        able += [self.me] * self.is_author()
-        if self.me not in able:
-            return self.author(f)
+        """Whom a head of this peer names: itself, which has the master, unless it has too many."""
+        others = self._trusted(self.members.authors())
+        if not self.is_author():
+            return self._in_turn(f, self._trusted(self.members.able(False)))
         held = Counter(self.author_of(one) for one in self.fragments)
-        share = -(-len(self.fragments) // len(able))
+        share = -(-len(self.fragments) // (len(others) + 1))
         if held[self.me] <= share:
             return self.me
-        others = [peer for peer in able if held[peer] < share]
-        return min(others, key=lambda peer: score(f.index, peer), default=self.me)
+        free = (peer for peer in others if held[peer] < share)
+        return min(free, key=lambda peer: score(f.index, peer), default=self.me)
 
     def next_hop(self, peer: str) -> str:
         """Who is told what is for a peer: itself, or somebody who hears it."""

@@ -142,7 +142,7 @@ class Members:
 
     def any_pauses(self, now: float) -> bool:
         """Whether a member evaluates or saves, and not for too long."""
-        return any(one.status.pauses and one.pauses(now) for one in self.all())
+        return any(one.pauses(now) for one in self.all())
 
     def able(self, myself: bool) -> frozenset[str]:
         """Who may be an author: members, whom a member hears, and this peer if it says so."""

@@ -18,17 +18,10 @@ from diloco.core.facts import Facts, FragmentState, score
 from diloco.core.history import Arithmetic, Tip
 from diloco.core.members import AddressBook, Members, Patience
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
+from diloco.messages import fields
 from diloco.messages.bulk import Get
 from diloco.messages.codec import objection_to_wire
 from diloco.messages.control import Answer, Dealt, Figures, Hello, Lease, Offer, Planned, Status
-from diloco.messages.fields import (
-    MAX_NAMED,
-    MAX_RANGES,
-    MAX_RATE,
-    at_most,
-    forget_oldest,
-    within_bounds,
-)
 from diloco.messages.heads import Line
 from diloco.ranges import NONE
 
@@ -244,7 +237,7 @@ class Peer:
         here, there = self.facts.identity.data, hello.sequences
         if here and there and here != there and peer not in self._other_data:
             self._other_data[peer] = None
-            forget_oldest(self._other_data, MAX_NAMED)
+            fields.forget_oldest(self._other_data, fields.MAX_NAMED)
             sides = {"there": _short(there), "here": _short(here)}
             self.facts.note("other_data", peer=peer, name=hello.name, **sides, so=OTHER_DATA)
 
@@ -263,9 +256,9 @@ class Peer:
             case Answer():
                 contributions.answered(core, peer, message)
             case Lease():
-                data.leased(core, peer, message)
+                data.answer(core, peer, message)
             case Dealt():
-                data.granted(core, peer, message)
+                data.receive(core, peer, message)
         return True
 
     def _hear_tips(self, peer: str, status: Status) -> bool:
@@ -304,10 +297,10 @@ class Peer:
         return Status(
             whole=whole,
             tips={i: core.fragments[i].tip.key for i in told},
-            steps=at_most(core.steps),
+            steps=fields.at_most(core.steps),
             position=core.position,
             cycle=core.cycle,
-            steps_per_s=within_bounds(core.steps_per_s, MAX_RATE),
+            steps_per_s=fields.within_bounds(core.steps_per_s, fields.MAX_RATE),
             trains=core.trains_now,
             waits=core.says_waits,
             pauses=core.pauses,
@@ -324,7 +317,7 @@ class Peer:
         """Tell everybody what changed, and that this peer lives."""
         core, hears = self.facts, self.facts.members.authors()
         if core.changed_data:
-            has = data.has(core)[:MAX_RANGES]
+            has = data.has(core)[: fields.MAX_RANGES]
             core.changed_data, self._said_units = has != self._said_units, has
         does = core.trains_now, core.says_waits, core.pauses, core.leaving
         flags = (*does, core.is_author(), core.planned)
@@ -333,7 +326,8 @@ class Peer:
         # few need it, and rarely
         hears_other = hears != self._said_authors
         if news or beats or (hears_other and core.now >= self._told_at + HEARS_S):
-            core.broadcast(self.status(whole=False, figures=self.figures if beats else None))
+            said = self.status(whole=False, figures=self.figures if beats else None)
+            core.out += [events.Broadcast(said)] if len(core.members) else []
             if core.changed_tips and core.made_step:  # the first head after a step
                 core.moved_at, core.made_step = core.now, False
             self._told_at, self._said_flags, self._said_authors = core.now, flags, hears
@@ -346,8 +340,9 @@ class Peer:
         """First message to a peer that is called; the owner adds `seal` and `instance`."""
         core, me = self.facts, self.facts.identity
         peers = [member.peer for member in core.members.all()]
-        if len(peers) > MAX_NAMED:  # each peer names others, so a newcomer hears of nearly all
-            peers = sorted(peers, key=lambda peer: score(0, f"{me.me} {peer}"))[:MAX_NAMED]
+        if len(peers) > fields.MAX_NAMED:  # each names other ones: a newcomer hears of nearly all
+            peers.sort(key=lambda peer: score(0, f"{me.me} {peer}"))
+            del peers[fields.MAX_NAMED :]
         return Hello(
             wire_version=WIRE_VERSION,
             run_id=me.run_id,

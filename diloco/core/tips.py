@@ -9,19 +9,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from diloco.core import events
 from diloco.core.contributions import impossible
-from diloco.core.events import (
-    AnchorPart,
-    Applied,
-    Apply,
-    AskDonor,
-    Asked,
-    Gave,
-    Load,
-    Records,
-    Replace,
-    Reply,
-)
 from diloco.core.facts import SHUNNED, Facts, Fetch, FragmentState, Goal, Moving, score
 from diloco.core.history import Record, Tip, follow, state_of, wrong, wrong_state
 from diloco.core.members import MAX_PEERS
@@ -63,7 +52,7 @@ def fetch(core: Facts, f: FragmentState) -> None:
         donor = min(best, key=lambda peer: (peer in f.busy_since, score(int(now), core.me + peer)))
         have = (f.tip.head.work, "") if f.mismatch else f.tip.key
         f.fetch = Fetch(donor, now + core.deadline_s(f.sizes.update))
-        core.out.append(AskDonor(donor, Get(f.index, have)))
+        core.out.append(events.AskDonor(donor, Get(f.index, have)))
 
 
 def _ask_parts(core: Facts, f: FragmentState, asked: Fetch, goal: Goal) -> None:
@@ -80,7 +69,7 @@ def _ask_parts(core: Facts, f: FragmentState, asked: Fetch, goal: Goal) -> None:
             part = missing.pop(0)
             busy.append(donor)
             asked.asked[part] = (donor, until)
-            core.out.append(AskDonor(donor, Get(f.index, f.tip.key, goal.head.id, part)))
+            core.out.append(events.AskDonor(donor, Get(f.index, f.tip.key, goal.head.id, part)))
     # nobody has it any more; else those who have it are asked again for what is missing
     if not asked.asked and (f.behind() or not tell):
         f.fetch = None
@@ -97,13 +86,13 @@ def _failed(core: Facts, f: FragmentState, donor: str, seconds: float = 0.0) -> 
 # -- what donors give ------------------------------------------------------------------------------
 
 
-def gave(core: Facts, event: Gave) -> None:
+def gave(core: Facts, event: events.Gave) -> None:
     """A donor answered."""
     f = core.fragments[event.get.fragment]
     match event.answer:
-        case Records(records):
+        case events.Records(records):
             _gave_records(core, f, event.peer, records)
-        case AnchorPart() as part:
+        case events.AnchorPart() as part:
             _gave_part(core, f, event.peer, part)
         case None:
             broke(core, event.peer, event.get)
@@ -151,7 +140,7 @@ def _move(core: Facts, f: FragmentState, peer: str = "") -> None:
         return _refuse(core, f, peer, reason, head)
     book, limit = follow(tip, head, core.settings.late, core.arithmetic)
     f.moving = Moving(head, book, update, peer)
-    core.out.append(Apply(f.index, head, book, update, limit, tip.book.pushes))
+    core.out.append(events.Apply(f.index, head, book, update, limit, tip.book.pushes))
 
 
 def _is_believed(core: Facts, donor: str, head: Head) -> bool:
@@ -178,7 +167,7 @@ def _refuse(core: Facts, f: FragmentState, donor: str, why: str, head: Head) -> 
     _failed(core, f, donor, 0.0 if signed and donor != head.author else shunned_s)
 
 
-def _gave_part(core: Facts, f: FragmentState, peer: str, part: AnchorPart) -> None:
+def _gave_part(core: Facts, f: FragmentState, peer: str, part: events.AnchorPart) -> None:
     asked, head = f.fetch, part.head
     if asked is None or f.moving:
         return
@@ -204,13 +193,13 @@ def _gave_part(core: Facts, f: FragmentState, peer: str, part: AnchorPart) -> No
         if goal.head.key > f.tip.key:
             f.moving = Moving(goal.head, goal.book, None, asked.donor)
             values = tuple(asked.parts[number] for number in range(f.sizes.parts))
-            core.out.append(Replace(f.index, goal.head, values))
+            core.out.append(events.Replace(f.index, goal.head, values))
 
 
 # -- moving ----------------------------------------------------------------------------------------
 
 
-def applied(core: Facts, event: Applied) -> None:
+def applied(core: Facts, event: events.Applied) -> None:
     """The anchor was moved, or it could not be."""
     f = core.fragments[event.fragment]
     moving, f.moving = f.moving, None
@@ -267,22 +256,22 @@ def load(core: Facts, f: FragmentState) -> None:
     in_step = f.steps_left is None and not (f.stale or core.waits or core.pauses)
     if f.needs_load() and not (in_step or f.loading) and core.identity.trains:
         f.loading = True
-        core.out.append(Load(f.index))
+        core.out.append(events.Load(f.index))
 
 
 # -- giving ----------------------------------------------------------------------------------------
 
 
-def answer(core: Facts, event: Asked) -> None:
+def answer(core: Facts, event: events.Asked) -> None:
     """A donor serves a record to few peers at a time; the others find it elsewhere by then."""
     get = event.get
     known = get.fragment < len(core.fragments)
     give = _part if get.want else _newer
     found = give(core, core.fragments[get.fragment], get) if known else None
-    core.out.append(Reply(event.peer, get, found))
+    core.out.append(events.Reply(event.peer, get, found))
 
 
-def _part(core: Facts, f: FragmentState, get: Get) -> AnchorPart | None:
+def _part(core: Facts, f: FragmentState, get: Get) -> events.AnchorPart | None:
     """A part of the anchor of the tip, or of the one that is pinned."""
     tip, (pinned, _) = f.tip, f.pinned or (f.tip, 0.0)
     kept = next((one for one in (tip, pinned) if one.head.id == get.want), None)
@@ -290,14 +279,14 @@ def _part(core: Facts, f: FragmentState, get: Get) -> AnchorPart | None:
         return None
     if f.pinned and kept is pinned:
         _pin(core, f, kept)
-    return AnchorPart(kept.head, kept.book, kept.parts, get.part)
+    return events.AnchorPart(kept.head, kept.book, kept.parts, get.part)
 
 
 def _pin(core: Facts, f: FragmentState, tip: Tip) -> None:
     f.pinned = (tip, core.now + 2 * core.settings.deadline_s)
 
 
-def _newer(core: Facts, f: FragmentState, get: Get) -> Records | AnchorPart | None:
+def _newer(core: Facts, f: FragmentState, get: Get) -> events.Records | events.AnchorPart | None:
     """The records after a head, or the first part of an anchor, to few peers at a time."""
     tip, settings, have = f.tip, core.settings, get.have
     tip_id, number, since = f.served
@@ -312,9 +301,9 @@ def _newer(core: Facts, f: FragmentState, get: Get) -> Records | AnchorPart | No
         chain.append(f.records[prev])
         prev = chain[-1].head.id
     if chain and prev == tip.head.id:
-        return Records(tuple(chain))
+        return events.Records(tuple(chain))
     if f.pinned is None or core.now > f.pinned[1] or f.pinned[0].key <= have:
         _pin(core, f, tip)
     assert f.pinned
     tip = f.pinned[0]
-    return AnchorPart(tip.head, tip.book, tip.parts, 0) if tip.parts else None
+    return events.AnchorPart(tip.head, tip.book, tip.parts, 0) if tip.parts else None

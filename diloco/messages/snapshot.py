@@ -17,18 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from diloco.errors import PayloadError
-from diloco.messages.fields import (
-    Addresses,
-    Bytes,
-    Count,
-    Index,
-    Loss,
-    Name,
-    Rate,
-    Seconds,
-    Tokens,
-    printable,
-)
+from diloco.messages import fields
 from diloco.text import plain
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
@@ -51,10 +40,10 @@ class PhaseSeconds:
         and adopting. outer: outer steps of this peer as author, as far as they delay its training.
     """
 
-    compute: Seconds = 0.0
-    wait: Seconds = 0.0
-    comm: Seconds = 0.0
-    outer: Seconds = 0.0
+    compute: fields.Seconds = 0.0
+    wait: fields.Seconds = 0.0
+    comm: fields.Seconds = 0.0
+    outer: fields.Seconds = 0.0
 
     @property
     def total(self) -> float:
@@ -73,7 +62,7 @@ class PhaseSeconds:
 class _Row(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         texts = (name for name in self.__struct_fields__ if isinstance(getattr(self, name), str))
-        printable(self, *texts)
+        fields.printable(self, *texts)
 
 
 class RunInfo(_Row, frozen=True):
@@ -82,38 +71,38 @@ class RunInfo(_Row, frozen=True):
     version: outer steps that all fragments have seen. applied_tokens: the swarm clock.
     """
 
-    run_id: Name
-    mode: Name
-    model: Name
-    outer_steps: Count | None
-    tokens: Tokens | None
-    version: Count
-    applied_tokens: Tokens
+    run_id: fields.Name
+    mode: fields.Name
+    model: fields.Name
+    outer_steps: fields.Count | None
+    tokens: fields.Tokens | None
+    version: fields.Count
+    applied_tokens: fields.Tokens
     at: Unix
-    answered_by: Name
+    answered_by: fields.Name
 
 
 class PeerRow(_Row, frozen=True):
     """A peer's last status. authors: may make versions. seconds: of its last round."""
 
-    peer_id: Name
-    name: Name
+    peer_id: fields.Name
+    name: fields.Name
     state: Literal["starting", "ready", "training", "exchanging", "evaluating", "leaving"]
     trains: bool
     authors: bool
-    device: Name
-    version: Count
-    version_lag: Count
-    inner_step: Count
-    target_steps: Count
-    steps_per_s: Rate
-    tokens: Tokens
-    loss: Loss | None
-    bytes_sent: Bytes
-    bytes_received: Bytes
-    last_seen_s: Seconds
+    device: fields.Name
+    version: fields.Count
+    version_lag: fields.Count
+    inner_step: fields.Count
+    target_steps: fields.Count
+    steps_per_s: fields.Rate
+    tokens: fields.Tokens
+    loss: fields.Loss | None
+    bytes_sent: fields.Bytes
+    bytes_received: fields.Bytes
+    last_seen_s: fields.Seconds
     seconds: PhaseSeconds | None
-    addresses: Addresses
+    addresses: fields.Addresses
 
 
 class FragmentRow(_Row, frozen=True):
@@ -123,13 +112,13 @@ class FragmentRow(_Row, frozen=True):
     fetching: others have more. settling: this peer has just come, and listens first.
     """
 
-    fragment: Index
-    version: Count
-    work: Tokens
-    id: Name
-    next: Name
-    author: Name | None
-    here: Count
+    fragment: fields.Index
+    version: fields.Count
+    work: fields.Tokens
+    id: fields.Name
+    next: fields.Name
+    author: fields.Name | None
+    here: fields.Count
     state: Literal["following", "collecting", "fetching", "settling", "alone"]
 
 
@@ -139,12 +128,12 @@ class Round(_Row, frozen=True):
     staleness: of its oldest base, in versions. seconds: of the peers' rounds, on average.
     """
 
-    fragment: Index
-    version: Count
-    live: Count
-    participating: Count
-    merged: Count
-    staleness: Count
+    fragment: fields.Index
+    version: fields.Count
+    live: fields.Count
+    participating: fields.Count
+    merged: fields.Count
+    staleness: fields.Count
     seconds: PhaseSeconds | None
     closed_at: Unix
 
@@ -155,22 +144,22 @@ class Contributor(_Row, frozen=True):
     bytes: of its payloads for all fragments.
     """
 
-    peer_id: Name
-    name: Name
-    outer_steps: Count
-    tokens: Tokens
-    bytes: Bytes
-    first_version: Count
-    last_version: Count
+    peer_id: fields.Name
+    name: fields.Name
+    outer_steps: fields.Count
+    tokens: fields.Tokens
+    bytes: fields.Bytes
+    first_version: fields.Count
+    last_version: fields.Count
 
 
 class LedgerTotals(_Row, frozen=True):
     """Where the tokens are: processed = applied + discarded + in_flight."""
 
-    processed: Tokens
-    applied: Tokens
-    discarded: Tokens
-    in_flight: Tokens
+    processed: fields.Tokens
+    applied: fields.Tokens
+    discarded: fields.Tokens
+    in_flight: fields.Tokens
     contributions: Annotated[list[Contributor], Meta(max_length=MAX_PEERS)]
 
 
@@ -178,17 +167,17 @@ class LossPoint(_Row, frozen=True):
     """Training loss of the peers that train, in nats per token: mean, lowest and highest."""
 
     at: Unix
-    tokens: Tokens
-    loss: Loss
-    low: Loss
-    high: Loss
+    tokens: fields.Tokens
+    loss: fields.Loss
+    low: fields.Loss
+    high: fields.Loss
 
 
 class LoggedEvent(_Row, frozen=True):
     """A line of the answering peer's event log."""
 
     at: Unix
-    kind: Name
+    kind: fields.Name
     text: Text
 
 
@@ -205,8 +194,8 @@ class Snapshot(_Row, frozen=True):
     ledger: LedgerTotals
     loss: Annotated[list[LossPoint], Meta(max_length=MAX_HISTORY)]
     events: Annotated[list[LoggedEvent], Meta(max_length=MAX_HISTORY)]
-    left_out: Count = 0
-    samples: Annotated[list[tuple[Count, Text, Text]], Meta(max_length=16)] = []
+    left_out: fields.Count = 0
+    samples: Annotated[list[tuple[fields.Count, Text, Text]], Meta(max_length=16)] = []
 
     def __post_init__(self) -> None:
         self.samples[:] = [(version, _lines(a), _lines(b)) for version, a, b in self.samples]

@@ -420,4 +420,4 @@ def test_who_follows_the_momentum_is_the_heir(victim: str) -> None:
     heirs = {f.index: core.second(f) for f in core.fragments if core.author_of(f) == victim}
     swarm.die(swarm.peers[victim])
     swarm.until(swarm.now + 60.0, lambda: victim not in core.members.able(myself=True))
-    assert heirs and {index: core.author(core.fragments[index], victim) for index in heirs} == heirs
+    assert heirs and {index: core.author_of(core.fragments[index]) for index in heirs} == heirs

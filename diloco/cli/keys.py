@@ -136,10 +136,8 @@ def revoke(key: Path, run: str, what: tuple[str, ...]) -> int:
         try:
             revoked = asyncio.run(spread(peers, observer_gate(run, None, str(key)), owner, revoked))
         except SwarmError as error:
-            kept = f"list {revoked.number} is kept beside {key}"
-            raise SwarmError(
-                f"{error}; {kept}, and peers that start with that key have it"
-            ) from None
+            kept = f"list {revoked.number} is kept beside {key}, and peers that start with it"
+            raise SwarmError(f"{error}; {kept} have it") from None
         revoked.remember(key, run)
     tokens = counted(len(revoked.token_ids), "token")
     listed = f"{tokens} and {counted(len(revoked.peer_ids), 'peer')} revoked in {run}"

@@ -14,16 +14,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from diloco.cli.options import PATH, Command, Options, configured
+from diloco.cli.options import PATH, Command, Function, Options, configured
 from diloco.errors import ConfigError, DilocoError, DivergedError, on_signals
 from diloco.text import human_bytes, human_count, human_seconds
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from diloco.rundir.compare import Arm, RunComparison
 
 PROGRAM = (sys.executable, "-m", "diloco")
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @click.command(cls=Command)
@@ -59,9 +58,7 @@ def sweep(options: Options, jobs: int, place: Path | None, dry_run: bool) -> int
         command, rest = "local", [command, *rest]
     if command not in ("local", "train", "simulate"):
         raise ConfigError(f"diloco sweep {command}: a member is one of local, train, simulate")
-    if options.cfg:
-        raise ConfigError(f"--cfg={options.cfg} shows one configuration; use --dry-run")
-    return _sweep(command, rest, options.start, jobs, place, dry_run)
+    return _sweep(command, replace(options, overrides=tuple(rest)), jobs, place, dry_run)
 
 
 def sweepable(function: Function) -> Function:
@@ -70,22 +67,13 @@ def sweepable(function: Function) -> Function:
     @click.option("--multirun", "-m", is_flag=True, help="The same as diloco sweep.")
     @wraps(function)
     def sweeping(options: Options, multirun: bool) -> int:
-        if not multirun:
-            return cast(int, function(options))
-        if options.cfg:
-            raise ConfigError(f"--cfg={options.cfg} shows one configuration; drop --multirun")
-        return _sweep(function.__name__, options.overrides, options.start)
+        return _sweep(function.__name__, options) if multirun else cast(int, function(options))
 
     return cast(Function, sweeping)
 
 
 def _sweep(
-    command: str,
-    overrides: Sequence[str],
-    start: ConfigSource,
-    jobs: int = 1,
-    place: Path | None = None,
-    dry_run: bool = False,
+    command: str, options: Options, jobs: int = 1, place: Path | None = None, dry_run: bool = False
 ) -> int:
     """Checks, runs and compares the members; divergence is no failure.
 
@@ -94,7 +82,11 @@ def _sweep(
     """
     from diloco.rundir.files import exclusive, prepare_run_directory
 
-    place, members = _members(command, overrides, start, jobs, place)
+    if options.cfg:
+        raise ConfigError(
+            f"--cfg={options.cfg} shows one configuration; diloco sweep has --dry-run"
+        )
+    place, members = _members(command, options.overrides, options.start, jobs, place)
     ended = [one for one in members if one.has_ended()]
     if dry_run:
         for one in members:
@@ -241,6 +233,8 @@ def _run(waiting: list[SweepRun], jobs: int) -> bool:
 
     Ctrl+C lets those that run leave cleanly; a second one kills them.
     """
+    from diloco.rundir.compare import read_run
+
     running: dict[subprocess.Popen[bytes], SweepRun] = {}
     stops, began = list[int](), time.monotonic()
 
@@ -262,20 +256,16 @@ def _run(waiting: list[SweepRun], jobs: int) -> bool:
                 for process in [one for one in running if one.poll() is not None]:
                     member = running.pop(process)
                     member.write(None if stops else process.returncode)
-                    _tell(member, time.monotonic() - began)
+                    run = read_run(member.place)
+                    result = member.state()
+                    if run.exit == 0 and run.loss is not None:
+                        result += f", held-out {run.loss:.3f}"
+                    at = f"[{time.monotonic() - began:5.1f}s]"
+                    click.echo(f"{at} {member.place.name} {member.varied}: {result}")
     finally:
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
     return bool(stops)
-
-
-def _tell(member: SweepRun, after_s: float) -> None:
-    from diloco.rundir.compare import read_run
-
-    run = read_run(member.place)
-    loss = f", held-out {run.loss:.3f}" if run.exit == 0 and run.loss is not None else ""
-    name = f"{member.place.name} {member.varied}"
-    click.echo(f"[{after_s:5.1f}s] {name}: {member.state()}{loss}")
 
 
 # --- compare --------------------------------------------------------------------------------------

@@ -59,15 +59,13 @@ class Address:
         peers, token = list[str](), None
         for one in _COPIED.findall(text) or [text]:
             is_link = one.startswith("diloco:")
-            body, mark, query = (
-                one.removeprefix(SCHEME).partition("?") if is_link else (one, "", "")
-            )
+            body, mark, query = one.partition("?") if is_link else (one, "", "")
             if mark:
                 token = query.removeprefix("token=")
                 if token == query or not TOKEN.fullmatch(token):
                     damaged = f"ADDRESS={place}: its token is damaged or missing"
                     raise ConfigError(f"{damaged}; copy the whole link again")
-            for peer in body.rstrip(",;").split(","):
+            for peer in body.removeprefix(SCHEME).rstrip(",;").split(","):
                 peers.append("/" + peer.lstrip("/") if is_link else peer)
         for peer in peers:
             if (wrong := address_error(peer)) is not None:

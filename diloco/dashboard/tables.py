@@ -135,10 +135,8 @@ def _ledger(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Renderab
         versions = f"{row.first_version}-{row.last_version}"
         return [name, human_count(row.tokens), share, steps, human_bytes(row.bytes), versions]
 
-    # The sum of the peers that are too many to list comes last.
-    ranked = sorted(
-        ledger.contributions, key=lambda one: (not one.peer_id, -one.tokens, one.peer_id)
-    )
+    ranked = sorted(ledger.contributions, key=lambda one: (-one.tokens, one.peer_id))
+    ranked.sort(key=lambda one: not one.peer_id)  # the sum of those that are not listed is last
     columns = "<peer tokens share steps payload versions"
     return Group(head, Text(), _table("contributions", columns, map(cells, ranked), rows))
 

@@ -83,11 +83,8 @@ def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Me
 
 
 def _stalled(core: Facts) -> set[str]:
-    """Members that train and make no progress.
-
-    Who can never contribute stalls again and again, as any version lets it make a few inner steps
-    more; so it is slow, like who was waited for in vain.
-    """
+    """Members that train and make no progress. They are slow, as one that can never contribute
+    stalls again and again: each version lets it make a few inner steps more."""
     limits = core.now, core.settings.stall_s, core.settings.first_step_s
     trainers = (member for member in core.members.all() if member.status.trains)
     return {member.peer for member in trainers if member.stalled(*limits)}
@@ -158,10 +155,8 @@ def merged(core: Facts, event: Merged) -> None:
 
 
 def weights(kind: str, lines: Sequence[Line]) -> list[float]:
-    """What contributions weigh (`outer.weights`), at most twice their median; the first weighs 1.
-
-    So equal contributions have weight 1, and sums of 4- and 8-bit payloads are exact in fp32.
-    """
+    """What contributions weigh (`outer.weights`), at most twice their median, over the weight of
+    the first: equal ones weigh 1, so that sums of 4- and 8-bit payloads are exact in fp32."""
     match kind:
         case "tokens":
             raw = [float(line.tokens) for line in lines]

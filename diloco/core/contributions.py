@@ -53,10 +53,8 @@ def stepped(core: Facts, event: Stepped) -> None:
 
 
 def _hurries(core: Facts, f: FragmentState) -> bool:
-    """Whether what was learned is as much as a line may claim, or would soon be late.
-
-    So a peer that is much slower than the rest sends after fewer steps.
-    """
+    """Whether what was learned is as much as a line may claim, or would soon be late: a peer that
+    is much slower than the rest sends after fewer steps."""
     if f.steps >= MOST_CYCLES * core.settings.sync_every:
         return True
     recent = f.tip.book.recent

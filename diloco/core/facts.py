@@ -232,13 +232,9 @@ class Facts:
         """The fragment whose book has the swarm clock and the data."""
         return self.fragments[CONTROL]
 
-    # -- the run and the training loop -------------------------------------------------------------
-
     def over(self, tip: Tip) -> bool:
-        """Whether the run ends with that head, as it is planned, or because nothing is greater.
-
-        A round in which the swarm clock passes the end is the last one of all fragments.
-        """
+        """Whether the run ends with that head, as planned, or as nothing is greater. A round in
+        which the swarm clock passes the end is the last one of all fragments."""
         steps, tokens, _ = self.planned
         tokens, head, clock = tokens or MAX_TOKENS, tip.head, self.control.tip.head
         by_tokens = head.work >= tokens or (clock.work >= tokens and head.number >= clock.number)
@@ -289,8 +285,6 @@ class Facts:
         times = sorted(f.adopted_at.values())
         round_s = (times[-1] - times[0]) / max(1, len(times) - 1)
         return max(self.settings.stuck_s, 4 * round_s)
-
-    # -- saying ------------------------------------------------------------------------------------
 
     def sign(self, one: Any) -> Any:
         """A line or head with this peer's signature."""

@@ -108,10 +108,7 @@ SignedBy = Callable[[Line | Head, str], bool]
 
 
 def wrong(tip: Tip, head: Head, signed_by: SignedBy) -> str:
-    """Why no honest author makes that version of this tip; empty if one may.
-
-    The update itself is not looked at.
-    """
+    """Why no honest author makes that version of this tip, its update aside; empty if one may."""
     here, counted, lines = tip.head, head.counted, [line for line, _ in head.lines]
     after = here.id, here.number + 1, here.fragment
     if (head.prev, head.number, head.fragment) != after or not counted:
@@ -146,10 +143,7 @@ def wrong_state(head: Head, book: Book, parts: Sequence[str], signed_by: SignedB
 
 
 def follow(tip: Tip, head: Head, late: int, arithmetic: Arithmetic) -> tuple[Book, float]:
-    """The book after a head that is not `wrong`, and how long its update may be.
-
-    A base may be `late` heads back.
-    """
+    """The book after a head that is not `wrong`, with `late` bases, and its longest update."""
     before, counted, ledger = tip.book, head.counted, dict(tip.book.ledger)
     for line, weight in head.lines:
         known, used = ledger.get(line.peer, Entry(0, 0, 0, head.number)), bool(weight)
@@ -172,13 +166,9 @@ def _sum_up_the_oldest(ledger: dict[str, Entry]) -> None:
     """Name the peer that was absent longest no more; its stamp stays, so nothing counts again."""
     peer = min(ledger.keys() - {OTHERS}, key=lambda peer: (ledger[peer].stamp, peer))
     one, others = ledger.pop(peer), ledger[OTHERS]
-    ledger[OTHERS] = Entry(
-        max(one.stamp, others.stamp),
-        at_most(one.tokens + others.tokens, MAX_TOKENS),
-        others.contributions + one.contributions,
-        min(one.first, others.first or one.first),
-        max(one.last, others.last),
-    )
+    stamp, tokens = max(one.stamp, others.stamp), at_most(one.tokens + others.tokens, MAX_TOKENS)
+    times, first = one.contributions + others.contributions, others.first or one.first
+    ledger[OTHERS] = Entry(stamp, tokens, times, min(one.first, first), max(one.last, others.last))
 
 
 def _few(merged: Units) -> Units:

@@ -71,10 +71,8 @@ def get_ready(core: Facts) -> None:
     if core.ready or core.now < core.settled_at or core.lacks_peers():
         return
     core.goals = core.goals or [max([f.tip.key, *f.greater().values()]) for f in core.fragments]
-    there = all(
-        f.tip.key >= goal or f.greater().keys() <= core.shunned.keys()
-        for f, goal in zip(core.fragments, core.goals, strict=True)
-    )
+    goals, shunned = zip(core.fragments, core.goals, strict=True), core.shunned.keys()
+    there = all(f.tip.key >= goal or f.greater().keys() <= shunned for f, goal in goals)
     late = core.now > core.settled_at + core.settings.stuck_s
     if (there or late) and all(f.tip.head.prev for f in core.fragments):
         core.ready, core.goals, core.moved_at, core.min_peers = True, [], core.now, 1
@@ -82,10 +80,8 @@ def get_ready(core: Facts) -> None:
 
 
 def assemble(core: Facts) -> None:
-    """All who are here are about to train before anybody does; who comes late waits for nobody.
-
-    Else the first ones would be rounds ahead before the last ones have loaded their anchors.
-    """
+    """All who are here are about to train before anybody does, or the first would be rounds ahead
+    before the last have loaded their anchors. Who comes late waits for nobody."""
     if core.assembled or not core.trains_now:
         return
     limits = core.now, core.settings.stall_s, core.settings.first_step_s

@@ -47,10 +47,8 @@ HANDLERS: dict[type[events.Event], Callable[[Facts, Any], None]] = {
 
 
 class Peer:
-    """One peer's part in the swarm.
-
-    Messages that do not fit are ignored or answered with no; nothing from the network makes this
-    raise.
+    """One peer's part in the swarm. Nothing from the network makes it raise: messages that do not
+    fit are ignored, or answered with no.
 
     Args:
         tips: by fragment, what the anchors here are. wall_ms: milliseconds of the clock at `now`.

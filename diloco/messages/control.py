@@ -22,16 +22,13 @@ Planned = tuple[fields.Tokens, fields.Tokens, fields.Tokens]
 
 
 class Greeting(Message, frozen=True, tag="greeting"):
-    """Each side shows its credential, if it has one.
-
-    `revoked` is the number of its newest `Revocations`. A side sends these, which may be long, when
-    both are admitted and the other's number is lower. `instance`: as in a hello.
-    """
+    """Each side shows its credential, if it has one, and the number of its newest `Revocations`.
+    When both are admitted, it sends these to the other side, if that has a lower number."""
 
     place, roles = Place.GREETING, EVERYBODY
     credential: Annotated[str, Meta(max_length=MAX_CHARACTERS)] = ""
     revoked: fields.Count = 0
-    instance: fields.Instance = ""
+    instance: fields.Instance = ""  # as in a hello
 
 
 class Revocations(Message, frozen=True, tag="revocations"):
@@ -140,10 +137,8 @@ class Offer(Message, frozen=True, tag="offer"):
 
 
 class Answer(Message, frozen=True, tag="answer"):
-    """To an offer of that peer's contribution, which its stamp names.
-
-    want: send it, from this byte on. got: it is here, whole, or not needed. no: not now.
-    """
+    """To an offer of that peer's contribution, which its stamp names. want: send it, from byte `at`
+    on. got: it is here, whole, or not needed. no: not now."""
 
     place = Place.CONTROL
     fragment: fields.Index

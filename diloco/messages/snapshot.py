@@ -66,18 +66,15 @@ class _Row(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunInfo(_Row, frozen=True):
-    """The run, its budgets (None: no limit), and who answers.
-
-    version: outer steps that all fragments have seen. applied_tokens: the swarm clock.
-    """
+    """The run, its budgets (None: no limit), and who answers."""
 
     run_id: fields.Name
     mode: fields.Name
     model: fields.Name
     outer_steps: fields.Count | None
     tokens: fields.Tokens | None
-    version: fields.Count
-    applied_tokens: fields.Tokens
+    version: fields.Count  # outer steps that all fragments have seen
+    applied_tokens: fields.Tokens  # the swarm clock
     at: Unix
     answered_by: fields.Name
 
@@ -106,49 +103,40 @@ class PeerRow(_Row, frozen=True):
 
 
 class FragmentRow(_Row, frozen=True):
-    """The tip that is here. next: whom it names as author. author: who that is now.
-
-    here: contributions. following: `author` is another peer; collecting: this one; alone: nobody.
-    fetching: others have more. settling: this peer has just come, and listens first.
-    """
+    """The tip that is here. following: `author` is another peer; collecting: this one; alone: none.
+    fetching: others have more. settling: this peer has just come, and listens first."""
 
     fragment: fields.Index
     version: fields.Count
     work: fields.Tokens
     id: fields.Name
-    next: fields.Name
-    author: fields.Name | None
-    here: fields.Count
+    next: fields.Name  # whom it names as author
+    author: fields.Name | None  # who that is now
+    here: fields.Count  # contributions
     state: Literal["following", "collecting", "fetching", "settling", "alone"]
 
 
 class Round(_Row, frozen=True):
-    """A version: how many peers were connected, trained and were merged when it came.
-
-    staleness: of its oldest base, in versions. seconds: of the peers' rounds, on average.
-    """
+    """A version: how many peers were connected, trained and were merged when it came."""
 
     fragment: fields.Index
     version: fields.Count
     live: fields.Count
     participating: fields.Count
     merged: fields.Count
-    staleness: fields.Count
-    seconds: PhaseSeconds | None
+    staleness: fields.Count  # of its oldest base, in versions
+    seconds: PhaseSeconds | None  # of the peers' rounds, on average
     closed_at: Unix
 
 
 class Contributor(_Row, frozen=True):
-    """A line of the public record: a peer's part in the control fragment; "" is many peers.
-
-    bytes: of its payloads for all fragments.
-    """
+    """A line of the public record: a peer's part in the control fragment; "" is many peers."""
 
     peer_id: fields.Name
     name: fields.Name
     outer_steps: fields.Count
     tokens: fields.Tokens
-    bytes: fields.Bytes
+    bytes: fields.Bytes  # of its payloads for all fragments
     first_version: fields.Count
     last_version: fields.Count
 
@@ -182,10 +170,7 @@ class LoggedEvent(_Row, frozen=True):
 
 
 class Snapshot(_Row, frozen=True):
-    """The swarm as one peer sees it; `left_out`: peers that are missing.
-
-    samples: version, prompt, and what the model wrote after it at the last evaluation.
-    """
+    """The swarm as one peer sees it."""
 
     run: RunInfo
     peers: Annotated[list[PeerRow], Meta(max_length=MAX_PEERS)]
@@ -194,7 +179,8 @@ class Snapshot(_Row, frozen=True):
     ledger: LedgerTotals
     loss: Annotated[list[LossPoint], Meta(max_length=MAX_HISTORY)]
     events: Annotated[list[LoggedEvent], Meta(max_length=MAX_HISTORY)]
-    left_out: fields.Count = 0
+    left_out: fields.Count = 0  # peers that are missing
+    # version, prompt, and what the model wrote after it at the last evaluation
     samples: Annotated[list[tuple[fields.Count, Text, Text]], Meta(max_length=16)] = []
 
     def __post_init__(self) -> None:

@@ -6,21 +6,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from diloco.config import DataConfig
-from diloco.config.explain import show
 from diloco.config.registry import DATA_SOURCES
 from diloco.data.formats import SUFFIXES, format_of, is_hidden, omit, texts
 from diloco.errors import DataError, DilocoError
-from diloco.hub import check_reachable, commit_of, opened
 from diloco.text import counted
 
 # generated tables, constants of one machine, tests, and packages that are not part of the library
@@ -94,7 +90,7 @@ def files_of(settings: DataConfig) -> list[Path]:
             if path.is_file():
                 found.append(path)
                 continue
-            inside = _below(path)
+            inside = files_below(path)
             fitting = [file for file in inside if _fits(file, settings.source)]
             if not fitting:
                 is_text = settings.source == "text"
@@ -110,7 +106,7 @@ def files_of(settings: DataConfig) -> list[Path]:
     return found
 
 
-def _below(folder: Path) -> list[Path]:
+def files_below(folder: Path) -> list[Path]:
     """All files below a folder that are not hidden, in order; each folder once, whatever links
     there."""
 
@@ -145,80 +141,6 @@ def _fits(file: Path, source: str) -> bool:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             return False
-
-
-def hub_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str], Any]]:
-    """Format and files of a split of a dataset of the hub, or of a local directory; what opens
-    them.
-
-    The publisher of a dataset may name any file as its data: one of this machine, or of another
-    server. Only files of the dataset itself are read. Raises DataError if it names others, or there
-    is no such split. Use it in `reading`.
-    """
-    import datasets as module  # type: ignore[import-untyped, unused-ignore]  # late, because it takes a second
-
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    module.logging.set_verbosity(module.logging.CRITICAL)
-    module.disable_progress_bars()
-    name, revision, links = settings.name or "", settings.revision, dict[str, Path]()
-    folder = Path(os.path.expanduser(name))
-    with TemporaryDirectory(prefix="diloco-") as place:
-        if revision is None and folder.is_file():
-            raise DataError(
-                f"data.name: {name} is a file; give its folder, or use data=json data.path=FILE"
-            )
-        if revision is None and folder.is_dir():
-            where = os.path.join(os.path.realpath(place), "data")
-            start, links = f"{where}/", _links(folder, Path(where))
-        else:
-            check_reachable("data.name", "dataset", name, revision)
-            revision = revision or commit_of("dataset", name)
-            where, start = f"hf://datasets/{name}", f"hf://datasets/{name}@{revision}/"
-        try:
-            options = {"name": settings.subset, "revision": revision, "cache_dir": place}
-            builder = module.load_dataset_builder(where, **options)
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            raise ValueError(str(error).replace(where, name)) from error
-    kind = type(builder).__module__.rpartition(".")[2]
-    if kind not in SUFFIXES:
-        raise DataError(
-            f"data.name: {name} is of the format {kind}; expected one of {', '.join(SUFFIXES)}"
-        )
-    named = (builder.config.data_files or {}).items()
-    splits = {str(split): [str(file) for file in files] for split, files in named}
-    files = [file for split in splits.values() for file in split]
-    own = [f for f in files if f.startswith(start) and "::" not in f and "/../" not in f]
-    strange = [file for file in files if file not in own]
-    if strange or not files:
-        said = f"reads {show(strange[0])}" if strange else "names no files"
-        raise DataError(
-            f"data.name: {name} {said}, and not files of its own; choose another dataset"
-        )
-    if settings.split not in splits:
-        raise DataError(
-            f"data.split: {name} has no {settings.split}; its splits are {', '.join(splits)}"
-        )
-    others = (file for file in links.values() if format_of(file.name) != kind)
-    omit([file for file in others if file.suffix not in (".md", ".zip")], kind)
-    chosen = splits[settings.split]
-    return (kind, [str(links[file]) for file in chosen], open) if links else (kind, chosen, opened)
-
-
-def _links(folder: Path, place: Path) -> dict[str, Path]:
-    """Makes links to a folder's files, of the same names but for what `datasets` takes for a
-    pattern."""
-    links = {}
-    for number, file in enumerate(_below(folder)):
-        link = place / re.sub(r"[][*?:]+", f"_{number}_", str(file.relative_to(folder)))
-        stem, _, suffix = link.name.partition(".")
-        if format_of(file.name) and suffix != suffix.lower():
-            link = link.with_name(f"{stem}-{number}.{suffix.lower()}")
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(file.absolute())
-        links[str(link)] = file
-    return links
 
 
 @contextlib.contextmanager

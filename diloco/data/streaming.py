@@ -17,87 +17,36 @@ packer.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from itertools import count, islice, repeat
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 from torch import Tensor
 
-from diloco.config import DataConfig
-from diloco.data.formats import NoFieldError, num_rows, texts
-from diloco.data.numbered import Leases, no_position, permuted, warn_of_other_data
+from diloco.data.hub_files import HubFiles, Reader
+from diloco.data.numbered import Leases, no_position, warn_of_other_data
 from diloco.data.packing import Document, Packer, encode
 from diloco.data.prefetch import AHEAD
-from diloco.data.sources import hub_files, reading
-from diloco.data.tokenizers import Tokenizer
-from diloco.errors import DataError, DilocoError
+from diloco.errors import DataError
 from diloco.ranges import difference, union
-from diloco.text import one_line
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-MANY_FILES = 64
-RETRIES_S = (1, 2, 5, 10, 20, 40)  # waits before a file is opened again whose connection broke
 # before a peer that has no units goes on without a lease, ...
 LEASE_TRIES, LEASE_RETRY_S = 100, 0.1
 UNLEASED_ROWS = 64  # ... so many at a time
-# farther on in a Parquet file, to open it again is cheaper than to decode what is between
-JUMP_ROWS = 10_000
 ROWS_AT_ONCE, BYTES_PER_TOKEN = 256, 4  # per call of the tokenizer, at most; about so many
 
 
-class HubDataset:
-    """A split of a dataset of the hub, or of a local directory with the same layout, with the
-    methods of `LocalDataset`.
-
-    With fewer than `MANY_FILES` files every peer reads all of them in an epoch: N peers fetch N
-    times the data, and a newcomer passes over what was read before it came. (Of Parquet, only the
-    row groups that it needs.) With more files each peer fetches its own. Then a peer that leaves
-    for good takes the rest of a file with it until the next epoch, and more peers than files read
-    files of the epochs to come.
-    """
-
-    def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
-        self.tokenizer, self.settings, self.seed = tokenizer, settings, seed
-        self.sequence_length = settings.sequence_length
-        with self.reading():
-            self.format, self.files, self.open = hub_files(settings)
-        self.by_file = len(self.files) >= MANY_FILES
-        # The names of files on the hub hold the commit; a folder may be at another place on each
-        # machine.
-        names = self.files
-        if self.open is open:
-            names = [f"{os.path.basename(file)} {os.path.getsize(file)}" for file in names]
-        digest = blake3("\n".join(names).encode()).hexdigest()[:16]
-        # 0: how many sequences there are is not known
-        self.digest = f"{digest}-0x{self.sequence_length}"
-        # once there is some, a file without the column does not end the run
-        self._has_text = False
-        some = list(islice(filter(None, self._all_rows()), 100))
-        if not some:
-            raise DataError(
-                f"data.split: {settings.split} of {settings.name} is empty; choose another split"
-            )
-        parts = [text[:4096] for text in some]
-        tokens = sum(map(len, tokenizer.encode(parts))) / sum(map(len, parts)) * sum(map(len, some))
-        self._tokens_per_row = max(1.0, tokens / len(some))
-        self.description = (
-            f"hub {settings.name}: {len(self.files):,} files, streamed in sequences of"
-            f" {self.sequence_length} tokens"
-        )
+class HubDataset(HubFiles):
+    """A split of a dataset of the hub, with the methods of `LocalDataset`."""
 
     def batches(
         self,
@@ -108,52 +57,6 @@ class HubDataset:
         leases: Leases | None = None,
     ) -> HubStream:
         return HubStream(self, size, leases or Stripe(shard, shards), rows)
-
-    def units(self, sequences: int) -> int:
-        rows = math.ceil(sequences * self.sequence_length / self._tokens_per_row)
-        return 1 if self.by_file else rows
-
-    def holdout(self, sequences: int) -> Tensor:
-        # Reads 1 / data.holdout times the text that it returns, once per run.
-        packer = Packer(self.sequence_length, self.tokenizer)
-        for row in self._all_rows() if self.settings.holdout else ():
-            [documents] = encode([row], self.settings, self.tokenizer, held_out=True)
-            for document in documents:
-                packer.add(document.tokens)
-            if len(packer) >= sequences:
-                break
-        if self.settings.holdout and not len(packer):
-            raise DataError(
-                f"data.holdout: {self.settings.holdout} of the documents of {self.settings.name}"
-                f" leaves no held-out sequence of {self.sequence_length} tokens; start the run with"
-                " data.holdout=0 (no held-out loss), or a larger one"
-            )
-        return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
-
-    def reading(self, file: int | None = None) -> AbstractContextManager[None]:
-        what = self.settings.name if file is None else self.files[file]
-        return reading(f"data.name: {what}", "check it, data.subset, data.split and the network")
-
-    def rows_of(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
-        """The rows of a file, from one on, and None at its end."""
-        try:
-            for text in texts(handle, self.files[file], self.format, self.settings.field, start):
-                self._has_text |= text != b""
-                yield text
-        except NoFieldError:
-            if not self._has_text:
-                raise
-            logger.warning(
-                "%s has no %r, and its rows are left out", self.files[file], self.settings.field
-            )
-            if self.format == "parquet":  # whose length others have from the file itself
-                yield from repeat(b"", num_rows(handle) - start)
-        yield None
-
-    def _all_rows(self) -> Iterator[bytes]:
-        reader = Reader(self)
-        for file in range(len(self.files)):
-            yield from reader.rows(file)
 
 
 class Stripe:
@@ -172,90 +75,6 @@ class Stripe:
         self.next = unit + (self.shard - unit) % self.shards
 
 
-class Reader:
-    """Reads units; forward is cheap.
-
-    Attributes:
-        lengths: rows of the files that were read to their end, or that say it themselves, by index.
-    """
-
-    def __init__(self, dataset: HubDataset) -> None:
-        self.lengths: dict[int, int] = {}
-        self._dataset = dataset
-        self._place, self._row = (-1, -1), 0  # file that is open, and the epoch; its next row
-        self._rows: Iterator[bytes | None] = iter(())
-
-    def unit(self, number: int, start: int = 0) -> Iterator[bytes]:
-        """The rows of a unit, from one of them on."""
-        if self._dataset.by_file:
-            files = len(self._dataset.files)
-            order = _order(files, f"{self._dataset.seed}/{number // files}")
-            yield from self.rows(order[number % files], 0, start)
-            return
-        while start == 0:
-            row = next(self.rows(*self._find(number)), None)
-            if row is not None:  # else the file has ended, and its length is known now
-                yield row
-                return
-
-    def rows(self, file: int, epoch: int = 0, start: int = 0) -> Iterator[bytes]:
-        """The rows of a file, from one on."""
-        jumps = self._dataset.format == "parquet" and start > self._row + JUMP_ROWS
-        if (file, epoch) != self._place or start < self._row or jumps:
-            self._place, self._row = (file, epoch), start if file in self.lengths else 0
-            read = functools.partial(self._dataset.rows_of, file)
-            self._rows = self._patiently(file, read, self._row)
-        for row in self._rows:
-            if row is None:
-                self.lengths[file] = self._row
-                return
-            self._row += 1
-            if self._row > start:
-                yield row
-
-    def _find(self, number: int) -> tuple[int, int, int]:
-        """File, epoch and row of a number; the row may be behind the end of a file of unknown
-        length."""
-        dataset, files = self._dataset, len(self._dataset.files)
-        epoch, row = 0, number
-        if len(self.lengths) == files:
-            epoch, row = divmod(number, sum(self.lengths.values()))
-        for file in _order(files, f"{dataset.seed}/{epoch}"):
-            if file not in self.lengths and dataset.format == "parquet":
-                counts = self._patiently(file, lambda handle, row: iter([num_rows(handle)]))
-                self.lengths[file] = next(counts)
-            if file not in self.lengths or row < self.lengths[file]:
-                return file, epoch, row
-            row -= self.lengths[file]
-        return self._find(number)  # all lengths are known now
-
-    def _patiently(
-        self, file: int, read: Callable[[Any, int], Iterator[T]], row: int = 0
-    ) -> Iterator[T]:
-        """What is read of a file, from a row on; once more from there where a connection breaks."""
-        dataset, waits = self._dataset, iter(RETRIES_S)
-        with dataset.reading(file):
-            while True:
-                try:
-                    with dataset.open(dataset.files[file], "rb") as handle:
-                        for found in read(handle, row):
-                            row, waits = row + 1, iter(RETRIES_S)
-                            yield found
-                        return
-                except Exception as error:  # each library has its own
-                    is_fault = isinstance(error, DilocoError | ImportError | ValueError)
-                    is_local = dataset.open is open
-                    if is_fault or is_local or (wait_s := next(waits, None)) is None:
-                        raise
-                    logger.warning("data.name: %s; trying again in %d s", one_line(error), wait_s)
-                time.sleep(wait_s)
-
-
-@functools.lru_cache(maxsize=4)
-def _order(files: int, key: str) -> list[int]:
-    return [int(file) for file in permuted(np.arange(files), files, key)]
-
-
 class HubStream:
     """One peer's endless batches of a streaming dataset. The plan of a batch is its number since
     the start.
@@ -267,7 +86,7 @@ class HubStream:
 
     def __init__(
         self,
-        dataset: HubDataset,
+        dataset: HubFiles,
         batch_size: int,
         leases: Leases | Stripe,
         rows: tuple[int, int] = (0, 1),

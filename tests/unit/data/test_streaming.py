@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from pyarrow import Table, parquet
 
 from diloco import data
+from diloco.data import hub_files as files
 from diloco.data import streaming
+from diloco.data.hub_files import Reader, find_files
 from diloco.data.packing import is_held_out
 from diloco.data.prefetch import Prefetched
-from diloco.data.sources import hub_files
-from diloco.data.streaming import Reader
 from diloco.errors import CheckpointError, DataError
 from tests.support.data import ROWS, T, config, hub_directory, rows_of, written
 from tests.support.errors import error_text
@@ -45,7 +45,7 @@ def streamed(hub: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "RETRIES_S", (0.0,) * 6)
+    monkeypatch.setattr(files, "RETRIES_S", (0.0,) * 6)
     monkeypatch.setattr(streaming, "LEASE_RETRY_S", 0.0)
 
 
@@ -94,7 +94,7 @@ def test_peers_read_each_row_of_an_epoch_once(
 ) -> None:
     """However many files and peers, whoever comes when, in whatever portions."""
     with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "JUMP_ROWS", 2)
+        patch.setattr(files, "JUMP_ROWS", 2)
         suffix = "parquet" if kind == "parquet" else "jsonl"
         for file, length in enumerate(lengths):
             table(Path(place, f"{file}.{suffix}"), [f"{file}/{row}" for row in range(length)], kind)
@@ -157,7 +157,7 @@ def test_a_resumed_stream_equals_an_uninterrupted_one(
     hub: Path, streamed: Any, shards: int, many_files: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its beginning, in its first and in a later epoch; and a state can be used twice."""
-    monkeypatch.setattr(streaming, "MANY_FILES", many_files)
+    monkeypatch.setattr(files, "MANY_FILES", many_files)
     opened = data.load(config("hub", name=str(hub)), seed=3)
     stream, states, whole = opened.batches(2, shard=0, shards=shards), {}, []
     for batch in range(150):
@@ -375,7 +375,7 @@ def pinned(
     load = Mock(return_value=builder or made)
     monkeypatch.setattr(datasets, "load_dataset_builder", load)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = hub_files(config("hub", name="org/set", revision=COMMIT))
+    found = find_files(config("hub", name="org/set", revision=COMMIT))
     assert load.call_args.args == ("hf://datasets/org/set",)
     assert load.call_args.kwargs["revision"] == COMMIT
     return found

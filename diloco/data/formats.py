@@ -9,8 +9,8 @@ not.
   or lz4. A ZIP archive stands for the files in it.
 - In memory are one row, or one batch of rows, however large the file.
 - A fault of the content is a ValueError that names the row, counted from 1, or a DataError about
-  `data.field`. An OSError with an `errno` is one of the machine or of the network. `reading` makes
-  a line of each.
+  `data.field`. An OSError with an `errno` is one of the machine or of the network. `as_data_error`
+  makes a line of each.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ _CONTENT = re.compile(
 )
 
 
-def texts(handle: BinaryIO, path: str, format: str, field: str, start: int = 0) -> Iterator[bytes]:
+def read_rows(
+    handle: BinaryIO, path: str, format: str, field: str, start: int = 0
+) -> Iterator[bytes]:
     """The texts of the rows of one file, from row `start` on; `path` is its name in errors."""
     head = handle.read(16)
     handle.seek(0)
@@ -85,7 +87,7 @@ def is_hidden(parts: Sequence[str]) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in parts)
 
 
-def omit(files: Sequence[object], kind: str) -> None:
+def log_left_out(files: Sequence[object], kind: str) -> None:
     """Say in the log which files are left out."""
     if files:
         what = counted(len(files), "file")
@@ -119,7 +121,7 @@ def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
     names = (name for name in archive.namelist() if not name.endswith("/"))
     files = [name for name in names if not is_hidden(name.split("/"))]
     fitting = [name for name in files if format in ("text", format_of(name))]
-    omit([f"{path}/{name}" for name in files if name not in fitting], format)
+    log_left_out([f"{path}/{name}" for name in files if name not in fitting], format)
     return fitting
 
 

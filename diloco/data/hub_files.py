@@ -22,10 +22,10 @@ from torch import Tensor
 
 from diloco.config import DataConfig
 from diloco.config.explain import show
-from diloco.data.formats import SUFFIXES, NoFieldError, format_of, num_rows, omit, texts
+from diloco.data.formats import SUFFIXES, NoFieldError, format_of, log_left_out, num_rows, read_rows
 from diloco.data.numbered import permuted
 from diloco.data.packing import Packer, encode
-from diloco.data.sources import files_below, reading
+from diloco.data.sources import as_data_error, files_below
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import DataError, DilocoError
 from diloco.hub import check_reachable, commit_of, opened
@@ -103,12 +103,15 @@ class HubFiles:
 
     def reading(self, file: int | None = None) -> AbstractContextManager[None]:
         what = self.settings.name if file is None else self.files[file]
-        return reading(f"data.name: {what}", "check it, data.subset, data.split and the network")
+        remedy = "check it, data.subset, data.split and the network"
+        return as_data_error(f"data.name: {what}", remedy)
 
     def rows_of(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
         """The rows of a file, from one on, and None at its end."""
         try:
-            for text in texts(handle, self.files[file], self.format, self.settings.field, start):
+            for text in read_rows(
+                handle, self.files[file], self.format, self.settings.field, start
+            ):
                 self._has_text |= text != b""
                 yield text
         except NoFieldError:
@@ -217,7 +220,7 @@ def find_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str
 
     The publisher of a dataset may name any file as its data: one of this machine, or of another
     server. Only files of the dataset itself are read. Raises DataError if it names others, or there
-    is no such split. Use it in `reading`.
+    is no such split. Use it in `as_data_error`.
     """
     import datasets as module  # type: ignore[import-untyped, unused-ignore]  # late, because it takes a second
 
@@ -265,7 +268,7 @@ def find_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str
             f"data.split: {name} has no {settings.split}; its splits are {', '.join(splits)}"
         )
     others = (file for file in links.values() if format_of(file.name) != kind)
-    omit([file for file in others if file.suffix not in (".md", ".zip")], kind)
+    log_left_out([file for file in others if file.suffix not in (".md", ".zip")], kind)
     chosen = splits[settings.split]
     return (kind, [str(links[file]) for file in chosen], open) if links else (kind, chosen, opened)
 

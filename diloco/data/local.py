@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.config import MIXTURE_BLOCK, DataConfig
-from diloco.data.numbered import Leases, Mixture, NumberedStream, Rows, counts_of, permuted, places
+from diloco.data.numbered import (
+    Leases,
+    Mixture,
+    NumberedStream,
+    SequenceArray,
+    mixture_positions,
+    permuted,
+    sequences_per_block,
+)
 from diloco.data.tokenizers import Tokenizer
 from diloco.data.tokens import OnProgress, TokenList, tokens_of
 from diloco.errors import DataError
@@ -33,11 +41,12 @@ class LocalDataset:
         self.tokenizer = tokenizer
         self.sequence_length = settings.sequence_length
         self._seed = seed
-        self.training: Rows | Mixture
+        self.training: SequenceArray | Mixture
         if not settings.mixture:
             source = _sequences(settings, None, tokenizer, on_progress)
             self.training, held_out, self.description = source
-            self.held_out, self._counts, total = [held_out], counts_of([1.0]), len(self.training)
+            self.held_out, self._counts = [held_out], sequences_per_block([1.0])
+            total = len(self.training)
         else:
             names, weights = zip(*((one.name, one.weight) for one in settings.mixture), strict=True)
             sources = []
@@ -85,7 +94,7 @@ class LocalDataset:
         # seed.
         sequences = min(sequences, MIXTURE_BLOCK * max(map(len, self.held_out)))
         found: list[NDArray[Any]] = []
-        order = places(np.arange(sequences), "holdout", self._counts)
+        order = mixture_positions(np.arange(sequences), "holdout", self._counts)
         for source, rank in zip(*order, strict=True):
             rows = self.held_out[source]
             if rank < len(rows):
@@ -95,7 +104,7 @@ class LocalDataset:
 
 def _sequences(
     settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_progress: OnProgress
-) -> tuple[Rows, NDArray[Any], str]:
+) -> tuple[SequenceArray, NDArray[Any], str]:
     """Training and held-out sequences, (N, T) each, of a source, and a line about it; `name` is
     that in a mixture."""
     length = settings.sequence_length
@@ -122,7 +131,7 @@ def _sequences(
         f"{where}: {tokens.documents:,} documents, {tokens.num_bytes / 1e6:.1f} MB,"
         f" {len(training):,} training and {len(held_out):,} held-out sequences of {length} tokens"
     )
-    return Rows(training, tokens.digest[:16]), held_out, description
+    return SequenceArray(training, tokens.digest[:16]), held_out, description
 
 
 def _tokens(

@@ -40,7 +40,7 @@ _FEISTEL_ROUNDS = 6
 logger = logging.getLogger(__name__)
 
 
-class EndlessList(Protocol):
+class SequenceSource(Protocol):
     """Sequences 0, 1, 2, ... without an end, in as many orders as there are names for one."""
 
     digest: str  # names the content; a checkpoint holds it
@@ -60,7 +60,7 @@ class Leases(Protocol):
         """Up to `number` sequences that would be taken next, as it looks now; none is taken."""
 
 
-class Rows:
+class SequenceArray:
     """The endless list of an array of sequences, (N, T), which may be mapped into memory."""
 
     def __init__(self, rows: NDArray[Any], digest: str) -> None:
@@ -81,18 +81,18 @@ class Rows:
 
 
 class Mixture:
-    """Sources with weights, as one `EndlessList`; all have sequences of the same length."""
+    """Sources with weights, as one `SequenceSource`; all have sequences of the same length."""
 
     def __init__(
-        self, names: Sequence[str], sources: Sequence[EndlessList], weights: Sequence[float]
+        self, names: Sequence[str], sources: Sequence[SequenceSource], weights: Sequence[float]
     ) -> None:
-        self.names, self.sources, self.counts = names, sources, counts_of(weights)
+        self.names, self.sources, self.counts = names, sources, sequences_per_block(weights)
         content = zip(names, self.counts, sources, strict=True)
         text = " ".join(f"{name}/{count}/{one.digest}" for name, count, one in content)
         self.digest = blake3(text.encode()).hexdigest()[:16]
 
     def read(self, numbers: Numbers, order: str) -> NDArray[Any]:
-        sources, ranks = places(numbers, order, self.counts)
+        sources, ranks = mixture_positions(numbers, order, self.counts)
         named = enumerate(zip(self.names, self.sources, strict=True))
         rows = np.concatenate(
             [one.read(ranks[sources == index], f"{order}/{name}") for index, (name, one) in named]
@@ -102,7 +102,7 @@ class Mixture:
         return found
 
 
-def counts_of(weights: Sequence[float]) -> tuple[int, ...]:
+def sequences_per_block(weights: Sequence[float]) -> tuple[int, ...]:
     """Sequences of each source in a block: the whole numbers nearest to the weights."""
     exact = np.asarray(weights, dtype=np.float64) * (MIXTURE_BLOCK / sum(weights))
     counts = np.floor(exact).astype(int)
@@ -111,7 +111,9 @@ def counts_of(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts.tolist())
 
 
-def places(numbers: Numbers, order: str, counts: tuple[int, ...]) -> tuple[Numbers, Numbers]:
+def mixture_positions(
+    numbers: Numbers, order: str, counts: tuple[int, ...]
+) -> tuple[Numbers, Numbers]:
     """Of each number, (N,), its source, and how many sequences of that come before it: two (N,)."""
     blocks, positions = np.divmod(numbers, MIXTURE_BLOCK)
     sources, ranks = np.empty_like(positions), np.empty_like(positions)
@@ -150,7 +152,7 @@ class NumberedStream:
 
     def __init__(
         self,
-        source: EndlessList,
+        source: SequenceSource,
         batch_size: int,
         seed: int,
         shard: int,

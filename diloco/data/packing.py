@@ -76,12 +76,12 @@ def _last_character(block: bytes) -> int:
 
 
 def is_held_out(document: bytes, fraction: float, source: str = "") -> bool:
-    """Whether a document is kept for evaluation: `number_of`, as one in [0, 1), is below
+    """Whether a document is kept for evaluation: `document_hash`, as one in [0, 1), is below
     `fraction`."""
-    return number_of(document, source) < fraction * 2.0**64
+    return document_hash(document, source) < fraction * 2.0**64
 
 
-def number_of(document: bytes, source: str = "") -> int:
+def document_hash(document: bytes, source: str = "") -> int:
     """The hash of a document, below 2**64, whatever its line ends and the white space behind it
     are.
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from diloco.config import DataConfig
 from diloco.config.registry import DATA_SOURCES
-from diloco.data.formats import SUFFIXES, format_of, is_hidden, omit, texts
+from diloco.data.formats import SUFFIXES, format_of, is_hidden, log_left_out, read_rows
 from diloco.errors import DataError, DilocoError
 from diloco.text import counted
 
@@ -51,15 +51,15 @@ def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
         yield from _stdlib()
         return
     if settings.source in DATA_SOURCES.found:
-        with reading(f"data.source={settings.source}", "mend it"):
+        with as_data_error(f"data.source={settings.source}", "mend it"):
             found = DATA_SOURCES[settings.source].documents(settings)
             yield from (text.encode() for text in found if text)
         return
     rows = empty = 0
     remedy = f"make it readable as {settings.source}, or leave it out"
     for file in files:
-        with reading(f"data.path: {file}", remedy), file.open("rb") as handle:
-            for text in texts(handle, str(file), settings.source, settings.field):
+        with as_data_error(f"data.path: {file}", remedy), file.open("rb") as handle:
+            for text in read_rows(handle, str(file), settings.source, settings.field):
                 rows, empty = rows + 1, empty + (not text)
                 if text:
                     yield text
@@ -79,7 +79,7 @@ def files_of(settings: DataConfig) -> list[Path]:
     if settings.source in DATA_SOURCES.found:
         return found
     for given in settings.path or ():
-        with reading(f"data.path: {given}", "make it readable"):
+        with as_data_error(f"data.path: {given}", "make it readable"):
             path = Path(os.path.expanduser(given))
             if not path.exists():
                 raise DataError(f"data.path: {given} does not exist; give a file or a directory")
@@ -102,7 +102,7 @@ def files_of(settings: DataConfig) -> list[Path]:
                 )
             found += fitting
             odd += sorted({*inside} - {*fitting})
-    omit(odd, settings.source)
+    log_left_out(odd, settings.source)
     return found
 
 
@@ -134,9 +134,9 @@ def _fits(file: Path, source: str) -> bool:
     if source != "text":
         return format_of(file.name) == source and file.name not in _ABOUT_DATA
     remedy = "make it readable, or leave it out"
-    with reading(f"data.path: {file}", remedy), file.open("rb") as handle:
+    with as_data_error(f"data.path: {file}", remedy), file.open("rb") as handle:
         try:
-            return all(True for _ in islice(texts(handle, str(file), "text", ""), _LOOKED_AT))
+            return all(True for _ in islice(read_rows(handle, str(file), "text", ""), _LOOKED_AT))
         except Exception as error:  # each kind of compression has its own
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -144,7 +144,7 @@ def _fits(file: Path, source: str) -> bool:
 
 
 @contextlib.contextmanager
-def reading(what: str, remedy: str) -> Iterator[None]:
+def as_data_error(what: str, remedy: str) -> Iterator[None]:
     """Turns an exception of a reader inside the block into a DataError `what: exception;
     remedy`."""
     try:
@@ -175,7 +175,7 @@ def _stdlib() -> Iterator[bytes]:
         for name in sorted(files):
             # _sysconfigdata holds the paths and compiler flags of one installation.
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                with reading(f"data.source=stdlib: {directory}/{name}", remedy):
+                with as_data_error(f"data.source=stdlib: {directory}/{name}", remedy):
                     text = Path(directory, name).read_bytes()
                 if text:
                     yield text

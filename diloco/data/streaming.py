@@ -56,10 +56,10 @@ class HubDataset(HubFiles):
         rows: tuple[int, int] = (0, 1),
         leases: Leases | None = None,
     ) -> HubStream:
-        return HubStream(self, size, leases or Stripe(shard, shards), rows)
+        return HubStream(self, size, leases or ShardUnits(shard, shards), rows)
 
 
-class Stripe:
+class ShardUnits:
     """The units of shard s of S, dealt out as a swarm leases them."""
 
     def __init__(self, shard: int, shards: int) -> None:
@@ -88,12 +88,12 @@ class HubStream:
         self,
         dataset: HubFiles,
         batch_size: int,
-        leases: Leases | Stripe,
+        leases: Leases | ShardUnits,
         rows: tuple[int, int] = (0, 1),
     ) -> None:
         assert batch_size > 0, batch_size
         self._dataset, self._batch_size, self._leases = dataset, batch_size, leases
-        self._shard = [leases.shard, leases.shards] if isinstance(leases, Stripe) else None
+        self._shard = [leases.shard, leases.shards] if isinstance(leases, ShardUnits) else None
         self._rows = rows
         self._reader = Reader(dataset)
         self._lock = threading.Lock()  # held by the thread that reads
@@ -196,7 +196,7 @@ class HubStream:
             self._reader.lengths = lengths
         else:
             warn_of_other_data()
-        if isinstance(self._leases, Stripe):
+        if isinstance(self._leases, ShardUnits):
             if not goes_on:
                 logger.warning(
                     "data.shards changed since the checkpoint: continuing behind what was read"

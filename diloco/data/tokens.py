@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from diloco.config import DataConfig
 from diloco.data.packing import Packer, encode
-from diloco.data.sources import files_of, reading, rows_of
+from diloco.data.sources import as_data_error, files_of, rows_of
 from diloco.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from diloco.errors import DataError
 
@@ -119,7 +119,7 @@ def _key(settings: DataConfig, files: Sequence[Path], tokenizer: Tokenizer) -> s
     made_of = [VERSION, settings.source, settings.field, settings.holdout, tokenizer.digest]
     key = blake3(json.dumps(made_of).encode())
     for file in files:
-        with reading(f"data.path: {file}", "make it readable or leave it out"):
+        with as_data_error(f"data.path: {file}", "make it readable or leave it out"):
             content = blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
         key.update(json.dumps(["".join(file.suffixes), content]).encode())
     return key.hexdigest()[:32]

@@ -12,7 +12,7 @@ import pytest
 
 from diloco.config import DataConfig
 from diloco.data import sources
-from diloco.data.numbered import Rows
+from diloco.data.numbered import SequenceArray
 from diloco.data.packing import documents_of
 
 T = 16
@@ -58,9 +58,9 @@ def rows_of(stream: Any, batches: int) -> list[tuple[int, ...]]:
     return [tuple(row) for _ in range(batches) for row in next(stream).tolist()]
 
 
-def numbered(rows: int) -> Rows:
+def numbered(rows: int) -> SequenceArray:
     """So many sequences that each start with twice their own number."""
-    return Rows(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), "numbers")
+    return SequenceArray(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), "numbers")
 
 
 @pytest.fixture(scope="module")

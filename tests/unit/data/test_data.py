@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 
 from diloco import data
 from diloco.config import DataConfig
-from diloco.data.numbered import NumberedStream, Rows, permuted
-from diloco.data.packing import Packer, documents_of, is_held_out, number_of, pieces
+from diloco.data.numbered import NumberedStream, SequenceArray, permuted
+from diloco.data.packing import Packer, document_hash, documents_of, is_held_out, pieces
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import CheckpointError, DataError
 from tests.support.data import config, documents, numbered, rows_of, written
 from tests.support.errors import error_text
 
 
-def tuples(array: Rows) -> list[tuple[int, ...]]:
+def tuples(array: SequenceArray) -> list[tuple[int, ...]]:
     return [tuple(row) for row in array.rows.tolist()]
 
 
@@ -113,7 +113,7 @@ def test_copies_of_a_text_with_other_line_ends_are_cut_and_held_out_alike(
 
     def numbers(text: bytes) -> list[int]:
         source = "json" if as_row else "text"
-        return [number_of(piece, source) for piece in cut(text) if piece.strip()]
+        return [document_hash(piece, source) for piece in cut(text) if piece.strip()]
 
     assert numbers(plain) == numbers(copy)
     assert b"".join(cut(copy)) == copy, "it is trained on as it is"

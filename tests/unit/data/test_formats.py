@@ -20,9 +20,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import Table, parquet
 
-from diloco.data.formats import texts
+from diloco.data.formats import read_rows
 from diloco.data.packing import LONG_ROW_BYTES, documents_of
-from diloco.data.sources import files_of, reading
+from diloco.data.sources import as_data_error, files_of
 from diloco.errors import DataError
 from tests.support.data import config, documents, written
 from tests.support.errors import error_text
@@ -53,7 +53,7 @@ JSON: dict[str, Callable[[list[dict[str, Any]]], str]] = {
 
 
 def read(content: bytes, format: str, field: str = "body", start: int = 0) -> list[bytes]:
-    return list(texts(io.BytesIO(content), "some file", format, field, start))
+    return list(read_rows(io.BytesIO(content), "some file", format, field, start))
 
 
 def compressed(content: bytes, suffix: str) -> bytes:
@@ -152,7 +152,7 @@ def test_a_table_without_such_text_says_what_it_has() -> None:
 def test_csv_is_read_by_its_header() -> None:
     content = b'\xef\xbb\xbfid,body\r\n1,"one, or\nmore"\r\n2,\r\n3,7\r\n4\r\n'
     assert read(content, "csv") == [b"one, or\nmore", b"", b"7", b""]
-    tabs = list(texts(io.BytesIO(b"id\tbody\n1\tone\n"), "a.TSV", "csv", "body"))
+    tabs = list(read_rows(io.BytesIO(b"id\tbody\n1\tone\n"), "a.TSV", "csv", "body"))
     assert tabs == [b"one"]
 
 
@@ -261,7 +261,7 @@ NAME = "it is no valid JSON (Expecting property name enclosed in double quotes: 
 )
 def test_what_is_wrong_with_json_has_its_row(content: str | bytes, message: str) -> None:
     def load() -> None:
-        with reading("data.path: some file", "leave it out"):
+        with as_data_error("data.path: some file", "leave it out"):
             read(content.encode() if isinstance(content, str) else content, "json")
 
     assert message in error_text(DataError, load)
@@ -294,7 +294,7 @@ def test_a_file_may_be_larger_than_memory() -> None:
             self.place += len(buffer)
             return len(buffer)
 
-    found = texts(Endless(), "some file", "json", "body")  # type: ignore[arg-type]
+    found = read_rows(Endless(), "some file", "json", "body")  # type: ignore[arg-type]
     assert [next(found) for _ in range(1000)] == [b"good"] * 1000
     found.close()
 
@@ -311,7 +311,7 @@ def test_a_fault_of_the_machine_names_the_path_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
-        with reading("data.path: rows.jsonl", "repair the file"):
+        with as_data_error("data.path: rows.jsonl", "repair the file"):
             Path("/dev/null/cache").mkdir()
 
     text = error_text(DataError, fail)
@@ -320,7 +320,7 @@ def test_a_fault_of_the_machine_names_the_path_that_failed(
     with pytest.raises(
         DataError, match=r"^data\.path: x: this machine is out of memory; free some$"
     ):
-        with reading("data.path: x", "repair the file"):
+        with as_data_error("data.path: x", "repair the file"):
             raise MemoryError
     for name in ("HOME", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "TMPDIR"):
         monkeypatch.setenv(name, "/dev/null/x")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from diloco import data
 from diloco.config import MIXTURE_BLOCK, Config, Manifest, compose
 from diloco.config.manifest import sources_of
-from diloco.data.numbered import counts_of, places
+from diloco.data.numbered import mixture_positions, sequences_per_block
 from diloco.errors import ConfigError, DataError
 from tests.support.data import config, rows_of, written
 from tests.support.errors import error_text
@@ -25,13 +25,12 @@ weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
 @given(weights)
 def test_counts_are_the_weights_as_near_as_whole_numbers_are(weights: list[float]) -> None:
-    counts = counts_of(weights)
+    counts = sequences_per_block(weights)
     assert sum(counts) == MIXTURE_BLOCK
     for count, weight in zip(counts, weights, strict=True):
         assert abs(count - MIXTURE_BLOCK * weight / sum(weights)) < 1 + 1e-6
-    assert counts == counts_of([10 * weight for weight in weights]) or len(set(weights)) < len(
-        weights
-    )
+    scaled = sequences_per_block([10 * weight for weight in weights])
+    assert counts == scaled or len(set(weights)) < len(weights)
 
 
 @given(weights=weights, blocks=st.integers(1, 3), order=st.text(max_size=4))
@@ -40,18 +39,18 @@ def test_every_block_has_its_part_of_each_source(
     weights: list[float], blocks: int, order: str
 ) -> None:
     """Each of which goes on where it stopped; and a number says that without those before it."""
-    counts = counts_of(weights)
-    sources, ranks = places(np.arange(blocks * MIXTURE_BLOCK), order, counts)
+    counts = sequences_per_block(weights)
+    sources, ranks = mixture_positions(np.arange(blocks * MIXTURE_BLOCK), order, counts)
     for part in np.split(sources, blocks):
         assert tuple(np.bincount(part, minlength=len(counts))) == counts
     for index, count in enumerate(counts):
         assert np.array_equal(ranks[sources == index], np.arange(blocks * count))
     numbers = np.array([7, 10**15, len(sources) - 5])
     alone = [
-        [int(found[0]) for found in places(numbers[[at]], order, counts)]
+        [int(found[0]) for found in mixture_positions(numbers[[at]], order, counts)]
         for at in range(len(numbers))
     ]
-    assert alone == np.stack(places(numbers, order, counts), 1).tolist()
+    assert alone == np.stack(mixture_positions(numbers, order, counts), 1).tolist()
     assert alone[2] == [sources[-5], ranks[-5]]
 
 

@@ -145,7 +145,7 @@ def test_shards_are_disjoint_and_cover_all(streamed: Any, shards: int) -> None:
     """But the text that is held out."""
     seen = Counter[bytes]()
     for shard in range(shards):
-        [taken] = streaming.Stripe(shard, shards).take(len(range(shard, len(ROWS), shards)))
+        [taken] = streaming.ShardUnits(shard, shards).take(len(range(shard, len(ROWS), shards)))
         seen.update(text for unit in range(*taken) for text in Reader(streamed).unit(unit))
     assert seen == Counter(ROWS)
     stream = streamed.batches(1, shard=shards - 1, shards=shards)

@@ -1,4 +1,4 @@
-"""Everything peers say to each other, as schemas.
+"""What peers say to each other, as schemas. Other questions have theirs in `swarm/rpc`.
 
 fields, base   what all messages are made of
 heads          what is written into the history of a fragment: lines, heads, books

@@ -66,9 +66,10 @@ def told() -> dict[str, list[str]]:
 
 
 def test_a_question_is_added_by_one_file() -> None:
-    """Importing it is enough, for the node that answers and for the doctor that asks."""
+    """As `run.code` it is known to the node that answers and to the doctor that asks."""
     assert told() == {}
-    code = "from tests.support import ping; from tests.unit.swarm import test_questions as test"
-    command = [sys.executable, "-c", f"{code}; print(test.told())"]
+    code = "from diloco.config import compose; from tests.unit.swarm import test_questions as test"
+    compose = "compose(['experiment=smoke', 'run.code=tests/support/ping.py'])"
+    command = [sys.executable, "-c", f"{code}; {compose}; print(test.told())"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert shown.stdout == "{'uptime': ['ann up 7 s']}\n"

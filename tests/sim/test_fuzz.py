@@ -88,9 +88,9 @@ def captures(peer: Peer, now: float) -> None:
 def test_a_turn_is_over_when_another_history_took_what_was_learned() -> None:
     """Else it waits for inner steps, and the inner steps for it."""
     peer = core(fragments=2, staggered=True, sync_every=4)
-    peer.facts.turn = True
+    peer.facts.turn_due = True
     peer.receive(Tick(), 2.0)
-    assert not peer.facts.turn and peer.runs
+    assert not peer.facts.turn_due and peer.runs
 
 
 def test_who_leaves_in_the_middle_of_an_overlap_goes_at_once() -> None:

@@ -12,8 +12,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
@@ -22,32 +22,30 @@ from tests.support.places import PACKAGE
 # From the bottom up; a part may import the parts of lower rows and itself. Parts of one row do not
 # know each other.
 LAYERS = [
-    {"text", "atomic", "ranges"},
-    {"errors"},
-    {"admission", "hub"},
-    {"config"},
-    {"messages"},
-    {"core", "outer"},
-    {"swarm", "model", "data"},
-    {"extensions"},
-    {"rundir"},
-    {"attach"},
-    {"train", "integrations"},
-    {"sim"},
-    {"dashboard"},
-    {"cli"},
-    {"testing"},  # for tests, and for those who extend diloco; nothing of the product needs it
+    {*row.split()}
+    for row in """
+    text atomic ranges
+    errors
+    admission hub
+    config
+    messages
+    core outer
+    swarm model data
+    extensions
+    rundir
+    attach
+    train integrations
+    sim
+    dashboard
+    cli
+    testing
+    """.strip().splitlines()
 ]
 # The same inside a part that has folders of its own.
-STOREYS = {
-    "swarm": [
-        {"wire"},
-        {"rpc"},
-        {"node", "client"},
-    ],
-}
+FOLDERS = {"swarm": [{"wire"}, {"rpc"}, {"node", "client"}]}
 # Where a package may be imported; anything else that is not in the standard library may not be
 # imported at all.
+TORCH = "outer extensions model data swarm rundir attach train sim integrations testing"
 HOMES = {
     "hivemind": {"swarm"},
     "transformers": {"model", "data", "integrations"},
@@ -60,19 +58,7 @@ HOMES = {
     "wandb": {"rundir"},
     "matplotlib": {"rundir"},
     "torch.distributed": {"attach"},
-    "torch": {
-        "outer",
-        "extensions",
-        "model",
-        "data",
-        "swarm",
-        "rundir",
-        "attach",
-        "train",
-        "sim",
-        "integrations",
-        "testing",
-    },
+    "torch": {*TORCH.split()},
     "numpy": {"outer", "data", "rundir", "attach", "train"},
     "blake3": {"outer", "data", "messages", "core", "swarm"},
     "safetensors": {"model", "rundir"},
@@ -102,9 +88,13 @@ SANS_IO = {
 NEVER = {"pickle", "dill", "marshal", "shelve"}
 
 
-def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yields (line, dotted name) of everything a module imports; for `from a import b` this is
-    `a.b`."""
+@cache
+def imports(source: str, module: str, is_package: bool) -> list[tuple[int, str]]:
+    """(line, dotted name) of everything a module imports; for `from a import b` this is `a.b`."""
+    return [*_imports(source, module, is_package)]
+
+
+def _imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     parents = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -114,13 +104,9 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, s
             start = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = (
-                node.func.attr
-                if isinstance(node.func, ast.Attribute)
-                else getattr(node.func, "id", None)
-            )
-            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value
+            function = getattr(node.func, "attr", getattr(node.func, "id", None))
+            if function in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
 
 
 def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -143,9 +129,8 @@ def _forbidden(module: str, name: str) -> str | None:
         return f"{part} reads no clock and opens no socket"
     if top in sys.stdlib_module_names:
         return None
-    package = max(
-        (home for home in HOMES if f"{name}.".startswith(f"{home}.")), key=len, default=None
-    )
+    packages = [home for home in HOMES if f"{name}.".startswith(f"{home}.")]
+    package = max(packages, key=len, default=None)
     if package is None:
         return "no part is its home"
     return None if part in HOMES[package] else f"its home is {' or '.join(sorted(HOMES[package]))}"
@@ -164,67 +149,57 @@ def _points_up(part: str, name: str) -> str | None:
 
 def _points_up_inside(module: str, name: str) -> str | None:
     """The same for two folders of one part."""
-    (_, part, storey), (_, target_part, target) = (
-        [*dotted.split("."), "", ""][:3] for dotted in (module, name)
-    )
-    rank = _ranks(STOREYS.get(part, []))
-    if part != target_part or storey == target or not {storey, target} <= rank.keys():
+    folders = ([*dotted.split("."), "", ""][1:3] for dotted in (module, name))
+    (part, mine), (target_part, target) = folders
+    rank = _ranks(FOLDERS.get(part, []))
+    if part != target_part or mine == target or not {mine, target} <= rank.keys():
         return None
-    return None if rank[target] < rank[storey] else f"{part}.{storey} is not above {part}.{target}"
+    return None if rank[target] < rank[mine] else f"{part}.{mine} is not above {part}.{target}"
 
 
 def _ranks(rows: list[set[str]]) -> dict[str, int]:
     return {name: number for number, row in enumerate(rows) for name in row}
 
 
-def modules() -> list[tuple[str, Path]]:
-    files = sorted(PACKAGE.rglob("*.py"))
-    names = [
-        file.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")
-        for file in files
-    ]
-    return [(name.removesuffix(".__init__"), file) for name, file in zip(names, files, strict=True)]
+def modules() -> Iterator[tuple[str, str, bool]]:
+    """Source and name of each module, and whether it is a package."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        yield file.read_text(), name.removesuffix(".__init__"), file.stem == "__init__"
 
 
 def test_imports_point_down_and_third_party_packages_stay_at_home() -> None:
-    found = [
-        complaints(file.read_text(encoding="utf-8"), name, file.name == "__init__.py")
-        for name, file in modules()
-    ]
-    assert [complaint for some in found for complaint in some] == []
+    found = [complaint for module in modules() for complaint in complaints(*module)]
+    assert found == []
 
 
 def test_every_part_of_the_package_is_in_a_layer() -> None:
-    parts = {name.split(".")[1] for name, _ in modules() if "." in name} - {"__main__"}
+    parts = {name.split(".")[1] for _, name, _ in modules() if "." in name} - {"__main__"}
     assert parts <= set().union(*LAYERS)
-    for part, rows in STOREYS.items():
-        folders = {
-            place.name for place in (PACKAGE / part).iterdir() if (place / "__init__.py").is_file()
-        }
+    for part, rows in FOLDERS.items():
+        folders = {place.parent.name for place in (PACKAGE / part).glob("*/__init__.py")}
         assert folders == set().union(*rows)
 
 
 def test_no_modules_import_each_other() -> None:
     """The sorter raises an error that names the circle."""
-    names = {name for name, _ in modules()}
+    names = {name for _, name, _ in modules()}
 
     def module_of(name: str) -> str:
         return name if name in names or not name else module_of(name.rpartition(".")[0])
 
-    below = {}
-    for module, file in modules():
-        found = imports(file.read_text(encoding="utf-8"), module, file.name == "__init__.py")
-        below[module] = {module_of(name) for _, name in found} - {"", module}
+    below = {
+        module[1]: {module_of(name) for _, name in imports(*module)} - {"", module[1]}
+        for module in modules()
+    }
     TopologicalSorter(below).prepare()
 
 
 def test_no_module_takes_a_private_name_of_another() -> None:
     taken = [
-        f"{module}:{line} imports {name}"
-        for module, file in modules()
-        for line, name in imports(
-            file.read_text(encoding="utf-8"), module, file.name == "__init__.py"
-        )
+        f"{module[1]}:{line} imports {name}"
+        for module in modules()
+        for line, name in imports(*module)
         if name.startswith("diloco.") and re.match(r"_[a-z]", name.rpartition(".")[2])
     ]
     assert taken == []
@@ -233,42 +208,24 @@ def test_no_module_takes_a_private_name_of_another() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        (
-            "diloco.outer.codecs",
-            "import diloco.config.schema\nimport diloco.train",
-            "outer is not above train",
-        ),
-        (
-            "diloco.swarm.node",
-            "import importlib\nimportlib.import_module('diloco.cli')",
-            "swarm is not above cli",
-        ),
-        ("diloco.train.loop", "if TYPE_CHECKING:\n    import hivemind", "its home is swarm"),
-        ("diloco.core.tips", "import time", "core reads no clock and opens no socket"),
-        ("diloco.rundir.checkpoint", "import pickle", "it can run code from a file"),
-        (
-            "diloco.swarm.client.ask",
-            "from ..node import node",
-            "swarm.client is not above swarm.node",
-        ),
+        ("outer.codecs", "import diloco.config\nimport diloco.train", "outer is not above train"),
+        ("swarm.node", "importlib.import_module('diloco.cli')", "swarm is not above cli"),
+        ("train.loop", "if TYPE_CHECKING:\n    import hivemind", "its home is swarm"),
+        ("core.tips", "import time", "core reads no clock and opens no socket"),
+        ("rundir.checkpoint", "import pickle", "it can run code from a file"),
+        ("swarm.client.ask", "from ..node import node", "swarm.client is not above swarm.node"),
     ],
 )
 def test_the_checker_finds_what_is_wrong(module: str, source: str, complaint: str) -> None:
-    found = complaints(source, module)
-    assert len(found) == 1
-    assert found[0].endswith(f": {complaint}")
+    [found] = complaints(source, f"diloco.{module}")
+    assert found.endswith(f": {complaint}")
 
 
 @pytest.mark.parametrize(
     "statement", ["import diloco", "import diloco.cli.main", "import diloco.config, diloco.errors"]
 )
 def test_nothing_heavy_is_imported_before_a_command_runs(statement: str) -> None:
-    heavy = (
-        "{'torch', 'transformers', 'hivemind', 'datasets', 'numpy', 'wandb', 'matplotlib',"
-        " 'lightning'}"
-    )
-    code = f"import sys; {statement}; print(sorted({heavy} & set(sys.modules)))"
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
-    )
-    assert shown.stdout == "[]\n"
+    heavy = {*"torch transformers hivemind datasets numpy wandb matplotlib lightning".split()}
+    code = f"import sys; {statement}; print(sorted({heavy} & {{*sys.modules}}))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True, cwd=PACKAGE.parent) == "[]\n"

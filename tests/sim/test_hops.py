@@ -51,7 +51,7 @@ def table(run_dir: Path) -> str:
     threading.setprofile(traced)
     sys.setprofile(traced)
     try:
-        simulated(run_dir, "local.peers=2")
+        simulated(run_dir, "local.peers=2", "budget.outer_steps=1")
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

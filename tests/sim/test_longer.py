@@ -46,28 +46,15 @@ class Again(Simulation):
         with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
             model, phases = copy.deepcopy(self.model), PhaseTimer(clock=self.loop.time)
             optimizer = inner_optimizer(model, config.inner)
-            batches = self.dataset.batches(
-                config.inner.batch_size, shard=peer.index, shards=self.num_shards
-            )
+            place = {"shard": peer.index, "shards": self.num_shards}
+            batches = self.dataset.batches(config.inner.batch_size, **place)
             stream = PacedStream(batches, 1.0, 0.0, peer.name, peer.lockstep)
-            saved = session.swarm()
-            peer.sync = sync = self._swarm(peer, config, log).attach(
-                model, optimizer, ranks=self.ranks, phases=phases, saved=saved
-            )
+            given = {"ranks": self.ranks, "phases": phases, "saved": session.swarm()}
+            peer.sync = sync = self._swarm(peer, config, log).attach(model, optimizer, **given)
             session.restore(sync, model, optimizer, stream)
             report = Reporter(config, self.ranks, sync, phases, log, lambda message: None)
-            trainer = Trainer(
-                config,
-                self.ranks,
-                model,
-                model,
-                optimizer,
-                stream,
-                self.holdout,
-                sync,
-                session,
-                report,
-            )
+            parts = (self.ranks, model, model, optimizer, stream, self.holdout, sync, session)
+            trainer = Trainer(config, *parts, report)
             with sync:
                 trainer.train()
                 trainer.save()
@@ -75,31 +62,23 @@ class Again(Simulation):
 
 
 def played(run_dir: Path, budgets: dict[int, Sequence[str]]) -> list[Summary]:
-    configs = {
-        index: compose([*SETTINGS, f"run.dir={run_dir}", *budget])
-        for index, budget in budgets.items()
-    }
+    common = [*SETTINGS, f"run.dir={run_dir}"]
+    configs = {index: compose([*common, *budget]) for index, budget in budgets.items()}
     with virtual_time() as time:
         simulation = Again(time, configs)
         time.run_until_complete(simulation.run())
     return simulation.summaries
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (["budget.outer_steps=3"], ["budget.outer_steps=6"]),
-        (
-            ["budget.outer_steps=null", "budget.tokens=1152"],
-            ["budget.outer_steps=null", "budget.tokens=2304"],
-        ),
-    ],
-    ids=["outer steps", "tokens"],
-)
+@pytest.mark.parametrize("budget", ["outer_steps", "tokens"])
 def test_a_budget_that_one_peer_raises_holds_for_all_from_their_first_step(
-    before: list[str], after: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learning rate and the outer momentum are those of the greater total, on all of them."""
+    tokens = budget == "tokens"
+    totals = (1152, 2304) if tokens else (3, 6)
+    no_steps = ["budget.outer_steps=null"] * tokens
+    before, after = ([*no_steps, f"budget.{budget}={total}"] for total in totals)
     played(tmp_path, dict.fromkeys(range(3), before))
     steps: list[tuple[int, int | None]] = []
     rates = OuterOptimizer.rates

@@ -39,11 +39,10 @@ def peers(directory: Path, rounds: int, **outer: Any) -> dict[str, Loop]:
     return train("ab", work, attach=attach, **{**EXACT, **outer})
 
 
-@pytest.mark.parametrize(
-    "outer",
-    [{}, {"optimizer": "delayed_nesterov", "quorum": 2, "delay": 2}],
-    ids=["nesterov", "delayed"],
-)
+DELAYED = {"optimizer": "delayed_nesterov", "quorum": 2, "delay": 2}
+
+
+@pytest.mark.parametrize("outer", [{}, DELAYED], ids=["nesterov", "delayed"])
 def test_a_run_that_stopped_ends_where_an_uninterrupted_one_ends(
     outer: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -52,9 +51,8 @@ def test_a_run_that_stopped_ends_where_an_uninterrupted_one_ends(
     assert len({loop.sync.anchor_digest() for loop in (*stopped.values(), *whole.values())}) == 1
     for name in "ab":
         here, there = stopped[name], whole[name]
-        assert (
-            (here.sync.steps, here.sync.tokens) == (there.sync.steps, there.sync.tokens) == (16, 16)
-        )
+        for one in (here, there):
+            assert (one.sync.steps, one.sync.tokens) == (16, 16)
         assert here._optimizer.param_groups[0]["lr"] == there._optimizer.param_groups[0]["lr"]
         [drawn] = here.told("drawn")
         assert len(drawn["all"]) == 16, "the loop has its own state again"
@@ -99,19 +97,14 @@ def attached(
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     alone(tmp_path, 4)
-    with refused(
-        "^checkpoints=.* holds a run with other settings .outer.sync_every is 4 there, 5 here"
-    ):
+    holds = "^checkpoints=.* holds"
+    with refused(f"{holds} a run with other settings .outer.sync_every is 4 there, 5 here"):
         attached(tmp_path, nn.Linear(4, 1), sync_every=5)
-    with refused(
-        r"^checkpoints=.* holds another model .weight is \[1, 4\] there, and \[1, 5\] here.; build"
-        r" the model"
-    ):
+    sizes = r"weight is \[1, 4\] there, and \[1, 5\] here"
+    with refused(f"{holds} another model .{sizes}.; build the model"):
         attached(tmp_path, nn.Linear(5, 1))
-    with refused(
-        "^checkpoints directory: its checkpoint holds the state of SGD for 5 parameters",
-        CheckpointError,
-    ):
+    state = "its checkpoint holds the state of SGD for 5 parameters"
+    with refused(f"^checkpoints directory: {state}", CheckpointError):
         attached(tmp_path, nn.Linear(4, 1), torch.optim.AdamW)
 
 

@@ -18,13 +18,7 @@ from tests.support.core import core, join
 
 EXTREME = {"steps": MAX_COUNT, "position": MAX_COUNT, "cycle": MAX_COUNT, "steps_per_s": MAX_RATE}
 FIGURES = Figures(
-    tokens=MAX_TOKENS,
-    discarded=MAX_TOKENS,
-    loss=MAX_LOSS,
-    bytes_sent=MAX_BYTES,
-    bytes_received=MAX_BYTES,
-    rounds=MAX_COUNT,
-    seconds=[MAX_SECONDS] * 4,
+    MAX_TOKENS, MAX_TOKENS, MAX_LOSS, MAX_BYTES, MAX_BYTES, MAX_COUNT, [MAX_SECONDS] * 4
 )
 
 
@@ -39,10 +33,8 @@ def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
     for now in (1.0, 2.0, 3.0):
         recorder.sample(now)
     snapshot = recorder.snapshot(4.0)
-    assert (
-        snapshot is not None
-        and snapshot.ledger.processed == MAX_TOKENS == snapshot.ledger.discarded
-    )
+    assert snapshot is not None
+    assert snapshot.ledger.processed == MAX_TOKENS == snapshot.ledger.discarded
     assert snapshot.loss[-1].loss == MAX_LOSS
     assert unpack(b"".join(pack(snapshot))) == snapshot
 
@@ -55,15 +47,10 @@ def test_what_a_model_writes_reaches_watchers_as_lines_of_printable_text(
     recorder = Recorder(core(), "{}")
     recorder.add_samples(3, [(prompt, text)] * 16)
     snapshot = recorder.snapshot(0.0)
-    assert (
-        snapshot is not None
-        and unpack(b"".join(pack(snapshot))) == snapshot
-        and len(snapshot.samples) == 16
-    )
+    assert snapshot is not None and unpack(b"".join(pack(snapshot))) == snapshot
     version, *said = snapshot.samples[0]
-    assert version == 3 and all(
-        character.isprintable() or character == "\n" for one in said for character in one
-    )
+    assert version == 3 and len(snapshot.samples) == 16
+    assert "".join(said).replace("\n", "").isprintable()
     assert [len(one) for one in said] == [min(len(prompt), 4096), min(len(text), 4096)]
 
 
@@ -81,11 +68,9 @@ def test_no_pace_that_a_peer_claims_costs_the_others_their_steps() -> None:
 
 def said(peer: Peer) -> Status:
     """What everybody hears at the next heartbeat."""
-    [status] = [
-        action.message
-        for action in peer.receive(Tick(), peer.facts.now + 2.0)
-        if isinstance(action, Broadcast) and isinstance(action.message, Status)
-    ]
+    actions = peer.receive(Tick(), peer.facts.now + 2.0)
+    messages = [action.message for action in actions if isinstance(action, Broadcast)]
+    [status] = [message for message in messages if isinstance(message, Status)]
     return status
 
 

@@ -105,14 +105,8 @@ def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (
-            torchs.ReduceLROnPlateau,
-            "schedulers: ReduceLROnPlateau follows a metric of this peer, and no step",
-        ),
-        (
-            lambda optimizer: optimizer,
-            "schedulers: AdamW is no learning rate scheduler; name those of torch",
-        ),
+        (torchs.ReduceLROnPlateau, "ReduceLROnPlateau follows a metric of this peer, and no step"),
+        (lambda optimizer: optimizer, "AdamW is no learning rate scheduler; name those of torch"),
         (
             SCHEDULES["one cycle"],
             ".*OneCycleLR is over after 40 steps, and the swarm is at 41; make it as long",
@@ -120,7 +114,7 @@ def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
     ],
 )
 def test_what_is_no_schedule_of_so_many_steps_is_refused(wrong: Made, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{said}") as error:
+    with pytest.raises(ConfigError, match=f"^schedulers: {said}") as error:
         Schedulers([made(wrong)[1]]).step_to(41)
     assert "\n" not in str(error.value)
 
@@ -135,9 +129,8 @@ def test_a_schedule_stepped_for_each_micro_batch_is_an_error() -> None:
         scheduler.step()
         if step % 10 == 0:
             scheduler.step()
-    with pytest.raises(
-        ConfigError, match="schedulers: before 9 steps of the optimizer in a row, one was further"
-    ):
+    said = "schedulers: before 9 steps of the optimizer in a row, one was further"
+    with pytest.raises(ConfigError, match=said):
         for step in range(100, 200):
             schedules.step_to(step)
             scheduler.step()
@@ -175,9 +168,8 @@ def test_every_step_has_the_learning_rate_of_the_swarm(outer: dict[str, Any]) ->
         while loop.sync.version < 5:
             before = swarm_steps(loop.sync, 40)
             loop.step()
-            assert loop._optimizer.param_groups[0]["lr"] == pytest.approx(
-                0.1 * 0.001 / (1 + before), rel=1e-9
-            )
+            rate = loop._optimizer.param_groups[0]["lr"]
+            assert rate == pytest.approx(0.1 * 0.001 / (1 + before), rel=1e-9)
             if loop.name == "c":
                 places.append(before)
                 if loop.sync.exchanged and loop.sync.version == 1:
@@ -210,9 +202,8 @@ def test_a_step_of_several_optimizers_is_one_of_each(order: str, ends: int) -> N
         calls.append("after")
         hooks.free_gradients()
 
-    hooks = StepHooks(
-        CombinedOptimizer(*optimizers.values()), lambda: calls.append("before"), after
-    )
+    both = CombinedOptimizer(*optimizers.values())
+    hooks = StepHooks(both, lambda: calls.append("before"), after)
     for name in order:
         parameters[name].grad = torch.ones(2)
     waiting = parameters["a"].grad
@@ -223,10 +214,8 @@ def test_a_step_of_several_optimizers_is_one_of_each(order: str, ends: int) -> N
             parameters[name].grad = torch.ones(2)
         if number == 0 and name == "b":
             assert parameters["a"].grad is waiting
-    assert (calls.count("after"), calls.count("before")) == (
-        ends,
-        ends + 1 + (calls[-1] == "before"),
-    )
+    assert calls.count("after") == ends
+    assert calls.count("before") == ends + 1 + (calls[-1] == "before")
     hooks.remove()
     optimizers["a"].step()
     assert calls.count("after") == ends
@@ -245,14 +234,10 @@ def test_gradients_of_the_next_step_are_not_freed() -> None:
 
 
 def test_an_optimizer_that_takes_no_steps_is_named() -> None:
-    one, other = (
-        torch.optim.SGD([nn.Parameter(torch.ones(2))]),
-        torch.optim.Adam([nn.Parameter(torch.ones(2))]),
-    )
+    made = (torch.optim.SGD, torch.optim.Adam)
+    one, other = (kind([nn.Parameter(torch.ones(2))]) for kind in made)
     StepHooks(CombinedOptimizer(one, other), lambda: None, lambda: None)
-    with pytest.raises(
-        ConfigError,
-        match=r"^optimizer\[1\]=Adam has taken no step in 101 of another; a step of the swarm is",
-    ):
+    said = r"^optimizer\[1\]=Adam has taken no step in 101 of another; a step of the swarm is"
+    with pytest.raises(ConfigError, match=said):
         for _ in range(200):
             one.step()

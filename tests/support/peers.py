@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from diloco.attach.node_link import NodeHandle
-from diloco.config import OuterConfig, SwarmConfig
+from diloco.config import OuterConfig, SwarmConfig, compose
 from diloco.core.members import Members
 from diloco.outer.digest import anchor_digest, digest_of
 from diloco.outer.fragments import partition
@@ -31,6 +33,7 @@ from diloco.swarm.node.node import ExchangeResult, Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread
 from diloco.testing.chaos.peers import marked
+from diloco.train.run import run
 from tests.support import warm
 from tests.support.places import ROOT
 
@@ -71,28 +74,19 @@ def eventually(condition: Callable[[], T], what: str, timeout_s: float = DEADLIN
 def together(*jobs: Callable[[], T], timeout_s: float = DEADLINE_S) -> list[T]:
     """Results of jobs that run at the same time, each in a thread of its own; the first failure is
     raised here."""
-    results: dict[int, T] = {}
-    failures: list[BaseException] = []
-    ended = threading.Semaphore(0)
+    futures: list[Future[T]] = [Future() for _ in jobs]
 
-    def work(index: int, job: Callable[[], T]) -> None:
+    def work(future: Future[T], job: Callable[[], T]) -> None:
         try:
-            results[index] = job()
+            future.set_result(job())
         except BaseException as error:
-            failures.append(error)
-        finally:
-            ended.release()
+            future.set_exception(error)
 
-    for index, job in enumerate(jobs):
-        threading.Thread(target=work, args=(index, job), daemon=True).start()
-    deadline = time.monotonic() + timeout_s
-    for _ in jobs:
-        assert ended.acquire(timeout=max(0.0, deadline - time.monotonic())), (
-            f"jobs hang, {len(results)} have ended"
-        )
-        if failures:
-            raise failures[0]
-    return [results[index] for index in range(len(jobs))]
+    for pair in zip(futures, jobs, strict=True):
+        threading.Thread(target=work, args=pair, daemon=True).start()
+    for future in as_completed(futures, timeout_s):
+        future.result()
+    return [future.result() for future in futures]
 
 
 # -- nodes in threads ------------------------------------------------------------------------------
@@ -146,18 +140,9 @@ class Trainee:
         """Fields of all events of a kind."""
         return [fields for one, fields in list(self.events) if one == kind]
 
-    def hears_training(self, other: Trainee) -> bool:
-        """Whether it has heard that another peer trains."""
-        member = self.members.get(other.peer_id)
-        return member is not None and member.status.trains
-
     def start(self) -> Trainee:
-        node = self.runtime.open(
-            self.options,
-            self.replica,
-            lambda kind, fields: self.events.append((kind, dict(fields))),
-        )
-        self.view = NodeHandle(node, self.runtime)
+        hear = lambda kind, fields: self.events.append((kind, dict(fields)))  # noqa: E731
+        self.view = NodeHandle(self.runtime.open(self.options, self.replica, hear), self.runtime)
         return self
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -193,9 +178,8 @@ class Trainee:
 
     def authors(self) -> list[int]:
         """Fragments of which this peer has made the newest version."""
-        return [
-            f.index for f in self.node.core.facts.fragments if f.tip.head.author == self.peer_id
-        ]
+        fragments = self.node.core.facts.fragments
+        return [f.index for f in fragments if f.tip.head.author == self.peer_id]
 
 
 def begin_together(*peers: Trainee, authors: Sequence[Trainee] = ()) -> None:
@@ -205,12 +189,12 @@ def begin_together(*peers: Trainee, authors: Sequence[Trainee] = ()) -> None:
     would make the first version without that one.
     """
     together(*(peer.begin for peer in peers))
-    for author, peer in product(authors or peers, peers):
-        if author is not peer:
-            eventually(
-                lambda pair=(author, peer): pair[0].hears_training(pair[1]),
-                "the authors to hear of everybody",
-            )
+
+    def all_hear_all() -> bool:
+        pairs = ((a.members.get(b.peer_id), a is b) for a, b in product(authors or peers, peers))
+        return all(same or (member and member.status.trains) for member, same in pairs)
+
+    eventually(all_hear_all, "the authors to hear of everybody")
 
 
 class Crowd:
@@ -219,43 +203,25 @@ class Crowd:
     def __init__(
         self, directory: Path, shapes: Mapping[str, tuple[int, ...]], **outer: Any
     ) -> None:
-        self.directory = directory
-        self.shapes = shapes
-        exact = {
-            "codec_up": "fp32",
-            "codec_down": "fp32",
-            "lr": 0.7,
-            "momentum": 0.9,
-            "momentum_warmup": 0,
-        }
-        self.outer: dict[str, Any] = {
-            "method": "diloco",
-            "sync_every": 10,
-            "fragments": 4,
-            **exact,
-            **outer,
-        }
-        self.members: list[Trainee] = []
+        self.directory, self.shapes, self.members = directory, shapes, list[Trainee]()
+        exact = {"codec_up": "fp32", "codec_down": "fp32"}
+        rates = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
+        rounds = {"method": "diloco", "sync_every": 10, "fragments": 4}
+        self.outer: dict[str, Any] = {**rounds, **exact, **rates, **outer}
 
     def peer(self, *initial_peers: str, seed: int = 0, **options: Any) -> Trainee:
         """A peer that is not started yet."""
-        outer, name = self.outer, f"p{len(self.members)}"
-        parameters = seeded(self.shapes, seed)
-        fragments = partition(
-            {key: value.numel() for key, value in parameters.items()}, outer["fragments"]
-        )
-        replica = Replica(parameters, fragments, OuterConfig(**outer))
+        name, parameters = f"p{len(self.members)}", seeded(self.shapes, seed)
+        numels = {key: value.numel() for key, value in parameters.items()}
+        fragments = partition(numels, self.outer["fragments"])
+        replica = Replica(parameters, fragments, OuterConfig(**self.outer))
         network: dict[str, Any] = {"initial_peers": initial_peers, "heartbeat_s": 0.2}
         network |= {key: options.pop(key) for key in sorted(NETWORK & options.keys())}
-        settings: dict[str, Any] = {
-            "run": RunSpec("crowd", "0" * 64, "{}"),
-            # a copy is not checked: the node has to complain
-            "network": SwarmConfig().model_copy(update=network),
-            "name": name,
-            "identity_path": self.directory / f"{name}.key",
-            **options,
-        }
-        self.members.append(Trainee(NodeOptions(**settings), replica, parameters))
+        run, key = RunSpec("crowd", "0" * 64, "{}"), self.directory / f"{name}.key"
+        # a copy is not checked: the node has to complain
+        settings = SwarmConfig().model_copy(update=network)
+        chosen = NodeOptions(run, settings, options.pop("identity_path", key), name, **options)
+        self.members.append(Trainee(chosen, replica, parameters))
         return self.members[-1]
 
     def start(self, count: int, **options: Any) -> list[Trainee]:
@@ -301,27 +267,44 @@ class Command:
         parsed = [json.loads(line) for line in whole if line.startswith("{")]
         return [message for message in parsed if kind in (None, message.get("t"))]
 
-    def wait_for_version(self, version: int) -> None:
-        """Returns when a status message says that outer step."""
+    def sees(self, condition: Callable[[], T], what: str) -> T:
+        """The first true value of `condition`; fails when the command ends without one."""
+
+        def either() -> T:
+            alive, value = self.process.poll() is None, condition()
+            assert alive or value, f"it ended before {what}\n{self.stdout}\n{self.stderr}"
+            return value
+
+        return eventually(either, what)
+
+    def address(self) -> str:
+        """The one that it has printed."""
+        printed = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+(?=['\n])")
+        found = self.sees(lambda: printed.search(self.stdout + self.stderr), "an address")
+        assert found is not None
+        return found[0]
+
+    def reaches(self, version: int, run_dir: Path, *peers: str) -> None:
+        """Returns when these peers, or any, have logged a step of that version."""
 
         def reached() -> bool:
-            alive = self.process.poll() is None
-            versions = [message["version"] for message in self.messages("status")]
-            assert alive or max(versions, default=-1) >= version, (
-                f"it ended\n{self.stdout}\n{self.stderr}"
-            )
-            return max(versions, default=-1) >= version
+            lines = json_lines(run_dir / "metrics.jsonl")
+            seen = {line["peer"] for line in lines if line["version"] >= version}
+            return bool(seen) and seen >= {*peers}
 
-        eventually(reached, f"outer step {version}")
+        self.sees(reached, f"outer step {version}")
 
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
         """Exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(
-                f"still runs after {timeout_s:.0f} s\n{self.stdout}\n{self.stderr}"
-            ) from None
+            raise AssertionError(f"still runs\n{self.stdout}\n{self.stderr}") from None
+
+    def interrupt(self) -> Command:
+        """Itself, when it has ended well after Ctrl+C."""
+        self.process.send_signal(signal.SIGINT)
+        return self.done()
 
     def done(self, code: int = 0, timeout_s: float = DEADLINE_S) -> Command:
         """Itself, when it has ended with this exit code."""
@@ -359,23 +342,18 @@ def command(
     start: Callable[..., subprocess.Popen[bytes]] = warm.Popen,
 ) -> Iterator[Command]:
     """`python ARGUMENTS` with its output in files of `directory`; nothing of it outlives this
-    context.
+    context. An argument may be several words.
 
     It finds what is in `modules` first. `start=subprocess.Popen` is for tests of how a process
     starts.
     """
     mark = uuid.uuid4().hex
     out, err = directory / f"{mark}.out", directory / f"{mark}.err"
-    environment = {
-        **os.environ,
-        warm.MARK: mark,
-        "PYTHONPATH": f"{modules}:{ROOT}",
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "400",
-    }
+    environment = os.environ | {warm.MARK: mark, "PYTHONPATH": f"{modules}:{ROOT}"}
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "400"}
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = start(
-            [sys.executable, *arguments],
+            [sys.executable, *" ".join(arguments).split()],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
@@ -404,6 +382,12 @@ def program(code: str, *arguments: str, directory: Path) -> Command:
     (directory / "program.py").write_text(code)
     with command("program.py", *arguments, directory=directory) as started:
         return started.done()
+
+
+def train_here(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """The summary of `diloco train`, alone in this process. An override may be several words."""
+    run(compose([*" ".join(overrides).split(), f"run.dir={run_dir}"]), lambda message: None)
+    return summary_of(run_dir)
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:

@@ -28,16 +28,13 @@ def page(tmp_path: Path) -> Iterator[tuple[str, Command]]:
     with command(fake, str(port), str(PEERS), directory=tmp_path) as process:
 
         def answers() -> bool:
-            assert process.process.poll() is None, process.stderr
             try:
-                return (
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10).status
-                    == 200
-                )
+                page = urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10)
             except (urllib.error.URLError, ConnectionError):
                 return False
+            return bool(page.status == 200)
 
-        eventually(answers, "the page")
+        process.sees(answers, "the page")
         yield f"http://127.0.0.1:{port}", process
 
 

@@ -15,7 +15,7 @@ from diloco.swarm.wire.dialing import client_daemon
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BULK
-from tests.support.peers import SMOKE, Crowd, command, dead_port
+from tests.support.peers import Crowd, command, dead_port
 from tests.support.printing import printed_of
 
 NOBODY = "QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
@@ -55,27 +55,14 @@ def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments",
-    [("diloco", "doctor"), ("diloco.train", *SMOKE, "swarm.initial_peers=")],
-    ids=lambda arguments: arguments[-1],
+    "typed", ["diloco doctor ", "diloco.train experiment=smoke swarm.initial_peers="]
 )
-def test_whom_nobody_answers_reads_one_line_of_ours(
-    arguments: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_whom_nobody_answers_reads_one_line_of_ours(typed: str, tmp_path: Path) -> None:
     address = f"/ip4/127.0.0.1/tcp/{dead_port()}/p2p/{NOBODY}"
-    typed = (
-        (*arguments[:-1], arguments[-1] + address)
-        if arguments[-1].endswith("=")
-        else (*arguments, address)
-    )
-    with command("-m", *typed, directory=tmp_path) as started:
+    with command("-m", typed + address, directory=tmp_path) as started:
         started.done(3)
-    said = [
-        line
-        for line in (started.stderr + started.stdout).splitlines()
-        if "cannot be reached" in line
-    ]
-    assert len(said) == 1 and "Loop" not in started.stderr and "asyncio" not in started.stderr
+    assert (started.stderr + started.stdout).count("cannot be reached") == 1
+    assert "Loop" not in started.stderr and "asyncio" not in started.stderr
     assert started.stderr.count("\n") <= 1, started.stderr
 
 
@@ -114,18 +101,15 @@ def test_members_find_each_other_through_any_one_that_lives(tmp_path: Path) -> N
                 peers.append(await Libp2p.connect(network, tmp_path / name, Gate(), "run"))
             first, second, third, fourth = peers
             await first.announce(60.0, [])
-            assert (
-                await second.announced() == {first.me: first.addresses[:4]}
-                and await fourth.announced() == {}
-            )
+            assert await second.announced() == {first.me: first.addresses[:4]}
+            assert await fourth.announced() == {}
             second.addresses_of = {third.me: third.addresses[:1]}.__getitem__
             with pytest.raises(ConnectionError, match="not supported"):
                 await second.open(third.me, BULK)
             for one, met in ((second, [third.me]), (third, [second.me]), (first, [second.me])):
                 await one.announce(60.0, met)
-            assert await fourth.announced() == {
-                one.me: one.addresses[:4] for one in (first, second, third)
-            }
+            three = {one.me: one.addresses[:4] for one in (first, second, third)}
+            assert await fourth.announced() == three
         finally:
             for peer in peers:
                 await peer.close()

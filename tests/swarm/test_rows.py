@@ -32,16 +32,9 @@ from tests.support.peers import command
 from tests.support.slow import slow
 from tests.support.stub_device import at_once
 
-SHAPES = {
-    "even": (8, 3),
-    "uneven": (3, 5),
-    "one": (1, 3),
-    "cut": (7, 4099),
-    "long": (300, 1000),
-    "vector": (6,),
-}
+SHAPES = {"even": (8, 3), "uneven": (3, 5), "one": (1, 3)}
+SHAPES |= {"cut": (7, 4099), "long": (300, 1000), "vector": (6,)}
 SETTINGS = OuterConfig(method="diloco", sync_every=1, fragments=2)
-LEARNED = 1e-3
 
 
 class Model(nn.Module):
@@ -60,19 +53,17 @@ def learned(parameters: dict[str, Tensor]) -> None:
     """As if every value had been trained: each moves by another length."""
     generator = torch.Generator().manual_seed(1)
     for name, shape in SHAPES.items():
-        step = LEARNED * torch.randn(shape, generator=generator)
-        local_tensor(parameters[name].detach()).sub_(
-            local_tensor(sharded_like(step, parameters[name]))
-        )
+        parameter = parameters[name].detach()
+        step = sharded_like(1e-3 * torch.randn(shape, generator=generator), parameter)
+        local_tensor(parameter).sub_(local_tensor(step))
 
 
 def outcome(replica: Replica) -> dict[str, Tensor]:
     """What rank 0 sends, and what it would publish alone."""
     found: dict[str, Tensor] = {}
     for fragment in range(2):
-        assert not replica.local.can_copy(replica.fragments[fragment]) or replica.copy_local(
-            fragment
-        )
+        if replica.local.can_copy(replica.fragments[fragment]):
+            assert replica.copy_local(fragment)
         found[f"payload {fragment}"] = replica.capture(fragment)
         replica.anchors[fragment].mul_(1.5)
     replica.load_local_([1])
@@ -90,7 +81,7 @@ def alone() -> tuple[dict[str, Tensor], Model]:
 
 
 def rank(kind: str, place: Path) -> None:
-    """One process of an ranks: rank 0 saves what came of it, and every rank what it has.
+    """One process of a peer: rank 0 saves what came of it, and every rank what it has.
 
     `staged` is ddp with parameters that are read and written as if they were on an accelerator.
     """
@@ -133,11 +124,10 @@ def rank(kind: str, place: Path) -> None:
 def test_a_peer_of_any_size_sends_and_takes_the_same_bits(
     kind: str, size: int, tmp_path: Path
 ) -> None:
-    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone")
-    with command(
-        *launcher, "-m", "tests.swarm.test_rows", kind, str(tmp_path / "found"), directory=tmp_path
-    ) as started:
-        assert started.wait() == 0, started.stderr
+    launcher = f"-m torch.distributed.run --nproc-per-node={size} --standalone"
+    this = f"-m tests.swarm.test_rows {kind} {tmp_path / 'found'}"
+    with command(launcher, this, directory=tmp_path) as started:
+        started.done()
     found = torch.load(tmp_path / "found", weights_only=True)
     expected, model = alone()
     expected |= {name: parameter.detach() for name, parameter in TrainedParams(model).items()}
@@ -151,21 +141,19 @@ def test_tied_weights_are_one_parameter() -> None:
 
 
 def test_a_layout_that_is_no_range_of_rows_is_refused_by_name(tmp_path: Path) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         mesh = DeviceMesh("cpu", [0])
-        columns = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])
-        replicated = distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()])
-        rows = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
+        layouts = (Shard(1), Replicate(), Shard(0))
+        found = (distribute_tensor(torch.zeros(4, 6), mesh, [one]) for one in layouts)
+        columns, replicated, rows = found
         assert [has_row_layout(one) for one in (columns, replicated, rows)] == [False, True, True]
         assert row_range(replicated) == row_range(rows) == (0, 24)
         model = nn.Module()
         model.register_parameter("w", nn.Parameter(columns))
-        with pytest.raises(
-            ConfigError, match=r"^w is laid out as .*shard the model with fully_shard"
-        ):
+        said = r"^w is laid out as .*shard the model with fully_shard"
+        with pytest.raises(ConfigError, match=said):
             TrainedParams(model)
     finally:
         dist.destroy_process_group()

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hivemind.dht.node import DHTNode
@@ -28,119 +27,107 @@ from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, PeerStream, Traffic
 from tests.support.peers import Crowd, Trainee, begin_together, eventually, together
 
-SHAPES = {"embed": (60, 100), "norm": (5,)}
-RUN = "crowd"
-HOUR = 3600
+RUN, HOUR = "crowd", 3600
 
 
-class Club(Crowd):
+class ClosedRun(Crowd):
     """A crowd whose run has a key."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, SHAPES, fragments=2)
+        super().__init__(directory, {"embed": (60, 100), "norm": (5,)}, fragments=2)
         self.key = RunKey.create(directory / "run.key")
 
-    def token(
-        self, role: Role = "worker", run: str = RUN, life_s: float = HOUR, peer: str = ""
-    ) -> Token:
-        return issue(self.key, run, role, int(time.time() + life_s), peer)
+    def token(self, role: Role = "worker", life_s: float = HOUR) -> Token:
+        return issue(self.key, RUN, role, int(time.time() + life_s))
 
-    def member(self, *initial_peers: str, token: Token | None = None, **options: Any) -> Trainee:
-        """A peer with an invitation of its own, not started yet."""
-        return self.peer(*initial_peers, gate=Gate(Admission(token or self.token())), **options)
+    def member(self, *initial_peers: str, min_peers: int = 1) -> Trainee:
+        """A started peer with an invitation of its own."""
+        gate = Gate(Admission(self.token()))
+        return self.peer(*initial_peers, gate=gate, min_peers=min_peers).start()
 
 
 @pytest.fixture(scope="module")
-def club(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Club]:
-    made = Club(tmp_path_factory.mktemp("club"))
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClosedRun]:
+    made = ClosedRun(tmp_path_factory.mktemp("closed"))
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def members(club: Club) -> list[Trainee]:
+def members(closed: ClosedRun) -> list[Trainee]:
     """Two peers of a closed run that train."""
-    first = club.member(min_peers=2).start()
-    second = club.member(first.address, min_peers=2).start()
+    first = closed.member(min_peers=2)
+    second = closed.member(first.address, min_peers=2)
     begin_together(first, second)
     return [first, second]
 
 
 def refused_by(members: list[Trainee], peer: str) -> str:
     """Why the first of the members refused a peer."""
-    return eventually(
-        lambda: next(
-            (e["why"] for m in members for e in m.said("refused") if e["peer"] == peer), None
-        ),
-        "the event",
-    )
+
+    def told() -> str | None:
+        events = (event for one in members for event in one.said("refused"))
+        return next((event["why"] for event in events if event["peer"] == peer), None)
+
+    return eventually(told, "the event") or ""
 
 
-def test_invited_peers_train_together(club: Club, members: list[Trainee]) -> None:
+def test_invited_peers_train_together(members: list[Trainee]) -> None:
     together(*(lambda peer=peer: peer.round(0.01) for peer in members))  # type: ignore[misc]
     assert {tuple(peer.versions) for peer in members} == {(1, 1)}
-    assert {
-        peer.node.context.gate.role_of(other.peer_id) for peer, other in (members, members[::-1])
-    } == {"worker"}
+    pairs = (members, members[::-1])
+    assert {a.node.context.gate.role_of(b.peer_id) for a, b in pairs} == {"worker"}
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("role", "life_s", "reason"),
     [
-        (lambda club: None, "admits invited peers only; ask its owner for a link"),
-        (lambda club: club.token(life_s=-HOUR), "the invitation expired 60 minutes ago"),
-        (lambda club: club.token("host"), "role host does not allow training"),
+        (None, HOUR, "admits invited peers only; ask its owner for a link"),
+        ("worker", -HOUR, "the invitation expired 60 minutes ago"),
+        ("host", HOUR, "role host does not allow training"),
     ],
     ids=["none", "expired", "host"],
 )
 def test_a_stranger_ends_with_a_reason_that_is_an_event_here(
-    club: Club, members: list[Trainee], make: Callable[[Club], Token | None], reason: str
+    role: Role | None, life_s: float, reason: str, closed: ClosedRun, members: list[Trainee]
 ) -> None:
-    token = make(club)
-    gate = Gate() if token is None else Gate(Admission(token))
-    stranger = club.peer(members[0].address, gate=gate)
-    with pytest.raises(SwarmError, match=reason) as caught:
+    gate = Gate() if role is None else Gate(Admission(closed.token(role, life_s)))
+    stranger = closed.peer(members[0].address, gate=gate)
+    with pytest.raises(SwarmError, match=f"^the swarm refused this peer: .*{reason}") as caught:
         stranger.start()
-    assert caught.value.exit_code == 3 and str(caught.value).startswith(
-        "the swarm refused this peer: "
-    )
+    assert caught.value.exit_code == 3
     assert reason in refused_by(members, gate.me)
     assert all(len(peer.members) == 1 for peer in members)
     stranger.close()
 
 
 def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_stream(
-    club: Club, members: list[Trainee]
+    members: list[Trainee],
 ) -> None:
     [member, _] = members
     core = member.node.core
     together(*(lambda peer=peer: peer.round(0.01) for peer in members))  # type: ignore[misc]
     [(line, _), *_] = core.facts.control.tip.head.lines
-    questions: list[tuple[str, Message | None]] = [
-        (BULK, Get(0, (0, ""))),
-        (BULK, InnerRequest()),
-        (BULK, InfoRequest("manifest")),
-        (BULK, InfoRequest("snapshot")),
-        (BULK, ContributionHeader(line)),
-        (BULK, None),
-        (CONTROL, core.hello()),
-        (GREETING, core.status()),
-    ]
+    asked = (Get(0, (0, "")), InnerRequest(), InfoRequest("manifest"), InfoRequest("snapshot"))
+    bulk = (*asked, ContributionHeader(line), None)
+    questions: list[tuple[str, Message | None]] = [(BULK, one) for one in bulk]
+    questions += [(CONTROL, core.hello()), (GREETING, core.status())]
+    # a credential that was overheard
+    overheard = Gate(member.node.context.gate.admission)
+    overheard.me = member.peer_id
+    questions.append((GREETING, overheard._greeting()))
 
     async def work() -> tuple[str, list[object], list[str]]:
         stranger = await intruder(member)
         try:
-            answers = [
-                await ask(stranger, member.peer_id, name, message) for name, message in questions
-            ]
-            answers.append(await replay(stranger, member))
+            answers = [await ask(stranger, member.peer_id, *question) for question in questions]
             return stranger.me, answers, await dht_calls(stranger, member)
         finally:
             await stranger.close()
 
     me, answers, calls = asyncio.run(work())
-    assert all(isinstance(answer, Refusal) or answer is None for answer in answers), answers
-    assert [answer is None for answer in answers] == [False] * 7 + [True, False]
+    kinds = [type(answer) for answer in answers]
+    assert kinds == [Refusal] * 7 + [type(None), Refusal], answers
     assert "belongs to another identity" in str(answers[-1])
     assert len(calls) == 3 and all("PermissionError" in call for call in calls)
     assert "invited peers only" in refused_by(members, me)
@@ -168,13 +155,6 @@ async def ask(transport: Libp2p, peer: str, protocol: str, message: Message | No
         stream.close()
 
 
-async def replay(stranger: Libp2p, member: Trainee) -> object:
-    """The answer to a credential that was overheard."""
-    gate = Gate(member.node.context.gate.admission)
-    gate.me = member.peer_id
-    return await ask(stranger, member.peer_id, GREETING, gate._greeting())
-
-
 async def dht_calls(stranger: Libp2p, member: Trainee) -> list[str]:
     """What the DHT of a member answers to each of its calls."""
     node, failures = await DHTNode.create(p2p=stranger._p2p), []
@@ -192,31 +172,27 @@ async def dht_calls(stranger: Libp2p, member: Trainee) -> list[str]:
 
 
 def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(
-    club: Club, members: list[Trainee]
+    closed: ClosedRun, members: list[Trainee]
 ) -> None:
     first, second = members
-    token = club.token()
-    third = club.member(first.address, second.address, token=token).start()
-    eventually(
-        lambda: all(len(peer.members) == 2 for peer in (*members, third)), "all to be connected"
-    )
-    revoked = Revoked.sign(club.key, RUN, 1, [token.grant.token_id], [])
-    visitor = Gate(Admission(issue(club.key, RUN, "observer", 2**40)))
-    spread = revoke([second.address], visitor, club.key, revoked)
-    assert asyncio.run(spread) == revoked
+    third = closed.member(first.address, second.address)
+    three, token = (*members, third), third.node.context.gate.admission.token
+    assert token is not None
+    eventually(lambda: all(len(peer.members) == 2 for peer in three), "all to be connected")
+    revoked = Revoked.sign(closed.key, RUN, 1, [token.grant.token_id], [])
+    visitor = Gate(Admission(issue(closed.key, RUN, "observer", 2**40)))
+    assert asyncio.run(revoke([second.address], visitor, closed.key, revoked)) == revoked
     eventually(lambda: third.said("revoked"), "the peer itself to hear of it")
-    with pytest.raises(
-        SwarmError, match="the owner of the run has revoked the invitation of this peer"
-    ) as caught:
+    said = "the owner of the run has revoked the invitation of this peer"
+    with pytest.raises(SwarmError, match=said) as caught:
         third.begin()
     assert caught.value.exit_code == 3
     eventually(lambda: all(len(peer.members) == 1 for peer in members), "both to have put it out")
     assert {peer.said("revoked")[0]["number"] for peer in members} == {1}
     assert all("revoked" in refused_by([peer], third.peer_id) for peer in members)
     third.close()
-    again = club.peer(
-        first.address, gate=Gate(Admission(token)), identity_path=club.directory / "p9.key"
-    )
+    key = closed.directory / "p9.key"
+    again = closed.peer(first.address, gate=Gate(Admission(token)), identity_path=key)
     with pytest.raises(SwarmError, match="revoked"):
         again.start()
     again.close()

@@ -48,33 +48,27 @@ def step_of(peer: int, round_: int, shapes: Any = SMALL) -> dict[str, Tensor]:
     return {name: 0.01 * value for name, value in seeded(shapes, 1000 + 10 * peer + round_).items()}
 
 
-def train(
-    crowd: Crowd, peers: list[Trainee], rounds: range, tokens: list[int] | None = None
-) -> None:
-    """These rounds, all peers at once."""
+def train(crowd: Crowd, peers: list[Trainee], rounds: int, tokens: list[int]) -> None:
+    """So many rounds, all peers at once."""
 
     def work(index: int, peer: Trainee) -> None:
-        for round_ in rounds:
-            peer.round(step_of(index, round_, crowd.shapes), tokens[index] if tokens else 100)
+        for round_ in range(rounds):
+            peer.round(step_of(index, round_, crowd.shapes), tokens[index])
 
     together(*(lambda pair=pair: work(*pair) for pair in enumerate(peers)))
 
 
 def reference(crowd: Crowd, tokens: list[int], rounds: int) -> dict[str, Tensor]:
     """torch.optim.SGD with Nesterov momentum on the token-weighted mean, in float64."""
-    parameters = {
-        name: value.double().requires_grad_() for name, value in seeded(crowd.shapes, 0).items()
-    }
-    outer = torch.optim.SGD(
-        parameters.values(), crowd.outer["lr"], crowd.outer["momentum"], nesterov=True
-    )
+    start, rates = seeded(crowd.shapes, 0), (crowd.outer["lr"], crowd.outer["momentum"])
+    parameters = {name: value.double().requires_grad_() for name, value in start.items()}
+    outer = torch.optim.SGD(parameters.values(), *rates, nesterov=True)
     for round_ in range(rounds):
         steps = [step_of(peer, round_, crowd.shapes) for peer in range(len(tokens))]
         for name, parameter in parameters.items():
-            weighted = [
-                count * step[name].double() for count, step in zip(tokens, steps, strict=True)
-            ]
-            parameter.grad = sum(weighted[1:], weighted[0]) / sum(tokens)
+            pairs = zip(tokens, steps, strict=True)
+            weighted = torch.stack([count * step[name].double() for count, step in pairs])
+            parameter.grad = weighted.sum(0) / sum(tokens)
         outer.step()
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
@@ -88,32 +82,16 @@ def test_four_peers_end_with_one_anchor_that_nesterov_on_the_weighted_mean_gives
 ) -> None:
     crowd = crowds(SHAPES, fragments=fragments, codec_up=codec, codec_down=codec)
     peers, tokens = crowd.start(4), [100, 200, 300, 50]
-    train(crowd, peers, range(ROUNDS), tokens)
+    train(crowd, peers, ROUNDS, tokens)
     crowd.finish(*peers)
     assert len({peer.digest for peer in peers}) == 1
     assert {tuple(peer.versions) for peer in peers} == {(ROUNDS,) * fragments}
     assert {peer.node.clock()[1] for peer in peers} == {ROUNDS * sum(tokens)}
-    assert sorted(fragment for peer in peers for fragment in peer.authors()) == list(
-        range(fragments)
-    )
+    assert sorted(one for peer in peers for one in peer.authors()) == [*range(fragments)]
     for name, expected in reference(crowd, tokens, ROUNDS).items():
         for peer in peers:  # the local parameters are the anchor
-            torch.testing.assert_close(
-                peer.parameters[name].double(), expected, rtol=0, atol=tolerance
-            )
-
-
-def test_an_identity_of_a_running_peer_is_refused(crowds: Any) -> None:
-    crowd = crowds()
-    [first] = crowd.start(1)
-    own_key = first.node._options.identity_path
-    said = (
-        "^swarm.initial_peers=.* has the identity of this peer; .* another file than"
-        f" swarm.identity_path={own_key}"
-    )
-    with pytest.raises(SwarmError, match=said) as caught:
-        crowd.peer(first.address, identity_path=own_key).start()
-    assert caught.value.exit_code == 3
+            here = peer.parameters[name].double()
+            torch.testing.assert_close(here, expected, rtol=0, atol=tolerance)
 
 
 def test_a_copy_of_a_running_peer_is_refused_until_that_has_ended(
@@ -123,12 +101,18 @@ def test_a_copy_of_a_running_peer_is_refused_until_that_has_ended(
     nobody's way."""
     crowd, key = crowds(), tmp_path / "copy.key"
     first, second = crowd.start(2)
+    own = first.node._options.identity_path
+    said = (
+        f"^swarm.initial_peers=.* has the identity of this peer; .* than swarm.identity_path={own}"
+    )
+    with pytest.raises(SwarmError, match=said) as caught:
+        crowd.peer(first.address, identity_path=own).start()
+    assert caught.value.exit_code == 3
     shutil.copy(second.node._options.identity_path, key)
-    with pytest.raises(
-        SwarmError, match=r"refused this peer: its identity is in use by a running peer; give"
-    ):
+    said = "refused this peer: its identity is in use by a running peer; give"
+    with pytest.raises(SwarmError, match=said):
         crowd.peer(first.address, identity_path=key).start()
-    train(crowd, [first, second], range(2))
+    train(crowd, [first, second], 2, [100, 100])
     assert first.digest == second.digest and first.versions == [2] * 4
     second.close()  # without a goodbye
     again = crowd.peer(second.address, first.address, identity_path=key).start()

@@ -2,115 +2,69 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import signal
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
-from tests.support import warm
+import pytest
+
 from tests.support.pages import DOCS, typed
-from tests.support.peers import DEADLINE_S
+from tests.support.peers import Command, command
 
 # minutes; `scripts/quickstart`
 ELSEWHERE = ("diloco local experiment=quickstart", "diloco generate runs/quickstart")
 
 
-PATIENCE_S = DEADLINE_S
-
-
 class Machine:
     """A directory with a user of its own."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, place: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place, self._stack, self._patch = place, stack, monkeypatch
         (place / "notes").mkdir(parents=True)
         for number in range(40):  # of 40 documents, 2 % are kept to evaluate
-            (place / "notes" / f"{number}.txt").write_text(
-                f"{place.name} writes note {number} of many.\n" * 40
-            )
-        self.environment = os.environ | {
-            "XDG_DATA_HOME": str(place / "data"),
-            "XDG_CACHE_HOME": str(place / "cache"),
-        }
+            text = f"{place.name} writes note {number} of many.\n" * 40
+            (place / "notes" / f"{number}.txt").write_text(text)
 
-    def start(self, line: str) -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-m", *shlex.split(line)]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return warm.Popen(arguments, cwd=self.place, env=self.environment, text=True, **streams)
+    def start(self, line: str) -> Command:
+        for kind in ("DATA", "CACHE"):
+            self._patch.setenv(f"XDG_{kind}_HOME", str(self.place / kind))
+        return self._stack.enter_context(command("-m", line, directory=self.place))
 
     def run(self, line: str) -> str:
-        process = self.start(line)
-        said, _ = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, f"{line}\n{said}"
-        return said
+        return self.start(line).done().stdout
 
 
-def wait_for(process: subprocess.Popen[str], pattern: str) -> str:
-    """The first match of the pattern in what the process says; its end before that is a failure."""
-    said = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        said.append(line)
-        if found := re.search(pattern, line):
-            return found[1]
-    raise AssertionError("".join(said))
+def said(peer: Command, pattern: str) -> str:
+    """The first match of the pattern in what it says."""
+    found = peer.sees(lambda: re.search(pattern, peer.stdout + peer.stderr, re.M), pattern)
+    assert found is not None
+    return found[1]
 
 
-def stop(process: subprocess.Popen[str]) -> None:
-    """Ctrl+C: it leaves cleanly."""
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, said
-
-
-def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
-    first, second = Machine(tmp_path / "first"), Machine(tmp_path / "second")
-    first_peer: subprocess.Popen[str] | None = None
-    second_peer: subprocess.Popen[str] | None = None
+def test_the_tutorial_works_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address, done = "ADDRESS", []
-    try:
-        for line in typed(DOCS / "tutorial.md"):
-            if line.startswith(ELSEWHERE):
-                continue
-            command = line.split()[1]
-            if command == "train":
-                # a test stays on the loopback
-                first_peer = first.start(line.replace(" swarm=network", ""))
-                address = wait_for(first_peer, r"^diloco join (\S+)")
-            elif command == "join":
-                second_peer = second.start(line.replace("ADDRESS", address))
-                wait_for(second_peer, r" v([1-9]\d*)/2000 ")
-            elif command == "eval":
-                stop(second_peer)
+    with ExitStack() as stack:
+        first, second = (Machine(tmp_path / name, stack, monkeypatch) for name in ("one", "two"))
+        for line in [one for one in typed(DOCS / "tutorial.md") if not one.startswith(ELSEWHERE)]:
+            name = line.split()[1]
+            if name == "train":  # a test stays on the loopback
+                starter = first.start(line.replace(" swarm=network", ""))
+                address = said(starter, r"^diloco join (\S+)")
+            elif name == "join":
+                joiner = second.start(line.replace("ADDRESS", address))
+                said(joiner, r" v([1-9]\d*)/2000 ")
+            elif name == "eval":
+                joiner.interrupt()
                 # "the same command again, and it comes back"
-                second_peer = second.start(f"diloco join {address}")
-                wait_for(second_peer, r" v(\d+)/2000 .* training")
-                stop(first_peer)
-                stop(second_peer)
+                joiner = second.start(f"diloco join {address}")
+                said(joiner, r" v(\d+)/2000 .* training")
+                starter.interrupt()
+                joiner.interrupt()
                 assert first.run(line)
             else:
-                said = (second if address in line or "ADDRESS" in line else first).run(
-                    line.replace("ADDRESS", address)
-                )
-                assert "equal anchors on all peers" in " ".join(said.split()) or command != "local"
-            done.append(command)
-    finally:
-        for peer in (first_peer, second_peer):
-            if peer is not None and peer.poll() is None:
-                peer.kill()
-                peer.wait()
-    assert done == [
-        "doctor",
-        "local",
-        "local",
-        "train",
-        "doctor",
-        "join",
-        "status",
-        "eval",
-        "export",
-    ]
+                machine = second if "ADDRESS" in line else first
+                output = machine.run(line.replace("ADDRESS", address))
+                assert name != "local" or "equal anchors on all peers" in " ".join(output.split())
+            done.append(name)
+    assert done == "doctor local local train doctor join status eval export".split()
     assert (first.place / "model" / "config.json").is_file()

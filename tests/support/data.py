@@ -38,14 +38,11 @@ def written(directory: Path, files: dict[str, str | bytes]) -> Path:
 def hub_directory(place: Path) -> Path:
     """A dataset directory as on the hub, named corpus: 4 files of 30 rows, in a split named
     train."""
-    rows = [
-        [json.dumps({"text": text, "url": "u", "likes": len(text)}) for text in texts]
-        for texts in TEXTS
-    ]
-    files = {
-        f"data/train-{file}.jsonl": "".join(f"{row}\n" for row in rows[file]) for file in range(4)
-    }
-    return written(place / "corpus", dict(files))
+    files: dict[str, str | bytes] = {}
+    for file, texts in enumerate(TEXTS):
+        rows = [json.dumps({"text": text, "url": "u", "likes": len(text)}) for text in texts]
+        files[f"data/train-{file}.jsonl"] = "".join(f"{row}\n" for row in rows)
+    return written(place / "corpus", files)
 
 
 def documents(settings: DataConfig) -> Iterator[bytes]:
@@ -69,12 +66,10 @@ def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "</s>", *(f"w{number}" for number in range(400))]
-    pipeline = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
-    )
+    numbers = {word: index for index, word in enumerate(words)}
+    pipeline = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
     pipeline.pre_tokenizer = pre_tokenizers.Whitespace()
-    directory = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(
-        tokenizer_object=pipeline, unk_token="<unk>", eos_token="</s>"
-    ).save_pretrained(directory)
+    directory, marks = tmp_path_factory.mktemp("tokenizer"), {"unk_token": "<unk>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=pipeline, **marks, eos_token="</s>")
+    made.save_pretrained(directory)
     return str(directory)

@@ -60,14 +60,8 @@ class Listener:
 
 def status(**said: Any) -> Status:
     """A whole one of a peer that trains."""
-    return Status(
-        **{
-            "whole": True,
-            "tips": {tip.head.fragment: tip.key for tip in GENESIS},
-            "trains": True,
-            **said,
-        }
-    )
+    tips = {tip.head.fragment: tip.key for tip in GENESIS}
+    return Status(**{"whole": True, "tips": tips, "trains": True, **said})
 
 
 def hello(**fields: Any) -> Hello:

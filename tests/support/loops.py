@@ -33,13 +33,7 @@ class Loop:
     swarm: Swarm
     noise: torch.Generator | None = None  # of the gradients, which are ones without
 
-    def __init__(
-        self,
-        name: str,
-        sync: Attachment,
-        optimizer: torch.optim.Optimizer,
-        lockstep: Lockstep[None],
-    ) -> None:
+    def __init__(self, name: str, sync: Attachment, optimizer: Any, lockstep: Any) -> None:
         self.name, self.sync, self._optimizer, self._lockstep = name, sync, optimizer, lockstep
         self.events: list[tuple[str, dict[str, Any]]] = []
 
@@ -55,13 +49,11 @@ class Loop:
         """So many inner steps."""
         for _ in range(count):
             self.pass_s(STEP_S)
-            for parameter in (
-                one for group in self._optimizer.param_groups for one in group["params"]
-            ):
-                ones = torch.ones_like(parameter)
-                parameter.grad = (
-                    ones if self.noise is None else torch.randn(ones.shape, generator=self.noise)
-                )
+            groups = self._optimizer.param_groups
+            for parameter in (one for group in groups for one in group["params"]):
+                parameter.grad = torch.ones_like(parameter)
+                if self.noise is not None:
+                    parameter.grad = torch.randn(parameter.shape, generator=self.noise)
             self._optimizer.step()
 
     def told(self, kind: str) -> list[dict[str, Any]]:
@@ -134,9 +126,8 @@ class LastFlight:
 
     def __init__(self) -> None:
         self.version, self.position, self.cycle, self.discarded = 3, 0, 4, 0
-        facts = SimpleNamespace(me="me", members=Members("me"), planned=(0, 0, 0))
         self.core = SimpleNamespace(
-            facts=facts,
+            facts=SimpleNamespace(me="me", members=Members("me"), planned=(0, 0, 0)),
             measure=None,
             fastest_steps_per_s=lambda mine: mine,
             others_at=list[str],

@@ -17,18 +17,9 @@ from diloco.model.files import transformers
 from diloco.train import start_files
 from tests.support.models import SMALL
 
-EXPERTS: dict[str, Any] = {
-    **SMALL,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
+EXPERTS: dict[str, Any] = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2}
+EXPERTS |= {"head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 4}
+EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"  # a buffer that a checkpoint has
 
 
@@ -38,18 +29,15 @@ def bpe(directory: Path) -> HubTokenizer:
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {
-        "<end>": 0,
-        **{character: number for number, character in enumerate(alphabet[:-1], 1)},
-    }
+    alphabet = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())[:-1]]
+    vocabulary = {character: number for number, character in enumerate(alphabet)}
     pipeline = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
     made: Any = PreTrainedTokenizerFast
-    made(
-        tokenizer_object=pipeline, eos_token="<end>", chat_template="{{ messages[0].content }}"
-    ).save_pretrained(directory)
+    template = "{{ messages[0].content }}"
+    words = made(tokenizer_object=pipeline, eos_token="<end>", chat_template=template)
+    words.save_pretrained(directory)
     return HubTokenizer(str(directory))
 
 
@@ -57,9 +45,8 @@ def experts(shift: float = 0.0) -> nn.Module:
     library = transformers()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = library.AutoModelForCausalLM.from_config(
-            library.CONFIG_MAPPING["glm4_moe"](**EXPERTS)
-        )
+        config = library.CONFIG_MAPPING["glm4_moe"](**EXPERTS)
+        model: Any = library.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         model.get_buffer(BIAS).copy_(torch.arange(4.0) + shift)
     return model
@@ -73,21 +60,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.save(experts(), directory, bpe(directory.parent / "words"))
     # As published models have it, and as transformers refuses to write it: settings of sampling
     # without sampling.
-    (directory / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [0, 9], "top_k": 5})
-    )
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(
-        json.dumps({**config, "eos_token_id": [0, 9], "pad_token_id": 7})
-    )
+    changes = {"generation_config": {"top_k": 5}, "config": {"pad_token_id": 7}}
+    for name, change in changes.items():
+        file = directory / f"{name}.json"
+        content = json.loads(file.read_text()) if name == "config" else {}
+        file.write_text(json.dumps({**content, "eos_token_id": [0, 9], **change}))
     return directory
 
 
 def config_of(path: Path | str, tokenizer: Path | str | None = None, *more: str) -> Config:
     names = [f"model.path={path}", "data.sequence_length=32", "train.device=cpu"]
-    return compose(
-        ["model=pretrained", *names, *([f"data.tokenizer={tokenizer}"] if tokenizer else []), *more]
-    )
+    names += [f"data.tokenizer={tokenizer}"] if tokenizer else []
+    return compose(["model=pretrained", *names, *more])
 
 
 def started(path: Path | str, *more: str) -> Config:

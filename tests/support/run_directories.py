@@ -27,44 +27,18 @@ def make(
     config = composed("experiment=smoke", *overrides)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
     (place / "config.yaml").write_text(config.to_yaml())
-    lines = [
-        {
-            "time": began + 10 * step,
-            "peer": "p0",
-            "version": step,
-            "inner_step": 4 * step,
-            "bytes_sent": 1000 * step,
-        }
-        | {"tokens": 100 * step, **measured}
-        for step, loss in enumerate(losses)
-        for measured in ({"loss": loss + 0.1}, {"eval_loss": loss})
-    ]
+    lines = []
+    for step, loss in enumerate(losses):
+        line = {"time": began + 10 * step, "peer": "p0", "version": step, "inner_step": 4 * step}
+        line |= {"bytes_sent": 1000 * step, "tokens": 100 * step}
+        lines += [{**line, "loss": loss + 0.1}, {**line, "eval_loss": loss}]
     (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    spent = [PhaseSeconds(compute=9, wait=wait) for wait in (1, 9)]
     peers = [
-        PeerSummary(
-            f"Qm{index}",
-            f"p{index}",
-            8,
-            100,
-            "d",
-            1000,
-            1000,
-            PhaseSeconds(compute=9, wait=1 + 8 * index),
-        )
-        for index in range(2)
+        PeerSummary(f"Qm{index}", f"p{index}", 8, 100, "d", 1000, 1000, seconds)
+        for index, seconds in enumerate(spent)
     ]
-    summary = Summary(
-        "smoke",
-        "h",
-        "diloco",
-        21.5,
-        len(losses) - 1,
-        Tokens(200, 200),
-        Evaluation(losses[-1]),
-        peers,
-        0,
-        0,
-        exit,
-    )
+    ends = (len(losses) - 1, Tokens(200, 200), Evaluation(losses[-1]))
+    summary = Summary("smoke", "h", "diloco", 21.5, *ends, peers, 0, 0, exit)
     write_summary(place / "summary.json", summary)
     return place

@@ -45,26 +45,18 @@ class StubHub:
         if refused := self._refused(name, at):
             return refused
         if self.gated:
-            return 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the terms"}, b""
+            return _error(403, "GatedRepo", "accept the terms")
         if file not in self.files:
-            return 404, {"X-Error-Code": "EntryNotFound"}, b""
+            return _error(404, "EntryNotFound", "")
         content = self.files[file]
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
         return 200, headers, content
 
     def _refused(self, name: str, at: str) -> tuple[int, dict[str, str], bytes] | None:
         if name != NAME:
-            return (
-                401,
-                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
-                b"",
-            )
+            return _error(401, "RepoNotFound", "Repository not found")
         if at not in ("main", COMMIT):
-            return (
-                404,
-                {"X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {at}"},
-                b"",
-            )
+            return _error(404, "RevisionNotFound", f"Invalid rev id: {at}")
         return None
 
     def _api(
@@ -80,26 +72,13 @@ class StubHub:
             return refused
         if what == "tree":
             found: Any = [
-                {
-                    "type": "file",
-                    "path": file,
-                    "size": len(content),
-                    "oid": hashlib.sha1(content).hexdigest(),
-                }
+                {"type": "file", "path": file, "size": len(content), "oid": "0" * 40}
                 for file, content in self.files.items()
             ]
         else:
-            siblings = [
-                {"rfilename": file, "size": len(content)} for file, content in self.files.items()
-            ]
-            found = {
-                "id": name,
-                "modelId": name,
-                "sha": COMMIT,
-                "siblings": siblings,
-                "tags": [],
-                "private": False,
-            }
+            siblings = [{"rfilename": file, "size": len(self.files[file])} for file in self.files]
+            about = {"id": name, "modelId": name, "sha": COMMIT, "tags": [], "private": False}
+            found = {**about, "siblings": siblings}
         return 200, {"Content-Type": "application/json"}, json.dumps(found).encode()
 
     def _upload(self, parts: list[str], body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -109,21 +88,20 @@ class StubHub:
             name = f"{self.made.get('organization') or 'me'}/{self.made['name']}"
             reply = {"url": f"{self.url}/{name}", "id": name}
         elif "preupload" in parts:
-            reply = {
-                "files": [
-                    {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
-                    for one in json.loads(body)["files"]
-                ]
-            }
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            reply = {"files": [{"path": one["path"], **how} for one in json.loads(body)["files"]]}
         elif "commit" in parts:
             for line in map(json.loads, body.decode().splitlines()):
                 if line["key"] == "file":
-                    self.uploaded[line["value"]["path"]] = base64.b64decode(
-                        line["value"]["content"]
-                    )
+                    file = line["value"]
+                    self.uploaded[file["path"]] = base64.b64decode(file["content"])
             where = f"{self.url}/{'/'.join(parts[1:3])}/commit/{COMMIT}"
             reply = {"success": True, "commitOid": COMMIT, "commitUrl": where, "hookOutput": ""}
         return 200, {"Content-Type": "application/json"}, json.dumps(reply).encode()
+
+
+def _error(status: int, code: str, text: str) -> tuple[int, dict[str, str], bytes]:
+    return status, {"X-Error-Code": code, "X-Error-Message": text}, b""
 
 
 @contextmanager
@@ -147,16 +125,10 @@ def stub_hub(directory: Path | None = None) -> Iterator[StubHub]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    files = (
-        {}
-        if directory is None
-        else {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
-    )
+    found = sorted(directory.iterdir()) if directory else []
+    files = {file.name: file.read_bytes() for file in found}
     hub = StubHub(f"http://127.0.0.1:{server.server_port}", files)
-    thread = threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-    )
-    thread.start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield hub
     finally:

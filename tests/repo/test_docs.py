@@ -50,8 +50,8 @@ def test_pages_become_html_whose_headings_have_the_names_that_links_use(
 
 @pytest.mark.parametrize("name", ["quality", "claims"])
 def test_a_table_that_a_script_writes_is_on_one_page(name: str) -> None:
-    marks = [page for page in docs.pages() if f"<!-- {name} -->" in page.read_text()]
-    assert len(marks) == 1 and marks[0].parent.name == "scripts"
+    [page] = [page for page in docs.pages() if f"<!-- {name} -->" in page.read_text()]
+    assert page.parent.name == "scripts"
     assert any(row.startswith("| ") for row in rows_of(name))
 
 
@@ -88,16 +88,12 @@ def test_a_command_of_a_page_can_be_typed(
     if "swarm.key_path=run.key" in line:
         assert exit_code("keygen", "run.key") == 0
     line = line.replace("COMMIT", "0" * 40)
-    _, name, *words = (
-        ["diloco", "train", *line.split()[4:]] if line.startswith("torchrun") else shlex.split(line)
-    )
+    if line.startswith("torchrun"):
+        line = "diloco train " + " ".join(line.split()[4:])
+    _, name, *words = shlex.split(line)
     if "-m" in words or name == "sweep":
-        arguments = [
-            "sweep",
-            *([name] if name != "sweep" else []),
-            *(one for one in words if one != "-m"),
-            "--dry-run",
-        ]
+        members = [name] * (name != "sweep") + [one for one in words if one != "-m"]
+        arguments = ["sweep", *members, "--dry-run"]
     elif name in ("train", "local", "simulate") or words[:1] == ["--new"]:
         arguments = [name, *words, "--cfg", "job"]
     else:
@@ -113,10 +109,8 @@ def sentences() -> str:
     for module in (ROOT / "diloco").rglob("*.py"):
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = (
-                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
-                )
-                found.append("".join(map(str, parts)))
+                parts = (getattr(part, "value", "…") for part in node.values)
+                found.append("".join(one if isinstance(one, str) else "…" for one in parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return "\n".join(" ".join(one.split()) for one in found)
@@ -137,9 +131,7 @@ def _pattern(text: str) -> str:
 
 def test_the_front_page_leads_to_every_page_of_the_documents() -> None:
     front = (ROOT / "README.md").read_text()
-    assert [
-        page.name for page in DOCS.glob("*.md") if f"](diloco/docs/{page.name}" not in front
-    ] == []
+    assert not [page for page in DOCS.glob("*.md") if f"](diloco/docs/{page.name}" not in front]
     assert len(front.splitlines()) <= 120
 
 
@@ -155,17 +147,12 @@ def test_there_is_no_more_to_read_than_somebody_reads() -> None:
 
 def test_a_page_that_starts_another_peer_says_how_its_data_differs() -> None:
     texts = {page: page.read_text() for page in docs.pages()}
-    joining = {
-        page
-        for page, text in texts.items()
-        if re.search(r"(?m)^diloco join |[Tt]he next peer", text)
-    }
-    said = {
-        page
-        for page in joining
-        if re.search(r"(other|different)[\s-]+data|data\s+differs", texts[page], re.I)
-    }
-    assert joining and joining == said
+    joins, says = (
+        r"(?m)^diloco join |[Tt]he next peer",
+        r"(?i)(other|different)[\s-]+data|data\s+differs",
+    )
+    joining = {page for page, text in texts.items() if re.search(joins, text)}
+    assert joining and all(re.search(says, texts[page]) for page in joining)
 
 
 def test_the_reference_names_everything_that_a_user_imports_and_what_a_swarm_has() -> None:
@@ -180,11 +167,6 @@ def test_the_reference_names_everything_that_a_user_imports_and_what_a_swarm_has
 
 def test_the_merge_rule_of_a_page_can_be_registered_and_chosen() -> None:
     chosen = "compose(['outer.merge=weighted_median']).outer.merge"
-    said = f"\nfrom diloco.config import compose\nprint({chosen})"
-    done = subprocess.run(
-        [sys.executable, "-c", code("extend.md") + said],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout == "weighted_median\n", done.stderr
+    program = f"{code('extend.md')}\nfrom diloco.config import compose\nprint({chosen})"
+    said = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120)
+    assert said == "weighted_median\n"

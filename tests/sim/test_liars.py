@@ -40,11 +40,9 @@ class Swarm(Crowd):
     """Five peers that learn a target from noisy gradients; `liar` is one of them that makes no
     versions."""
 
-    def __init__(
-        self, loop: VirtualLoop, peers: str, outer: dict[str, Any], adamw: bool, units: bool
-    ) -> None:
+    def __init__(self, loop: VirtualLoop, peers: str, outer: dict[str, Any], adamw: bool) -> None:
         settings = {"sync_every": 4, "fragments": 1, "lr": 0.7, "momentum": 0.5, **outer}
-        super().__init__(loop, 0, settings, elements=ELEMENTS, units=units)
+        super().__init__(loop, 0, settings, elements=ELEMENTS)
         self.goal, self.adamw = VERSIONS, adamw
         self.target = 1.0 + 0.5 * torch.sin(torch.arange(float(ELEMENTS)))
         for name in peers:
@@ -59,11 +57,9 @@ class Swarm(Crowd):
         return torch.zeros(ELEMENTS)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return (
-            torch.optim.AdamW(model.parameters(), lr=0.02)
-            if self.adamw
-            else super().optimizer(model)
-        )
+        if not self.adamw:
+            return super().optimizer(model)
+        return torch.optim.AdamW(model.parameters(), lr=0.02)
 
     def gradient(self, life: Life, w: Tensor, r: random.Random) -> Tensor:
         noise = torch.randn(w.numel(), generator=torch.Generator().manual_seed(r.getrandbits(62)))
@@ -105,14 +101,9 @@ class Swarm(Crowd):
 
 
 @contextmanager
-def swarm_of(
-    peers: str = "abcde",
-    outer: dict[str, Any] | None = None,
-    adamw: bool = False,
-    units: bool = False,
-) -> Iterator[Swarm]:
+def swarm_of(peers: str = "abcde", adamw: bool = False, **outer: Any) -> Iterator[Swarm]:
     with virtual_swarm(64, 128) as loop:
-        yield Swarm(loop, peers, outer or {}, adamw, units)
+        yield Swarm(loop, peers, outer, adamw)
 
 
 @cache
@@ -156,7 +147,7 @@ def another_shape(payload: Tensor) -> Tensor:
 @pytest.mark.parametrize("bent", [no_number, another_shape])
 def test_bytes_that_are_no_payload_are_refused(bent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calm()  # before streams are bent
-    with swarm_of(outer={"codec_up": "fp32"}) as swarm:
+    with swarm_of(codec_up="fp32") as swarm:
         send = PeerStream.send_payload
 
         async def sends(self: PeerStream, payload: Tensor) -> None:
@@ -172,10 +163,9 @@ def test_a_newcomer_is_not_thrown_far_by_the_moments_that_it_gets() -> None:
 
         def lie(honest: InnerState) -> InnerState:
             sizes = zip(honest.layout.names, honest.layout.numels, strict=True)
-            values = [
-                torch.full((numel,), 0.0 if name.endswith("_sq") else 1e6) for name, numel in sizes
-            ]
-            return replace(honest, steps=(1000,) * len(honest.steps), values=torch.cat(values))
+            large = ((0.0 if name.endswith("_sq") else 1e6, numel) for name, numel in sizes)
+            values = torch.cat([torch.full((numel,), value) for value, numel in large])
+            return replace(honest, steps=(1000,) * len(honest.steps), values=values)
 
         for life in swarm.living():  # whom the newcomer asks is drawn
             context = swarm.node(life.name).context

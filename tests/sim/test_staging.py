@@ -54,41 +54,24 @@ class Case(NamedTuple):
     chunk: int = 8
 
     def settings(self) -> OuterConfig:
-        return OuterConfig(
-            method="diloco",
-            sync_every=4,
-            fragments=self.fragments,
-            codec_up=self.codec_up,
-            codec_down="fp32",
-            momentum=0.0,
-            error_feedback=self.error_feedback if self.codec_up != "fp32" else 0.0,
-            overlap=1,
-            mixing=self.mixing,
-        )
+        plain = {"method": "diloco", "sync_every": 4, "overlap": 1, "momentum": 0.0}
+        feedback = self.error_feedback if self.codec_up != "fp32" else 0.0
+        ways = {"codec_up": self.codec_up, "codec_down": "fp32", "error_feedback": feedback}
+        return OuterConfig(**plain, **ways, fragments=self.fragments, mixing=self.mixing)
 
     def parameters(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
         made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-        made["narrow"], made["turned"] = (
-            made["narrow"].to(self.dtype),
-            made["turned"].t().contiguous().t(),
-        )
+        made["narrow"] = made["narrow"].to(self.dtype)
+        made["turned"] = made["turned"].t().contiguous().t()
         return {name: parameter.requires_grad_() for name, parameter in made.items()}
 
     def replica(self, local: Callable[[dict[str, Tensor]], Local]) -> Replica:
         return Replica(local(self.parameters()), partition(NUMELS, self.fragments), self.settings())
 
 
-CASES = st.builds(
-    Case,
-    st.integers(0, 2**31),
-    st.integers(1, 3),
-    st.sampled_from([*CODECS]),
-    st.sampled_from([0.0, 0.9, 1.0]),
-    st.sampled_from([0.0, 0.5]),
-    st.sampled_from(DTYPES),
-    st.sampled_from([8, 20, CHUNK]),
-)
+CHOICES = ([*CODECS], [0.0, 0.9, 1.0], [0.0, 0.5], DTYPES, [8, 20, CHUNK])
+CASES = st.builds(Case, st.integers(0, 2**31), st.integers(1, 3), *map(st.sampled_from, CHOICES))
 
 
 @torch.no_grad()
@@ -106,11 +89,10 @@ def move(replica: Replica, fragment: int, seed: int) -> None:
 
 
 def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
-    """What is sent in three rounds, and what residuals and parameters are after each; without a
-    device, on the CPU.
+    """What is sent in three rounds, and what residuals and parameters are after each.
 
-    With one, training goes on and the anchor moves while a payload is made; without, both come
-    after it.
+    With a device, training goes on and the anchor moves while a payload is made; on the CPU both
+    come after it.
     """
     replica, found = case.replica(Local if device is None else device.local), list[Tensor]()
     train = (lambda step: step()) if device is None else device.training.put
@@ -124,9 +106,8 @@ def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
                 moves()
                 train(go_on)
             else:
-                assert replica.local.can_copy(replica.fragments[fragment]) and replica.copy_local(
-                    fragment
-                )
+                assert replica.local.can_copy(replica.fragments[fragment])
+                assert replica.copy_local(fragment)
                 train(go_on)
                 device.on_wait = once(moves)
                 found.append(replica.capture(fragment))
@@ -145,15 +126,12 @@ def once(work: Callable[[], None]) -> Callable[[str], None]:
     return lambda stream: left.pop()() if left and stream == "side" else None
 
 
-def equal(ones: list[Tensor], others: list[Tensor]) -> bool:
-    return len(ones) == len(others) and all(map(torch.equal, ones, others))
-
-
 @settings(max_examples=30)
 @given(case=CASES)
 def test_copies_beside_training_send_and_load_the_same_bits(case: Case) -> None:
     with small_pieces(chunk=case.chunk):
-        assert equal(rounds(case, LazyDevice()), rounds(case))
+        pairs = zip(rounds(case, LazyDevice()), rounds(case), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_what_is_handed_to_other_ranks_is_on_the_device() -> None:
@@ -195,29 +173,23 @@ class FakeEvent:
 def test_the_node_copies_in_the_stream_in_which_training_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device, sides = torch.device("cuda", 7), list[FakeStream]()
-    current = {name: FakeStream(device, name) for name in ("training", "node")}
-    monkeypatch.setattr(
-        torch.accelerator, "current_stream", lambda _: current[threading.current_thread().name]
-    )
-    monkeypatch.setattr(
-        torch, "Stream", lambda device: sides.append(FakeStream(device)) or sides[-1]
-    )
+    device = torch.device("cuda", 7)
+    side, *streams = (FakeStream(device, name) for name in ("side", "training", "node"))
+    current, made = {one.name: one for one in streams}, [side]
+    here = lambda _: current[threading.current_thread().name]  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "current_stream", here)
+    monkeypatch.setattr(torch, "Stream", lambda device: made.pop())
     monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr("diloco.outer.staging._training", {})
     monkeypatch.setattr("diloco.outer.staging._buffer", lambda pinned: torch.empty(CHUNK))
     staging = staging_of.__wrapped__(device)
     staging.empty = lambda numel, dtype: torch.empty(numel, dtype=dtype)
     parameters = {"w": torch.ones(3, requires_grad=True)}
-    replica = Replica(
-        Local(parameters, lambda _: staging),
-        partition({"w": 3}, 1),
-        Case(codec_up="fp32").settings(),
-    )
+    settings = Case(codec_up="fp32").settings()
+    replica = Replica(Local(parameters, lambda _: staging), partition({"w": 3}, 1), settings)
 
     def in_thread(name: str, work: Callable[[], object]) -> None:
-        thread = threading.Thread(target=work, name=name)
-        thread.start()
+        (thread := threading.Thread(target=work, name=name)).start()
         thread.join()
 
     def exchange() -> None:
@@ -227,13 +199,11 @@ def test_the_node_copies_in_the_stream_in_which_training_runs(
         replica.load_local_([0])
 
     in_thread("node", exchange)
-    assert current["node"].log == ["copy"] * 2 and sides[0].log == ["after node", "copy"]
-    in_thread("training", lambda: train_on_current_stream(torch.device("cuda", 7)))
+    assert current["node"].log == ["copy"] * 2 and side.log == ["after node", "copy"]
+    in_thread("training", lambda: train_on_current_stream(device))
     in_thread("node", exchange)
-    assert current["training"].log == current["node"].log == ["copy"] * 2, (
-        "a clone and a write in each"
-    )
-    assert sides[0].log == ["after node", "copy", "after training", "copy"] and len(sides) == 1
+    assert current["training"].log == current["node"].log == ["copy"] * 2  # a clone and a write
+    assert side.log == ["after node", "copy", "after training", "copy"]
     assert parameters["w"].tolist() == [3.0] * 3
     train_on_current_stream(torch.device("cpu"))
 
@@ -242,18 +212,15 @@ def test_the_node_is_told_the_stream_before_each_exchange(monkeypatch: pytest.Mo
     told = list[torch.device]()
     monkeypatch.setattr("diloco.attach.node_link.train_on_current_stream", told.append)
     link = NodeLink(RankGroup(torch.device("cpu")), NodeThread(), PhaseTimer())
-    link.share({"w": torch.zeros(2, device="meta"), "v": torch.zeros(3, device="meta")}, ())
-    assert link.run_with_parameters(lambda node: node.load_anchors()) is None and told == [
-        torch.device("meta")
-    ]
+    link.share({name: torch.zeros(2, device="meta") for name in "wv"}, ())
+    assert link.run_with_parameters(lambda node: node.load_anchors()) is None
+    assert told == [torch.device("meta")]
     link.show_anchors()
     assert len(told) == 2
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize(
-    "case", [Case(), Case(mixing=0.5, dtype=torch.bfloat16), Case(chunk=CHUNK)]
-)
+@pytest.mark.parametrize("case", [Case(mixing=0.5, dtype=torch.bfloat16), Case(chunk=CHUNK)])
 def test_an_accelerator_sends_what_the_cpu_sends(case: Case) -> None:
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
 
@@ -317,15 +284,12 @@ class Sending:
 
     def moves(self, target: Tensor) -> Apply:
         """Another peer's version, to which the anchor is about to move."""
-        tip, update = (
-            self.control.tip,
-            torch.empty(self.replica.updates[0].nbytes, dtype=torch.uint8),
-        )
+        tip = self.control.tip
+        update = torch.empty(self.replica.updates[0].nbytes, dtype=torch.uint8)
         self.replica.down.encode_update(target, self.replica.anchors[0], update)
         book = replace(tip.book, recent=(tip.head.id,))
-        head = Head(
-            0, 1, tip.head.id, OTHER, OTHER, (), 1, 10, D, state_of(book, part_digests(target))
-        )
+        made = state_of(book, part_digests(target))
+        head = Head(0, 1, tip.head.id, OTHER, OTHER, (), 1, 10, D, made)
         self.control.moving = Moving(head, book, update, OTHER)
         return Apply(0, head, book, update, 1e9, 0)
 

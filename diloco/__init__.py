@@ -39,34 +39,36 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Where each name is, and for those that need a library which a plain installation lacks, the
-# library and the extra.
-_PLACES = {
-    "Codec": ("diloco.outer.payloads", "", ""),
-    "DataSource": ("diloco.data.sources", "", ""),
-    "DilocoCallback": ("diloco.integrations.trainer", "accelerate", "hf"),
-    "DilocoLightningCallback": ("diloco.integrations.lightning", "lightning", "lightning"),
-    "RankGroup": ("diloco.attach.ranks", "", ""),
-    "MergeRule": ("diloco.outer.merging", "", ""),
-    "OuterOptimizer": ("diloco.outer.optimizer", "", ""),
-    "Swarm": ("diloco.attach.swarm", "", ""),
-    "compare": ("diloco.rundir.compare", "", ""),
-    "register": ("diloco.extensions", "", ""),
+_MODULES = {
+    "Codec": "diloco.outer.payloads",
+    "DataSource": "diloco.data.sources",
+    "DilocoCallback": "diloco.integrations.trainer",
+    "DilocoLightningCallback": "diloco.integrations.lightning",
+    "MergeRule": "diloco.outer.merging",
+    "OuterOptimizer": "diloco.outer.optimizer",
+    "RankGroup": "diloco.attach.ranks",
+    "Swarm": "diloco.attach.swarm",
+    "compare": "diloco.rundir.compare",
+    "register": "diloco.extensions",
+}
+# Libraries that a plain installation lacks, and the extra that has them.
+_EXTRAS = {
+    "DilocoCallback": ("accelerate", "hf"),
+    "DilocoLightningCallback": ("lightning", "lightning"),
+}
+_GONE = {
+    "AccelerateSwarm": "diloco.AccelerateSwarm is diloco.Swarm now (diloco/integrations/README.md)",
+    "Island": "diloco.Island is diloco.RankGroup now",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Island":
-        raise ImportError("diloco.Island is diloco.RankGroup now")
-    if name == "AccelerateSwarm":
-        raise AttributeError(
-            "diloco.AccelerateSwarm is gone; use diloco.Swarm (diloco/integrations/README.md)"
-        )
-    if name not in _PLACES:
+    if name in _GONE:
+        raise ImportError(_GONE[name])
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, library, extra = _PLACES[name]
+    library, extra = _EXTRAS.get(name, ("", ""))
     if library and find_spec(library) is None:
-        raise ImportError(
-            f"{name} needs {library}, which is not installed: pip install 'diloco[{extra}]'"
-        )
-    return getattr(import_module(module), name)
+        remedy = f"pip install 'diloco[{extra}]'"
+        raise ImportError(f"{name} needs {library}, which is not installed: {remedy}")
+    return getattr(import_module(_MODULES[name]), name)

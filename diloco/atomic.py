@@ -11,9 +11,8 @@ from pathlib import Path
 def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Replaces the file `path`: a reader sees the old or the new content, also after a crash.
 
-    The new content is written beside it, under a name that nobody can foresee and that must not
-    exist: in a directory that others may write to, a link that waits there would lead the write
-    elsewhere. Raises OSError; the old content stays then.
+    The new content is written beside it under a random name that must not exist, for a link that
+    somebody else made would lead the write elsewhere. Raises OSError; the old content stays then.
     """
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:

@@ -8,9 +8,7 @@
     │   └── JoinError      3   the same in somebody's own program
     ├── DivergedError      4   training produced non-finite or absurd values
     ├── UnsavedError       5   interrupted with work that is in no checkpoint
-    └── PayloadError       1   something from the network is invalid; the code that receives it
-                               catches this error, refuses and counts, and a user sees it only if
-                               that catch is missing
+    └── PayloadError       1   something from the network is invalid; its receiver catches this
 
 Every text is one line: the key as typed, the value, the remedy. Any other exception that escapes is
 a bug of ours (exit code 1, with its traceback). Exit code 0 means that the run is done or that the
@@ -33,8 +31,7 @@ from diloco.text import masked, plain, speak_plainly
 
 
 class DilocoError(Exception):
-    """A problem that the user can mend; `str(error)` is one line for the user, without secrets that
-    were typed."""
+    """A problem that the user can mend; its text is one line, without secrets that were typed."""
 
     exit_code = 1
 
@@ -86,7 +83,7 @@ _shown = sys.excepthook
 
 
 def _show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    """Shows what ends a program of somebody's own: one line, if it can be mended there."""
+    """Shows what ends a user's own program: one line, if the user can mend it."""
     if isinstance(error, DilocoError) and error.exit_code != DilocoError.exit_code:
         return _complain(str(error))
     _shown(kind, error, at)
@@ -101,8 +98,7 @@ _DIRECTORY_ERRNOS = frozenset(
 
 
 def guard(function: Callable[[], int | None]) -> int:
-    """Runs `function` and returns the exit code of the process; the one place where errors become
-    text.
+    """Runs `function` and returns the exit code of the process.
 
     `DilocoError` and unusable directories (no space, no permission) print `diloco: error: <one
     line>` on stderr. A Ctrl+C that nobody handled ends with 5. Any other exception is a bug: its
@@ -134,19 +130,17 @@ def guard(function: Callable[[], int | None]) -> int:
 
 
 def in_utf8() -> None:
-    """Starts this process anew in Python's UTF-8 mode where the locale knows ASCII only, for names
-    of files."""
+    """Restarts this process in Python's UTF-8 mode for names of files, if the locale is ASCII."""
     if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
-        os.environ |= {
-            "PYTHONUTF8": "1",
-            "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING", "ascii"),
-        }
+        os.environ["PYTHONUTF8"] = "1"
+        os.environ.setdefault("PYTHONIOENCODING", "ascii")
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process with an exit code; a rank of torchrun at once: a thread of torch's process
-    group may outlive what it belongs to, and abort the usual end or hang it.
+    """Ends this process with an exit code; a rank of torchrun at once.
+
+    A thread of torch's process group may abort the usual end or hang it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(code)
@@ -156,8 +150,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def _nobody_reads() -> bool:
-    """Whether the reader of the output, such as `head`, has ended. If so, nothing that is written
-    later fails."""
+    """Whether the reader of the output, such as `head`, has ended; later writes do not fail."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -167,23 +160,17 @@ def _nobody_reads() -> bool:
 
 
 def _complain(text: str) -> None:
-    # a part of it may be a peer's
-    sys.stderr.write(f"diloco: error: {' '.join(plain(text).split())}\n")
+    sys.stderr.write(f"diloco: error: {' '.join(plain(text).split())}\n")  # some may be a peer's
     sys.stderr.flush()
 
 
 @contextmanager
 def on_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Calls `handler` for Ctrl+C, SIGTERM and SIGUSR1 inside the block; it may be used in the main
-    thread only.
+    """Calls `handler` for Ctrl+C, SIGTERM and SIGUSR1 inside the block; in the main thread only.
 
     SLURM announces with SIGUSR1 that a job will be ended, if it is asked to (--signal=USR1@120).
     """
-    numbers = [
-        signal.SIGINT,
-        signal.SIGTERM,
-        *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []),
-    ]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -1,5 +1,4 @@
-"""The Hugging Face hub: whether a name is there, how large its files are, the files at one commit,
-and an upload."""
+"""The Hugging Face hub: what it has, files at one commit, and an upload."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -19,34 +18,24 @@ WEIGHTS = "*.safetensors"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 MODEL_FILES = ("config.json", "generation_config.json", WEIGHTS, "*.safetensors.index.json")
 TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "config.json",
-    "diloco.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "vocab.*",
+    *("added_tokens.json", "chat_template.jinja", "config.json", "diloco.json", "merges.txt"),
+    *("special_tokens_map.json", "spiece.model", "tokenizer*.json", "tokenizer.model", "vocab.*"),
 )
 
 
 def check_reachable(key: str, kind: str, name: str, revision: str | None = None) -> None:
-    """Asks the hub once whether it has the `kind` ('dataset' or 'model') called `name`, the value
-    of the setting `key`.
+    """Asks the hub once for the `kind` ('dataset' or 'model') `name`, the value of `key`.
 
     The hub's own client would retry for 20 to 50 s without a network. In offline mode
-    (HF_HUB_OFFLINE) it answers at once, from its cache. Raises DataError: no network, no such name
-    or commit, or no permission.
+    (HF_HUB_OFFLINE) nobody is asked. Raises DataError: no network, no such name or commit, or no
+    permission.
     """
     if not _offline():
         _info(key, kind, name, revision)
 
 
 def commit_of(kind: str, name: str, revision: str | None = None) -> str | None:
-    """The commit that a branch or a tag (by default the main branch) stands for now; None if the
-    hub does not say."""
+    """The commit of a branch or a tag (by default the main branch); None if the hub says none."""
     with contextlib.suppress(Exception):  # whatever it is, a commit has to be typed
         commit: str | None = None if _offline() else _ask(kind, name, revision).sha
         return commit
@@ -56,47 +45,36 @@ def commit_of(kind: str, name: str, revision: str | None = None) -> str | None:
 def files_at(
     key: str, name: str, revision: str, files: Sequence[str], most_bytes: float = math.inf
 ) -> Path:
-    """The directory with the files of a model repository at a commit whose names match, fetched if
-    they are not here.
+    """The directory with the files of a model repository at a commit whose names match.
 
-    The name is one on the hub, also where a directory is called so. Raises DataError if the hub
-    does not have them, if they are more than `most_bytes`, or if this machine has no space for
-    them.
+    They are fetched if they are not here. Raises DataError if the hub does not have them, if they
+    are more than `most_bytes`, or if this machine has no space for them.
     """
     import huggingface_hub
 
     if not _offline():
-        _check_size(
-            key, name, files, _info(key, "model", name, revision, sizes=True).siblings, most_bytes
-        )
-    options: dict[str, Any] = {
-        "revision": revision,
-        "allow_patterns": list(files),
-        "local_files_only": _offline(),
-    }
+        there = _info(key, "model", name, revision, sizes=True).siblings
+        _check_size(key, name, files, list(there), most_bytes)
+    options: Any = {"allow_patterns": list(files), "local_files_only": _offline()}
     try:
-        return Path(huggingface_hub.snapshot_download(name, **options))
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, **options))
     except Exception as error:
-        if _offline():
-            missing = (
-                f"{key}: {name} at {revision[:12]} is not in the cache, and HF_HUB_OFFLINE is set"
-            )
-            remedy = "fetch it once without that, or set HF_HOME to a directory that has it"
-            raise DataError(f"{missing}; {remedy}") from error
-        raise _refusal(key, "model", name, revision, error) from error
+        if not _offline():
+            raise _refusal(key, "model", name, revision, error) from error
+        missing = f"{name} at {revision[:12]} is not in the cache, and HF_HUB_OFFLINE is set"
+        remedy = "fetch it once without that, or set HF_HOME to a directory that has it"
+        raise DataError(f"{key}: {missing}; {remedy}") from error
 
 
 def opened(path: str, mode: str) -> Any:
-    """A file on the hub as a seekable one; `path` is datasets/OWNER/NAME@COMMIT/FILE, with or
-    without hf://."""
+    """A seekable file of the hub; `path` is datasets/OWNER/NAME@COMMIT/FILE, hf:// optional."""
     import huggingface_hub
 
     return huggingface_hub.HfFileSystem().open(path, mode)
 
 
 def check_push(key: str, name: str) -> None:
-    """Raises DataError if `push` would fail before it asks the hub: nobody is logged in, or the
-    name is not valid."""
+    """Raises DataError if `push` would fail at once: nobody is logged in, or a name is invalid."""
     import huggingface_hub
     from huggingface_hub import utils
     from huggingface_hub.errors import HFValidationError
@@ -105,9 +83,8 @@ def check_push(key: str, name: str) -> None:
     try:
         checks.validate_repo_id(name)
     except HFValidationError as error:
-        raise DataError(
-            f"{key}={name} is no name on the hub ({one_line(error)}); give USER/NAME"
-        ) from error
+        why = one_line(error)
+        raise DataError(f"{key}={name} is no name on the hub ({why}); give USER/NAME") from error
     if _offline():
         raise DataError(f"{key}={name}: the hub is switched off by HF_HUB_OFFLINE; unset it")
     if huggingface_hub.get_token() is None:
@@ -117,11 +94,10 @@ def check_push(key: str, name: str) -> None:
 
 
 def push(key: str, name: str, directory: Path, private: bool, message: str) -> str:
-    """Uploads a directory as the model repository `name`, which is made if it is missing; returns
-    its address.
+    """Uploads a directory as the model repository `name`, made if missing; returns its address.
 
-    The value of `key` is the name. Raises DataError: the hub cannot be reached, or does not let
-    this user write there.
+    `name` is the value of `key`. Raises DataError: the hub cannot be reached, or does not let this
+    user write there.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
@@ -130,51 +106,35 @@ def push(key: str, name: str, directory: Path, private: bool, message: str) -> s
     try:
         address = hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=directory, commit_message=message)
-    except HfHubHTTPError as error:
-        remedy = "give USER/NAME, where you may write"
-        raise DataError(
-            f"{key}={name}: the Hugging Face hub refuses it ({one_line(error)}); {remedy}"
-        ) from error
     except Exception as error:
-        text = (
-            f"{key}={name}: the Hugging Face hub is not reachable ({one_line(error)}); check the"
-            " network"
-        )
-        raise DataError(text) from error
+        text, remedy = f"{key}={name}: the Hugging Face hub is not reachable", "check the network"
+        if isinstance(error, HfHubHTTPError):
+            text = f"{key}={name}: the Hugging Face hub refuses it"
+            remedy = "give USER/NAME, where you may write"
+        raise DataError(f"{text} ({one_line(error)}); {remedy}") from error
     return str(address)
 
 
 def _check_size(
-    key: str, name: str, files: Sequence[str], siblings: Iterable[Any], most_bytes: float
+    key: str, name: str, files: Sequence[str], there: Sequence[Any], most_bytes: float
 ) -> None:
     from huggingface_hub import constants
 
-    there = list(siblings)
     cache = Path(constants.HF_HUB_CACHE)
     place = next(directory for directory in (cache, *cache.parents) if directory.is_dir())
-    free, size = (
-        shutil.disk_usage(place).free,
-        sum(file.size or 0 for file in there if _one_of(file, files)),
-    )
+    free = shutil.disk_usage(place).free
+    size = sum(file.size or 0 for file in there if _one_of(file, files))
     if size > most_bytes:
-        raise DataError(
-            f"{key}: {', '.join(files)} of {name} has {size} bytes, and no honest one has; use"
-            " another"
-        )
+        what = f"{', '.join(files)} of {name} has {size} bytes, and no honest one has"
+        raise DataError(f"{key}: {what}; use another")
     if size > free:
-        raise DataError(
-            f"{key}: {name} has {size / 1e9:.1f} GB, and {place} has room for {free / 1e9:.1f} GB;"
-            " free some space, or set HF_HOME to a directory that has it"
-        )
+        what = f"{name} has {size / 1e9:.1f} GB, and {place} has room for {free / 1e9:.1f} GB"
+        remedy = "free some space, or set HF_HOME to a directory that has it"
+        raise DataError(f"{key}: {what}; {remedy}")
     if WEIGHTS in files and not any(_one_of(file, [WEIGHTS]) for file in there):
-        other = next(
-            (file.rfilename for file in there if file.rfilename.endswith(OTHER_WEIGHTS)),
-            "no weights",
-        )
-        raise DataError(
-            f"{key}: {name} has no *.safetensors, but {other}; other formats are not read, convert"
-            " them"
-        )
+        others = (file.rfilename for file in there if file.rfilename.endswith(OTHER_WEIGHTS))
+        what = f"{name} has no *.safetensors, but {next(others, 'no weights')}"
+        raise DataError(f"{key}: {what}; other formats are not read, convert them")
 
 
 def _offline() -> bool:

@@ -1,5 +1,4 @@
-"""Formats numbers, durations and untrusted text for terminals and pages, and reads text that people
-wrote."""
+"""Formats numbers and untrusted text for terminals and pages, and reads text that people wrote."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ _TOKEN = re.compile(
 
 
 def speak_plainly() -> None:
-    """From now on what the encoding of the terminal lacks is written in plain characters, and never
-    an error."""
+    """From now on the terminal gets plain characters in place of those that it lacks."""
     codecs.register_error("plain", _plainly)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -38,12 +36,8 @@ def speak_plainly() -> None:
 def _plainly(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacking = unicodedata.normalize("NFKD", error.object[error.start : error.end])
-    shown = (
-        _ASCII.get(one, one if one.isascii() else "?")
-        for one in lacking
-        if not unicodedata.combining(one)
-    )
-    return "".join(shown), error.end
+    shown = [one for one in lacking if not unicodedata.combining(one)]
+    return "".join(_ASCII.get(one, one if one.isascii() else "?") for one in shown), error.end
 
 
 def small_text(path: Path, most_bytes: int = 1 << 16) -> str:
@@ -61,28 +55,24 @@ def decoded(raw: bytes) -> str:
 
 
 def masked(text: str) -> str:
-    """The text without what may be a part of an invitation or a key, wherever somebody put it by
-    mistake."""
+    """The text without what may be a part of an invitation or a key."""
     text = _TOKEN.sub(lambda found: f"{found[1] or ''}(hidden)", text)
     return _WORD.sub(lambda found: "(hidden)" if _is_random(found[0]) else found[0], text)
 
 
 def _is_random(word: str) -> bool:
-    """Whether it changes between capitals, small letters and digits as base64 does, and names of
-    things do not."""
+    """Whether capitals, small letters and digits change as in base64, and not as in names."""
     if re.fullmatch(r"12D3Koo\w{,45}|Qm\w{,44}", word):  # a peer id
         return False
     kinds = [one.isupper() - one.islower() for one in word if one.isalnum()]
     pairs = list(pairwise(kinds)) or [(0, 0)]
     changes, small = sum(a != b for a, b in pairs) / len(pairs), pairs.count((-1, -1)) / len(pairs)
-    # no name is that long without a hyphen
-    least = 0.2 if max(map(len, re.split("[-_]", word))) > 35 else 0.36
+    least = 0.2 if max(map(len, re.split("[-_]", word))) > 35 else 0.36  # names have hyphens
     return min(kinds.count(1), kinds.count(-1)) > 1 and changes > least and small < 0.8 - least
 
 
 def plain(value: object) -> str:
-    """Printable text on one line: text that a peer sent can neither move a cursor nor break a
-    line."""
+    """Printable text on one line: what a peer sent can neither move a cursor nor break a line."""
     return "".join(character if character.isprintable() else " " for character in str(value))
 
 
@@ -93,8 +83,7 @@ def one_line(error: BaseException) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A line of at most `width` bars. Each is the mean of an equal share of `values`, scaled from
-    lowest to highest."""
+    """At most `width` bars, means of equal shares of `values` scaled from lowest to highest."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))

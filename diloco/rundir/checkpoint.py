@@ -37,8 +37,7 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 
 FORMAT = 3
 STATE_FILE = "state.json"
-# a block is still in the cache when it is hashed; hashing and writing release the GIL
-BLOCK_BYTES = 16 * 2**20
+BLOCK_BYTES = 16 * 2**20  # still in the cache when it is written after hashing
 
 _TEMPORARY = ".tmp-"
 # a suffix ".1", ".2", ... counts repeated saves of a step
@@ -80,9 +79,7 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, keep: int, key: str = "run.dir") -> None:
         assert keep >= 1, f"keep={keep}"
-        self._key = key  # the setting that chose the directory
-        self.directory = Path(directory)
-        self.keep = keep
+        self.directory, self.keep, self._key = Path(directory), keep, key  # the setting of it
         self._rejected: set[str] = set()  # unusable ones; they do not count towards `keep`
         self._clean = False
 
@@ -114,11 +111,10 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
-            raise CheckpointError(
-                f"{self._key}: cannot write the checkpoint of outer step {step} to"
-                f" {self.directory}: {error.strerror or error}; free some space or choose another"
-                f" {self._key} (older checkpoints are intact)"
-            ) from error
+            why = f"outer step {step} to {self.directory}: {error.strerror or error}"
+            remedy = f"free some space or choose another {self._key}"
+            text = f"cannot write the checkpoint of {why}; {remedy} (older checkpoints are intact)"
+            raise CheckpointError(f"{self._key}: {text}") from error
         self._prune(target.name)
         return target
 
@@ -255,10 +251,7 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
                 size = os.fstat(file.fileno()).st_size
                 if size != expected["bytes"]:
                     raise _UnusableError(f"{name} has {size} bytes instead of {expected['bytes']}")
-                digest = hashlib.sha256()
-                while block := file.read(BLOCK_BYTES):
-                    digest.update(block)
-                if digest.hexdigest() != expected["sha256"]:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                     raise _UnusableError(f"{name} is corrupt (its sha256 differs)")
         except OSError as error:
             raise _UnusableError(_reason(name, error)) from error

@@ -59,17 +59,14 @@ class _Pipe:
     def __init__(self, network: Network, source: str, target: str, fate: Iterator[bool]) -> None:
         self.source, self.target = source, target
         self.reader = asyncio.StreamReader(loop=network.loop)
-        # for the uplink, then on the way, then for the downlink, then on it
-        self.waiting: deque[_Piece] = deque()
+        self.waiting: deque[_Piece] = deque()  # for the uplink
         self.flying: deque[_Piece] = deque()
-        self.arrived: deque[_Piece] = deque()
+        self.arrived: deque[_Piece] = deque()  # at the downlink
         self.landing: deque[_Piece] = deque()
         self.backlog = 0
         self.ended = self.broken = self.reader_ended = False
         self.reverse: _Pipe = self
-        self._network = network
-        self._fate = fate
-        self._drained = asyncio.Event()
+        self._network, self._fate, self._drained = network, fate, asyncio.Event()
 
     def write(self, data: bytes | memoryview) -> None:
         if self.ended or self.broken:
@@ -101,12 +98,10 @@ class _Pipe:
             self._network.uplinks[self.source].serve(self)
         self.reverse.end_reader()
 
-    def take(self) -> _Piece:
-        piece = self.waiting.popleft()
+    def sent(self, piece: _Piece) -> None:
         self.backlog -= piece.nbytes
         if self.backlog <= BACKLOG_BYTES:
             self._drained.set()
-        return piece
 
     def land(self) -> None:
         """The first piece on the downlink has reached the reader."""
@@ -128,7 +123,7 @@ class _Pipe:
         self.waiting.clear()
         self.backlog = 0
         self._drained.set()
-        self._network.forget(self)
+        self._network.pipes.pop(self, None)
 
 
 class _Direction:
@@ -139,20 +134,19 @@ class _Direction:
         network: Network,
         bytes_per_s: float | None,
         queue: Callable[[_Pipe], deque[_Piece]],
-        take: Callable[[_Pipe], _Piece],
         served: Callable[[_Pipe, _Piece, float], None],
+        held: Callable[[_Pipe], bool] = lambda pipe: False,
     ) -> None:
         self._loop, self._bytes_per_s = network.loop, bytes_per_s
-        self._queue, self._take, self._served = queue, take, served
+        self._queue, self._served, self._held = queue, served, held
         self._turns: dict[_Pipe, None] = {}
         self._busy = False
-        self.held: Callable[[_Pipe], bool] = lambda pipe: False
 
     def serve(self, pipe: _Pipe) -> None:
         """The stream has something to send; it takes its turn, if the link has a limit."""
         if self._bytes_per_s is None:
-            while self._queue(pipe) and not self.held(pipe):
-                self._served(pipe, self._take(pipe), 0.0)
+            while self._queue(pipe) and not self._held(pipe):
+                self._served(pipe, self._queue(pipe).popleft(), 0.0)
             return
         self._turns.setdefault(pipe)
         self._go_on()
@@ -161,11 +155,12 @@ class _Direction:
         while self._turns and not self._busy:
             pipe = next(iter(self._turns))
             del self._turns[pipe]
-            if not self._queue(pipe) or self.held(pipe):
+            queue = self._queue(pipe)
+            if not queue or self._held(pipe):
                 continue
-            piece = self._take(pipe)
+            piece = queue.popleft()
             seconds = piece.nbytes / self._bytes_per_s  # type: ignore[operator]
-            if self._queue(pipe):
+            if queue:
                 self._turns[pipe] = None
             if seconds > 0.0:
                 self._busy = True
@@ -205,30 +200,29 @@ class Network:
         self._downlinks: dict[str, _Direction] = {}
         self._links: dict[str, PeerLink] = {}
         self._transports: dict[str, SimTransport] = {}
-        self._pipes: dict[_Pipe, None] = {}
-        # by the second at which a piece reaches the reader
-        self._landings: dict[float, list[_Pipe]] = {}
+        self.pipes: dict[_Pipe, None] = {}
+        self._landings: dict[float, list[_Pipe]] = {}  # by the second of each
         self._cuts: dict[tuple[str, str], asyncio.Event] = {}  # from, to, and when it is mended
-        # peers whose next message or chunk is noise behind its length
-        self.garbling: set[str] = set()
+        self.garbling: set[str] = set()  # peers whose next message is noise behind its length
 
     def join(
         self, peer: str, seeds: list[str], link: PeerLink | None = None, gate: Gate | None = None
     ) -> SimTransport:
         """A peer's access to the network; its gate decides who may open streams."""
         self._links[peer] = link = link or PeerLink()
-        self.uplinks[peer] = _Direction(self, link.up, lambda p: p.waiting, _Pipe.take, self._fly)
-        self.uplinks[peer].held = lambda pipe: (pipe.source, pipe.target) in self._cuts
-        self._downlinks[peer] = _Direction(
-            self, link.down, lambda p: p.arrived, lambda p: p.arrived.popleft(), self._land
-        )
+
+        def is_cut(pipe: _Pipe) -> bool:
+            return (pipe.source, pipe.target) in self._cuts
+
+        self.uplinks[peer] = _Direction(self, link.up, lambda p: p.waiting, self._fly, is_cut)
+        self._downlinks[peer] = _Direction(self, link.down, lambda p: p.arrived, self._land)
         self._transports[peer] = transport = SimTransport(self, peer, seeds, gate or Gate())
         return transport
 
     def crash(self, peer: str) -> None:
         """The peer is gone: what it was sending is lost, and others read the end of its streams."""
         self._transports.pop(peer, None)
-        for pipe in [pipe for pipe in self._pipes if pipe.source == peer]:
+        for pipe in [pipe for pipe in self.pipes if pipe.source == peer]:
             self.break_stream(pipe)
 
     def leave(self, transport: SimTransport) -> None:
@@ -246,13 +240,13 @@ class Network:
         """What waited on both sides of a cut goes on."""
         for pair in (one, other), (other, one):
             self._cuts.pop(pair, asyncio.Event()).set()
-        for pipe in list(self._pipes):
+        for pipe in list(self.pipes):
             if {pipe.source, pipe.target} == {one, other}:
                 self.uplinks[pipe.source].serve(pipe)
 
     def reset(self, one: str, other: str) -> None:
         """Every stream between two peers breaks; new ones can be opened."""
-        for pipe in [pipe for pipe in self._pipes if (pipe.source, pipe.target) == (one, other)]:
+        for pipe in [pipe for pipe in self.pipes if (pipe.source, pipe.target) == (one, other)]:
             self.break_stream(pipe)
 
     def latency_s(self, one: str, other: str) -> float:
@@ -277,7 +271,7 @@ class Network:
         fate = self._fate(protocol)
         there, back = _Pipe(self, source, target, fate), _Pipe(self, target, source, fate)
         there.reverse, back.reverse = back, there
-        self._pipes |= {there: None, back: None}
+        self.pipes |= {there: None, back: None}
         with self.loop.owned_by(transport.owner):
             serving = asyncio.ensure_future(handler(source, there.reader, back))
         serving.add_done_callback(transport.served)
@@ -303,16 +297,13 @@ class Network:
 
         self.loop.at(self.loop.seconds + self.latency_s(pipe.source, pipe.target), hear)
 
-    def forget(self, pipe: _Pipe) -> None:
-        """The pipe carries nothing any more."""
-        self._pipes.pop(pipe, None)
-
     def _fate(self, protocol: str) -> Iterator[bool]:
         if not self._loss or protocol not in self._lossy or self._random.random() >= self._loss:
             return iter(())
         return iter([False] * (self._random.randint(*DOOMED_WRITES) - 1) + [True])
 
     def _fly(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
+        pipe.sent(piece)
         now, trip_s = self.loop.seconds, self.latency_s(pipe.source, pipe.target)
         piece.whole_at = now + seconds + trip_s
         if self._links[pipe.target].down is None:  # nothing to wait for there

@@ -15,17 +15,9 @@ from diloco.errors import SwarmError, guard
 from diloco.messages.codec import Refusal, decode, encode
 from tests.support.places import PACKAGE
 
-EXIT_CODES = {
-    "DilocoError": 1,
-    "ConfigError": 2,
-    "DataError": 2,
-    "CheckpointError": 2,
-    "SwarmError": 3,
-    "JoinError": 3,
-    "DivergedError": 4,
-    "UnsavedError": 5,
-    "PayloadError": 1,
-}
+EXIT_CODES = {"DilocoError": 1, "ConfigError": 2, "DataError": 2, "CheckpointError": 2}
+EXIT_CODES |= {"SwarmError": 3, "JoinError": 3, "DivergedError": 4, "UnsavedError": 5}
+EXIT_CODES |= {"PayloadError": 1}
 
 
 def failing(error: BaseException) -> int:
@@ -77,10 +69,8 @@ def test_a_bug_prints_its_traceback_and_ends_in_one(
 
 
 def test_the_module_imports_nothing_but_the_standard_library() -> None:
-    code = (
-        "import sys, diloco.errors; print({'torch', 'click', 'pydantic', 'hydra', 'rich'} &"
-        " {*sys.modules})"
-    )
+    others = "{'torch', 'click', 'pydantic', 'hydra', 'rich'}"
+    code = f"import sys, diloco.errors; print({others} & {{*sys.modules}})"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "set()\n"
 
@@ -90,11 +80,8 @@ def test_what_a_peer_said_cannot_move_the_cursor(capsys: pytest.CaptureFixture[s
     refusal = decode(encode(Refusal(reason=hostile)))
     assert isinstance(refusal, Refusal)
     for said in (refusal.reason, hostile):
-        assert failing(SwarmError(f"the swarm refused this peer: {said}")) == 3
-        assert (
-            capsys.readouterr().err
-            == "diloco: error: the swarm refused this peer: ]0;owned [2J mil|hs\n"
-        )
+        assert failing(SwarmError(f"refused: {said}")) == 3
+        assert capsys.readouterr().err == "diloco: error: refused: ]0;owned [2J mil|hs\n"
     assert refusal.reason.isprintable()
 
 
@@ -110,23 +97,13 @@ def test_what_a_terminal_lacks_is_written_in_plain_characters(
         " pathlib import Path; guard(lambda: print(BARS, '\\xb1\\u2026\\xfc', chr(0xdcff)));"
         " Path('\\xfc').write_text(''); guard(lambda: Path('\\xfc/x').read_text())"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(PACKAGE.parent),
-            "PYTHONUTF8": "0",
-            "PYTHONCOERCECLOCALE": "0",
-        }
-        | variables,
-        capture_output=True,
-    )
+    old = {"PYTHONPATH": str(PACKAGE.parent), "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment, command = {**os.environ, **old, **variables}, [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
     plain = "±...ü" if "latin-1" in variables.values() else "+-...u"
-    assert ended.stdout.decode("latin-1") == f"_.-~=+*# {plain} ?\n"
-    assert ended.stderr.decode("latin-1").startswith(
-        f"diloco: error: {plain[-1]}/x: Not a directory"
-    )
+    said, complaint = ended.stdout.decode("latin-1"), ended.stderr.decode("latin-1")
+    assert said == f"_.-~=+*# {plain} ?\n"
+    assert complaint.startswith(f"diloco: error: {plain[-1]}/x: Not a directory")
     assert list(tmp_path.iterdir()) == [tmp_path / "ü"]
 
 

@@ -58,11 +58,8 @@ def assert_same(left: Mapping[str, dict[str, Tensor]], right: Groups) -> None:
         assert left[stem].keys() == group.keys()
         for name, tensor in group.items():
             found = left[stem][name]
-            assert (found.dtype, found.shape, raw(found)) == (
-                tensor.dtype,
-                tensor.shape,
-                raw(tensor),
-            )
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert raw(found) == raw(tensor)
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -77,8 +74,7 @@ class Crash(BaseException):
 def failing(
     position: int, error: Callable[[], BaseException], forever: bool
 ) -> Iterator[list[str]]:
-    """Makes disk operation number `position` fail (with `forever` every later one, too); a write is
-    cut in half."""
+    """Makes disk operation number `position` fail (`forever`: later ones, too); half is written."""
     calls: list[str] = []
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,8 +106,7 @@ def count_operations(action: Callable[[], Any]) -> int:
 def test_a_crash_leaves_a_complete_checkpoint(
     tmp_path: Path, before: int | None, step: int, keep: int
 ) -> None:
-    """At any operation: before the rename the old one, or none if there was none, after it the new
-    one."""
+    """At any operation: before the rename the old one, after it the new one."""
 
     def prepare(name: str) -> CheckpointStore:
         store = CheckpointStore(tmp_path / name, keep=keep)
@@ -160,9 +155,8 @@ def test_a_disk_error_is_one_line_and_leaves_nothing_half(tmp_path: Path) -> Non
         save(store, 1)
         said = os.strerror(code := (errno.ENOSPC, errno.EROFS, errno.EIO)[position % 3])
         with failing(position, lambda code=code, said=said: OSError(code, said), forever=False):
-            with pytest.raises(
-                CheckpointError, match=r"^run\.dir: cannot write the [^\n]* step 2 [^\n]*$"
-            ) as caught:
+            line = r"^run\.dir: cannot write the [^\n]* step 2 [^\n]*$"
+            with pytest.raises(CheckpointError, match=line) as caught:
                 save(store, 2)
         assert said in str(caught.value) and "choose another run.dir" in str(caught.value)
         assert caught.value.exit_code == 2
@@ -183,14 +177,10 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     assert os.listdir(store.directory) == []
     (tmp_path / "file").write_text("in the way")
     store = CheckpointStore(tmp_path / "file" / "p0", keep=1)
-    with pytest.raises(
-        CheckpointError,
-        match=r"^run\.dir: cannot write the checkpoint .*Not a directory.*; free some",
-    ):
+    why = "Not a directory"
+    with pytest.raises(CheckpointError, match=rf"^run\.dir: cannot write the .*{why}.*; free some"):
         save(store, 1)
-    with pytest.raises(
-        CheckpointError, match=r"^run\.dir: cannot read the checkpoints in .*Not a directory"
-    ):
+    with pytest.raises(CheckpointError, match=rf"^run\.dir: cannot read the .*{why}"):
         store.load_latest()
 
 
@@ -203,11 +193,7 @@ def test_a_damaged_file_is_named(
     save(store, 1)
     path = save(store, 2) / name
     content = path.read_bytes()
-    for size in (
-        *(int(part * len(content)) for part in (0, 0.1, 0.5, 0.9)),
-        len(content) - 1,
-        None,
-    ):
+    for size in (0, len(content) // 2, len(content) - 1, None):
         if size is None:
             path.unlink()
         else:
@@ -215,9 +201,8 @@ def test_a_damaged_file_is_named(
         loaded = latest(store)
         [warning] = loaded.skipped
         assert loaded.step == 1 and warning in caplog.text
-        assert warning.startswith(f"step-00000002: {name} ") and warning.endswith(
-            "; using step-00000001 instead"
-        )
+        assert warning.startswith(f"step-00000002: {name} ")
+        assert warning.endswith("; using step-00000001 instead")
     assert " is missing; " in warning
 
 
@@ -235,11 +220,9 @@ def test_any_flipped_bit_is_noticed(name: str, position: float, bit: int) -> Non
         path.write_bytes(content)
         loaded = latest(store)
         assert loaded.step == (1 if loaded.skipped else 2)
-        # The one harmless flip is the case of a hexadecimal digit in a JSON escape, such as
-        # \\u00e9.
-        assert loaded.skipped or json.loads(content) == json.loads(
-            (loaded.path / name).read_bytes()
-        )
+        # harmless is the case of a hexadecimal digit in a JSON escape, such as \\u00e9
+        kept = (loaded.path / name).read_bytes()
+        assert loaded.skipped or json.loads(content) == json.loads(kept)
 
 
 def test_damage_to_every_checkpoint_is_one_line(tmp_path: Path) -> None:
@@ -248,9 +231,8 @@ def test_damage_to_every_checkpoint_is_one_line(tmp_path: Path) -> None:
     (save(store, 2) / "state.json").write_text("[1]")
     with pytest.raises(CheckpointError) as caught:
         store.load_latest()
-    assert (
-        str(caught.value)
-        == f"run.dir: no usable checkpoint in {tmp_path} (step-00000002: state.json is corrupt; "
+    assert str(caught.value) == (
+        f"run.dir: no usable checkpoint in {tmp_path} (step-00000002: state.json is corrupt; "
         "step-00000001: inner.safetensors has 0 bytes instead of 88); "
         "put a good copy back, or delete that directory or choose another run.dir to start over"
     )
@@ -263,11 +245,9 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(
     with monkeypatch.context() as patch:
         patch.setattr(module, "FORMAT", other)
         save(CheckpointStore(tmp_path, keep=1), 1)
-    with pytest.raises(
-        CheckpointError, match=f"it has format {other}, this version of diloco reads 3"
-    ) as caught:
+    text = f"it has format {other}, this version of diloco reads 3"
+    with pytest.raises(CheckpointError, match=text):
         CheckpointStore(tmp_path, keep=1).load_latest()
-    assert "\n" not in str(caught.value)
 
 
 def test_looking_for_checkpoints_changes_nothing(tmp_path: Path) -> None:
@@ -328,19 +308,9 @@ def test_a_reader_survives_a_writer_that_prunes(
     assert_same(loaded.tensors, groups(2))
 
 
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-)
-
-
+DTYPES = "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool".split()
 KINDS = st.tuples(
-    st.sampled_from(DTYPES),
+    st.sampled_from([getattr(torch, name) for name in DTYPES]),
     st.lists(st.integers(0, 4), max_size=3),
     st.sampled_from(["plain", "transposed", "expanded", "shared"]),
 )
@@ -453,14 +423,10 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     optimizer = torch.optim.AdamW(parameters)
     train(parameters, optimizer, 1)
     tensors, saved = flatten_optimizer(optimizer)
-    with pytest.raises(
-        CheckpointError,
-        match="holds the state of AdamW for 18 parameters, this run has SGD for 18 ",
-    ):
+    text = "holds the state of AdamW for 18 parameters, this run has "
+    with pytest.raises(CheckpointError, match=text + "SGD for 18 "):
         restore_optimizer(torch.optim.SGD(quadratic(0)), tensors, saved)
-    with pytest.raises(
-        CheckpointError, match=r"AdamW for 18 parameters, this run has AdamW for 5 .*configuration"
-    ):
+    with pytest.raises(CheckpointError, match=text + "AdamW for 5 .*configuration"):
         restore_optimizer(torch.optim.AdamW(quadratic(0)[1:2]), tensors, saved)
     optimizer = torch.optim.SGD(quadratic(0))
     optimizer.param_groups[0]["hook"] = print
@@ -470,12 +436,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
 
 def test_random_numbers_continue(tmp_path: Path) -> None:
     def draw() -> list[Any]:
-        return [
-            random.random(),
-            random.gauss(0, 1),
-            torch.randn(3).tolist(),
-            numpy.random.randn(3).tolist(),
-        ]
+        own = [random.random(), random.gauss(0, 1)]
+        return own + torch.randn(3).tolist() + numpy.random.randn(3).tolist()
 
     draw()  # an odd number of normal deviates: both generators now hold a cached one
     kept = through_the_disk(tmp_path, *rng_state())

@@ -1,5 +1,4 @@
-"""Run files under crashes and several writers, phases of wall time, summaries and their merge,
-wandb that fails."""
+"""Files of a run under crashes and several writers, timed phases, summaries, and wandb."""
 
 from __future__ import annotations
 
@@ -50,10 +49,8 @@ def test_lines_of_several_writers_never_mix(
         for _ in range(3):
             one.write({"loss": math.nan, "nested": {"list": (1.0, math.inf)}})
             other.write({"a": 1, "b": {"c": [1.5, None]}})
-    lines = [
-        b'{"loss": null, "nested": {"list": [1.0, null]}}\n',
-        b'{"a": 1, "b": {"c": [1.5, null]}}\n',
-    ]
+    first = b'{"loss": null, "nested": {"list": [1.0, null]}}\n'
+    lines = [first, b'{"a": 1, "b": {"c": [1.5, null]}}\n']
     assert writes == path.read_bytes().splitlines(keepends=True) == lines * 3
 
 
@@ -128,11 +125,8 @@ def test_a_run_directory_is_made_and_left_empty_or_refused(
     assert os.listdir(tmp_path / "runs" / "a") == []
 
     def refused(make: Callable[[Path], object], path: str, why: str) -> None:
-        expected = (
-            rf"^run\.dir: cannot write .*/{path}: {why}; choose a directory that you may write to"
-            r" [^\n]*, such as "
-        )
-        with pytest.raises(ConfigError, match=expected + r"run\.dir=runs/"):
+        expected = rf"^run\.dir: cannot write .*/{path}: {why}; choose a directory that you may "
+        with pytest.raises(ConfigError, match=expected):
             make(tmp_path / path)
 
     (tmp_path / "file").write_text("")
@@ -190,10 +184,8 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
     clock.now = 99
     assert phases.seconds() == PhaseSeconds(compute=4, wait=4, comm=3, outer=1)
     assert (phases.seconds().total, phases.seconds().utilization) == (12, 4 / 12)
-    phases.move("comm", "wait", 5)
-    assert phases.seconds() == PhaseSeconds(compute=4, wait=7, comm=0, outer=1), (
-        "no more than there is"
-    )
+    phases.move("comm", "wait", 5)  # more than there is
+    assert phases.seconds() == PhaseSeconds(compute=4, wait=7, comm=0, outer=1)
 
 
 def test_a_phase_has_what_a_device_was_given_and_ends_with_it() -> None:
@@ -217,23 +209,17 @@ def test_a_phase_has_what_a_device_was_given_and_ends_with_it() -> None:
     assert phases.seconds() == PhaseSeconds(compute=1, comm=5)
 
 
+HEAD: Any = {"run_id": "r", "manifest_hash": "m", "mode": "diloco"}
+
+
 def single(
     name: str, processed: int, applied: int, loss: float | None, outer_steps: int = 16
 ) -> Summary:
-    seconds = PhaseSeconds(compute=3, wait=1)
-    return Summary(
-        run_id="r",
-        manifest_hash="m",
-        mode="diloco",
-        wall_s=9.0,
-        outer_steps=outer_steps,
-        tokens=Tokens(processed, applied, 0, 0),
-        eval=Evaluation(loss),
-        heals=1,
-        takeovers=2,
-        exit=0,
-        peers=[PeerSummary(f"12D3{name}", name, processed // 10, processed, "ab12", 5, 7, seconds)],
-    )
+    seconds, steps = PhaseSeconds(compute=3, wait=1), processed // 10
+    tokens, evaluation = Tokens(processed, applied, 0, 0), Evaluation(loss)
+    peer = PeerSummary(f"12D3{name}", name, steps, processed, "ab12", 5, 7, seconds)
+    counts = {"outer_steps": outer_steps, "heals": 1, "takeovers": 2}
+    return Summary(**HEAD, **counts, wall_s=9.0, tokens=tokens, eval=evaluation, peers=[peer])
 
 
 def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
@@ -249,10 +235,7 @@ def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
         "seconds": {"compute": 3, "wait": 1, "comm": 0.0, "outer": 0.0},
         "utilization": 0.75,
     }
-    assert json.loads((tmp_path / "summary.json").read_text()) == {
-        "run_id": "r",
-        "manifest_hash": "m",
-        "mode": "diloco",
+    assert json.loads((tmp_path / "summary.json").read_text()) == HEAD | {
         "wall_s": 9.0,
         "outer_steps": 16,
         "tokens": {"processed": 100, "applied": 90, "discarded": 0, "in_flight": 0},
@@ -262,17 +245,13 @@ def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
         "takeovers": 2,
         "exit": 0,
     }
+    assert summary.read_summary(tmp_path / "summary.json") == single("p0", 100, 90, 2.0)
 
 
 def test_what_does_not_exist_is_null_or_zero() -> None:
-    for loss, perplexity in {
-        None: None,
-        math.nan: None,
-        math.inf: None,
-        800.0: None,
-        0.0: 1.0,
-    }.items():
-        assert Evaluation(loss).perplexity == perplexity
+    for loss in (None, math.nan, math.inf, 800.0):
+        assert Evaluation(loss).perplexity is None
+    assert Evaluation(0.0).perplexity == 1.0
 
 
 def test_merging_adds_what_peers_did() -> None:
@@ -282,9 +261,7 @@ def test_merging_adds_what_peers_did() -> None:
         single("p1", 80, 175, 2.4, outer_steps=16),
         single("p2", 10, 0, None, outer_steps=17),
     ]
-    whole = merge_peer_summaries(
-        parts, run_id="r", manifest_hash="m", mode="diloco", wall_s=11.0, exit=4
-    )
+    whole = merge_peer_summaries(parts, **HEAD, wall_s=11.0, exit=4)
     assert whole.tokens == Tokens(processed=190, applied=175, discarded=0, in_flight=15)
     assert (whole.outer_steps, whole.eval.loss, whole.heals, whole.takeovers) == (17, 2.4, 3, 6)
     assert (whole.wall_s, whole.exit, whole.mode) == (11.0, 4, "diloco")
@@ -297,18 +274,9 @@ def test_contributions_become_a_table_for_any_spreadsheet(tmp_path: Path) -> Non
         Contributor("id1", 'anna, "x"', 2, 30, 99, 1, 3),
         Contributor("=cmd", "=SUM(A1)", 1, 10, 45, 2, 2),
     ]
-    p0, p1, p2 = (
-        single(f"p{number}", 1, 1, None, outer_steps=steps)
-        for number, steps in enumerate((3, 2, 4))
-    )
-    whole = merge_peer_summaries(
-        [replace(p0, contributions=rows), replace(p1, contributions=rows[1:]), p2],
-        run_id="r",
-        manifest_hash="m",
-        mode="diloco",
-        wall_s=11.0,
-        exit=4,
-    )
+    p0, p1, p2 = (single(f"p{steps}", 1, 1, None, outer_steps=steps) for steps in (3, 2, 4))
+    parts = [replace(p0, contributions=rows), replace(p1, contributions=rows[1:]), p2]
+    whole = merge_peer_summaries(parts, **HEAD)
     assert whole.contributions == rows and whole.to_json()["contributions"][0]["peer_id"] == "id1"
     summary.write_contributions(tmp_path / "contributions.csv", whole.contributions)
     assert (tmp_path / "contributions.csv").read_text().splitlines() == [
@@ -322,12 +290,8 @@ class FakeWandb:
     """Stands for the library and for its run, of which one call may fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: str = "") -> None:
-        self.fail, self.arguments, self.logged, self.finished = (
-            fail,
-            dict[str, Any](),
-            list[dict[str, Any]](),
-            False,
-        )
+        self.fail, self.finished = fail, False
+        self.arguments, self.logged = dict[str, Any](), list[dict[str, Any]]()
         module = types.ModuleType("wandb")
         vars(module).update(init=self.init, Settings=lambda **options: options, Table=self.table)
         monkeypatch.setitem(sys.modules, "wandb", module)
@@ -355,11 +319,8 @@ class FakeWandb:
 
 
 def wandb_log(tmp_path: Path, *settings: str, mode: str = "offline", **options: Any) -> WandbLog:
-    return WandbLog(
-        compose([f"wandb.mode={mode}", f"run.dir={tmp_path}", "run.id=my.run", *settings]),
-        "p0",
-        **options,
-    )
+    typed = [f"wandb.mode={mode}", f"run.dir={tmp_path}", "run.id=my.run", *settings]
+    return WandbLog(compose(typed), "p0", **options)
 
 
 def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,14 +329,9 @@ def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with RunLog(tmp_path, "p0", wandb_log(tmp_path)) as log:
         log.metric(version=1, inner_step=2, tokens=3, loss=4.0)
         log.samples(1, [("def ", "main"), ("", "x")])
-    assert (
-        run.logged[0] == {"version": 1, "inner_step": 2, "tokens": 3, "loss": 4.0} and run.finished
-    )
-    table = {
-        "columns": ["outer step", "prompt", "text"],
-        "rows": [[1, "def ", "main"], [1, "", "x"]],
-    }
-    assert run.logged[1:] == [{"samples": table}]
+    line, columns = {"version": 1, "inner_step": 2, "tokens": 3}, ["outer step", "prompt", "text"]
+    table = {"columns": columns, "rows": [[1, "def ", "main"], [1, "", "x"]]}
+    assert run.logged == [{**line, "loss": 4.0}, {"samples": table}] and run.finished
     told = {"group": "my.run", "id": "my-run-p0", "resume": "allow", "mode": "offline"}
     assert run.arguments.items() >= told.items()
     assert run.arguments["settings"]["console"] == "off"  # stdout belongs to the supervisor's lines
@@ -396,9 +352,7 @@ def test_the_aggregated_form_logs_the_swarm(
         log.metric(version=1, inner_step=4, tokens=0, loss=9.0)
         wandb.figures = lambda: swarm_figures(None)  # it has left
         log.metric(version=1, inner_step=4, tokens=0, eval_loss=1.5)
-    assert (
-        run.arguments.items() >= {"name": "swarm", "id": "my-run-swarm", "resume": "allow"}.items()
-    )
+    assert (run.arguments["name"], run.arguments["id"]) == ("swarm", "my-run-swarm")
     assert len(run.logged) == 4 and run.logged[-1] == {"swarm/held_out_loss": 1.5}
     figures = run.logged[0]
     assert figures["swarm/tokens/applied"] == seen.ledger.applied

@@ -108,11 +108,8 @@ def test_a_number_that_another_training_had_is_pushed_anew(url: str) -> None:
     pusher = Pusher(url, str, writes)
     pusher.begin(1, 7)
     pusher.wait(30)
-    assert (
-        writes.versions == [1, 7]
-        and content(url).keys() == before.keys()
-        and content(url) != before
-    )
+    assert writes.versions == [1, 7] and content(url) != before
+    assert content(url).keys() == before.keys()
     files, root = fsspec.url_to_fs(url)
     files.rm_file(f"{root}/step-00000001/{COMPLETE}")
     pushed(pusher, 1)
@@ -122,12 +119,8 @@ def test_a_number_that_another_training_had_is_pushed_anew(url: str) -> None:
         later._old.clear()  # what was pushed since it began
         later.begin(1, model, final)
         later.wait(30)
-    assert writes.versions == [
-        1,
-        7,
-        1,
-        9,
-    ], "other peers' anchors may be between two versions; those at the end are not"
+    # other peers' anchors may be between two versions; those at the end are not
+    assert writes.versions == [1, 7, 1, 9]
 
 
 def test_training_waits_for_nothing_and_of_what_waits_the_newest_is_pushed(
@@ -198,27 +191,19 @@ def test_a_place_that_cannot_be_written_is_one_line_before_training(
 def test_a_password_is_refused_and_not_shown(url: str) -> None:
     text = error_text(ConfigError, compose, [f"checkpoint.push={url}"])
     assert text.startswith("checkpoint.push has a password") and "geheim" not in text
-    assert (
-        compose(["checkpoint.push=hf://owner/name@main/x"]).checkpoint.push
-        == "hf://owner/name@main/x"
-    )
+    fine = "hf://owner/name@main/x"
+    assert compose([f"checkpoint.push={fine}"]).checkpoint.push == fine
 
 
 def test_a_run_that_pushes_ends_where_one_that_does_not_ends_and_pushes_what_it_saves(
     tmp_path: Path,
 ) -> None:
-    settings = [
-        "experiment=smoke",
-        "outer=data_parallel",
-        "outer.sync_every=2",
-        "budget.outer_steps=2",
-    ]
+    settings = ["experiment=smoke", "outer=data_parallel"]
+    settings += ["outer.sync_every=2", "budget.outer_steps=2"]
 
     def ended(name: str, *more: str) -> str | None:
-        summary = run(
-            compose([*settings, f"run.dir={tmp_path / name}", *more]), lambda message: None
-        )
-        return summary.peers[0].anchor_digest
+        config = compose([*settings, f"run.dir={tmp_path / name}", *more])
+        return run(config, lambda report: None).peers[0].anchor_digest
 
     url = f"memory://{tmp_path}/pushed"
     assert ended("plain") == ended("pushing", f"checkpoint.push={url}")

@@ -1,5 +1,4 @@
-"""Messages from a peer to its supervisor: they survive the pipe, and no JSON object can break a
-reader."""
+"""Reports from a peer to its supervisor survive the pipe; no other line breaks the reader."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,32 +17,15 @@ from diloco.rundir.reporting import Finished, Notice, PeerStatus, Ready, Report,
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
 
 PEER = PeerSummary("12D3", "p0", 480, 9600, "ab12", 5, 7, PhaseSeconds(3.0, 1.0, 0.5, 0.25))
+RECORD = [Contributor("12D3", "p0", 16, 9000, 512, 1, 16)]
 SUMMARY = Summary(
-    "",
-    "",
-    "",
-    0.0,
-    16,
-    Tokens(9600, 9000, 300, 300),
-    Evaluation(2.5),
-    [PEER],
-    1,
-    2,
-    0,
-    [Contributor("12D3", "p0", 16, 9000, 512, 1, 16)],
+    outer_steps=16, tokens=Tokens(9600, 9000, 300, 300), peers=[PEER], contributions=RECORD
 )
-MESSAGES = [
+ADDRESSES = ("/ip4/1.2.3.4/tcp/1", "/ip4/127.0.0.1/tcp/1")
+REPORTS = [
     Stage("p0", 1.5, "data"),
     Stage("p0", 1.5, "state", 30, 90),
-    Ready(
-        "p0",
-        1.5,
-        "/ip4/1.2.3.4/tcp/1",
-        ("/ip4/1.2.3.4/tcp/1", "/ip4/127.0.0.1/tcp/1"),
-        True,
-        "diloco invite",
-        "no",
-    ),
+    Ready("p0", 1.5, ADDRESSES[0], ADDRESSES, True, "diloco invite", "no"),
     PeerStatus("p0", 1.5, "training", 3, 16, 5, 25, True, 2.5, 2.75, 100, 10, 4.5, 7, 8, 4),
     Notice("p0", 1.5, "p1 has other data"),
     PeerStatus("p0", state="killed"),
@@ -50,11 +33,11 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_pipe(message: Report, capsys: pytest.CaptureFixture[str]) -> None:
-    reporting.json_lines(message)
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
+def test_a_report_survives_the_pipe(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    reporting.json_lines(report)
     [line] = capsys.readouterr().out.splitlines()
-    assert read_report(line) == message
+    assert read_report(line) == report
 
 
 def test_a_warning_of_the_log_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,11 +49,9 @@ def test_a_warning_of_the_log_is_a_message(capsys: pytest.CaptureFixture[str]) -
     finally:
         log.handlers.clear()
     [line] = capsys.readouterr().out.splitlines()
-    message = read_report(line)
-    assert isinstance(message, Notice) and (message.peer, message.text) == (
-        "p0",
-        "3 files left out",
-    )
+    report = read_report(line)
+    assert isinstance(report, Notice)
+    assert (report.peer, report.text) == ("p0", "3 files left out")
 
 
 def test_a_line_has_the_fields_that_readers_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,13 +59,8 @@ def test_a_line_has_the_fields_that_readers_rely_on(capsys: pytest.CaptureFixtur
     reporting.json_lines(PeerStatus("p0", 2.0, "training", 3, loss=math.nan))
     line = json.loads(capsys.readouterr().out)
     assert line.items() >= {"t": "status", "peer": "p0", "version": 3, "loss": None}.items()
-    for other in (
-        '{"t": "gossip", "peer": "p0"}',
-        "{}",
-        "12 files",
-        '{"t": "status", "version": "x"}',
-        "\x00",
-    ):
+    wrong = ['{"t": "gossip", "peer": "p0"}', '{"t": "status", "version": "x"}']
+    for other in (*wrong, "{}", "12 files", "\x00"):
         assert read_report(other) is None
 
 
@@ -93,27 +69,17 @@ def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO)
     listen = reporting.log_lines(compose([f"run.dir={tmp_path}"]), lambda: 2.0)
     listen(Ready("p0", first=True, address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
-    listen(
-        PeerStatus(
-            "p0",
-            state="training",
-            version=0,
-            outer_steps=9,
-            loss=2.5,
-            tokens_per_s=4100.0,
-            bytes_sent=12000000,
-        )
-    )
-    listen(PeerStatus("p0", state="training", version=0, loss=2.25))
+    state: Any = {"state": "training", "version": 0}
+    figures: Any = {"loss": 2.5, "tokens_per_s": 4100.0, "bytes_sent": 12_000_000}
+    listen(PeerStatus("p0", outer_steps=9, **state, **figures))
+    listen(PeerStatus("p0", loss=2.25, **state))
     (tmp_path / "model").mkdir()
     listen(Finished(summary=Summary(outer_steps=9, eval=Evaluation(2.0))))
     assert [record.getMessage() for record in caplog.records] == [
         "open run, on this machine only",
         "[  0.0s] p0 ready at /ip4/127.0.0.1/tcp/1/p2p/12D3",
-        (
-            "[  0.0s] others join with this (loopback: on this machine only; swarm=network lets"
-            " others in):"
-        ),
+        "[  0.0s] others join with this (loopback: on this machine only; swarm=network lets others"
+        " in):",
         "diloco join /ip4/127.0.0.1/tcp/1/p2p/12D3",
         "[  0.0s] p0 v0/9 loss 2.50 held-out - 4.1k tok/s 12.0 MB sent training",
         (

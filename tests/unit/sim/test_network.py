@@ -72,16 +72,10 @@ def town(loop: VirtualLoop) -> Town:
     return Town(loop)
 
 
-@pytest.mark.parametrize(
-    ("up", "down", "seconds"),
-    [
-        (None, None, 0.0),
-        (1 * MB, None, 3.0),
-        (None, 1 * MB, 3.0),
-        (1 * MB, 1 * MB, 3.0),
-        (2 * MB, 0.5 * MB, 6.0),
-    ],
-)
+LINKS = [(None, None, 0.0), (1 * MB, None, 3.0), (None, 1 * MB, 3.0), (2 * MB, 0.5 * MB, 6.0)]
+
+
+@pytest.mark.parametrize(("up", "down", "seconds"), LINKS)
 async def test_bytes_take_their_number_over_the_bandwidth_and_latency(
     town: Town, up: float | None, down: float | None, seconds: float
 ) -> None:
@@ -111,11 +105,10 @@ async def test_streams_share_an_uplink_fairly(town: Town) -> None:
     assert arrival["two"] == pytest.approx(6.0, abs=turns_s)
 
 
-@given(
-    st.lists(st.integers(0, 200_000), min_size=1, max_size=6),
-    st.integers(1, 10),
-    st.integers(1, 10),
-)
+RATES = st.integers(1, 10)
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=6), RATES, RATES)
 def test_every_byte_arrives_once_and_in_order(sizes: list[int], up: int, down: int) -> None:
     data = [bytes([index + 1]) * size for index, size in enumerate(sizes)]
 

@@ -111,10 +111,11 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
-            why = f"outer step {step} to {self.directory}: {error.strerror or error}"
-            remedy = f"free some space or choose another {self._key}"
-            text = f"cannot write the checkpoint of {why}; {remedy} (older checkpoints are intact)"
-            raise CheckpointError(f"{self._key}: {text}") from error
+            key, where = self._key, f"{self.directory}: {error.strerror or error}"
+            raise CheckpointError(
+                f"{key}: cannot write the checkpoint of outer step {step} to {where}; free some"
+                f" space or choose another {key} (older checkpoints are intact)"
+            ) from error
         self._prune(target.name)
         return target
 

@@ -11,9 +11,9 @@ class EventKind(StrEnum):
     # Peers come and go.
     JOIN = "join"  # a peer is a member now
     LEAVE = "leave"  # it said goodbye
-    LOST = "lost"  # it vanished, or its version is refused
-    REFUSED = "refused"  # this peer lets it not in
-    REFUSED_US = "refused_us"  # it does not let this peer in
+    LOST = "lost"  # it is gone without a goodbye
+    REFUSED = "refused"  # this peer refuses it
+    REFUSED_US = "refused_us"  # it refuses this peer
     REVOKED = "revoked"  # a newer list of revoked invitations came
     PENALTY = "penalty"  # it sent what no honest peer sends, and is refused for a while
     UNREACHABLE = "unreachable"  # others cannot call this peer

@@ -274,11 +274,11 @@ class Simulation:
 
 
 def _config_of(config: Config, name: str, min_peers: int) -> Config:
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"name": name, "lead": True}),
-            "swarm": config.swarm.model_copy(update={"initial_peers": (), "min_peers": min_peers}),
-            "checkpoint": config.checkpoint.model_copy(update={"every": 0}),
-            "train": config.train.model_copy(update={"step_delay_s": 0.0}),
-        }
-    )
+    changes: dict[str, dict[str, object]] = {
+        "run": {"name": name, "lead": True},
+        "swarm": {"initial_peers": (), "min_peers": min_peers},
+        "checkpoint": {"every": 0},
+        "train": {"step_delay_s": 0.0},
+    }
+    parts = {of: getattr(config, of).model_copy(update=changes[of]) for of in changes}
+    return config.model_copy(update=parts)

@@ -13,7 +13,6 @@ import heapq
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,6 +24,7 @@ MANY_CANCELLED = 100  # timers; as many of them, and half of all, are worth a ne
 
 _owner: ContextVar[str | None] = ContextVar("diloco_sim_owner", default=None)
 _NOBODY = Context()
+_TRUE_CLOCK = (1.0, 0.0)  # an owner's clock shows offset + rate * virtual seconds
 
 
 class DeadlockError(RuntimeError):
@@ -40,14 +40,6 @@ class _Task(asyncio.Task[T]):
 
     def __hash__(self) -> int:
         return self.number
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """An owner's monotonic clock: offset + rate * virtual seconds."""
-
-    rate: float = 1.0
-    offset_s: float = 0.0
 
 
 _Work = tuple[asyncio.TimerHandle, asyncio.Future[Any]]  # what a thread does, and who waits for it
@@ -76,7 +68,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._owned: dict[str, dict[asyncio.Task[Any], None]] = {}  # ordered, unlike a set
         self._num_works = 0
         self._working: dict[str | None, dict[int, _Work]] = {}
-        self._clocks: dict[str | None, _Clock] = {}
+        self._clocks: dict[str | None, tuple[float, float]] = {}
         self._frozen: dict[str, list[asyncio.Handle]] = {}
         super().__init__()
         self._clock_resolution = RESOLUTION_S
@@ -86,18 +78,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         """Seconds of the clock of the owner that asks."""
-        if not self._clocks:
-            return self.seconds
-        clock = self._clocks.get(_owner.get())
-        return self.seconds if clock is None else clock.offset_s + clock.rate * self.seconds
+        rate, offset_s = self._clocks.get(_owner.get(), _TRUE_CLOCK)
+        return offset_s + rate * self.seconds
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        if self._clocks:
-            clock = self._clocks.get(_owner.get())
-            when = when if clock is None else (when - clock.offset_s) / clock.rate
-        return super().call_at(when, callback, *args, context=context)
+        rate, offset_s = self._clocks.get(_owner.get(), _TRUE_CLOCK)
+        return super().call_at((when - offset_s) / rate, callback, *args, context=context)
 
     def at(self, second: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
         """Call back at a second of the simulation, whatever happens to any owner."""
@@ -105,12 +93,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def set_clock(self, owner: str, rate: float, offset_s: float) -> None:
         """From now on the owner's clock shows offset_s + rate * virtual seconds."""
-        self._clocks[owner] = _Clock(rate, offset_s)
+        self._clocks[owner] = (rate, offset_s)
 
     def set_back(self, owner: str, seconds: float) -> None:
         """The owner's clock stood still for so many virtual seconds: its machine was suspended."""
-        clock = self._clocks.get(owner, _Clock())
-        self._clocks[owner] = _Clock(clock.rate, clock.offset_s - clock.rate * seconds)
+        rate, offset_s = self._clocks.get(owner, _TRUE_CLOCK)
+        self._clocks[owner] = (rate, offset_s - rate * seconds)
 
     # -- turns -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diloco.cli.options import Command, Options, configured, guest, split_address
+from diloco.cli.options import Command, Options, configured, guest_arguments, split_address
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.text import counted, one_line
 
@@ -56,7 +56,9 @@ def doctor(address: str | None, options: Options, as_json: bool) -> int:
     address, options = split_address(address, options)
     found, given = None, list[str]()
     if address is not None and not options.cfg:
-        found, given = guest(address, options, ["run.id"])  # with a key it is in the invitation
+        found, given = guest_arguments(
+            address, options, ["run.id"]
+        )  # with a key it is in the invitation
     return run(options.compose(given), found, as_json, options.keys)
 
 

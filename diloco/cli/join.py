@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diloco.cli.options import Command, Options, configured, guest, split_address
+from diloco.cli.options import Command, Options, configured, guest_arguments, split_address
 from diloco.errors import ConfigError, SwarmError
 from diloco.text import counted, human_bytes, human_count, plain
 
@@ -58,7 +58,7 @@ def join(address: str | None, yes: bool, options: Options) -> int:
         options.compose()
     if address is None or split_address(address, options)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
-    found, given = guest(address, options)
+    found, given = guest_arguments(address, options)
     config = options.compose(given)
     from rich.console import Console
 

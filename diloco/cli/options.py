@@ -156,7 +156,9 @@ def split_address(address: str | None, options: Options) -> tuple[str | None, Op
     return address, options
 
 
-def guest(address: str, options: Options, allowed: Sequence[str] = ()) -> tuple[Address, list[str]]:
+def guest_arguments(
+    address: str, options: Options, allowed: Sequence[str] = ()
+) -> tuple[Address, list[str]]:
     """The ADDRESS of a swarm, and settings to add: the token of a link, and `data=text` for text.
 
     `ConfigError` for a damaged address, and for typed settings of the run that are not `allowed`.

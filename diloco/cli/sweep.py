@@ -75,11 +75,7 @@ def sweepable(function: Function) -> Function:
 def _sweep(
     command: str, options: Options, jobs: int = 1, place: Path | None = None, dry_run: bool = False
 ) -> int:
-    """Checks, runs and compares the members; divergence is no failure.
-
-    Raises ConfigError before a member starts, if one is not valid, and DilocoError at the end if
-    one failed.
-    """
+    """Checks, runs and compares the members; raises DilocoError at the end if one failed."""
     from diloco.rundir.files import exclusive, prepare_run_directory
 
     if options.cfg:
@@ -99,7 +95,7 @@ def _sweep(
             click.echo(f"{len(ended)} of {len(members)} members have ended before")
         is_stopped = _run([one for one in members if one not in ended], jobs)
         if any(one.record() for one in members):
-            _compare([place], out=place)
+            _compare([place], None, place, None, False)
     if is_stopped:
         click.echo(f"stopped; the same command runs what is not done in {place}")
         return 0
@@ -171,9 +167,9 @@ def _members(
     from diloco.config.compose import compose_tree, key_of, quoted
     from diloco.config.files import sweep_params
 
-    expanded = [_values(one, start) for one in overrides]
-    fixed = [one for one, values in zip(overrides, expanded, strict=True) if values == [one]]
-    varying = [values for one, values in zip(overrides, expanded, strict=True) if values != [one]]
+    expanded = {one: _values(one, start) for one in overrides}
+    fixed = [one for one in overrides if expanded[one] == [one]]
+    varying = [values for one, values in expanded.items() if values != [one]]
     composed, typed = compose_tree(fixed, start), set(map(key_of, overrides))
     in_files = sweep_params(composed.request).items()
     axes = [_values(f"{key}={text}", start) for key, text in in_files if key not in typed]
@@ -229,10 +225,7 @@ def _values(argument: str, start: ConfigSource) -> list[str]:
 
 
 def _run(waiting: list[SweepRun], jobs: int) -> bool:
-    """Runs members, `jobs` at a time, and returns whether it was stopped; none outlives the call.
-
-    Ctrl+C lets those that run leave cleanly; a second one kills them.
-    """
+    """Runs members, `jobs` at a time; whether Ctrl+C ended it, of which a second one kills them."""
     from diloco.rundir.compare import read_run
 
     running: dict[subprocess.Popen[bytes], SweepRun] = {}
@@ -268,9 +261,6 @@ def _run(waiting: list[SweepRun], jobs: int) -> bool:
     return bool(stops)
 
 
-# --- compare --------------------------------------------------------------------------------------
-
-
 @click.command(cls=Command)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
 @click.option("--loss", type=float, help="Held-out loss to reach.  [default: the worst final one]")
@@ -299,11 +289,7 @@ def compare(
 
 
 def _compare(
-    runs: Sequence[Path],
-    loss: float | None = None,
-    out: Path | None = None,
-    table: Path | None = None,
-    as_json: bool = False,
+    runs: Sequence[Path], loss: float | None, out: Path | None, table: Path | None, as_json: bool
 ) -> None:
     """Prints the table or its JSON; writes curves and table where there is a place for them."""
     from diloco.rundir import compare as comparison

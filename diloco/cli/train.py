@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from diloco.cli.options import Command, Options, configured, guest, split_address
+from diloco.cli.options import Command, Options, configured, guest_arguments, split_address
 from diloco.cli.sweep import sweepable
 from diloco.errors import ConfigError
 
@@ -68,7 +68,9 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
     given: list[str] = []
     if address is not None:
-        found, given = guest(address, options, ["run.id"])  # with a key it is in the invitation
+        found, given = guest_arguments(
+            address, options, ["run.id"]
+        )  # with a key it is in the invitation
         given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
     config = options.compose(given, starts=True)
     import threading

@@ -14,19 +14,13 @@ from difflib import get_close_matches
 from inspect import getsource
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from diloco.text import masked
 
 _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
-_SIGNS: dict[Any, tuple[str, str]] = {
-    Gt: ("gt", ">"),
-    Ge: ("ge", ">="),
-    Lt: ("lt", "<"),
-    Le: ("le", "<="),
-}
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +88,8 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
         return f"{size}, each {_expected(arguments[0], ())}"
     if origin is dict:
         return "a group of settings"
-    bounds = [(*_SIGNS[type(item)], item) for item in metadata if type(item) in _SIGNS]
-    limits = " and ".join(f"{sign} {getattr(item, name):.10g}" for name, sign, item in bounds)
+    found = [(one, item) for item in metadata for one in _SIGNS if hasattr(item, one)]
+    limits = " and ".join(f"{_SIGNS[one]} {getattr(item, one):.10g}" for one, item in found)
     return f"{_KINDS.get(annotation, 'a text')} {limits}".strip()
 
 

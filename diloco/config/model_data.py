@@ -59,7 +59,7 @@ FILE_SOURCES = ("text", "json", "parquet")
 class ModelRecipe(RunOwned):
     """A causal LM that transformers builds from a config, or loads from a directory or the hub."""
 
-    later = ("weights", "frozen", "generation")
+    omitted_at_default = ("weights", "frozen", "generation")
     name: Name = Field(description="Name of the model in logs and summaries.")
     model_type: Name = "llama"
     """transformers model type that model.config belongs to."""
@@ -126,7 +126,7 @@ class MixedSource(RunOwned):
 
 
 class DataRecipe(RunOwned):
-    later = ("mixture", "tokenizer_files")
+    omitted_at_default = ("mixture", "tokenizer_files")
     source: SourceName
     """stdlib: Python's standard library; hub: a streaming dataset; mixture: several; else files."""
     sequence_length: int = Field(128, ge=2, le=1 << 20)

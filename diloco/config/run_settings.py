@@ -98,7 +98,7 @@ class BudgetConfig(RunOwned):
 class InnerConfig(RunOwned):
     """The optimizer that every peer runs on its own batches."""
 
-    later = ("decay_ratio",)
+    omitted_at_default = ("decay_ratio",)
     optimizer: InnerName = "adamw"
     """The inner optimizer; its state is never averaged. muon: on matrices inside the model."""
     lr: float = Field(gt=0, le=10, description="Peak learning rate of AdamW.")

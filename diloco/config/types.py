@@ -54,16 +54,16 @@ class Settings(BaseModel):
 class RunOwned(Settings):
     """Settings that define the run: equal on all peers, part of the manifest and of its hash.
 
-    A default of a setting that came `later` is left out of the JSON, so that hashes stay as they
-    were before there was such a setting.
+    Hashes stay as they were when a setting is added: its name goes into `omitted_at_default`, and
+    JSON does not have it while it has its default.
     """
 
-    later: ClassVar[tuple[str, ...]] = ()
+    omitted_at_default: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap", when_used="json")
-    def _without_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields, values = type(self).model_fields, handler(self)
-        for key in self.later:
+        for key in self.omitted_at_default:
             if getattr(self, key) == fields[key].get_default(call_default_factory=True):
                 values.pop(key, None)
         return dict(values)

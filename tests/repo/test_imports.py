@@ -69,7 +69,6 @@ HOMES = {
     "hydra": {"cli", "config"},
     "omegaconf": {"cli", "config"},
     "yaml": {"config"},
-    "annotated_types": {"config"},
     "pydantic": {"config", "testing"},
     "pydantic_core": {"config"},
     "click": {"cli"},

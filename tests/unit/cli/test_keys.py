@@ -14,7 +14,7 @@ from rich.console import Console
 
 from diloco.admission import Revoked, RunKey, Token, issue
 from diloco.cli import keys
-from diloco.cli.options import Options, _from_stdin, guest
+from diloco.cli.options import Options, _from_stdin, guest_arguments
 from diloco.config import compose
 from diloco.config.address import Address
 from diloco.dashboard.live import print_who_can_join
@@ -80,7 +80,7 @@ def test_an_invitation_in_a_file_is_for_its_owner_alone(place: Path, typed: Type
     assert typed(*options, "link.txt") == ""
     assert stat.S_IMODE((place / "link.txt").stat().st_mode) == 0o600
     assert "diloco join @link.txt (chmod 600 link.txt), or diloco join - and paste it" in typed.err
-    found, given = guest("@link.txt", Options(()))
+    found, given = guest_arguments("@link.txt", Options(()))
     assert found.resolved().peers == (ADDRESS,) and compose(given).run.key is not None
     wrong = {"link.txt": "File exists", "no/link.txt": "No such file or directory"}
     for file, why in wrong.items():
@@ -129,7 +129,7 @@ def test_a_link_may_come_from_a_file_or_from_stdin(
 ) -> None:
     token = link.rpartition("?token=")[2]
     assert Address.read("@link") == Address(("@link",), "@link")
-    assert token not in str(guest("@link", Options(())))
+    assert token not in str(guest_arguments("@link", Options(())))
     (place / "address").write_text(ADDRESS)
     for other in ("@address", "@later", ADDRESS):
         assert Address.read(other) == Address((other,))

@@ -1,9 +1,7 @@
-"""Who may take part in a closed run. Signatures alone decide: there is no server and no list to
-maintain.
+"""Who may take part in a closed run. Signatures alone decide: there is no server and no list.
 
-Signatures cannot prevent that two machines use the same token. Both can, until a peer has seen both
-credentials; from then on it refuses the second. All peers connect to each other, which makes this
-time short. README.md says the rest.
+Two machines can use the same token until a peer has seen both credentials; from then on it refuses
+the second. All peers connect to each other, which makes this time short.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Decides which peers may take part, by their credentials. Sans-IO: the caller passes `now`, Unix
-time."""
+"""Decides which peers may take part, by their credentials. The caller passes `now`, Unix time."""
 
 from __future__ import annotations
 
@@ -26,17 +25,17 @@ _REVOKED = "the owner of the run has revoked the invitation of this peer; ask fo
 
 
 class Memory:
-    """Whom a peer refuses, kept over restarts in a file for each peer and run; without one, as long
-    as the process.
+    """Whom a peer refuses, kept over restarts in a file of its own for each run.
 
     `revoked` is the newest list of the run's owner, `users` the first peer that used a token, by
     the token's id, `seal` that of the manifest, "" while nobody has shown it. A damaged file is a
     ConfigError; one that cannot be written is a warning, and the run goes on.
+
+    `scope` is run id, and its key or the hash of its manifest; a file of another one counts as
+    none.
     """
 
     def __init__(self, path: Path | None = None, scope: str = "") -> None:
-        """`scope`: run id, and its key or the hash of its manifest; a file of another one counts as
-        none."""
         self.revoked, self.users, self.seal = Revoked(), dict[str, str](), ""
         self._path, self._scope = path, scope
         if path is None or not path.exists():
@@ -48,30 +47,21 @@ class Memory:
                 self.users = {str(token): str(peer) for token, peer in content["users"].items()}
                 self.seal = str(content["seal"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            raise ConfigError(
-                f"{path} keeps whom this peer refuses, and is damaged; restore it, or delete it to"
-                " refuse nobody"
-            ) from None
+            damaged = f"{path} keeps whom this peer refuses, and is damaged"
+            raise ConfigError(f"{damaged}; restore it, or delete it to refuse nobody") from None
 
     def keep(self) -> None:
         """Write everything to the file."""
         if self._path is None:
             return
-        content = {
-            "scope": self._scope,
-            "revoked": asdict(self.revoked),
-            "users": self.users,
-            "seal": self.seal,
-        }
+        content = {"scope": self._scope, "revoked": asdict(self.revoked)}
+        content |= {"users": self.users, "seal": self.seal}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, (json.dumps(content, indent=1) + "\n").encode(), 0o600)
         except OSError as error:
-            logger.warning(
-                "%s cannot be written (%s): the next start forgets whom it refused",
-                self._path,
-                error,
-            )
+            line = "%s cannot be written (%s): the next start forgets whom it refused"
+            logger.warning(line, self._path, error)
 
 
 class Admission:
@@ -91,9 +81,9 @@ class Admission:
         run: tuple[bytes, str] = (b"", ""),
     ) -> None:
         self.token, self.public = token, public
-        self.run_key, self.run_id = (
-            run if token is None else (token.grant.run_key, token.grant.run_id)
-        )
+        if token is not None:
+            run = (token.grant.run_key, token.grant.run_id)
+        self.run_key, self.run_id = run
         self.memory = memory or Memory()
         self.revoked = Revoked()
         self.revoke(self.memory.revoked)
@@ -104,14 +94,12 @@ class Admission:
         """Why a peer that has not greeted may do nothing, with the remedy."""
         if self.public:
             return "whoever contributes to this run greets first; call again"
-        return (
-            "this run admits invited peers only; ask its owner for a link, or give"
-            " swarm.token=@FILE"
-        )
+        only = "this run admits invited peers only"
+        return f"{only}; ask its owner for a link, or give swarm.token=@FILE"
 
     def admit(self, peer: str, text: str, now: float) -> str | None:
-        """Admit an authenticated peer by its credential; returns None, or why it is refused, with
-        the remedy."""
+        """Admit an authenticated peer by its credential; returns None, or why not, with the
+        remedy."""
         credential = None
         if text:
             try:
@@ -132,8 +120,7 @@ class Admission:
         return reason
 
     def invited(self, peer: str) -> bool:
-        """Whether the owner ever invited this peer to more than to look on, as far as it has shown
-        that here."""
+        """Whether this peer ever showed an invitation to more than to look on."""
         return peer in self.memory.users.values()
 
     def role_of(self, peer: str, now: float) -> Role | None:
@@ -149,14 +136,11 @@ class Admission:
             return self.unknown
         if role in roles:
             return None
-        return (
-            f"an invitation for role {role} does not allow {what}; ask the owner of the run for"
-            " another one"
-        )
+        other = "ask the owner of the run for another one"
+        return f"an invitation for role {role} does not allow {what}; {other}"
 
     def expel(self, now: float) -> dict[str, str]:
-        """Remove all peers whose credential has expired or was revoked; returns the reasons by
-        peer."""
+        """Remove all peers whose credential has expired or was revoked; the reasons by peer."""
         reasons = {peer: self._lapsed(peer, shown, now) for peer, shown in self._admitted.items()}
         out = {peer: reason for peer, reason in reasons.items() if reason is not None}
         for peer in out:
@@ -164,11 +148,9 @@ class Admission:
         return out
 
     def revoke(self, revoked: Revoked) -> bool:
-        """Adopt a revocation list. Returns False if the owner did not sign it or if it is not newer
-        than ours."""
-        if revoked.number <= self.revoked.number or not revoked.signed_by(
-            self.run_key, self.run_id
-        ):
+        """Adopt a revocation list if the owner signed it and it is newer; returns whether."""
+        is_newer = revoked.number > self.revoked.number
+        if not is_newer or not revoked.signed_by(self.run_key, self.run_id):
             return False
         self.revoked = self.memory.revoked = revoked
         self.memory.keep()
@@ -179,39 +161,28 @@ class Admission:
         return self._lapsed(me, self.token, now)
 
     def _objection(self, peer: str, credential: Credential, now: float) -> str | None:
-        grant = credential.grant
+        grant, link = credential.grant, "ask the owner of the run for a link"
         if grant.run_key != self.run_key:
-            return (
-                "the invitation is signed by another key than that of this run; ask its owner for a"
-                " link"
-            )
+            return f"the invitation is signed by another key than that of this run; {link}"
         if self._admitted.get(peer) != credential and not credential.proves(peer):
-            if grant.signed:
-                return (
-                    "the credential belongs to another identity; use the invitation itself, or ask"
-                    " for one"
-                )
-            return "the signature of the invitation is wrong; ask the owner of the run for a link"
+            if not grant.signed:
+                return f"the signature of the invitation is wrong; {link}"
+            use = "use the invitation itself, or ask for one"
+            return f"the credential belongs to another identity; {use}"
         if grant.run_id != self.run_id:
             return f"the invitation is for run.id={grant.run_id}, and this is run.id={self.run_id}"
         if grant.peer not in ("", peer):
-            return (
-                f"the invitation is bound to peer {grant.peer}; use its swarm.identity_path, or ask"
-                " for another one"
-            )
+            use = "use its swarm.identity_path, or ask for another one"
+            return f"the invitation is bound to peer {grant.peer}; {use}"
         return self._lapsed(peer, credential, now) or self._taken(peer, credential.role, grant)
 
     def _taken(self, peer: str, role: Role, grant: Grant) -> str | None:
-        """A token to watch with has any number of users, any other has one. To look on does not
-        make a peer its user, so that its owner may look before it joins; once somebody uses it, a
-        copy shows nothing either.
-        """
+        """An observer's token has any number of users, any other has one. To look on does not make
+        a peer its user: who was invited may look before it joins."""
         users = self.memory.users
         if grant.role != "observer" and users.get(grant.token_id, peer) != peer:
-            return (
-                "the invitation is in use by another identity; ask for one for this peer, or for"
-                " one to observe"
-            )
+            ask = "ask for one for this peer, or for one to observe"
+            return f"the invitation is in use by another identity; {ask}"
         if role != "observer" and grant.token_id not in users:
             users[grant.token_id] = peer
             self.memory.keep()
@@ -223,15 +194,10 @@ class Admission:
     def _lapsed(self, peer: str, shown: Credential | Token | None, now: float) -> str | None:
         if shown is not None and (ago := now - shown.grant.expires_at) > TOLERANCE_S:
             unit, length = next(one for one in UNITS if ago >= 2 * one[1])
-            return (
-                f"the invitation expired {ago / length:.0f} {unit} ago; ask the owner of the run"
-                " for a new one"
-            )
-        return (
-            _REVOKED
-            if self.revoked.names("" if shown is None else shown.grant.token_id, peer)
-            else None
-        )
+            new = "ask the owner of the run for a new one"
+            return f"the invitation expired {ago / length:.0f} {unit} ago; {new}"
+        token_id = "" if shown is None else shown.grant.token_id
+        return _REVOKED if self.revoked.names(token_id, peer) else None
 
 
 def _role(shown: Credential | None) -> Role:

@@ -3,12 +3,10 @@
     grant       version, run key, invitation key, role, expiry, run id, bound peer id (or none);
                 signed by the run key
     token       grant + private half of the invitation key: the text in an invitation
-    credential  grant + role + signature of the invitation key over role and peer id: a peer shows
-                it to others
+    credential  grant + role + signature of the invitation key over role and peer id: is shown
 
-Each is urlsafe base64 without padding. A reader accepts only the exact text that a writer makes.
-Therefore every flipped bit is noticed: in the text, by the signature of the run key, or because the
-two halves of a key do not match.
+Each is urlsafe base64 without padding. A reader accepts only the exact text that a writer makes, so
+every flipped bit is noticed: there, by a signature, or because two halves of a key do not match.
 """
 
 from __future__ import annotations
@@ -65,9 +63,8 @@ class Grant:
         return verify(self.run_key, _GRANT_CONTEXT + self._body(), self.signature)
 
     def _body(self) -> bytes:
-        head = _HEAD.pack(
-            VERSION, self.run_key, self.invitation_key, ROLES.index(self.role), self.expires_at
-        )
+        role = ROLES.index(self.role)
+        head = _HEAD.pack(VERSION, self.run_key, self.invitation_key, role, self.expires_at)
         return head + _short(self.run_id) + _short(self.peer)
 
     def to_bytes(self) -> bytes:
@@ -76,12 +73,11 @@ class Grant:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> tuple[Grant, bytes]:
-        """The grant that untrusted bytes begin with, its signature not yet verified, and the bytes
-        that follow it."""
+        """The grant at the start of untrusted bytes, not yet verified, and the bytes behind it."""
+        if not raw:
+            raise PayloadError("it is empty")
         if len(raw) < _HEAD.size or raw[0] != VERSION:
-            raise PayloadError(
-                f"it has version {raw[0]}, this diloco reads {VERSION}" if raw else "it is empty"
-            )
+            raise PayloadError(f"it has version {raw[0]}, this diloco reads {VERSION}")
         _, run_key, invitation_key, role, expires_at = _HEAD.unpack_from(raw)
         run_id, rest = _read_short(raw[_HEAD.size :])
         peer, rest = _read_short(rest)
@@ -89,10 +85,9 @@ class Grant:
             raise PayloadError("its role, run id or peer id is impossible")
         if len(rest) < SIGNATURE_BYTES:
             raise PayloadError("it is cut short")
-        grant = cls(
-            run_key, invitation_key, ROLES[role], expires_at, run_id, peer, rest[:SIGNATURE_BYTES]
-        )
-        return grant, rest[SIGNATURE_BYTES:]
+        signature, rest = rest[:SIGNATURE_BYTES], rest[SIGNATURE_BYTES:]
+        grant = cls(run_key, invitation_key, ROLES[role], expires_at, run_id, peer, signature)
+        return grant, rest
 
 
 @dataclass(frozen=True)
@@ -106,12 +101,10 @@ class Credential:
     def proves(self, peer: str) -> bool:
         """Whether both signatures are valid, and the invitation key signed this peer's id."""
         proven = verify(self.grant.invitation_key, _proof_of(self.role, peer), self.proof)
-        return (
-            proven and self.grant.signed and ROLES.index(self.role) >= ROLES.index(self.grant.role)
-        )
+        lower = ROLES.index(self.role) >= ROLES.index(self.grant.role)
+        return proven and self.grant.signed and lower
 
     def to_text(self) -> str:
-        """Its text on the wire."""
         return _to_text(self.grant.to_bytes() + bytes([ROLES.index(self.role)]) + self.proof)
 
     @classmethod
@@ -125,8 +118,7 @@ class Credential:
 
 @dataclass(frozen=True)
 class Token:
-    """An invitation. Its text is a secret: keep it out of logs and, where possible, out of command
-    lines."""
+    """An invitation. Its text is a secret: keep it out of logs and command lines."""
 
     grant: Grant
     _seed: bytes
@@ -135,7 +127,6 @@ class Token:
         return f"Token({self.grant.token_id})"
 
     def to_text(self) -> str:
-        """Its text in an invitation; the secret is at the end."""
         return _to_text(self.grant.to_bytes() + self._seed)
 
     def credential(self, peer: str, role: Role | None = None) -> str:
@@ -145,29 +136,21 @@ class Token:
 
     @classmethod
     def from_text(cls, text: str, where: str = "") -> Token:
-        """Reads a token that a user typed; `ConfigError` says what is wrong, and where, without
-        repeating the token."""
+        """Reads a token that a user typed; a `ConfigError` does not repeat it."""
         try:
             grant, seed = Grant.from_bytes(_from_text(text))
         except PayloadError as error:
-            raise ConfigError(
-                f"{where}the token of the invitation cannot be read: {error}; copy all of it"
-            ) from None
-        fits = (
-            len(seed) == KEY_BYTES
-            and _key(seed).public_key().public_bytes_raw() == grant.invitation_key
-        )
-        if not fits or not grant.signed:
-            raise ConfigError(
-                f"{where}the token of the invitation is damaged; copy all of it, or ask for a"
-                " new one"
-            )
+            unread = f"{where}the token of the invitation cannot be read: {error}"
+            raise ConfigError(f"{unread}; copy all of it") from None
+        public = _key(seed).public_key().public_bytes_raw() if len(seed) == KEY_BYTES else None
+        if public != grant.invitation_key or not grant.signed:
+            damaged = f"{where}the token of the invitation is damaged"
+            raise ConfigError(f"{damaged}; copy all of it, or ask for a new one")
         return cls(grant, seed)
 
     @classmethod
     def read(cls, setting: str) -> Token:
-        """Reads the value of `swarm.token`: a token, or `@FILE`, a file with a token or a whole
-        link."""
+        """Reads the value of `swarm.token`: a token, or `@FILE`, a file with it or with a link."""
         if not setting.startswith("@"):
             return cls.from_text(setting)
         path = Path(setting[1:])
@@ -176,32 +159,26 @@ class Token:
                 check_private(file, path, "swarm.token")
                 text = decoded(file.read(16 * MAX_CHARACTERS))
         except OSError as error:
-            raise ConfigError(
-                f"swarm.token={setting} cannot be read: {error.strerror}; name another file"
-            ) from None
+            wrong = f"swarm.token={setting} cannot be read: {error.strerror}"
+            raise ConfigError(f"{wrong}; name another file") from None
         found = set(_IN_FILE.findall(text)) or {text.strip()}
         if len(found) > 1:
-            raise ConfigError(
-                f"swarm.token={setting} holds {len(found)} tokens; leave one of them there"
-            )
+            wrong = f"swarm.token={setting} holds {len(found)} tokens"
+            raise ConfigError(f"{wrong}; leave one of them there")
         return cls.from_text(found.pop(), f"swarm.token={setting}: ")
 
 
 def issue(key: RunKey, run_id: str, role: Role, expires_at: int, peer: str = "") -> Token:
     """A new invitation to a run; `ConfigError` if the run id or the peer id is not one."""
     if not _RUN_ID.fullmatch(run_id):
-        raise ConfigError(
-            f"--run={run_id} is no run id; expected 1 to 64 letters, digits, '.', '_' or '-'"
-        )
+        expected = "1 to 64 letters, digits, '.', '_' or '-'"
+        raise ConfigError(f"--run={run_id} is no run id; expected {expected}")
     if not _PEER.fullmatch(peer):
-        raise ConfigError(
-            f"--bind={peer} is no peer id; expected one such as QmXoypiz... or 12D3Koo..., as a"
-            " peer prints"
-        )
+        expected = "one such as QmXoypiz... or 12D3Koo..., as a peer prints"
+        raise ConfigError(f"--bind={peer} is no peer id; expected {expected}")
     invitation = new_key()
-    unsigned = Grant(
-        key.public, invitation.public_key().public_bytes_raw(), role, expires_at, run_id, peer, b""
-    )
+    public = invitation.public_key().public_bytes_raw()
+    unsigned = Grant(key.public, public, role, expires_at, run_id, peer, b"")
     grant = replace(unsigned, signature=key.sign(_GRANT_CONTEXT + unsigned.to_bytes()))
     return Token(grant, invitation.private_bytes_raw())
 

@@ -29,12 +29,10 @@ KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 MAX_FILE_BYTES = 4096
 MAX_REVOKED = 4096  # tokens, and as many peers; both together fill a third of a frame
-_CONTEXT, _SEAL_CONTEXT = b"diloco revoked\0", b"diloco manifest\0"
 
 
 class RunKey:
-    """The private half. Anybody who has the file can invite and revoke; a run cannot change its
-    key."""
+    """The private half. Who has the file can invite and revoke; a run cannot change its key."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -49,19 +47,16 @@ class RunKey:
         return self._private.sign(what)
 
     def seal(self, run_id: str, manifest_hash: str) -> str:
-        """The signature by which peers know that a manifest, named by its hash, is the owner's;
-        hexadecimal."""
-        return self.sign(_sealed(run_id, manifest_hash)).hex()
+        """The signature (hex) by which peers know that a manifest is the owner's."""
+        return self.sign(_content("manifest", run_id, manifest_hash)).hex()
 
     @classmethod
     def create(cls, path: Path) -> RunKey:
-        """A new key, in a new file that only its owner can read; `ConfigError` if that cannot be
-        written."""
+        """A new key, in a new file that only its owner can read; raises ConfigError."""
         key = cls(new_key())
+        kinds = serialization
         text = key._private.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
+            kinds.Encoding.PEM, kinds.PrivateFormat.PKCS8, kinds.NoEncryption()
         )
         write_private(path, text, f"FILE={path}")
         return key
@@ -72,13 +67,11 @@ class RunKey:
         try:
             with path.open("rb") as file:
                 check_private(file, path, setting)
-                private = serialization.load_pem_private_key(
-                    file.read(MAX_FILE_BYTES), password=None
-                )
+                content = file.read(MAX_FILE_BYTES)
+            private = serialization.load_pem_private_key(content, password=None)
         except OSError as error:
-            raise ConfigError(
-                f"{setting}={path} cannot be read: {error.strerror}; diloco keygen makes a key"
-            ) from None
+            wrong = f"{setting}={path} cannot be read: {error.strerror}"
+            raise ConfigError(f"{wrong}; diloco keygen makes a key") from None
         except (ValueError, TypeError):  # TypeError: the file has a password
             private = None
         if not isinstance(private, Ed25519PrivateKey):
@@ -87,8 +80,7 @@ class RunKey:
 
 
 def write_private(path: Path, content: bytes, what: str) -> None:
-    """Write a new file that only its owner can read. Raises ConfigError, which begins with
-    `what`."""
+    """Write a new file that only its owner can read; a ConfigError begins with `what`."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -104,8 +96,7 @@ def new_key() -> Ed25519PrivateKey:
 
 def check_private(file: IO[Any], path: Path, setting: str) -> None:
     """Raises ConfigError if an open file of ours with a secret can be read by others, as ssh does.
-    Where nobody can change that, as on FAT or a drive of Windows, it is a warning.
-    """
+    Where nobody can change that, as on FAT or a drive of Windows, it is a warning."""
     status = os.fstat(file.fileno())
     if status.st_uid != os.getuid() or not status.st_mode & 0o077:
         return
@@ -115,22 +106,19 @@ def check_private(file: IO[Any], path: Path, setting: str) -> None:
         _warn_of(path.parent)
         return
     os.fchmod(file.fileno(), status.st_mode & 0o777)
-    raise ConfigError(
-        f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600"
-        f" {path}"
-    )
+    secret = f"{setting}={path} holds a secret, and other users of this machine can read it"
+    raise ConfigError(f"{secret}; chmod 600 {path}")
 
 
 @functools.cache
-def _warn_of(directory: Path) -> None:
-    logger.warning(
-        "%s is on a file system without modes: others may read the secrets there", directory
-    )
+def _warn_of(folder: Path) -> None:
+    line = "%s is on a file system without modes: others may read the secrets there"
+    logger.warning(line, folder)
 
 
 def is_sealed(run_key: bytes, run_id: str, manifest_hash: str, seal: str) -> bool:
     """Whether the owner of the run signed the manifest with this hash; `seal` may be any text."""
-    return _signed(run_key, _sealed(run_id, manifest_hash), seal)
+    return _signed(run_key, _content("manifest", run_id, manifest_hash), seal)
 
 
 def _signed(public: bytes, what: bytes, digits: str) -> bool:
@@ -141,8 +129,7 @@ def _signed(public: bytes, what: bytes, digits: str) -> bool:
 
 
 def verify(public: bytes, what: bytes, signature: bytes) -> bool:
-    """Whether `signature` is valid for `what` under this public key. All three may be arbitrary
-    bytes."""
+    """Whether `signature` is valid for `what`. All three may be arbitrary bytes."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, what)
     except (InvalidSignature, ValueError):
@@ -152,8 +139,7 @@ def verify(public: bytes, what: bytes, signature: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Revoked:
-    """A revocation list. Of two lists with valid signatures the one with the higher number replaces
-    the other."""
+    """A revocation list. Of two with valid signatures the one with the higher number counts."""
 
     number: int = 0
     token_ids: tuple[str, ...] = ()
@@ -165,9 +151,8 @@ class Revoked:
         cls, number: int, token_ids: Iterable[str], peer_ids: Iterable[str], signature: str
     ) -> Revoked:
         """A list as somebody has written it."""
-        return cls(
-            int(number), tuple(map(str, token_ids)), tuple(map(str, peer_ids)), str(signature)
-        )
+        tokens, peers = tuple(map(str, token_ids)), tuple(map(str, peer_ids))
+        return cls(int(number), tokens, peers, str(signature))
 
     @classmethod
     def sign(
@@ -182,7 +167,8 @@ class Revoked:
         tokens, peers = tuple(sorted(set(token_ids))), tuple(sorted(set(peer_ids)))
         if max(len(tokens), len(peers)) > MAX_REVOKED:
             raise ConfigError(f"more than {MAX_REVOKED} are revoked; start a run with a new key")
-        return cls(number, tokens, peers, key.sign(_content(run_id, number, tokens, peers)).hex())
+        signature = key.sign(_content("revoked", run_id, number, tokens, peers))
+        return cls(number, tokens, peers, signature.hex())
 
     def extended(
         self,
@@ -193,10 +179,8 @@ class Revoked:
         above: int = 0,
     ) -> Revoked:
         """The list that replaces this one, and all that have numbers up to `above`."""
-        number = 1 + max(self.number, above)
-        return self.sign(
-            key, run_id, number, {*self.token_ids, *token_ids}, {*self.peer_ids, *peer_ids}
-        )
+        tokens, peers = {*self.token_ids, *token_ids}, {*self.peer_ids, *peer_ids}
+        return self.sign(key, run_id, 1 + max(self.number, above), tokens, peers)
 
     @classmethod
     def remembered(cls, key: RunKey, key_path: Path, run_id: str) -> Revoked:
@@ -213,24 +197,17 @@ class Revoked:
         try:
             replace_file(place, (json.dumps(lists, indent=2) + "\n").encode())
         except OSError as error:
-            raise ConfigError(
-                f"{place} cannot be written: {error.strerror}; it keeps the revocations, make its"
-                " directory writable"
-            ) from None
+            remedy = "it keeps the revocations, make its directory writable"
+            raise ConfigError(f"{place} cannot be written: {error.strerror}; {remedy}") from None
 
     def signed_by(self, run_key: bytes, run_id: str) -> bool:
         """Whether the owner of this run signed it."""
-        return _signed(
-            run_key, _content(run_id, self.number, self.token_ids, self.peer_ids), self.signature
-        )
+        content = _content("revoked", run_id, self.number, self.token_ids, self.peer_ids)
+        return _signed(run_key, content, self.signature)
 
     def names(self, token_id: str, peer: str) -> bool:
         """Whether the list has this token or this peer."""
         return token_id in self.token_ids or peer in self.peer_ids
-
-
-def _sealed(run_id: str, manifest_hash: str) -> bytes:
-    return _SEAL_CONTEXT + json.dumps([run_id, manifest_hash], separators=(",", ":")).encode()
 
 
 def _place(key_path: Path) -> Path:
@@ -252,5 +229,6 @@ def _remembered(key_path: Path) -> dict[str, tuple[int, list[str], list[str]]]:
         ) from None
 
 
-def _content(run_id: str, number: int, tokens: tuple[str, ...], peers: tuple[str, ...]) -> bytes:
-    return _CONTEXT + json.dumps([run_id, number, tokens, peers], separators=(",", ":")).encode()
+def _content(label: str, *what: object) -> bytes:
+    """What is signed; the label keeps signatures of one kind from being used as another."""
+    return f"diloco {label}\0{json.dumps(what, separators=(',', ':'))}".encode()

@@ -20,8 +20,8 @@ from diloco.messages.control import Figures
 from diloco.messages.snapshot import Contributor, PhaseSeconds, Snapshot
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import Fragment
+from diloco.outer.local import train_on_current_stream
 from diloco.outer.replica import Replica
-from diloco.outer.staging import train_on_current_stream
 from diloco.ranges import first
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.leases import LeasedData

@@ -44,15 +44,13 @@ def build(
     tokenizer: Vocabulary | None = None,
     sequence_length: int | None = None,
 ) -> nn.Module:
-    """A causal LM on the CPU, in training mode, with fp32 parameters, that fits `tokenizer` and
-    `sequence_length`.
+    """A causal LM on the CPU, in training mode, with fp32 parameters.
 
     The weights depend only on `seed` and the installed torch. The global RNG state has no influence
     and stays as it is.
 
     Raises ConfigError for an unknown model type or name, an impossible value, or a model too small
-    for the data, and CheckpointError if `model.path` is not a directory with a readable safetensors
-    checkpoint.
+    for tokenizer or sequence length; CheckpointError as `load`.
     """
     if has_files(settings):
         if settings.weights is None:
@@ -64,8 +62,7 @@ def build(
         return model
     config = config_of(settings)
     check_fit(config, tokenizer, sequence_length)
-    # fork_rng restores the CPU generator; torch.manual_seed would also reseed every GPU, so it is
-    # not used here.
+    # torch.manual_seed would also reseed every GPU
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         default_generator.manual_seed(seed)
         with _refusals(settings):
@@ -88,8 +85,8 @@ def has_files(settings: ModelConfig) -> bool:
 def config_of(settings: ModelConfig) -> Any:
     """The transformers config (a `PreTrainedConfig`) of `settings`; allocates no weights.
 
-    Raises ConfigError: there is no causal LM of this type, or its config refuses a name or a value;
-    CheckpointError: `model.path` has no config.
+    Raises ConfigError for a type without a causal LM, and for a name or value that its config
+    refuses; CheckpointError where `model.path` has no config.
     """
     library = transformers()
     if settings.path is not None and settings.weights is None:
@@ -97,34 +94,25 @@ def config_of(settings: ModelConfig) -> Any:
     _refuse_absurd(settings.config, "model.config")
     names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports no model
     if settings.model_type not in names:
-        known = settings.model_type in library.CONFIG_MAPPING
+        name, known = settings.model_type, settings.model_type in library.CONFIG_MAPPING
         why = "has no causal language model" if known else "is no model type of transformers"
-        raise ConfigError(
-            f"model.model_type: {settings.model_type!r} {why}{_nearest(settings.model_type, names)}"
-        )
+        raise ConfigError(f"model.model_type: {name!r} {why}{_nearest(name, names)}")
     kind = library.CONFIG_MAPPING[settings.model_type]
     allowed = allowed_names(kind)
     for name in settings.config:
         if name not in allowed and not (settings.weights is not None and is_extra(kind, name)):
-            # transformers would store it as an attribute that it never reads: a setting without
-            # effect.
-            raise ConfigError(
-                f"model.config.{name}: {kind.__name__} has no such setting{_nearest(name, allowed)}"
-            )
+            # transformers would store it as an attribute that it never reads
+            unknown = f"{kind.__name__} has no such setting{_nearest(name, allowed)}"
+            raise ConfigError(f"model.config.{name}: {unknown}")
     try:
         return kind(**settings.config)
     except Exception as error:  # the library's validators raise their own types
-        raise ConfigError(
-            f"model.config: {one_line(error.__cause__ or error)}; change that value"
-        ) from error
+        text = one_line(error.__cause__ or error)
+        raise ConfigError(f"model.config: {text}; change that value") from error
 
 
 def outline(settings: ModelConfig) -> nn.Module:
-    """The model without values, on the default device: `meta`, or one under `FakeTensorMode`.
-    Allocates no weights.
-
-    Raises ConfigError and CheckpointError as `build`.
-    """
+    """The model without values, on the default device, `meta` or fake; raises as `build`."""
     config = config_of(settings)
     with _refusals(settings):
         built = _from_config(config)
@@ -152,61 +140,50 @@ def directory_of(
     directory = Path(settings.path).expanduser()
     if not directory.exists() and HUB_NAME.fullmatch(settings.path):
         commit = commit_of("model", settings.path)
-        remedy = (
-            f"{settings.path}@COMMIT" if commit is None else f"{settings.path}@{commit}, the newest"
-        )
-        raise CheckpointError(
-            f"model.path: {settings.path} is no directory; if it is a name on the hub, write"
-            f" {remedy}"
-        )
+        at = "COMMIT" if commit is None else f"{commit}, the newest"
+        missing = f"model.path: {settings.path} is no directory; if it is a name on the hub"
+        raise CheckpointError(f"{missing}, write {settings.path}@{at}")
     return directory
 
 
 def _saved_config(directory: Path) -> Any:
     """The config in a directory in Hugging Face format."""
     check_directory(directory, "model.path")
+    place = f"model.path: {directory}"
     try:
-        _refuse_absurd(
-            json.loads((directory / "config.json").read_text(encoding="utf-8")),
-            f"model.path: {directory}",
-        )
-        return transformers().AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        _refuse_absurd(content, place)
+        read = transformers().AutoConfig.from_pretrained
+        return read(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"model.path: {directory} has no config.json that can be read: {one_line(error)}; give"
-            " a directory in Hugging Face format"
+            f"{place} has no config.json that can be read: {one_line(error)}; give a directory in"
+            " Hugging Face format"
         ) from error
 
 
 def _refuse_absurd(config: object, place: str) -> None:
-    """Raises ConfigError for a number that no model has. transformers makes lists as long as some
-    of the numbers."""
+    """Raises ConfigError for a number that no model has: transformers makes lists of some."""
     if not isinstance(config, Mapping):
         return
     for key, value in flatten(config):
         if type(value) is int and abs(value) > MAX_CONFIG_NUMBER and "rope" not in key:
-            raise ConfigError(
-                f"{place}.{key}: {value} is more than {MAX_CONFIG_NUMBER}, and no model has so many"
-            )
+            most = f"more than {MAX_CONFIG_NUMBER}, and no model has so many"
+            raise ConfigError(f"{place}.{key}: {value} is {most}")
 
 
 @contextlib.contextmanager
 def _refusals(settings: ModelConfig) -> Iterator[None]:
-    """Turns whatever the layers of a model raise (KeyError, RuntimeError, ...) into a
-    ConfigError."""
+    """Turns whatever the layers of a model raise into a ConfigError."""
     try:
         yield
     except Exception as error:
-        raise ConfigError(
-            f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
-        ) from error
+        what = f"model.config: cannot build this {settings.model_type}"
+        raise ConfigError(f"{what}: {one_line(error)}; change it") from error
 
 
 def _from_config(config: Any) -> nn.Module:
-    """A model of this config; ends with a ValueError once it has too many modules, which cost time
-    and memory each."""
+    """A model of this config. Raises ValueError once it has too many modules."""
     made = itertools.count(1)
 
     def check(*_: object) -> None:
@@ -214,9 +191,8 @@ def _from_config(config: Any) -> nn.Module:
             raise ValueError(f"it has more than {MAX_PARTS} layers and other parts")
 
     with nn.modules.module.register_module_module_registration_hook(check):
-        built: nn.Module = transformers().AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32
-        )
+        auto = transformers().AutoModelForCausalLM
+        built: nn.Module = auto.from_config(config, dtype=torch.float32)
     return built
 
 
@@ -226,8 +202,7 @@ def check_fit(
     sequence_length: int | None = None,
     key: str = "model.config.vocab_size",
 ) -> None:
-    """Raises ConfigError if a model of this transformers config, which `key` gives, is too small
-    for the data."""
+    """Raises ConfigError if a model of this config, given by `key`, is too small for the data."""
     # the language part of a multimodal model, else the config itself
     text_config = config.get_text_config()
     vocabulary = text_config.vocab_size
@@ -247,7 +222,6 @@ def check_fit(
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return (
-        f"; did you mean {near[0]!r}?" if near else f"; one of {', '.join(sorted(known)[:8])}, ..."
-    )
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"; did you mean {near[0]!r}?"
+    return f"; one of {', '.join(sorted(known)[:8])}, ..."

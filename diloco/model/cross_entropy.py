@@ -1,5 +1,4 @@
-"""The training loss, computed a chunk of tokens at a time where the logits of all tokens would be
-large.
+"""The training loss, computed a chunk of tokens at a time where all logits would be large.
 
 (B, T, V) logits, their copy in fp32 and their gradient are the largest tensors of a step: at V=128k
 they take more than the rest of a small model. None of them has to exist whole:
@@ -13,7 +12,7 @@ they take more than the rest of a small model. None of them has to exist whole:
 
 All that happens in the model's own forward pass. So whatever is wrapped around it finds what it
 knows: the hooks of DistributedDataParallel see an output and gradients of parameters, and FSDP2 has
-    gathered the head's weight.
+gathered the head's weight.
 """
 
 from __future__ import annotations
@@ -37,17 +36,13 @@ _forward = threading.local()
 
 
 def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """Mean cross entropy of each token given those before it in its sequence, in nats; a
-    differentiable fp32 scalar.
+    """Mean cross entropy of each token given those before it in its sequence, in nats; fp32.
 
     `tokens` is (B, T) int64 on the model's device. The model predicts T - 1 tokens of each
     sequence; it only reads the first. The softmax is fp32 also under autocast. One backward pass,
     without gradients of gradients.
-
-    Logits exist in chunks of `CHUNK_BYTES` where `prepare_head_` found that this model allows it.
     """
-    # Masking the last position instead of slicing it off saves a copy of the logits, the largest
-    # tensor of the step.
+    # Masking the last position instead of slicing it off saves a copy of the logits.
     targets = tokens.roll(-1, dims=1)
     targets[:, -1] = IGNORED
     _forward.targets = targets
@@ -57,20 +52,17 @@ def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
         _forward.targets = None
     if logits.ndim == 0:
         return logits
-    return nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED
-    )
+    flat = logits.float().flatten(0, 1)
+    return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED)
 
 
 def computes_loss() -> bool:
-    """Whether this thread is in the forward pass of `loss`: plain rows of tokens, without positions
-    or a mask."""
+    """Whether this thread is in the forward pass of `loss`: rows without positions or a mask."""
     return getattr(_forward, "targets", None) is not None
 
 
 class ChunkedHead(nn.Linear):
-    """An output head that returns the loss, a scalar, in the forward pass of `loss`, and logits in
-    any other."""
+    """An output head that returns the loss, a scalar, in the forward pass of `loss`."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         targets: Tensor | None = getattr(_forward, "targets", None)
@@ -83,8 +75,7 @@ class ChunkedHead(nn.Linear):
 
 
 def prepare_head_(model: nn.Module) -> bool:
-    """Have `loss` compute the logits of this causal LM in chunks, if it can; costs a forward pass
-    of two tokens.
+    """Have `loss` compute the logits of this causal LM in chunks, if it can; returns whether.
 
     It can where the output head is a plain `nn.Linear` whose product are the logits. Some models
     scale them, cap them (Gemma 2) or have a head of another kind; those keep whole logits. Raises
@@ -102,8 +93,7 @@ def prepare_head_(model: nn.Module) -> bool:
 
 
 def _returns_as_logits(model: nn.Module, head: nn.Module, tokens: Tensor) -> bool:
-    """Whether the model returns what its head returns, even a scalar: it does nothing to it in
-    between."""
+    """Whether the model returns what its head returns, even a scalar."""
     scalar = torch.zeros((), device=tokens.device)
     try:
         with head.register_forward_hook(lambda *_: scalar):
@@ -120,8 +110,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # Not inference_mode: what a model caches in it (rotary tables) could not be used in
-        # training afterwards.
+        # not inference_mode: training could not use what a model caches in it (rotary tables)
         with torch.no_grad():
             yield
     finally:
@@ -132,8 +121,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int
 ) -> Tensor:
-    """Mean cross entropy of `hidden @ weight.T + bias`, of which `rows` rows exist at a time; an
-    fp32 scalar.
+    """Mean cross entropy of `hidden @ weight.T + bias`, of which `rows` rows exist at a time.
 
     `hidden` is (N, D), `weight` (V, D), `bias` (V,), `targets` (N,) int64, where -100 is ignored.
     Products are computed in the dtype of autocast or else of `hidden`, everything else in fp32,
@@ -160,19 +148,14 @@ class _Chunked(torch.autograd.Function):
             of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
             d_hidden = torch.empty_like(hidden) if of_hidden else None
             d_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
-            d_bias = (
-                torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
-                if of_bias
-                else None
-            )
+            d_bias = None
+            if bias is not None and of_bias:
+                d_bias = torch.zeros_like(bias, dtype=torch.float32)
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for at in range(0, len(hidden), rows):
-                # (C, D), (C,)
                 part, aims = hidden[at : at + rows].to(dtype), targets[at : at + rows]
-                # (C, V)
-                log_p = nn.functional.linear(part, matrix, offset).log_softmax(
-                    1, dtype=torch.float32
-                )
+                logits = nn.functional.linear(part, matrix, offset)  # (C, D) -> (C, V)
+                log_p = logits.log_softmax(1, dtype=torch.float32)
                 total += nn.functional.nll_loss(log_p, aims, ignore_index=IGNORED, reduction="sum")
                 if not any(ctx.needs_input_grad):
                     continue
@@ -188,12 +171,9 @@ class _Chunked(torch.autograd.Function):
                     d_bias += counts @ slope
             count = (targets != IGNORED).sum()
         ctx.save_for_backward(d_hidden, count)
-        # Not saved like the others: it belongs to the weights, not to the activations of
-        # `saved_tensors_hooks`.
-        ctx.of_weight, ctx.dtypes = (
-            (d_weight, d_bias),
-            (weight.dtype, None if bias is None else bias.dtype),
-        )
+        # Not saved: they belong to the weights, not to the activations of `saved_tensors_hooks`.
+        ctx.of_weight = d_weight, d_bias
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return total / count
 
     @staticmethod
@@ -201,22 +181,16 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, count = ctx.saved_tensors
         if ctx.of_weight is None:
-            raise RuntimeError(
-                "the loss of a chunked head has one backward pass; compute it again for a"
-                " second one"
-            )
+            once = "the loss of a chunked head has one backward pass"
+            raise RuntimeError(f"{once}; compute it again for a second one")
         of_weight, ctx.of_weight = ctx.of_weight, None
-        scale = slope / count
-        found = [
-            None if value is None else value.mul_(scale).to(dtype)
-            for value, dtype in zip(of_weight, ctx.dtypes, strict=True)
-        ]
+        scale, pairs = slope / count, zip(of_weight, ctx.dtypes, strict=True)
+        found = [None if one is None else one.mul_(scale).to(dtype) for one, dtype in pairs]
         return None if d_hidden is None else d_hidden * scale, *found, None, None
 
 
 def _slope_(log_p: Tensor, targets: Tensor) -> Tensor:
-    """The gradients of cross entropies with respect to the logits, in place of their log softmax
-    (C, V).
+    """The gradients of cross entropies by the logits, in place of their log softmax (C, V).
 
     They are not divided by the number of targets yet, or fp16 would round most of them to zero.
     Those of ignored targets mean nothing: to leave them out where they are multiplied with (C, D)

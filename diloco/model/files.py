@@ -32,24 +32,19 @@ class Vocabulary(Protocol):
 def save(
     model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabulary | None = None
 ) -> None:
-    """Writes `model` to `directory` and replaces an old one; `AutoModelForCausalLM.from_pretrained`
-    loads it.
+    """Writes `model` to `directory` and replaces an old one.
 
     With a tokenizer, its files are written too, and generation stops at its end token; what else a
     checkpoint says of generation stays. The directory appears as a whole or not at all; an old one
-    is absent between two renames.
-
-    Raises ConfigError: the directory cannot be written (permission, no space); its old content
-    stays.
+    is absent between two renames. Raises ConfigError if it cannot be written; the old one stays.
     """
     target = Path(directory)
     fresh, old = (target.with_name(f".{target.name}-{secrets.token_hex(4)}") for _ in range(2))
     try:
         fresh.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(
-            f"{target}: cannot be written ({error.strerror}); choose another directory"
-        ) from error
+        wrong = f"{target}: cannot be written ({error.strerror})"
+        raise ConfigError(f"{wrong}; choose another directory") from error
     try:
         _write(model, fresh, tokenizer)
         if target.exists():
@@ -61,31 +56,26 @@ def save(
                 old.rename(target)
             raise
     except OSError as error:
-        raise ConfigError(
-            f"{target}: cannot be written ({one_line(error)}); free space or choose another"
-        ) from error
+        wrong = f"{target}: cannot be written ({one_line(error)})"
+        raise ConfigError(f"{wrong}; free space or choose another") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
-    """The causal LM (a `PreTrainedModel`) of a Hugging Face directory, in eval mode, in the dtype
-    it was saved in.
+    """The causal LM of a Hugging Face directory, in eval mode, in the dtype it was saved in.
 
     Reads local safetensors only: no download, no pickle, no code from the directory. Raises
-    CheckpointError, which begins with `key`, the setting of the path: it is no such directory, or
-    weights are missing.
+    CheckpointError, which begins with `key`, the setting of the path.
     """
     path = Path(directory)
     check_directory(path, key)
     if not any(path.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{key}: {path} has no *.safetensors; other weight formats are not read, convert them"
-        )
+        other = "other weight formats are not read, convert them"
+        raise CheckpointError(f"{key}: {path} has no *.safetensors; {other}")
     try:
-        # The library draws missing weights at random. That is an error below, but must not move the
-        # global RNG.
+        # The library draws missing weights at random, which must not move the global RNG.
         with torch.random.fork_rng(devices=[]):
             model, report = transformers().AutoModelForCausalLM.from_pretrained(
                 path,
@@ -96,44 +86,35 @@ def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
             )
     # SafetensorError, JSONDecodeError, ValueError, ...: the directory is unusable
     except Exception as error:
-        raise CheckpointError(
-            f"{key}: {path} cannot be loaded: {one_line(error)}; use another copy"
-        ) from error
+        wrong = f"{key}: {path} cannot be loaded: {one_line(error)}"
+        raise CheckpointError(f"{wrong}; use another copy") from error
     if missing := sorted(report["missing_keys"]):
-        raise CheckpointError(
-            f"{key}: {path} lacks {len(missing)} of the model's weights, {missing[0]} first; use a"
-            " complete checkpoint"
-        )
+        lacks = f"{len(missing)} of the model's weights, {missing[0]} first"
+        raise CheckpointError(f"{key}: {path} lacks {lacks}; use a complete checkpoint")
     return model
 
 
 def check_directory(path: Path, key: str) -> None:
-    """Raises CheckpointError, which names the setting `key`, if this is no directory with a
-    config."""
+    """Raises CheckpointError, which names the setting `key`, for no directory with a config."""
     if not path.is_dir():
-        raise CheckpointError(
-            f"{key}: {path} is no directory; give a directory with config.json and"
-            " model.safetensors"
-        )
+        give = "give a directory with config.json and model.safetensors"
+        raise CheckpointError(f"{key}: {path} is no directory; {give}")
     if not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{key}: {path} has no config.json; give a directory in Hugging Face format"
-        )
+        give = "give a directory in Hugging Face format"
+        raise CheckpointError(f"{key}: {path} has no config.json; {give}")
 
 
 def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> None:
     model_any: Any = model  # a PreTrainedModel
     if tokenizer is not None:
         # The default end token of the config (2 for Llama) is an ordinary token in another
-        # vocabulary. A checkpoint's own settings fit its tokenizer, and may end a text at several
-        # tokens.
-        if not _ends_at(model_any.config, tokenizer.end):
-            _end_at_(model_any.config, tokenizer.end)
-        if model_any.generation_config is not None and not _ends_at(
-            model_any.generation_config, tokenizer.end
-        ):
-            model_any.generation_config = type(model_any.generation_config)()
-            _end_at_(model_any.generation_config, tokenizer.end)
+        # vocabulary. A checkpoint's own settings may end a text at several tokens.
+        end, generation = tokenizer.end, model_any.generation_config
+        if not _ends_at(model_any.config, end):
+            _end_at_(model_any.config, end)
+        if generation is not None and not _ends_at(generation, end):
+            model_any.generation_config = type(generation)()
+            _end_at_(model_any.generation_config, end)
         tokenizer.save(directory)
     try:
         model_any.save_pretrained(directory)
@@ -155,11 +136,8 @@ def _ends_at(config: Any, end: int | None) -> bool:
 
 @functools.cache
 def transformers() -> Any:
-    """The `transformers` module without progress bars, advice and warnings; errors are still
-    raised.
-
-    Imported late, because it takes seconds; silent, because output tears the live table.
-    """
+    """The `transformers` module. Imported late, because it takes seconds; without progress bars and
+    warnings, because output tears the live table."""
     import transformers
 
     module: Any = transformers  # its functions have no annotations

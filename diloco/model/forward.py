@@ -1,8 +1,5 @@
 """How the layers of a model are computed: with which attention, compiled or not, and what is kept
-for going backward.
-
-The model stays the same one: parameters, their names, and what copies and checkpoints see of them
-do not change.
+for going backward. Parameters, their names, copies and checkpoints stay the same.
 """
 
 from __future__ import annotations
@@ -23,22 +20,18 @@ FLASH = {"flash_attention_2": "flash_attn"}  # packages that transformers does n
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of the largest stack in a model, each of which is compiled, and gathered by FSDP2,
-    as a whole."""
-    stacks = [
-        module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)
-    ]
-    largest = max(
-        stacks,
-        key=lambda stack: sum(one.numel() for one in stack.parameters()),
-        default=nn.ModuleList(),
-    )
-    return list(largest)
+    """The layers of the largest stack; each is compiled, and gathered by FSDP2, as a whole."""
+
+    stacks = [list(one) for one in model.modules() if isinstance(one, nn.ModuleList)]
+
+    def numel(stack: list[nn.Module]) -> int:
+        return sum(one.numel() for layer in stack for one in layer.parameters())
+
+    return max(stacks, key=numel, default=[])
 
 
 def choose_attention_(model: nn.Module, attention: str) -> str:
-    """Have a transformers model compute attention this way (`auto`: as it likes); returns what it
-    uses.
+    """Have a transformers model compute attention this way; returns what it uses.
 
     Raises `ConfigError` if a package is missing, or the model has no such attention.
     """
@@ -46,21 +39,17 @@ def choose_attention_(model: nn.Module, attention: str) -> str:
     if attention != "auto":
         package = FLASH.get(attention)
         if package is not None and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"train.attention={attention} needs the package {package}; install it, or use sdpa"
-            )
+            needs = f"train.attention={attention} needs the package {package}"
+            raise ConfigError(f"{needs}; install it, or use sdpa")
         try:
             any_model.set_attn_implementation(attention)
         except (ValueError, ImportError) as error:
-            raise ConfigError(
-                f"train.attention={attention}: {one_line(error)}; use auto"
-            ) from error
+            text = f"train.attention={attention}: {one_line(error)}; use auto"
+            raise ConfigError(text) from error
     used = str(any_model.config.get_text_config()._attn_implementation)
     if attention not in ("auto", used):
-        raise ConfigError(
-            f"train.attention={attention}: a {type(model).__name__} computes with {used} only; use"
-            " auto"
-        )
+        only = f"a {type(model).__name__} computes with {used} only"
+        raise ConfigError(f"train.attention={attention}: {only}; use auto")
     return used
 
 
@@ -74,38 +63,29 @@ def recompute_layers_(model: nn.Module) -> None:
         with warnings.catch_warnings():
             # of another name, which early versions 5 do not have
             warnings.simplefilter("ignore", FutureWarning)
-            any_model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+            options = {"use_reentrant": False}
+            any_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     except ValueError as error:
-        raise ConfigError(
-            f"train.checkpointing=true: {one_line(error)}; lower train.micro_batch"
-        ) from error
+        text = f"train.checkpointing=true: {one_line(error)}; lower train.micro_batch"
+        raise ConfigError(text) from error
 
 
 def compile_layers_(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile every layer at its first call; raises `ConfigError` for models without a stack of
-    layers.
+    """Compile every layer at its first call; raises `ConfigError` for models without layers.
 
-    Layers are alike, so the first one's code serves all, where a compiled whole model takes
-    minutes.
+    Layers are alike, so the first one's code serves all; a whole model would take minutes.
     """
     layers = layers_of(model)
     if not layers:
-        raise ConfigError(
-            f"train.compile=true: {type(model).__name__} has no stack of layers to compile; drop it"
-        )
+        none = f"{type(model).__name__} has no stack of layers to compile"
+        raise ConfigError(f"train.compile=true: {none}; drop it")
     for layer in layers:
         layer.compile(backend=backend)
 
 
 def never_wait_for_masks() -> None:
-    """Have transformers not look for rows that hold several sequences, while the training loss is
-    computed.
-
-    It waits for the device to see the positions of the tokens, and a GPU would idle. `loss` gives
-    no positions.
-    """
+    """Have transformers not look for rows of several sequences in the forward pass of `loss`: to
+    see positions it waits for the device, and a GPU would idle."""
     masks = transformers().masking_utils
     look = getattr(masks, "find_packed_sequence_indices", None)
     if look is None or hasattr(look, "__wrapped__"):

@@ -33,15 +33,13 @@ def part_digest(part: Tensor) -> str:
 
     Costs about 0.5 ns per element with AVX-512; other threads run meanwhile.
     """
-    assert part.dtype == torch.float32 and part.dim() == 1 and part.numel() <= PART, (
-        "a part is one fp32 vector"
-    )
+    is_part = part.dtype == torch.float32 and part.dim() == 1 and part.numel() <= PART
+    assert is_part, "a part is one fp32 vector"
     return blake3(part.detach().numpy().data.cast("B")).hexdigest()
 
 
 def part_digests(flat: Tensor) -> tuple[str, ...]:
-    """The digests of all parts of a fragment: (numel,) fp32, contiguous, on the CPU; takes as many
-    threads as torch."""
+    """The digests of all parts of a fragment: (numel,) fp32, contiguous, on the CPU."""
     parts = [flat[start:stop] for start, stop in part_ranges(flat.numel())]
     threads = min(len(parts), torch.get_num_threads())
     if threads <= 1:
@@ -51,14 +49,12 @@ def part_digests(flat: Tensor) -> tuple[str, ...]:
 
 
 def part_ranges(numel: int) -> list[tuple[int, int]]:
-    """The half-open ranges of elements of the parts of a fragment; only the last may be shorter
-    than PART."""
+    """The half-open ranges of the parts of a fragment; only the last is shorter than PART."""
     return [(start, min(start + PART, numel)) for start in range(0, numel, PART)]
 
 
 def fragment_digest(parts: Sequence[str]) -> str:
-    """The digest of a fragment from those of its parts, in order. Raises PayloadError if one is not
-    a digest."""
+    """The digest of a fragment from those of its parts; PayloadError if one is not a digest."""
     return _combine(b"diloco fragment\0", parts)
 
 
@@ -68,16 +64,14 @@ def digest_of(flat: Tensor) -> str:
 
 
 def anchor_digest(fragments: Sequence[str]) -> str:
-    """The digest of all parameters from those of the fragments, in order. PayloadError if one is
-    not a digest."""
+    """The digest of all parameters from those of the fragments; PayloadError as above."""
     return _combine(b"diloco anchor\0", fragments)
 
 
 def _combine(label: bytes, digests: Sequence[str]) -> str:
     combined = blake3(label)
     for digest in digests:
-        # The length matters: otherwise bytes could move from one digest to the next without
-        # changing the result.
+        # The length matters: else bytes could move from one digest to the next.
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise PayloadError(f"{digest[:80]!r} is not a digest of 64 lower-case hex characters")
         combined.update(bytes.fromhex(digest))

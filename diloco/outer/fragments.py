@@ -47,8 +47,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Slices of parameters that are synchronised together; its `numel` elements are those of the
-    slices, in order."""
+    """Slices of parameters that are synchronised together; `numel` elements in all."""
 
     index: int
     slices: tuple[Slice, ...]
@@ -59,11 +58,8 @@ class Fragment:
         return tuple(accumulate(piece.numel for piece in self.slices))
 
     def locate(self, start: int, stop: int) -> Iterator[tuple[int, Slice]]:
-        """Yield `(offset from start, slice)` for the parts of parameters that make up [start, stop)
-        of the fragment."""
-        assert 0 <= start <= stop <= self.numel, (
-            f"[{start}, {stop}) is outside the fragment's {self.numel} elements"
-        )
+        """Yield `(offset from start, slice)` for what makes up [start, stop) of the fragment."""
+        assert 0 <= start <= stop <= self.numel, f"[{start}, {stop}) of {self.numel} elements"
         position = start
         first = bisect_right(self._ends, start)
         for piece, end in zip(self.slices[first:], self._ends[first:], strict=True):
@@ -96,15 +92,11 @@ def partition(
     """
     total = sum(numels.values())
     if total == 0:
-        raise ConfigError(
-            "the model has no parameters to synchronise; give it at least one that requires a"
-            " gradient"
-        )
+        nothing = "the model has no parameters to synchronise"
+        raise ConfigError(f"{nothing}; give it at least one that requires a gradient")
     if not 1 <= fragments <= total:
-        raise ConfigError(
-            f"outer.fragments={fragments} is not possible; choose 1 to {total}, the model's"
-            " elements"
-        )
+        choose = f"choose 1 to {total}, the model's elements"
+        raise ConfigError(f"outer.fragments={fragments} is not possible; {choose}")
     return _strided(numels, fragments) if pattern == "strided" else _contiguous(numels, fragments)
 
 
@@ -113,10 +105,8 @@ def _contiguous(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ..
     unit = BLOCK if total >= fragments * BLOCK else 1
     units = -(-total // unit)
     cuts = [min(i * units // fragments * unit, total) for i in range(fragments + 1)]
-    names = list(numels)
-    whole = Fragment(
-        0, tuple(Slice(name, 0, numels[name]) for name in names if numels[name]), total
-    )
+    slices = tuple(Slice(name, 0, numel) for name, numel in numels.items() if numel)
+    whole = Fragment(0, slices, total)
     return tuple(
         Fragment(index, tuple(piece for _, piece in whole.locate(start, stop)), stop - start)
         for index, (start, stop) in enumerate(pairwise(cuts))
@@ -131,27 +121,25 @@ def _strided(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
     stacks = [stack for stack, _ in layers]
     order = sorted(layers, key=lambda layer: (stacks.index(layer[0]), layer[1]))
     if len(order) < fragments:
+        why = f"with outer.pattern=strided, as the model has {len(order)} layers"
         remedy = f"choose at most {len(order)} fragments, or" if order else "choose"
         raise ConfigError(
-            f"outer.fragments={fragments} is not possible with outer.pattern=strided, as the model"
-            f" has {len(order)} layers; {remedy} outer.pattern=contiguous"
+            f"outer.fragments={fragments} is not possible {why}; {remedy} outer.pattern=contiguous"
         )
     owners = {layer: index % fragments for index, layer in enumerate(order)}
-    weights = [0] * fragments
+    sizes = [0] * fragments
     for layer, index in owners.items():
-        weights[index] += layers[layer]
+        sizes[index] += layers[layer]
     slices: list[list[Slice]] = [[] for _ in range(fragments)]
     for name, numel in numels.items():
         if not numel:
             continue
         owner = owners.get(_layer(name) or ("", -1))
         if owner is None:
-            owner = weights.index(min(weights))
-            weights[owner] += numel
+            owner = sizes.index(min(sizes))
+            sizes[owner] += numel
         slices[owner].append(Slice(name, 0, numel))
-    return tuple(
-        Fragment(index, tuple(slices[index]), weights[index]) for index in range(fragments)
-    )
+    return tuple(Fragment(index, tuple(slices[index]), size) for index, size in enumerate(sizes))
 
 
 def _layer(name: str) -> tuple[str, int] | None:
@@ -164,8 +152,7 @@ def _layer(name: str) -> tuple[str, int] | None:
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """Yield the half-open ranges of at most CHUNK elements that cover [0, numel); only the last may
-    be shorter."""
+    """Yield the half-open ranges of CHUNK elements that cover [0, numel); the last is shorter."""
     for start in range(0, numel, CHUNK):
         yield start, min(start + CHUNK, numel)
 
@@ -197,12 +184,8 @@ def gathered(
     """
     [(_, first), *others] = fragment.locate(start, start + buffer.numel())
     parameter = parameters[first.name]
-    if (
-        not others
-        and parameter.dtype == torch.float32
-        and parameter.device.type == "cpu"
-        and parameter.is_contiguous()
-    ):
+    is_plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu"
+    if not others and is_plain and parameter.is_contiguous():
         return parameter.view(-1)[first.start : first.stop]
     gather_(buffer, fragment, start, parameters)
     return buffer
@@ -216,11 +199,8 @@ def scatter_(
     values: Tensor,
     copy_: Copy = Tensor.copy_,
 ) -> None:
-    """Write `values`, (n,) fp32 and contiguous, into the fragment from `start` on, in place in the
-    parameters.
-
-    Parameters may require gradients.
-    """
+    """Write `values`, (n,) fp32 and contiguous, into the parameters, from `start` of the fragment
+    on. Parameters may require gradients."""
     for offset, piece in fragment.locate(start, start + values.numel()):
         write_(parameters[piece.name], piece.start, values[offset : offset + piece.numel], copy_)
 
@@ -229,11 +209,10 @@ def scatter_(
 def as_loaded(
     buffer: Tensor, values: Tensor, fragment: Fragment, start: int, parameters: Mapping[str, Tensor]
 ) -> Tensor:
-    """What parameters hold after `scatter_` wrote these values to them: the values, rounded to the
-    parameters' dtypes.
+    """What parameters hold after `scatter_` wrote these values, (n,) fp32, to them: the values,
+    rounded to the parameters' dtypes.
 
-    `values` are (n,) fp32 and stay as they are; they are the result where no parameter is narrower
-    than fp32. Else the result is in the buffer, (n,) fp32.
+    The result is the values where no parameter is narrower than fp32, else in the buffer.
     """
     rounded = values
     for offset, piece in fragment.locate(start, start + values.numel()):
@@ -248,15 +227,13 @@ def as_loaded(
 
 
 def read_(out: Tensor, tensor: Tensor, start: int, copy_: Copy = Tensor.copy_) -> None:
-    """Copy (n,) values of a tensor, flattened in row-major order, from the flat index `start`
-    on."""
+    """Copy (n,) values of a tensor from the row-major flat index `start` on."""
     for at, part in _rectangles(tensor, start, start + out.numel()):
         copy_(out[at - start : at - start + part.numel()].view(part.shape), part)
 
 
 def write_(tensor: Tensor, start: int, values: Tensor, copy_: Copy = Tensor.copy_) -> None:
-    """Write (n,) values into a tensor, flattened in row-major order, from the flat index `start`
-    on."""
+    """Write (n,) values into a tensor from the row-major flat index `start` on."""
     for at, part in _rectangles(tensor, start, start + values.numel()):
         copy_(part, values[at - start : at - start + part.numel()].view(part.shape))
 

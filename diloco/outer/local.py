@@ -1,28 +1,202 @@
 """The local parameters of a peer, as a replica reads and writes them: by ranges of fragments.
 
-`Local` has whole tensors of this process. A peer whose processes have rows each gives a replica
-another one with the same methods (`attach.sharded`).
+`Local` has whole tensors of this process; `attach.sharded` has rows of them. On the CPU parameters
+are read and written where they are. On an accelerator, copies run while it computes and this
+process encodes:
 
-Where parameters lie on an accelerator, values go through staging buffers (see `staging`).
-`Local.copied` lets training go on before they were read. On the CPU they are read and written where
-they are.
+    training stream   work of the training loop; here, clones of parameters, and writes to them, in
+                      between
+    side stream       reads, which do not wait for what the training loop has queued after them
+
+A copy runs beside other work only from or to pinned (page-locked) memory. So values go through
+*staging buffers* of one chunk, two in turn: one is copied while the other is filled or read.
+
+Whoever puts a copy into a stream goes on before it is done. These waits make it safe:
+
+1. The side stream waits for an event of the training stream before it reads, so that it finds the
+   parameters as the last inner step left them.
+2. This process waits for the event of a read before it uses the buffer.
+3. This process waits for the event of a write before it fills that buffer again.
+
+Training needs no wait: its next step is queued behind the writes.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from diloco.outer.fragments import Fragment, Slice, gather_, gathered, read_, scatter_
+from diloco.outer.fragments import CHUNK, Fragment, Slice, gather_, gathered, read_, scatter_
 from diloco.outer.payloads import buffer
-from diloco.outer.staging import Staging, staging_of
 
-__all__ = ["Local", "Source"]
+_STREAMS = ("cuda", "xpu")  # devices that have streams
+IN_TURN = 2  # staging buffers
 
-StagingOf = Callable[[torch.device], Staging | None]
+
+class Stream:
+    """Work for an accelerator, done in order, some time after it was put here; `stream` is asked at
+    each use."""
+
+    def __init__(self, device: torch.device, stream: Callable[[], torch.Stream]) -> None:
+        self._device, self._stream = device, stream
+        # what was current before is kept in the stream's object, for one thread only
+        self._entering = threading.Lock()
+
+    def copy_(self, to: Tensor, source: Tensor) -> None:
+        """Put a copy here, between any devices and dtypes; neither tensor may change until then."""
+        with self._entering, self._stream():
+            to.copy_(source, non_blocking=True)
+
+    def record(self) -> torch.Event:
+        """The place after all that is here now; to `synchronize` with it waits for that."""
+        # sleeps while it waits, as the training loop needs the core
+        event = torch.Event(self._device, blocking=True)
+        event.record(self._stream())
+        return event
+
+    def wait(self, event: torch.Event) -> None:
+        """What is put here from now on comes after that place of another stream."""
+        self._stream().wait_event(event)
+
+
+class AtOnce(Stream):
+    """The only stream of a device (MPS): a copy is done when it returns."""
+
+    def __init__(self) -> None:
+        pass
+
+    def copy_(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source)
+
+    def record(self) -> Any:
+        return self
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Staging:
+    """The streams and the staging buffers of one device. May be used from several threads.
+
+    Args:
+        empty: makes a vector of that many elements on the device, of a dtype.
+        pinned: makes a staging buffer, (CHUNK,) fp32.
+
+    What the device fails with is raised by the next call of any method.
+    """
+
+    def __init__(
+        self,
+        training: Stream,
+        side: Stream,
+        empty: Callable[[int, torch.dtype], Tensor],
+        pinned: Callable[[], Tensor],
+    ) -> None:
+        self.training, self.side = training, side
+        self.empty, self._pinned = empty, pinned
+        # each with the copy that still reads it, if any
+        self._free: deque[tuple[Tensor, torch.Event | None]] = deque()
+        self._lock = threading.Lock()
+
+    def read(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        gather: Callable[[Tensor, int], object],
+        after: torch.Event,
+    ) -> Iterator[Tensor]:
+        """Yield a buffer for each range [start, stop) of at most CHUNK elements, in which its
+        values are until the next one is asked for.
+
+        `gather(out, start)` puts copies of them into the side stream, behind `after`.
+        """
+
+        def begin(start: int, stop: int) -> tuple[Tensor, Tensor, torch.Event]:
+            buffer = self._take()
+            out = buffer[: stop - start]
+            gather(out, start)
+            return out, buffer, self.side.record()
+
+        self.side.wait(after)
+        reads = (begin(start, stop) for start, stop in ranges)
+        read = next(reads, None)
+        while read is not None:
+            following = next(reads, None)
+            out, buffer, done = read
+            done.synchronize()
+            yield out
+            self._give(buffer)
+            read = following
+
+    @contextmanager
+    def staged(self, values: Tensor) -> Iterator[Tensor]:
+        """A copy of (n,) fp32 values, n <= CHUNK, of which the training stream makes copies in this
+        context; the values may change as soon as it is left."""
+        buffer = self._take()
+        yield buffer[: values.numel()].copy_(values)
+        self._give(buffer, self.training.record())
+
+    def sent(self, values: Tensor) -> Tensor:
+        """A copy of (n,) fp32 values on the device, n <= CHUNK, for work of the training stream."""
+        with self.staged(values) as staged:
+            out = self.empty(values.numel(), torch.float32)
+            self.training.copy_(out, staged)
+        return out
+
+    def _take(self) -> Tensor:
+        with self._lock:
+            ready = self._free and (self._free[0][1] is None or len(self._free) >= IN_TURN)
+            buffer, done = self._free.popleft() if ready else (self._pinned(), None)
+        if done is not None:
+            done.synchronize()
+        return buffer
+
+    def _give(self, buffer: Tensor, done: torch.Event | None = None) -> None:
+        with self._lock:
+            self._free.append((buffer, done))
+
+
+_training: dict[torch.device, torch.Stream] = {}
+
+
+def train_on_current_stream(device: torch.device) -> None:
+    """The training stream of this device is the one that is current in this thread: of those of
+    other threads a training loop knows nothing."""
+    if device.type in _STREAMS:
+        stream = torch.accelerator.current_stream(device)
+        _training[stream.device] = stream
+
+
+@cache
+def staging_of(device: torch.device) -> Staging | None:
+    """The staging of a device; None where tensors lie in main memory, or have no values."""
+    if device.type != "mps" and device.type not in _STREAMS:
+        return None
+
+    def empty(numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def pinned() -> Tensor:
+        # memory allocated in inference mode can never be written outside of it
+        with torch.inference_mode(False):
+            pin = device.type != "mps"
+            return torch.empty(CHUNK, dtype=torch.float32, device="cpu", pin_memory=pin)
+
+    if device.type == "mps":
+        at_once = AtOnce()
+        return Staging(at_once, at_once, empty, pinned)
+    side, current = torch.Stream(device), torch.accelerator.current_stream
+    training = Stream(device, lambda: _training.get(device) or current(device))
+    return Staging(training, Stream(device, lambda: side), empty, pinned)
 
 
 class Local:
@@ -34,7 +208,7 @@ class Local:
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        staging_of: StagingOf = staging_of,
+        staging_of: Callable[[torch.device], Staging | None] = staging_of,
         ready: torch.Event | None = None,
     ) -> None:
         self.tensors = dict(tensors)
@@ -70,16 +244,14 @@ class Local:
                 yield self.gathered(buffer("chunk", torch.float32, stop - start), fragment, start)
             return
         tensors = {piece.name: self.of_process(piece.name) for piece in fragment.slices}
-        after = self._ready or staging.training.record()
-        yield from staging.read(
-            ranges,
-            lambda out, start: gather_(out, fragment, start, tensors, staging.side.copy_),
-            after,
-        )
+
+        def gather(out: Tensor, start: int) -> None:
+            gather_(out, fragment, start, tensors, staging.side.copy_)
+
+        yield from staging.read(ranges, gather, self._ready or staging.training.record())
 
     def can_copy(self, fragment: Fragment) -> bool:
-        """Whether `copied` makes a copy of the fragment: it is on an accelerator, and all of it in
-        this process."""
+        """Whether `copied` makes a copy: the fragment is on an accelerator, and in this process."""
         return self.is_whole and self._staging(fragment, 0, fragment.numel) is not None
 
     @torch.no_grad()
@@ -97,15 +269,12 @@ class Local:
             own = self.of_process(piece.name)
             copies[str(index)] = out = staging.empty(piece.numel, own.dtype)
             read_(out, own, piece.start, staging.training.copy_)
-        pieces = tuple(
-            Slice(str(index), 0, piece.numel) for index, piece in enumerate(fragment.slices)
-        )
+        pieces = tuple(Slice(name, 0, one.numel()) for name, one in copies.items())
         local = Local(copies, self._staging_of, staging.training.record())
         return Source(local, Fragment(fragment.index, pieces, fragment.numel))
 
     def scatter_(self, fragment: Fragment, start: int, values: Tensor) -> None:
-        """As `fragments.scatter_`. On an accelerator, what is put into the training stream later
-        finds the values."""
+        """As `fragments.scatter_`; later work of the training stream finds the values."""
         staging = self._staging(fragment, start, start + values.numel())
         if staging is None:
             return scatter_(self.tensors, fragment, start, values)
@@ -113,11 +282,9 @@ class Local:
             scatter_(self.tensors, fragment, start, staged, staging.training.copy_)
 
     def _staging(self, fragment: Fragment, start: int, stop: int) -> Staging | None:
-        """The staging of the one device that has this range; None if it is the CPU, or there are
-        several."""
-        first, *others = {
-            self.tensors[piece.name].device for _, piece in fragment.locate(start, stop)
-        }
+        """The staging of the one device that has this range; None for the CPU, or several."""
+        names = {piece.name for _, piece in fragment.locate(start, stop)}
+        first, *others = {self.tensors[name].device for name in names}
         return None if others else self._staging_of(first)
 
 

@@ -1,10 +1,9 @@
 """A peer's half of every fragment: the anchor, the pseudo-gradient against it, and the updates that
 move it.
 
-    capture          base - local, chunk by chunk, as payload                    (every peer)
-    aggregates       payloads -> update (see `aggregate`)                        (the author)
-    apply_update_    update -> anchor, momentum and window                       (everybody, the
-                     author too)
+    capture          base - local, chunk by chunk, as payload        (every peer)
+    aggregates       payloads -> update (see `aggregate`)            (the author)
+    apply_update_    update -> anchor, momentum and window           (everybody, the author too)
 
 The *base* is the anchor that the local parameters started from. At a barrier it is the anchor
 itself. Where a fragment moves on while this peer trains, `keep_base` keeps a copy until the peer
@@ -15,9 +14,9 @@ and the anchor would drift while nobody trains.
 Memory, in fp32 copies of the parameters: 1 for the anchors, 1 for the masters of this peer's own
 fragments, and for these and those that it may inherit 1 for the momentum, or 2 with a windowed
 optimizer. A payload for each fragment that is being exchanged (a quarter of a copy with int8), and
-whatever payloads wait for their version. Settings that add to
-it: 1 for error feedback, a base where versions do not wait for this peer. Everything else is
-chunk-sized. All tensors here live on the CPU; local parameters may be on any device (see `local`).
+whatever payloads wait for their version. Settings that add to it: 1 for error feedback, a base
+where versions do not wait for this peer. Everything else is chunk-sized. All tensors here live on
+the CPU; local parameters may be on any device (see `local`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from diloco.config import OuterConfig
 from diloco.outer.aggregate import Aggregate
 from diloco.outer.codecs import CODECS
 from diloco.outer.digest import digest_of, part_ranges
-from diloco.outer.fragments import Fragment, as_loaded
+from diloco.outer.fragments import Fragment, as_loaded, chunks
 from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import Layout, buffer, empty_payload, norm_of
@@ -70,9 +69,7 @@ class Replica:
         self.up, self.down = CODECS[settings.codec_up], CODECS[settings.codec_down]
         self.optimizer = OUTER_OPTIMIZERS[settings.optimizer](settings)
         self.rng: random.Random = random.SystemRandom()
-        self.anchors = [
-            torch.empty(fragment.numel, dtype=torch.float32) for fragment in self.fragments
-        ]
+        self.anchors = [torch.empty(one.numel, dtype=torch.float32) for one in self.fragments]
         self.aggregates: dict[int, Aggregate] = {}
         self.states: dict[int, OuterState] = {}
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
@@ -81,20 +78,17 @@ class Replica:
         # what local parameters started from, where it is not the anchor
         self._bases: dict[int, Tensor] = {}
         self._copies: dict[int, Source] = {}  # of local parameters as they are to be captured
-        for fragment, anchor, layout in zip(
-            self.fragments, self.anchors, self.payloads, strict=True
-        ):
-            for start, stop in layout.ranges:
+        for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
+            for start, stop in chunks(fragment.numel):
                 self.local.gather_(anchor[start:stop], fragment, start)
 
     # -- what this peer sends ----------------------------------------------------------------------
 
     def copy_local(self, fragment: int) -> bool:
         """Copy the fragment's local parameters on their device, for the next `capture`; training
-        may go on at once.
+        may go on at once. The anchor may move before that only after `keep_base`.
 
-        The anchor may move before that capture only after `keep_base`. Returns False, and has no
-        copy, when the device has no memory for one; then `capture` has to come first.
+        Returns False when the device has no memory for it; then `capture` has to come first.
         """
         try:
             self._copies[fragment] = self.local.copied(self.fragments[fragment])
@@ -109,17 +103,14 @@ class Replica:
 
     @torch.no_grad()
     def capture(self, fragment: int) -> Tensor:
-        """The payload (uint8) of the whole pseudo-gradient; training may go on. Raises
-        `DivergedError`.
+        """The payload (uint8) of the whole pseudo-gradient. Raises `DivergedError`.
 
-        After `copy_local` the pseudo-gradient is that of then, and training goes on meanwhile. The
-        payload is the same, bit for bit: values are copied, and what is computed is computed on the
-        CPU either way.
+        After `copy_local` it is that of then, bit for bit, and training goes on meanwhile.
 
         With error feedback the residual, which is what the codec loses, is added to the next
         pseudo-gradient before it is encoded: e = beta e + delta - sent (SparseLoCo, arXiv
         2508.15706). With beta = 1 nothing is ever lost, only late; with less, what stays unsent
-            fades, and stale directions are forgotten. The residual is never sent.
+        fades. The residual is never sent.
         """
         beta, residual = self.settings.error_feedback, self.residuals.get(fragment)
         payload = empty_payload(self.payloads[fragment].nbytes)
@@ -143,17 +134,14 @@ class Replica:
         local, fragment = self._copies.get(index) or Source(self.local, self.fragments[index])
         ranges = self.payloads[index].ranges
         for (start, stop), own in zip(ranges, local.read(fragment, ranges), strict=True):
-            delta, rounded = (
-                buffer(name, torch.float32, stop - start) for name in ("chunk", "base")
-            )
+            rounded = buffer("base", torch.float32, stop - start)
             # it may move between two chunks
             base = self._bases.get(index, self.anchors[index])[start:stop]
-            torch.sub(as_loaded(rounded, base, fragment, start, local.tensors), own, out=delta)
-            yield delta
+            base = as_loaded(rounded, base, fragment, start, local.tensors)
+            yield torch.sub(base, own, out=buffer("chunk", torch.float32, stop - start))
 
     def keep_base(self, fragment: int) -> None:
-        """Copy the anchor before it moves, if local parameters started from it and are not captured
-        yet."""
+        """Copy the anchor before it moves, from which local parameters started."""
         if fragment not in self._bases:
             self._bases[fragment] = self.anchors[fragment].clone()
 
@@ -173,10 +161,8 @@ class Replica:
         ends = {stop for _, stop in part_ranges(anchor.numel())}
         for piece, (start, stop) in self.updates[fragment].split(update):
             after = self.down.updated(anchor[start:stop], piece)
-            moved = torch.sub(
-                after, anchor[start:stop], out=buffer("moved", torch.float32, stop - start)
-            )
-            norms.append(norm_of(moved))
+            moved = buffer("moved", torch.float32, stop - start)
+            norms.append(norm_of(torch.sub(after, anchor[start:stop], out=moved)))
             hasher.update(after.numpy().data.cast("B"))
             if stop in ends:
                 parts.append(hasher.hexdigest())
@@ -202,28 +188,22 @@ class Replica:
         """Local parameters become the anchors (of these fragments; all by default).
 
         With `mixing` they keep that part of themselves: local = (1 - a) anchor + a local (Streaming
-        DiLoCo, arXiv
-        2501.18512, Algorithm 2).
+        DiLoCo, arXiv 2501.18512, Algorithm 2).
         """
         for index in range(len(self.fragments)) if fragments is None else fragments:
-            assert index not in self._copies, (
-                f"fragment {index} is not captured yet; its base would be lost"
-            )
+            assert index not in self._copies, f"fragment {index} would lose its base"
             self._bases.pop(index, None)
             if not mixing:
                 self.show_anchor_(index)
                 continue
-            ranges = self.payloads[index].ranges
-            for (start, stop), own in zip(
-                ranges, self.local.read(self.fragments[index], ranges), strict=True
-            ):
+            fragment, ranges = self.fragments[index], self.payloads[index].ranges
+            for (start, stop), own in zip(ranges, self.local.read(fragment, ranges), strict=True):
                 mixed = buffer("chunk", torch.float32, stop - start)
                 torch.lerp(self.anchors[index][start:stop], own, mixing, out=mixed)
-                self.local.scatter_(self.fragments[index], start, mixed)
+                self.local.scatter_(fragment, start, mixed)
 
     def show_anchor_(self, fragment: int) -> None:
-        """Local parameters become the anchor for a while; the base of the next pseudo-gradient
-        stays."""
+        """Local parameters become the anchor for a while; the base of the next capture stays."""
         for start, stop in self.payloads[fragment].ranges:
             self.local.scatter_(self.fragments[fragment], start, self.anchors[fragment][start:stop])
 
@@ -239,29 +219,21 @@ class Replica:
         return self.optimizer.can_follow and (self.settings.momentum > 0 or self.settings.windowed)
 
     def follow(self, fragments: Collection[int]) -> None:
-        """Keep momentum and window of these fragments, and of this peer's own, and of no others;
-        from zeros on."""
+        """Keep momentum and window of these fragments and of this peer's own, and of no others."""
         wanted = {*self.aggregates, *(fragments if self.can_follow else ())}
         self.states = {one: self._state(one) for one in sorted(wanted)}
 
     def hold(
         self, fragment: int, master: Tensor | None = None, state: OuterState | None = None
     ) -> None:
-        """Become author, with master and outer state of a checkpoint, or keep what there is.
-
-        Without either the master starts at the anchor, and momentum and window as they were
-        followed, or at zeros.
-        """
+        """Become author, with master and outer state of a checkpoint, or keep what there is: else
+        the master starts at the anchor, momentum and window as they were followed, or at zeros."""
         self.states[fragment] = state or self._state(fragment)
         if fragment not in self.aggregates or master is not None:
-            self.aggregates[fragment] = Aggregate(
-                self.fragments[fragment],
-                self.anchors[fragment],
-                self.settings,
-                self.rng,
-                self.local.shapes,
-                master,
-            )
+            own, anchor = self.fragments[fragment], self.anchors[fragment]
+            shapes = self.local.shapes
+            aggregate = Aggregate(own, anchor, self.settings, self.rng, shapes, master)
+            self.aggregates[fragment] = aggregate
 
     def release(self, fragment: int) -> None:
         """Stop being author; momentum and window stay until the next `follow`."""
@@ -270,10 +242,8 @@ class Replica:
     def plan(self, rounds: int | None) -> None:
         """The outer momentum rises over so many rounds."""
         self.settings = self.settings.model_copy(update={"rounds": rounds})
-        for optimizer in (
-            self.optimizer,
-            *(aggregate.optimizer for aggregate in self.aggregates.values()),
-        ):
+        aggregates = self.aggregates.values()
+        for optimizer in (self.optimizer, *(one.optimizer for one in aggregates)):
             optimizer.settings = self.settings
 
     def _state(self, fragment: int) -> OuterState:

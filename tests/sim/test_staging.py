@@ -26,9 +26,8 @@ from diloco.messages.heads import Head
 from diloco.outer.codecs import CODECS
 from diloco.outer.digest import part_digests
 from diloco.outer.fragments import CHUNK, partition
-from diloco.outer.local import Local
+from diloco.outer.local import Local, staging_of, train_on_current_stream
 from diloco.outer.replica import Replica
-from diloco.outer.staging import staging_of, train_on_current_stream
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.runtime import NodeThread
 from diloco.testing.fuzz.virtual import small_pieces
@@ -180,8 +179,8 @@ def test_the_node_copies_in_the_stream_in_which_training_runs(
     monkeypatch.setattr(torch.accelerator, "current_stream", here)
     monkeypatch.setattr(torch, "Stream", lambda device: made.pop())
     monkeypatch.setattr(torch, "Event", FakeEvent)
-    monkeypatch.setattr("diloco.outer.staging._training", {})
-    monkeypatch.setattr("diloco.outer.staging._buffer", lambda pinned: torch.empty(CHUNK))
+    monkeypatch.setattr("diloco.outer.local._training", {})
+    monkeypatch.setattr("diloco.outer.local._buffer", lambda pinned: torch.empty(CHUNK))
     staging = staging_of.__wrapped__(device)
     staging.empty = lambda numel, dtype: torch.empty(numel, dtype=dtype)
     parameters = {"w": torch.ones(3, requires_grad=True)}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco.outer.fragments import CHUNK
-from diloco.outer.local import Local
-from diloco.outer.staging import AtOnce, Staging
+from diloco.outer.local import AtOnce, Local, Staging
 
 __all__ = ["LazyDevice", "LazyStream", "at_once"]
 

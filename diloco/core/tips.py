@@ -55,23 +55,23 @@ def fetch(core: Facts, f: FragmentState) -> None:
         core.out.append(events.AskDonor(donor, Get(f.index, have)))
 
 
-def _ask_parts(core: Facts, f: FragmentState, asked: Fetch, goal: Goal) -> None:
+def _ask_parts(core: Facts, f: FragmentState, fetching: Fetch, goal: Goal) -> None:
     """Ask those who have the goal for the parts that are missing."""
     tell = {one.peer for one in core.members.all() if one.tips.get(f.index) == goal.head.key}
-    donors = sorted(tell | ({asked.donor} if asked.donor in core.members else set()))
+    donors = sorted(tell | ({fetching.donor} if fetching.donor in core.members else set()))
     donors = [donor for donor in donors if f.retry_at.get(donor, 0.0) <= core.now]
-    known = asked.parts.keys() | asked.asked.keys()
+    known = fetching.parts.keys() | fetching.asked.keys()
     missing = [part for part in range(f.sizes.parts) if part not in known]
-    busy = [donor for donor, _ in asked.asked.values()]
+    busy = [donor for donor, _ in fetching.asked.values()]
     until = core.now + core.deadline_s(f.sizes.anchor // f.sizes.parts)
     for donor in donors * PARTS_EACH:
         if missing and busy.count(donor) < PARTS_EACH:
             part = missing.pop(0)
             busy.append(donor)
-            asked.asked[part] = (donor, until)
+            fetching.asked[part] = (donor, until)
             core.out.append(events.AskDonor(donor, Get(f.index, f.tip.key, goal.head.id, part)))
     # nobody has it any more; else those who have it are asked again for what is missing
-    if not asked.asked and (f.behind() or not tell):
+    if not fetching.asked and (f.behind() or not tell):
         f.fetch = None
 
 
@@ -168,31 +168,31 @@ def _refuse(core: Facts, f: FragmentState, donor: str, why: str, head: Head) -> 
 
 
 def _gave_part(core: Facts, f: FragmentState, peer: str, part: events.AnchorPart) -> None:
-    asked, head = f.fetch, part.head
-    if asked is None or f.moving:
+    fetching, head = f.fetch, part.head
+    if fetching is None or f.moving:
         return
-    if asked.goal is None:
-        if peer != asked.donor:
+    if fetching.goal is None:
+        if peer != fetching.donor:
             return
         foreign = f.refused.keys() & {head.id, *part.book.recent}
         good = head.fragment == f.index and head.key > f.tip.key and _is_believed(core, peer, head)
         good = good and len(part.digests) == f.sizes.parts > part.part
         if not good or foreign or wrong_state(head, part.book, part.digests, core.signed_by):
             return _failed(core, f, peer)
-        asked.goal = Goal(head, part.book, part.digests)
-        asked.asked[part.part] = (peer, core.now)
-    goal = asked.goal
-    if head.id != goal.head.id or asked.asked.get(part.part, ("",))[0] != peer:
+        fetching.goal = Goal(head, part.book, part.digests)
+        fetching.asked[part.part] = (peer, core.now)
+    goal = fetching.goal
+    if head.id != goal.head.id or fetching.asked.get(part.part, ("",))[0] != peer:
         return
-    del asked.asked[part.part]
-    asked.parts[part.part] = part.values
+    del fetching.asked[part.part]
+    fetching.parts[part.part] = part.values
     core.settled_at = max(core.settled_at, core.now)
-    if len(asked.parts) == f.sizes.parts:
-        f.retry_at.pop(asked.donor, None)
+    if len(fetching.parts) == f.sizes.parts:
+        f.retry_at.pop(fetching.donor, None)
         f.fetch = None
         if goal.head.key > f.tip.key:
-            f.moving = Moving(goal.head, goal.book, None, asked.donor)
-            values = tuple(asked.parts[number] for number in range(f.sizes.parts))
+            f.moving = Moving(goal.head, goal.book, None, fetching.donor)
+            values = tuple(fetching.parts[number] for number in range(f.sizes.parts))
             core.out.append(events.Replace(f.index, goal.head, values))
 
 

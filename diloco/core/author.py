@@ -30,13 +30,13 @@ def close(core: Facts, f: FragmentState) -> None:
     if now < f.merge_at:
         return core.wake(f.merge_at)
     here = {peer: item for peer, item in sorted(f.pool.items()) if not f.tip.objection(item.line)}
-    whole = _without_collisions(here, f.tip.head.id)
+    chosen = _without_collisions(here, f.tip.head.id)
     since = f.adopted_at.get(f.tip.head.id, now)
     patience.forgive([one.peer for one in core.members.all() if one.resumed_at > since], now)
     missing = _missing(core, f, here)
-    total = len(whole) + len(missing)
+    total = len(chosen) + len(missing)
     need = -(-total // 2) if settings.quorum is None else min(settings.quorum, total)
-    if not whole or len(whole) < need:
+    if not chosen or len(chosen) < need:
         return
     f.quorum_at = now if f.quorum_at is None else f.quorum_at
     myself = core.me in missing and core.pauses and now - core.moved_at < PAUSE_LIMIT_S
@@ -44,26 +44,26 @@ def close(core: Facts, f: FragmentState) -> None:
         f.quorum_at = now  # the wait begins when the pause has ended
         return core.wake(now + LOOK_S)
     if settings.barrier:
-        wait_s = patience.wait_s([_round_s(core, f, item) for item in whole.values()])
+        wait_s = patience.wait_s([_round_s(core, f, item) for item in chosen.values()])
     else:
-        wait_s = _grace_s(core, whole)
+        wait_s = _grace_s(core, chosen)
     if missing and now < f.quorum_at + wait_s:
         return core.wake(f.quorum_at + wait_s)
-    came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in whole.items()}
-    patience.closed({peer: item.arrived_at - came[peer] for peer, item in whole.items()}, missing)
+    came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in chosen.items()}
+    patience.closed({peer: item.arrived_at - came[peer] for peer, item in chosen.items()}, missing)
     patience.slow |= _stalled(core) - here.keys()
     if missing:
         core.note("missing", fragment=f.index, peers=sorted(missing))
-    _merge(core, f, list(whole.values())[:MAX_LINES])
+    _merge(core, f, list(chosen.values())[:MAX_LINES])
 
 
 def _without_collisions(here: Mapping[str, Contribution], tip: str) -> dict[str, Contribution]:
     """Contributions of which no two have the same data; of two that have, a late one goes."""
-    whole, taken = dict[str, Contribution](), NONE
+    chosen, taken = dict[str, Contribution](), NONE
     for peer, item in sorted(here.items(), key=lambda one: (one[1].line.base != tip, one[0])):
         if not overlaps(taken, item.line.units):
-            whole[peer], taken = item, union(taken, item.line.units)
-    return dict(sorted(whole.items()))
+            chosen[peer], taken = item, union(taken, item.line.units)
+    return dict(sorted(chosen.items()))
 
 
 def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Member | None]:
@@ -99,7 +99,7 @@ def _round_s(core: Facts, f: FragmentState, item: Contribution) -> float:
     return item.arrived_at - began
 
 
-def _grace_s(core: Facts, whole: Mapping[str, Contribution]) -> float:
+def _grace_s(core: Facts, chosen: Mapping[str, Contribution]) -> float:
     """With a quorum: a fixed time, or a part of what the overlap hides, so no inner step waits.
 
     That is gamma (tau xi_step - xi_quorum) of Decoupled DiLoCo (arXiv 2604.21428), for the
@@ -111,7 +111,7 @@ def _grace_s(core: Facts, whole: Mapping[str, Contribution]) -> float:
         return settings.grace_s
     told = {one.peer: one.status.steps_per_s for one in core.members.all()}
     told[core.me] = core.steps_per_s
-    paces = ((item, told.get(peer, 0.0)) for peer, item in whole.items())
+    paces = ((item, told.get(peer, 0.0)) for peer, item in chosen.items())
     due_at = [item.captured_at + settings.overlap / pace for item, pace in paces if pace > 0]
     return max(0.0, settings.grace_slack * (min(due_at, default=core.now) - core.now))
 

@@ -20,17 +20,17 @@ from __future__ import annotations
 from diloco.config import DataConfig
 from diloco.data.local import LocalDataset
 from diloco.data.numbered import Leases
-from diloco.data.prefetch import AHEAD, Prefetched, Stream
+from diloco.data.prefetch import AHEAD, BatchStream, Prefetched
 from diloco.data.streaming import HubDataset
 from diloco.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from diloco.data.tokens import OnProgress
 
 __all__ = [
     "AHEAD",
+    "BatchStream",
     "Dataset",
     "Leases",
     "Prefetched",
-    "Stream",
     "Tokenizer",
     "is_bytes",
     "load",

@@ -108,18 +108,15 @@ class HubFiles:
 
     def rows_of(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
         """The rows of a file, from one on, and None at its end."""
+        path, field = self.files[file], self.settings.field
         try:
-            for text in read_rows(
-                handle, self.files[file], self.format, self.settings.field, start
-            ):
+            for text in read_rows(handle, path, self.format, field, start):
                 self._has_text |= text != b""
                 yield text
         except NoFieldError:
             if not self._has_text:
                 raise
-            logger.warning(
-                "%s has no %r, and its rows are left out", self.files[file], self.settings.field
-            )
+            logger.warning("%s has no %r, and its rows are left out", path, field)
             if self.format == "parquet":  # whose length others have from the file itself
                 yield from repeat(b"", num_rows(handle) - start)
         yield None
@@ -172,8 +169,7 @@ class Reader:
                 yield row
 
     def _find(self, number: int) -> tuple[int, int, int]:
-        """File, epoch and row of a number; the row may be behind the end of a file of unknown
-        length."""
+        """File, epoch and row of a number; the row may be behind the end of the file."""
         dataset, files = self._dataset, len(self._dataset.files)
         epoch, row = 0, number
         if len(self.lengths) == files:
@@ -215,8 +211,7 @@ def _order(files: int, key: str) -> list[int]:
 
 
 def find_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str], Any]]:
-    """Format and files of a split of a dataset of the hub, or of a local directory; what opens
-    them.
+    """Format and files of a split of a dataset, and the function that opens them.
 
     The publisher of a dataset may name any file as its data: one of this machine, or of another
     server. Only files of the dataset itself are read. Raises DataError if it names others, or there
@@ -256,8 +251,7 @@ def find_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str
     named = (builder.config.data_files or {}).items()
     splits = {str(split): [str(file) for file in files] for split, files in named}
     files = [file for split in splits.values() for file in split]
-    own = [f for f in files if f.startswith(start) and "::" not in f and "/../" not in f]
-    strange = [file for file in files if file not in own]
+    strange = [f for f in files if not f.startswith(start) or "::" in f or "/../" in f]
     if strange or not files:
         said = f"reads {show(strange[0])}" if strange else "names no files"
         raise DataError(

@@ -26,7 +26,7 @@ AHEAD = 8  # batches
 END_S = 1.0
 
 
-class Stream(Protocol):
+class BatchStream(Protocol):
     """Endless batches of one peer, resumable at every batch."""
 
     def __next__(self) -> Tensor:
@@ -43,7 +43,7 @@ class Stream(Protocol):
         """
 
 
-class Planned(Stream, Protocol):
+class Planned(BatchStream, Protocol):
     """A stream whose batches can be made by another thread."""
 
     def plan(self) -> Hashable:

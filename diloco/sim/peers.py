@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from diloco.data import Stream
+from diloco.data import BatchStream
 from diloco.outer.replica import Replica
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.virtual_time import VirtualLoop
@@ -68,7 +68,7 @@ class PacedStream:
     """A stream of batches, each of which takes the virtual seconds of an inner step."""
 
     def __init__(
-        self, stream: Stream, step_s: float, jitter: float, seed: str, lockstep: Lockstep[Any]
+        self, stream: BatchStream, step_s: float, jitter: float, seed: str, lockstep: Lockstep[Any]
     ) -> None:
         self._stream, self._step_s, self._lockstep = stream, step_s, lockstep
         self._jitter, self._random = jitter, random.Random(seed)

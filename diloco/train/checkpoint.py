@@ -20,7 +20,7 @@ from diloco.attach.saved import Groups, flatten_own, flatten_swarm, restore_own,
 from diloco.attach.sharded import full_tensor, load_rows_
 from diloco.attach.swarm import Attachment, Saved
 from diloco.config import Config
-from diloco.data import Stream
+from diloco.data import BatchStream
 from diloco.errors import CheckpointError
 from diloco.messages.snapshot import PhaseSeconds
 from diloco.rundir.checkpoint import BackgroundWriter, CheckpointStore, copied
@@ -87,7 +87,9 @@ class RunCheckpoints:
         found = self._checkpoint
         return None if found is None else restore_swarm(found.tensors, found.state)
 
-    def restore(self, sync: Sync, model: nn.Module, optimizer: Optimizer, stream: Stream) -> None:
+    def restore(
+        self, sync: Sync, model: nn.Module, optimizer: Optimizer, stream: BatchStream
+    ) -> None:
         """Restore everything but the swarm's part, before `sync` is entered; releases the files."""
         if self._checkpoint is None:
             return
@@ -109,7 +111,7 @@ class RunCheckpoints:
         sync: Sync,
         model: nn.Module,
         optimizer: Optimizer,
-        stream: Stream,
+        stream: BatchStream,
         seconds: PhaseSeconds,
         traffic: Sequence[int],
         is_rank0: bool = True,

@@ -22,7 +22,7 @@ from diloco.attach.schedulers import swarm_steps
 from diloco.attach.sharded import full_tensor
 from diloco.config import BudgetConfig, Config, InnerConfig
 from diloco.config.manifest import raised
-from diloco.data import Stream
+from diloco.data import BatchStream
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Notice
@@ -44,7 +44,7 @@ class Trainer:
     model: nn.Module
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
-    stream: Stream
+    stream: BatchStream
     holdout: Tensor
     sync: Sync
     checkpoints: RunCheckpoints

@@ -48,9 +48,8 @@ INPUT_VECTORS = 1.5  # of a layer that is recomputed
 # of fp32 and CHUNK elements: two that are read from an accelerator, and two that are written to it
 STAGING_BUFFERS = 4
 COPIED = ("anchors", "what the codec lost", "master and momentum as author")  # for a checkpoint
-RECORDS = (
-    ProtocolSettings.records
-)  # updates that a peer keeps for others, if they are less than an anchor
+# updates that a peer keeps for others, if they are less than an anchor
+RECORDS = ProtocolSettings.records
 STREAM_BLOCKS = 2  # of fp32 and CHUNK elements, for each contribution and update that is under way
 WARMUP_STEPS, TIMED_STEPS = 2, 5
 
